@@ -1,0 +1,1 @@
+"""grpolab: a Jupyter-first laboratory for post-training language models."""

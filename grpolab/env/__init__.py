@@ -1,0 +1,1 @@
+"""Environments over WebSockets: the wire, the server, the client, leased backends, and two environments."""

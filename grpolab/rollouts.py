@@ -1,0 +1,90 @@
+"""What travels along the flow: Rollout (one completion), Group (G rollouts of one prompt), Batch (tensors for the loss).
+
+Shapes: N rows, T tokens. Column t of every (N, T) tensor speaks of the token `ids[:, t]`, so `logps[n, t]` is
+log p(ids[n, t] | ids[n, :t]) and column 0 is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion. `mask`, `logps` and `raw_logps` have one entry a token of `tokens`.
+
+    `mask` is 1 where the policy chose the token and 0 where an environment wrote it (its logps are then 0.0).
+    `logps` are under the distribution that was sampled from, `raw_logps` at temperature 1, both in nats.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    mask: tuple[int, ...]
+    logps: tuple[float, ...]
+    raw_logps: tuple[float, ...]
+    finish_reason: str
+    seed: int = 0
+    policy_version: int = 0
+    reward: float | None = None
+    timings: dict = field(default_factory=dict, compare=False)
+
+    def __post_init__(self):
+        lengths = {name: len(getattr(self, name)) for name in ("tokens", "mask", "logps", "raw_logps")}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"a rollout needs one mask, logp and raw_logp for each token, but the lengths are {lengths}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """G rollouts of one prompt; indexes and iterates like a tuple of rollouts."""
+
+    rollouts: tuple[Rollout, ...]
+
+    def __getitem__(self, i):
+        return self.rollouts[i]
+
+    def __len__(self):
+        return len(self.rollouts)
+
+    def __iter__(self):
+        return iter(self.rollouts)
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [r.reward for r in self.rollouts]
+
+    def with_rewards(self, rewards: Sequence[float | None]) -> Group:
+        """The same group with one reward a rollout."""
+        if len(rewards) != len(self):
+            raise ValueError(f"{len(rewards)} rewards for a group of {len(self)} rollouts")
+        return Group(tuple(replace(r, reward=reward) for r, reward in zip(self.rollouts, rewards)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded rows for the losses. ids, mask, old_logps: (N, T); lengths, advantages: (N,)."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    old_logps: torch.Tensor
+    lengths: torch.Tensor
+    advantages: torch.Tensor
+
+
+def collate(rollouts: Sequence[Rollout], advantages: torch.Tensor, pad_id: int = 0) -> Batch:
+    """Rollouts and their advantages (N,) -> Batch, right-padded with `pad_id` to the longest row."""
+    if not rollouts:
+        raise ValueError("cannot collate an empty list of rollouts")
+    n, width = len(rollouts), max(len(r.prompt) + len(r.tokens) for r in rollouts)
+    ids = torch.full((n, width), pad_id, dtype=torch.long)
+    mask, old_logps = torch.zeros(n, width), torch.zeros(n, width)
+    for i, r in enumerate(rollouts):
+        p, end = len(r.prompt), len(r.prompt) + len(r.tokens)
+        ids[i, :end] = torch.tensor(r.prompt + r.tokens)
+        mask[i, p:end] = torch.tensor(r.mask, dtype=torch.float32)
+        old_logps[i, p:end] = torch.tensor(r.logps)
+    lengths = torch.tensor([len(r.prompt) + len(r.tokens) for r in rollouts])
+    return Batch(ids, mask, old_logps, lengths, advantages.float())
