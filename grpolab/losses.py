@@ -67,17 +67,18 @@ def target_logps(hidden, head, targets, *, bias=None, temperature=1.0, chunk=Non
     product = torch.promote_types(hidden.dtype, head.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and product != torch.float64:
         product = torch.get_autocast_dtype(hidden.device.type)
+    hidden, head, bias = hidden.to(product), head.to(product), None if bias is None else bias.to(product)
     if len(targets) > chunk:
-        return _ChunkedLogps.apply(hidden, head, bias, targets, temperature, chunk, product, with_entropy)
-    logits = _logits(hidden, head, bias, temperature, product)
+        return _ChunkedLogps.apply(hidden, head, bias, targets, temperature, chunk, with_entropy)
+    logits = _logits(hidden, head, bias, temperature)
     logps = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
     return logps, entropy(logits.detach()) if with_entropy else None
 
 
-def _logits(hidden, head, bias, temperature, product):
+def _logits(hidden, head, bias, temperature):
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = F.linear(hidden.to(product), head.to(product), None if bias is None else bias.to(product))
-    logits = logits.to(torch.promote_types(product, torch.float32))
+        logits = F.linear(hidden, head, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -85,20 +86,23 @@ class _ChunkedLogps(torch.autograd.Function):
     """`target_logps` over chunks of positions; the backward makes each chunk's logits again instead of keeping them."""
 
     @staticmethod
-    def forward(ctx, hidden, head, bias, targets, temperature, chunk, product, with_entropy):
+    def forward(ctx, hidden, head, bias, targets, temperature, chunk, with_entropy):
         logps, norms, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), targets.split(chunk)):
-            logits = _logits(h, head, bias, temperature, product)
-            norms.append(logits.logsumexp(1))
-            logps.append(logits.gather(1, y[:, None]).squeeze(1) - norms[-1])
+            x = _logits(h, head, bias, temperature)
+            at_y, top = x.gather(1, y[:, None]), x.amax(1, keepdim=True)
+            x = x.sub_(top)  # in place where it can be: a fresh buffer costs more than the arithmetic
             if with_entropy:
-                entropies.append(entropy(logits))
+                entropies.append(entropy(x))
+            norms.append(top + x.exp_().sum(1, keepdim=True).log())
+            logps.append(at_y - norms[-1])
+            del x  # or it would live beside the next chunk's
         ctx.save_for_backward(hidden, head, bias, targets, torch.cat(norms))
-        ctx.temperature, ctx.chunk, ctx.product = temperature, chunk, product
+        ctx.temperature, ctx.chunk = temperature, chunk
         entropies = torch.cat(entropies) if with_entropy else None
         if with_entropy:
             ctx.mark_non_differentiable(entropies)
-        return torch.cat(logps), entropies
+        return torch.cat(logps).squeeze(1), entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -108,27 +112,30 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_head = torch.zeros_like(head, dtype=norms.dtype) if wants_head else None
         grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if wants_bias else None
-        for start in range(0, len(targets), ctx.chunk):
-            at = slice(start, start + ctx.chunk)
-            d = _logits(hidden[at], head, bias, ctx.temperature, ctx.product).sub_(norms[at, None]).exp_()
-            g = grad[at, None] / ctx.temperature  # d logp(y) / d logits = (1[y] - softmax) / temperature
-            d.mul_(-g).scatter_add_(1, targets[at, None], g)
-            if wants_bias:
-                grad_bias += d.sum(0)
-            d = d.to(ctx.product)
-            if wants_hidden:
-                grad_hidden[at] = (d @ head.to(ctx.product)).to(hidden.dtype)
-            if wants_head:
-                grad_head += d.T @ hidden[at].to(ctx.product)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(targets), ctx.chunk):
+                at = slice(start, start + ctx.chunk)
+                g = grad[at, None] / ctx.temperature  # d logp(y) / d logits = (1[y] - softmax) / temperature
+                d = _logits(hidden[at], head, bias, ctx.temperature).sub_(norms[at]).exp_()
+                d = d.mul_(-g).scatter_add_(1, targets[at, None], g).to(hidden.dtype)
+                if wants_hidden:
+                    grad_hidden[at] = d @ head
+                if wants_head and d.dtype == norms.dtype:
+                    grad_head.addmm_(d.T, hidden[at])  # in place: the product alone is as large as the head
+                elif wants_head:
+                    grad_head += d.T @ hidden[at]
+                if wants_bias:
+                    grad_bias += d.sum(0)
+                del d
         grad_head = grad_head.to(head.dtype) if wants_head else None
         grad_bias = grad_bias.to(bias.dtype) if wants_bias else None
-        return grad_hidden, grad_head, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_head, grad_bias, None, None, None, None
 
 
 def entropy(logits) -> Tensor:
     """Entropy in nats of softmax(logits): (..., V) -> (...). Logits of -inf count as probability 0."""
-    logps = logits - logits.logsumexp(-1, keepdim=True)
-    return -(logps.exp() * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
+    logps = logits.log_softmax(-1)
+    return -torch.einsum("...v,...v->...", logps.exp(), logps.clamp(min=torch.finfo(logps.dtype).min))
 
 
 def sequence_logps(logps, mask, *, length_normalised=False) -> Tensor:
@@ -246,7 +253,7 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
 
 
 def bradley_terry_loss(chosen_rewards, rejected_rewards, *, denominator, margin=0.0, centering=0.0):
-    """Reward-model loss -log sigmoid(chosen - rejected - margin) (InstructGPT, arXiv 2203.02155, eq. 1; with the margin:
+    """Reward-model loss -log sigmoid(chosen - rejected - margin) (InstructGPT, arXiv 2203.02155, eq. 1; the margin:
     Llama 2, arXiv 2307.09288, eq. 2) + centering (chosen + rejected)^2, which pins the free constant of the rewards.
 
     Rewards: (P,); margin: a number or (P,). Denominator: the number of pairs.
