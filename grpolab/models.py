@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smol
 @dataclass
 class Policy:
     """A causal LM and what is needed to run it. `version` counts the optimiser steps taken on it: whoever changes the
-    parameters adds one, and whoever keeps a copy of them compares."""
+    parameters adds one, and whoever keeps a copy of them compares. Whoever computes with the model in a thread holds
+    `lock`, so that a training step and a sampling step never overlap."""
 
     model: Any
     tokenizer: Any
     name: str
     eos_ids: tuple[int, ...]
     version: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     @property
     def device(self) -> torch.device:
