@@ -14,9 +14,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -358,7 +358,7 @@ class Sampler:
         if moves:
             device = self.policy.device
             to, source = (torch.tensor(side, device=device) for side in zip(*moves))
-            self._cache.put(to, self._cache, source, round_up(int(rows.position[: rows.n].max()) + 1, WINDOW))
+            self._cache.put(to, self._cache, source, min(self._cache.width, round_up(int(rows.position[: rows.n].max()) + 1, WINDOW)))
 
     def _fail_all(self, error: Exception) -> None:
         with self._wake:

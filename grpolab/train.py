@@ -118,7 +118,8 @@ def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, wit
     """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
     hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention).flatten(0, 1)
     at, target = layout.predictor.to(hidden.device), layout.target.to(hidden.device)
-    values = losses.target_logps(hidden[at], targets=target, temperature=temperature, with_entropy=with_entropy, **head_of(policy))
+    options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
+    values = losses.target_logps(hidden[at], targets=target, **options)
     place = (layout.row.to(hidden.device), layout.column.to(hidden.device))
     return tuple(None if v is None else v.new_zeros(shape).index_put(place, v) for v in values)
 
@@ -324,6 +325,7 @@ def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: tor
     The denominator is counted over all of them first, so the micro-batches cannot change the gradient.
     """
     denominator = losses.count(collate(rollouts, a).mask, config.aggregation, max_new_tokens=config.max_new_tokens)
+    tokens = sum(sum(r.mask) for r in rollouts)
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
     lengths = [len(r.prompt) + len(r.tokens) for r in rollouts]
@@ -331,20 +333,21 @@ def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: tor
     for part in micro_batches(lengths, config.token_budget):
         batch = collate(rollouts[part], a[part])
         layout = lay_out(rollouts[part], width=config.row_width, pad_id=policy.pad_id)
-        loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, config)
+        loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config)
         loss.backward()
         parts.append(metrics)
     return {k: v.item() for k, v in losses.combine(parts).items()}
 
 
-def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, config: GRPOConfig):
-    """The clipped policy gradient with its leash on one micro-batch: (loss, metrics)."""
+def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig):
+    """The clipped policy gradient with its leash on one micro-batch: (loss, metrics). `denominator` and `tokens` count over
+    the whole batch: what the loss is divided by, and the kept tokens."""
     mask, old_logps, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
     logps, entropy = rollout_logps(policy, layout, mask.shape, config.temperature, with_entropy=True)
     loss, metrics = losses.policy_loss(
         logps, old_logps, a, mask, denominator=denominator, aggregation=config.aggregation, clip_eps=config.clip_eps
     )
-    metrics["entropy"] = (entropy * mask).sum() / losses.count(mask) * (mask.sum() / float(denominator))
+    metrics["entropy"] = (entropy * mask).sum() / tokens
     if config.kl_coef:
         with torch.no_grad():
             ref_logps, _ = rollout_logps(reference, layout, mask.shape, config.temperature)
@@ -380,4 +383,4 @@ def _timings(groups: Sequence[Group], sampling: float, update: float) -> dict:
 
 def _check_lengths(policy: Policy, longest: int, what: str) -> None:
     if longest > policy.context:
-        raise ValueError(f"a {what} needs {longest} tokens, but the context of {policy.name!r} holds {policy.context}: shorten it")
+        raise ValueError(f"a {what} needs {longest} tokens; the context of {policy.name!r} is {policy.context}: shorten it")
