@@ -69,8 +69,9 @@ def test_logps_equal_the_forward(policy, sampler, temperature):
     params = SamplingParams(temperature=temperature, max_new_tokens=30, seed=1)
     for group in sampler.sample_sync(ragged_prompts(5), group_size=3, params=params):
         for r in group:
-            torch.testing.assert_close(torch.tensor(r.logps), forward_logps(policy.model, r, temperature), atol=2e-5, rtol=0)
-            torch.testing.assert_close(torch.tensor(r.raw_logps), forward_logps(policy.model, r), atol=2e-5, rtol=0)
+            error = (torch.tensor(r.logps) - forward_logps(policy.model, r, temperature)).abs()
+            raw_error = (torch.tensor(r.raw_logps) - forward_logps(policy.model, r)).abs()
+            assert max(error.max(), raw_error.max()) <= 1e-4 and max(error.mean(), raw_error.mean()) <= 1e-5
 
 
 def test_a_rollout_does_not_depend_on_its_batch(policy, sampler):
