@@ -103,7 +103,8 @@ def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.d
     model, tokenizer = _load(source, dtype)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
-    return Policy(model.to(target).eval(), tokenizer, name, _eos_ids(model, tokenizer, name))
+    shown = Path(name).name if Path(name).expanduser().is_dir() else name
+    return Policy(model.to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
 
 
 def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
