@@ -402,11 +402,11 @@ def test_dpo_loss_by_hand():
     assert value(label_smoothing=0.1) == pytest.approx(-0.9 * math.log(sigmoid(1)) - 0.1 * math.log(sigmoid(-1)))
     assert value(kind="ipo") == pytest.approx((2 - 1) ** 2)
     assert value(kind="ipo", beta=0.1) == pytest.approx((2 - 5) ** 2)
-    assert value(kind="hinge") == 0.0 and value(kind="hinge", beta=0.2) == pytest.approx(0.6)
-    # by lengths: 1 / 2 + 1 / 4 = 0.75
-    lengths = torch.tensor([2]), torch.tensor([4])
-    assert value(lengths=lengths) == pytest.approx(-math.log(sigmoid(0.375)))
-    assert value(lengths=lengths, kind="ipo") == pytest.approx((0.75 - 1) ** 2)
+    assert value(kind="hinge", beta=2.0) == 0.0 and value(kind="hinge", beta=0.2) == pytest.approx(0.6)
+    # by lengths: (-1 + 3) / 2 - (-4 + 3) / 8 = 1.125
+    by_length = lambda **k: dpo(-1.0, -4.0, -3.0, -3.0, lengths=torch.tensor([[2], [8]]), **k)[0].item()  # noqa: E731
+    assert by_length() == pytest.approx(-math.log(sigmoid(0.5625)))
+    assert by_length(kind="ipo") == pytest.approx((1.125 - 1) ** 2)
     m = dpo(-1.0, -4.0, -2.0, -3.0)[1]
     assert m.pop("dpo_loss").item() == pytest.approx(value())
     assert {k: v.item() for k, v in m.items()} == {"accuracy": 1, "margin": 1, "reward_chosen": 0.5,
