@@ -259,14 +259,22 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
 
 
+Reward = Callable[[str, Problem, Rollout], float | None]
+
+
+def finished_and_correct(text: str, problem: Problem, rollout: Rollout) -> float:
+    """1.0 for a right boxed answer in a completion that the policy ended itself, else 0.0. A reward for the box alone
+    would never ask for the end token, and the policy would forget to stop."""
+    return correct_reward(text, problem.answer) if rollout.finish_reason == "eos" else 0.0
+
+
 async def grpo(
     policy: Policy, reference: Policy | None, problems: Sequence[Problem], config: GRPOConfig, *,
-    reward: Callable[[str, Problem], float | None] = lambda text, problem: correct_reward(text, problem.answer),
-    run: Run | None = None,
+    reward: Reward = finished_and_correct, run: Run | None = None,
 ) -> AsyncIterator[dict]:
     """GRPO (arXiv 2402.03300): sample groups, score them, push probability towards what beat its group.
 
-    `reward(completion text, problem)` is a number, or None to abstain. A `reference` is needed where kl_coef > 0.
+    `reward(text, problem, rollout)` is a number, or None to abstain. A `reference` is needed where kl_coef > 0.
     """
     if config.kl_coef and reference is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
@@ -293,9 +301,9 @@ async def grpo(
             yield row
 
 
-def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward) -> list[Group]:
+def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
     """Groups with a reward for each rollout."""
-    return [g.with_rewards([reward(policy.decode(r.tokens), p) for r in g]) for p, g in zip(problems, groups)]
+    return [g.with_rewards([reward(policy.decode(r.tokens), p, r) for r in g]) for p, g in zip(problems, groups)]
 
 
 def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:
