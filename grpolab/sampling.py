@@ -1,0 +1,190 @@
+"""From logits to tokens: the sampling parameters, counter-based randomness, and the draw by inverse CDF.
+
+Shapes: n rows, V vocabulary. Everything here is row-wise: a row's token and logps depend on nothing else in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+CHUNK = 256  # width of the coarse level of the two-level inverse CDF
+TOP = 256  # candidates tried before the full sort of top-p
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. Filters apply in the order temperature, top-k, top-p, min-p; ties are all kept.
+
+    temperature     > 0; logits are divided by it before the normaliser
+    top_k           keep the k largest logits; 0 is off
+    top_p           keep the smallest set whose probability reaches p; 1.0 is off
+    min_p           keep tokens with at least min_p times the largest probability; 0.0 is off
+    greedy          take the argmax; `logps` are then the raw ones
+    max_new_tokens  tokens a rollout may take
+    max_total_tokens  tokens that all rollouts of the request may take together; None is off
+    stop_ids        further token ids that end a rollout, beside the policy's eos ids
+    stop_strings    texts that end a rollout at the token that completes them
+    ignore_eos      run through the policy's eos ids (benchmarks)
+    seed            of the request; None takes a fresh one from the sampler
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    greedy: bool = False
+    max_new_tokens: int = 64
+    max_total_tokens: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        object.__setattr__(self, "stop_strings", strings)
+        if not (isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"temperature must be finite and above 0, got {self.temperature}; for argmax use greedy=True")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.max_total_tokens is not None and self.max_total_tokens < 1:
+            raise ValueError(f"max_total_tokens must be at least 1, got {self.max_total_tokens}; None switches it off")
+        if any(not s for s in self.stop_strings):
+            raise ValueError(f"stop_strings holds an empty string: {self.stop_strings}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens get probability 0; each rollout then records its `kept_mass`."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One token a row: tokens (n,) int64, logps and raw_logps (n,) fp32, kept_mass (n,) or None when nothing is cut."""
+
+    tokens: torch.Tensor
+    logps: torch.Tensor
+    raw_logps: torch.Tensor
+    kept_mass: torch.Tensor | None = None
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def fold_seed(seed: int, *counters: int) -> int:
+    """A 63-bit seed out of a seed and counters (prompt index, sample index, ...); the same in any order of work."""
+    state = np.array([seed & (2**64 - 1)], dtype=np.uint64)
+    for counter in counters:
+        state = _mix(state + np.uint64((counter + 1) * _GOLDEN & (2**64 - 1)))
+    return int(_mix(state)[0] >> np.uint64(1))
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Doubles in [0, 1), one for each (seed, position): no generator state, so no order of calls to depend on."""
+    counters = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return (_mix(_mix(seeds.astype(np.uint64)) + counters) >> np.uint64(11)) * 2.0**-53
+
+
+def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The first index at which the running sum of probs (n, V) exceeds u (n,) times the total; probs need no normaliser.
+
+    Two levels: chunk totals, then the cumulative sum inside the chosen chunk, both in double. Returns (n,) int64; an
+    index with probability 0 is never returned.
+    """
+    n, vocab = probs.shape
+    if vocab <= 2 * CHUNK:
+        return _locate(probs.cumsum(-1, dtype=torch.float64), u)
+    if vocab % CHUNK:
+        probs = F.pad(probs, (0, -vocab % CHUNK))
+    chunks = probs.view(n, -1, CHUNK)
+    coarse = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
+    chunk = _locate(coarse, u)
+    before = coarse.gather(1, (chunk - 1).clamp_(min=0)[:, None]).squeeze(1) * (chunk > 0)
+    inside = chunks[torch.arange(n, device=probs.device), chunk].cumsum(-1, dtype=torch.float64)
+    rest = (u * coarse[:, -1] - before) / inside[:, -1]
+    return chunk * CHUNK + _locate(inside, rest)
+
+
+def _locate(cdf: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """First index with cdf > u * total: u is held below 1, so that rounding cannot step past the last positive entry."""
+    target = u.clamp(0, 1 - 2**-52) * cdf[:, -1]
+    return torch.searchsorted(cdf, target[:, None], right=True).squeeze(1).clamp_(max=cdf.shape[1] - 1)
+
+
+def truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Logits (n, V), already divided by the temperature, with -inf where top-k, top-p or min-p cut."""
+    floor = torch.full_like(logits[:, :1], -torch.inf)
+    if 0 < params.top_k < logits.shape[1]:
+        floor = logits.topk(params.top_k).values[:, -1:]
+    if params.top_p < 1:
+        kept = logits.masked_fill(logits < floor, -torch.inf)
+        floor = torch.maximum(floor, _nucleus_floor(kept, params.top_p))
+    if params.min_p > 0:
+        floor = torch.maximum(floor, logits.amax(-1, keepdim=True) + np.log(params.min_p))
+    return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def _nucleus_floor(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """The smallest logit of the smallest set with probability >= p (n, 1) (Holtzman et al. 2020, eq. 2)."""
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    best = logits.topk(min(TOP, logits.shape[1])).values
+    mass = (best - normaliser).exp().cumsum(-1)
+    if bool((mass[:, -1] < p).any()) and best.shape[1] < logits.shape[1]:
+        best = logits.sort(-1, descending=True).values
+        mass = (best - normaliser).exp().cumsum(-1)
+    last = (mass < p).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1)
+    return best.gather(1, last)
+
+
+def draw(logits: torch.Tensor, u: torch.Tensor, params: SamplingParams) -> Draw:
+    """One token for each row of logits (n, V) with the uniforms u (n,) double; the arithmetic is fp32."""
+    logits = logits.float()
+    raw = logits.log_softmax(-1)
+    if params.greedy:
+        tokens = logits.argmax(-1)
+        logps = raw.gather(1, tokens[:, None]).squeeze(1)
+        return Draw(tokens, logps, logps)
+    if params.temperature == 1 and not params.truncates:
+        tokens = inverse_cdf(raw.exp(), u)
+        logps = raw.gather(1, tokens[:, None]).squeeze(1)
+        return Draw(tokens, logps, logps)
+    scaled = logits / params.temperature
+    kept = truncate(scaled, params) if params.truncates else scaled
+    behaviour = kept.log_softmax(-1)
+    tokens = inverse_cdf(behaviour.exp(), u)
+    logps, raw_logps = (table.gather(1, tokens[:, None]).squeeze(1) for table in (behaviour, raw))
+    mass = (kept.logsumexp(-1) - scaled.logsumexp(-1)).exp() if params.truncates else None
+    return Draw(tokens, logps, raw_logps, mass)
+
+
+def draw_mixed(logits: torch.Tensor, u: torch.Tensor, kinds: Sequence[tuple[SamplingParams, torch.Tensor]]) -> Draw:
+    """`draw` for rows (n, V) of several requests: kinds holds (params, row indices), which together cover every row."""
+    if len(kinds) == 1:
+        return draw(logits, u, kinds[0][0])
+    n, device = logits.shape[0], logits.device
+    tokens = torch.zeros(n, dtype=torch.long, device=device)
+    logps, raw_logps, mass = (torch.ones(n, device=device) for _ in range(3))
+    for params, rows in kinds:
+        part = draw(logits[rows], u[rows], params)
+        tokens[rows], logps[rows], raw_logps[rows] = part.tokens, part.logps, part.raw_logps
+        if part.kept_mass is not None:
+            mass[rows] = part.kept_mass
+    return Draw(tokens, logps, raw_logps, mass if any(params.truncates for params, _ in kinds) else None)
