@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 log = logging.getLogger("grpolab.env.backends")
 
@@ -58,7 +58,7 @@ class ProcessBackend:
         self.address = ""
         self._health, self._scrub = health, scrub
         self._process: subprocess.Popen | None = None
-        self._said: deque[str] = deque(maxlen=20)
+        self._listeners: list[threading.Thread] = []
 
     @property
     def pid(self) -> int | None:
@@ -68,27 +68,33 @@ class ProcessBackend:
     def start(self) -> str:
         """Start the process and wait for its first line, the address; raises BackendError with what it said instead."""
         leash = [sys.executable, "-I", "-S", str(Path(__file__).with_name("leash.py"))]
-        self._said.clear()
-        self._process = subprocess.Popen(leash + self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+        self.address = ""
+        said: deque[str] = deque(maxlen=20)
+        process = subprocess.Popen(leash + self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
+        self._process = process
         spoke = threading.Event()
-        threading.Thread(target=self._listen, args=(self._process, spoke), daemon=True, name="backend-output").start()
-        if not spoke.wait(self.start_timeout) or not self._said or self._process.poll() is not None:
-            said = " | ".join(self._said) or "nothing"
+        self._listeners = [threading.Thread(target=self._listen, args=(process.stdout, said, spoke), daemon=True),
+                           threading.Thread(target=self._listen, args=(process.stderr, said, None), daemon=True)]
+        for listener in self._listeners:
+            listener.start()
+        spoke.wait(self.start_timeout)
+        if not self.address:
             self.stop()
-            raise BackendError(f"{self.command[0]} gave no address within {self.start_timeout:g} s; it printed: {said}")
-        self.address = self._said[0]
+            raise BackendError(f"{self.command[0]} gave no address within {self.start_timeout:g} s; it printed: "
+                               + (" | ".join(said) or "nothing"))
         return self.address
 
-    def _listen(self, process: subprocess.Popen, spoke: threading.Event) -> None:
-        """Drain the output, so that the process never blocks on a full pipe; keep the first line and the newest."""
-        with contextlib.suppress(ValueError, OSError):
-            for line in process.stdout:
-                if len(self._said) == self._said.maxlen:
-                    del self._said[1]
-                self._said.append(line.strip())
-                spoke.set()
-        spoke.set()
+    def _listen(self, stream: TextIO, said: deque[str], spoke: threading.Event | None) -> None:
+        """Drain one output, so that no full pipe blocks the process; the first line of stdout is its address."""
+        with stream:
+            for line in stream:
+                said.append(line.strip())
+                if spoke is not None and not spoke.is_set():
+                    self.address = line.strip()
+                    spoke.set()
+        if spoke is not None:
+            spoke.set()
 
     def healthy(self) -> bool:
         """Whether the process runs and, where there is a health check, passes it."""
@@ -111,7 +117,8 @@ class ProcessBackend:
             except subprocess.TimeoutExpired:
                 process.kill()  # the kernel then kills the command
                 process.wait()
-            process.stdout.close()
+            for listener in self._listeners:
+                listener.join(timeout=1.0)
 
 
 def _true(check: Callable[[str], bool], address: str) -> bool:

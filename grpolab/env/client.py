@@ -170,7 +170,7 @@ class EnvSession:
             raise ConnectError(f"no environment server answers at {self.url}: {fault}") from fault
 
     async def reset(self, *, seed: int | None = None, episode_id: str | None = None, **options: Any) -> StepResult:
-        """Start an episode. `options` (`task`, ...) reach the environment's reset; `episode_id` defaults to a new one."""
+        """Start an episode. `options` (`task`, ...) reach the environment's reset; `episode_id` is new by default."""
         self.episode_id, self.turn = episode_id or uuid.uuid4().hex, 0
         sent = {"episode_id": self.episode_id, **({} if seed is None else {"seed": seed}), **options}
         reply = await self._request("reset", protocol.reset(sent), self.deadlines.reset)

@@ -272,7 +272,7 @@ class EnvServer:
         if max_sessions < 1:
             raise ValueError(f"max_sessions={max_sessions}: a server holds at least one session")
         if backends is not None and backends.size < max_sessions:
-            raise ValueError(f"{backends.size} backends for max_sessions={max_sessions}: each session leases one, add some")
+            raise ValueError(f"{backends.size} backends for max_sessions={max_sessions}: each session leases one")
         self.env_factory = env_factory
         self.env_name = getattr(env_factory, "__name__", type(env_factory).__name__)
         self.max_sessions, self.backends, self.token = max_sessions, backends, token
@@ -471,7 +471,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-timeout", type=float, default=60.0, help="seconds that a step may take")
     parser.add_argument("--close-timeout", type=float, default=5.0, help="seconds that closing an environment may take")
     parser.add_argument("--ping-interval", type=float, default=5.0, help="seconds between heartbeats; 0 turns them off")
-    parser.add_argument("--ping-timeout", type=float, default=10.0, help="seconds without answer until a client is gone")
+    parser.add_argument("--ping-timeout", type=float, default=10.0, help="seconds without answer before it is gone")
     parser.add_argument("--token-file", type=Path, help="file that holds the bearer token which clients must send")
     parser.add_argument("--trace", type=Path, help="JSONL file to append every call to")
 
