@@ -222,7 +222,8 @@ class GrpoPool:
         if self.seats:
             return
         # All or nothing also while waiting: two pools that each held half a server would wait for ever.
-        sessions = await self._in_line(self._open_all, self.queue, CapacityError, -1)
+        with _interruptible():
+            sessions = await self._in_line(self._open_all, self.queue, CapacityError, -1)
         self.seats = [Seat(self, i, session) for i, session in enumerate(sessions)]
 
     async def _in_line(self, attempt: Callable[[], Awaitable], seconds: float, refusals: type | tuple,
@@ -356,7 +357,8 @@ class GrpoPool:
             raise RuntimeError("this pool runs a group already; await it first, or open a second pool")
         self._running = True
         try:
-            yield
+            with _interruptible():
+                yield
         finally:
             self._running = False
 
@@ -373,6 +375,22 @@ class GrpoPool:
         except BaseExceptionGroup as faults:
             failed = _first(faults)
         raise failed
+
+
+@contextmanager
+def _interruptible():
+    """Wake the loop ten times a second: ipykernel cancels an interrupted cell, which an idle loop does not notice."""
+    loop = asyncio.get_running_loop()
+
+    def tick() -> None:
+        nonlocal handle
+        handle = loop.call_later(0.1, tick)
+
+    handle = loop.call_later(0.1, tick)
+    try:
+        yield
+    finally:
+        handle.cancel()
 
 
 async def _within(work: Awaitable, seconds: float, rollout: int) -> Any:

@@ -374,7 +374,7 @@ class EnvServer:
                 await session.open()
             except InvalidRequest as fault:
                 await connection.send(fault.reply)
-            while not session.over:
+            while not (session.over or self._stopping):
                 reply = await session.answer(await connection.recv())
                 if reply is not None:
                     await connection.send(reply)
