@@ -1,21 +1,37 @@
 """The forward passes of the sampler: slots of keys and values, and the step that reads and extends them.
 
-An engine is model arithmetic alone; who sits in which slot is the business of `sampler.py`. Shapes: n rows (row i is
-slot i), W new tokens a row, T cached positions, H key/value heads, g queries a key/value head, D head size, V vocabulary.
+An engine is model arithmetic alone; who sits in which slot is the business of `sampler.py`. `GeneralEngine` drives any
+causal LM of transformers through its own forward; `LlamaEngine` reads the parameters of Llama-shaped models straight.
+Shapes: n rows (row i is slot i), W new tokens a row, T cached positions, L layers, H key/value heads, g queries a
+key/value head, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.masking_utils import eager_mask
 
-WINDOW = 32  # cached positions are read in multiples of this
+log = logging.getLogger(__name__)
+
+WINDOW = 16  # cached positions are read in multiples of this
+EXACT = "grpolab_exact"  # the attention implementation that sampler and trainer share in exact mode
+SMALL = 2**17  # weights with fewer entries than this are read faster than a packed product is called
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -36,27 +52,22 @@ class SlotCache:
     def width(self) -> int:
         return self.tensors[0].shape[self.times[0]]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
-
     def resized(self, slots: int, width: int) -> SlotCache:
-        """A cache of another size that holds what fits of this one."""
+        """A larger cache that begins with what this one holds."""
         fresh = []
-        keep_slots, keep_width = min(slots, self.slots), min(width, self.width)
-        for t, time in zip(self.tensors, self.times):
-            shape = list(t.shape)
+        for old, time in zip(self.tensors, self.times):
+            shape = list(old.shape)
             shape[-4], shape[time] = slots, width
-            new = t.new_zeros(shape)
-            new.narrow(-4, 0, keep_slots).narrow(time, 0, keep_width).copy_(
-                t.narrow(-4, 0, keep_slots).narrow(time, 0, keep_width))
+            new = old.new_zeros(shape)
+            new.narrow(-4, 0, self.slots).narrow(time, 0, self.width).copy_(old)
             fresh.append(new)
         return SlotCache(fresh, self.times)
 
     def put(self, slots: torch.Tensor, source: SlotCache, rows: torch.Tensor, width: int) -> None:
-        """Copy the first `width` positions of the source's rows (m,) into these slots (m,)."""
-        for t, s, time in zip(self.tensors, source.tensors, self.times):
-            t.narrow(time, 0, width)[..., slots, :, :, :] = s.narrow(time, 0, width)[..., rows, :, :, :]
+        """Copy the first `width` positions (as far as both reach) of the source's rows (m,) into these slots (m,)."""
+        width = min(width, self.width, source.width)
+        for to, of, time in zip(self.tensors, source.tensors, self.times):
+            to.narrow(time, 0, width)[..., slots, :, :, :] = of.narrow(time, 0, width)[..., rows, :, :, :]
 
     def take(self, slot: int, width: int) -> SlotCache:
         """A copy of one slot's first `width` positions, as a cache of one slot."""
@@ -68,23 +79,154 @@ class SlotCache:
             t.narrow(-4, slot, 1).zero_()
 
 
-class PackedLinear:
-    """y = x W^T + b over one or several stacked weights that it reads from the live parameters.
+def mask_bias(positions: torch.Tensor, window: int, dtype: torch.dtype, span: int | None = None) -> torch.Tensor:
+    """0 where the query at `positions` (n, W) sees the cached position, else -inf: (n, W, T).
 
-    On a CPU the weight is also kept in oneDNN's blocked layout: MKL is weak at few rows on some machines, and oneDNN gives
-    a row the same bits at every row count. `refresh` copies the parameters anew.
+    Causal, and no more than `span` positions back (itself included) in a sliding window.
+    """
+    behind = positions[:, :, None] - torch.arange(window, device=positions.device)
+    hidden = behind < 0 if span is None else (behind < 0) | (behind >= span)
+    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+
+
+# --- any causal LM ----------------------------------------------------------------------------------------------------
+
+
+class _Layer(DynamicLayer):
+    """One layer's slots as transformers sees them: `update` writes each row at its own position."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, window: int):
+        super().__init__()
+        self.slots_k, self.slots_v, self.start, self.window = keys, values, start, window
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        n, width = key_states.shape[0], key_states.shape[2]
+        rows = torch.arange(n, device=key_states.device)[:, None]
+        positions = self.start[:, None] + torch.arange(width, device=key_states.device)
+        self.slots_k.transpose(1, 2)[rows, positions] = key_states.transpose(1, 2)
+        self.slots_v.transpose(1, 2)[rows, positions] = value_states.transpose(1, 2)
+        return self.slots_k[:n, :, : self.window], self.slots_v[:n, :, : self.window]
+
+    def get_seq_length(self) -> int:
+        return self.window
+
+
+class GeneralEngine:
+    """Any causal LM of transformers through its own forward: our cache, explicit positions and a 4-D mask.
+
+    Sliding-window layers keep all their keys and mask those that they no longer see. ValueError for a model that does
+    not keep plain keys and values.
     """
 
-    def __init__(self, weights: list[torch.Tensor], biases: list[torch.Tensor | None]):
-        self.weights, self.biases = weights, biases
-        self.refresh()
+    name, min_rows = "general", 1
+
+    def __init__(self, model, single: bool = False):
+        self.model, config = model, model.config
+        weight = model.get_input_embeddings().weight
+        self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
+        takes = inspect.signature(model.forward).parameters
+        missing = [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in takes]
+        if missing or config.is_encoder_decoder:
+            raise ValueError(self._refusal(f"its forward does not take {', '.join(missing) or 'decoder tokens alone'}"))
+        if config._attn_implementation not in ("eager", "sdpa", EXACT):
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        self.extra = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.shapes = self._layer_shapes()
+        kinds = list(getattr(config, "layer_types", None) or [])
+        sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        self.sliding = sliding
+        self.kinds = sorted(set(kinds)) or ["sliding_attention" if sliding else "full_attention"]
+        unknown = set(self.kinds) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ValueError(self._refusal(f"its attention is of the kind {sorted(unknown)}"))
+
+    def _refusal(self, why: str) -> str:
+        return (f"{type(self.model).__name__} cannot be sampled with a cache of keys and values: {why}. "
+                "Use a decoder-only model with full or sliding-window attention")
+
+    @torch.no_grad()
+    def _layer_shapes(self) -> list[tuple[int, int, int]]:
+        """(heads, key size, value size) of every layer that caches, seen on a forward over two tokens."""
+        ids, cache = torch.zeros(1, 2, dtype=torch.long, device=self.device), DynamicCache(config=self.model.config)
+        with _evaluating(self.model):
+            out = self.model(ids, past_key_values=cache, use_cache=True)
+        layers = getattr(getattr(out, "past_key_values", None), "layers", [])
+        plain = [isinstance(layer, DynamicLayer) and getattr(layer, "keys", None) is not None for layer in layers]
+        if not layers or not all(plain):
+            raise ValueError(self._refusal("some layers keep another kind of state"))
+        return [(la.keys.shape[1], la.keys.shape[3], la.values.shape[3]) for la in layers]
 
     def refresh(self) -> None:
-        many = len(self.weights) > 1
-        weight = torch.cat([w.detach() for w in self.weights]) if many else self.weights[0].detach()
-        biased = self.biases[0] is not None
-        self.bias = (torch.cat([b.detach() for b in self.biases]) if many else self.biases[0].detach()) if biased else None
-        self.packed = _pack(weight)
+        """Nothing is copied: the module reads its own parameters."""
+
+    def bytes_per_token(self) -> int:
+        return sum(h * (k + v) for h, k, v in self.shapes) * self.dtype.itemsize
+
+    def allocate(self, slots: int, width: int) -> SlotCache:
+        make = dict(dtype=self.dtype, device=self.device)
+        tensors = [torch.zeros(slots, h, width, size, **make) for h, k, v in self.shapes for size in (k, v)]
+        return SlotCache(tensors, [-2] * len(tensors))
+
+    def forward(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor | None, cache: SlotCache,
+                window: int) -> torch.Tensor:
+        """As `LlamaEngine.forward`. Of a prompt the last token is fed once more, alone: its column differs by row."""
+        with _evaluating(self.model):
+            logits = self._run(tokens, start, cache, window)
+            if tokens.shape[1] > 1:
+                rows = torch.arange(len(tokens), device=self.device)
+                logits = self._run(tokens[rows, last][:, None], start + last, cache, window)
+        return logits[:, -1].float()
+
+    def _run(self, tokens, start, cache, window):
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        spans = {"full_attention": None, "sliding_attention": self.sliding}
+        masks = {kind: mask_bias(positions, window, self.dtype, spans[kind])[:, None] for kind in self.kinds}
+        keys, values = cache.tensors[::2], cache.tensors[1::2]
+        layers = [_Layer(k, v, start, window) for k, v in zip(keys, values)]
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        return self.model(tokens, attention_mask=mask, position_ids=positions, past_key_values=Cache(layers=layers),
+                          use_cache=True, **self.extra).logits
+
+
+@contextmanager
+def _evaluating(model):
+    """Eval mode for the while: a trainer may have left dropout on."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()
+
+
+# --- Llama-shaped models ----------------------------------------------------------------------------------------------
+
+
+class PackedLinear:
+    """y = (x * scale) W^T + b for stacked weights, copied from the live parameters by `refresh`.
+
+    scale  the weight of the norm before it, or None; order: a permutation of the output rows, or None.
+    On a CPU the copy is in oneDNN's blocked layout: MKL is weak at few rows on some machines, and oneDNN gives a row
+    the same bits at every row count.
+    """
+
+    def __init__(self, modules: list[nn.Linear], pack: bool, scale: torch.Tensor | None = None, order=None):
+        self.modules, self.pack, self.scale, self.order = modules, pack, scale, order
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        weights, biases = [m.weight.detach() for m in self.modules], [m.bias for m in self.modules]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+        if self.order is not None:
+            weight, bias = weight[self.order], None if bias is None else bias[self.order]
+        if self.scale is not None:
+            weight = weight * self.scale
+        self.bias, self.packed = bias, _pack(weight) if self.pack else None
         self.weight = weight if self.packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,120 +239,326 @@ def _pack(weight: torch.Tensor) -> torch.Tensor | None:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
     except (AttributeError, RuntimeError):  # a private op: absent or refused in another torch, then F.linear serves
         return None
+
+
+def llama_obstacle(model) -> str | None:
+    """Why `LlamaEngine` cannot read this model, or None where it can."""
+    config = model.config
+    if config.model_type not in ("llama", "qwen2", "qwen3", "mistral"):
+        return f"model type {config.model_type!r} is not one that the llama engine knows"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window):
+        return "it has sliding-window layers"
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope not in ("default", "linear", "llama3", "yarn"):
+        return f"its rotary positions of type {rope!r} change with the length"
+    for layer in model.model.layers:
+        a, m = layer.self_attn, layer.mlp
+        for linear in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj):
+            if type(linear) is not nn.Linear:
+                return f"a projection is a {type(linear).__name__}, not a plain Linear"
+    if len({(p.dtype, p.device) for p in model.parameters()}) != 1:
+        return "its parameters differ in dtype or device"
+    return None
 
 
 class LlamaEngine:
     """Llama-shaped models (RMSNorm, rotary positions, grouped queries, gated MLP) read straight from their parameters.
 
-    Fused QKV and gate/up products; keys are stored transposed, (L, slots, H, D, T), so that one step's scores are one
-    batched product over contiguous time.
+    Fused QKV and gate/up products; keys are stored transposed, (L, slots, H, D, T), so that a step's scores are one
+    batched product over contiguous time. In fp32 norm weights are folded into the products and the two halves of a head
+    are interleaved, so that a rotation is one complex product. In bf16 and fp16 every rounding is that of transformers,
+    in the same order, which is what makes exact mode possible. `single`: a batch of one row, for which calls matter
+    more than throughput; otherwise one row is computed as two, since alone it takes kernels with other last bits.
     """
 
     name = "llama"
-    min_rows = 2  # one row takes other matmul kernels, and so other last bits, than two or more
 
-    def __init__(self, model):
-        self.model, config = model, model.config
-        base = model.model
-        self.dtype, self.device = base.embed_tokens.weight.dtype, base.embed_tokens.weight.device
-        self.layers = list(base.layers)
+    def __init__(self, model, single: bool = False):
+        self.model, config, base = model, model.config, model.model
+        weight = base.embed_tokens.weight
+        self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
+        self.min_rows = 1 if single else 2
+        self.layers, self.fp32 = list(base.layers), weight.dtype == torch.float32
         self.q_heads, self.heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.groups = self.q_heads // self.heads
-        self.vocab = base.embed_tokens.weight.shape[0]
+        self.size = self.layers[0].self_attn.head_dim
+        self.groups, self.eps = self.q_heads // self.heads, base.norm.variance_epsilon
         self.scaling = self.layers[0].self_attn.scaling
-        self.rotary, self.table = base.rotary_emb, None
-        self.linears = []
-        for layer in self.layers:
-            a, m = layer.self_attn, layer.mlp
-            stacks = ((a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (m.gate_proj, m.up_proj), (m.down_proj,))
-            self.linears.append([PackedLinear([p.weight for p in s], [p.bias for p in s]) for s in stacks])
-        self.head = PackedLinear([model.lm_head.weight], [model.lm_head.bias])
+        self.normed = hasattr(self.layers[0].self_attn, "q_norm")
+        self.halves = torch.arange(self.size, device=self.device).view(2, -1).t().reshape(-1)  # interleaves them
+        self.table, self._single = None, single
+        self.products = [self._layer_products(layer) for layer in self.layers]
+        self.head = self._product([model.lm_head], base.norm)
+
+    def _product(self, modules, norm=None, order=None) -> PackedLinear:
+        pack = not (self._single and modules[0].weight.numel() < SMALL)
+        return PackedLinear(modules, pack, norm.weight if norm is not None and self.fp32 else None, order)
+
+    def _layer_products(self, layer) -> list[PackedLinear]:
+        a, m = layer.self_attn, layer.mlp
+        order = None
+        if self.fp32:
+            turned = torch.arange(self.q_heads + self.heads, device=self.device)[:, None] * self.size + self.halves
+            straight = turned.numel() + torch.arange(self.heads * self.size, device=self.device)
+            order = torch.cat((turned.view(-1), straight))
+        return [self._product([a.q_proj, a.k_proj, a.v_proj], layer.input_layernorm, order), self._product([a.o_proj]),
+                self._product([m.gate_proj, m.up_proj], layer.post_attention_layernorm), self._product([m.down_proj])]
 
     def refresh(self) -> None:
         """Read the parameters anew into the packed copies."""
-        for linear in (*(linear for layer in self.linears for linear in layer), self.head):
-            linear.refresh()
-
-    def allocate(self, slots: int, width: int) -> SlotCache:
-        shape = (len(self.layers), slots, self.heads)
-        make = dict(dtype=self.dtype, device=self.device)
-        keys = torch.zeros(*shape, self.head_dim, width, **make)
-        return SlotCache([keys, torch.zeros(*shape, width, self.head_dim, **make)], [-1, -2])
+        for product in (*(p for layer in self.products for p in layer), self.head):
+            product.refresh()
 
     def bytes_per_token(self) -> int:
-        return 2 * len(self.layers) * self.heads * self.head_dim * self.dtype.itemsize
+        return 2 * len(self.layers) * self.heads * self.size * self.dtype.itemsize
 
-    def _rotary_table(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sign-folded sin, (T, D): rotate_half(x) * sin equals swapped halves of x times sin with its sign."""
-        if self.table is None or self.table[0].shape[0] < width:
-            positions = torch.arange(round_up(width, 256), device=self.device)[None]
-            cos, sin = self.rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions)
-            sin = sin[0].clone()
-            sin[:, : self.head_dim // 2].neg_()
-            self.table = cos[0].contiguous(), sin
-        return self.table
+    def allocate(self, slots: int, width: int) -> SlotCache:
+        shape, make = (len(self.layers), slots, self.heads), dict(dtype=self.dtype, device=self.device)
+        keys, values = torch.zeros(*shape, self.size, width, **make), torch.zeros(*shape, width, self.size, **make)
+        return SlotCache([keys, values], [-1, -2])
 
     def forward(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor | None, cache: SlotCache,
                 window: int) -> torch.Tensor:
-        """Feed tokens (n, W) at positions start (n,) .. start + W - 1 into slots 0..n-1 and extend their keys and values.
+        """Feed tokens (n, W) at positions start (n,) .. start + W - 1 into slots 0..n-1; extend their keys and values.
 
-        Queries see the cached positions up to their own; `window` (a multiple of WINDOW) is at least max(start) + W.
-        What columns past `last` write is padding, masked until real tokens overwrite it.
-        Returns fp32 logits (n, V) after column `last` (n,) of each row, or after column 0 where last is None.
+        Queries see the cached positions up to their own; `window` is at least max(start) + W. What columns past `last`
+        write is padding, masked until real tokens overwrite it. Returns fp32 logits (n, V) after column `last` (n,).
         """
         n, width = tokens.shape
-        cos_table, sin_table = self._rotary_table(window)
-        offsets = torch.arange(width, device=self.device)
-        positions = start[:, None] + offsets
-        cos, sin = cos_table[positions][:, :, None], sin_table[positions][:, :, None]
-        seen = torch.arange(window, device=self.device) <= positions[:, :, None]
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
-        bias = bias[:, None]  # (n, 1, W, T)
-        rows = torch.arange(n, device=self.device)[:, None]
-        keys, values = cache.tensors
-        x = self.model.model.embed_tokens.weight[tokens.reshape(-1)]
+        positions = start[:, None] + torch.arange(width, device=self.device)
+        rotation = [t[positions.view(-1)] for t in self._rotations(window)]
+        bias = mask_bias(positions, window, self.dtype)
+        if width == 1:
+            bias = bias.expand(n, self.heads, window).reshape(n * self.heads, 1, window)
+            write = self._step_writer(cache, start)
+        else:
+            bias, write = bias[:, None], self._prompt_writer(cache, positions)
+        keys, values = (t[:, :n] for t in cache.tensors)
+        keys, values = keys[..., :window], values[..., :window, :]
+        rotated = self.q_heads + self.heads
+        x = F.embedding(tokens.reshape(-1), self.model.model.embed_tokens.weight)
         for i, layer in enumerate(self.layers):
-            qkv, out, gate_up, down = self.linears[i]
-            attn = layer.self_attn
-            h = qkv(_rms_norm(x, layer.input_layernorm)).view(n, width, self.q_heads + 2 * self.heads, self.head_dim)
-            qk, v = h[:, :, : self.q_heads + self.heads], h[:, :, self.q_heads + self.heads:]
-            if hasattr(attn, "q_norm"):
-                q, k = qk[:, :, : self.q_heads], qk[:, :, self.q_heads:]
-                qk = torch.cat((_rms_norm(q, attn.q_norm), _rms_norm(k, attn.k_norm)), 2)
-            qk = qk * cos + qk.roll(self.head_dim // 2, -1) * sin
-            q, k = qk[:, :, : self.q_heads], qk[:, :, self.q_heads:]
-            keys[i].permute(0, 3, 1, 2)[rows, positions] = k
-            values[i].permute(0, 2, 1, 3)[rows, positions] = v
-            attended = self._attend(q, keys[i, :n, :, :, :window], values[i, :n, :, :window], bias)
+            qkv, out, gate_up, down = self.products[i]
+            h = qkv(self._norm(x, layer.input_layernorm)).view(n * width, rotated + self.heads, self.size)
+            qk = h[:, :rotated]
+            if self.normed:
+                qk = self._norm_heads(qk, layer.self_attn)
+            qk = self._rotate(qk, rotation)
+            write(i, qk[:, self.q_heads:], h[:, rotated:])
+            attended = self._attend(qk[:, : self.q_heads], keys[i], values[i], bias, n, width)
             x = x + out(attended)
-            gate, up = gate_up(_rms_norm(x, layer.post_attention_layernorm)).chunk(2, -1)
+            gate, up = gate_up(self._norm(x, layer.post_attention_layernorm)).chunk(2, -1)
             x = x + down(layer.mlp.act_fn(gate) * up)
         if width > 1:
             x = x.view(n, width, -1)[torch.arange(n, device=self.device), last]
-        x = _rms_norm(x, self.model.model.norm)
         if n < self.min_rows:
-            return self.head(x.expand(self.min_rows, -1).contiguous())[:n].float()
-        return self.head(x).float()
+            x = x.expand(self.min_rows, -1).contiguous()
+        return self.head(self._norm(x, self.model.model.norm))[:n].float()
 
-    def _attend(self, q, keys, values, bias) -> torch.Tensor:
-        """q (n, W, H*g, D), keys (n, H, D, T), values (n, H, T, D), bias (n, 1, W, T) -> (n*W, H*g*D)."""
-        n, width, _, size = q.shape
-        window = keys.shape[-1]
-        q = q.transpose(1, 2).reshape(n * self.heads, self.groups * width, size)
-        scores = torch.bmm(q, keys.reshape(n * self.heads, size, window)).mul_(self.scaling)
-        scores.view(n, self.q_heads, width, window).add_(bias)
-        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-        mixed = torch.bmm(weights, values.reshape(n * self.heads, window, size))
-        return mixed.view(n, self.q_heads, width, size).transpose(1, 2).reshape(n * width, self.q_heads * size)
+    def _norm(self, x: torch.Tensor, module) -> torch.Tensor:
+        """RMSNorm; in fp32 without the weight, which the next product carries."""
+        if self.fp32:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x * length.square_().mul_(1 / x.shape[-1]).add_(self.eps).rsqrt_()
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+        return module.weight * wide.to(x.dtype)
+
+    def _norm_heads(self, qk: torch.Tensor, attention) -> torch.Tensor:
+        """Qwen3's norms over each head: qk (m, q_heads + H, D)."""
+        parts = []
+        for part, module in ((qk[:, : self.q_heads], attention.q_norm), (qk[:, self.q_heads:], attention.k_norm)):
+            normed = self._norm(part, module)
+            parts.append(normed * module.weight[self.halves] if self.fp32 else normed)
+        return torch.cat(parts, 1)
+
+    def _rotations(self, width: int) -> tuple[torch.Tensor, ...]:
+        """fp32: cos + i sin, (T, 1, D/2). Else cos and sin with the sign of rotate_half folded in, each (T, 1, D)."""
+        if self.table is None or self.table[0].shape[0] < width:
+            positions = torch.arange(round_up(width, 256), device=self.device)[None]
+            rotary = self.model.model.rotary_emb
+            cos, sin = (t[0] for t in rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions))
+            half = self.size // 2
+            if self.fp32:
+                self.table = (torch.complex(cos[:, :half], sin[:, :half])[:, None],)
+            else:
+                self.table = cos[:, None].contiguous(), torch.cat((-sin[:, :half], sin[:, half:]), -1)[:, None]
+        return self.table
+
+    def _rotate(self, x: torch.Tensor, rotation) -> torch.Tensor:
+        """x (m, heads, D)."""
+        if self.fp32:
+            return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rotation[0]).flatten(-2)
+        cos, sin = rotation
+        return x * cos + x.roll(self.size // 2, -1) * sin
+
+    def _step_writer(self, cache: SlotCache, start: torch.Tensor):
+        """Writes one key and value a row at its position, through flat indices that all layers share."""
+        keys, values = cache.tensors
+        n, width, per_slot = len(start), cache.width, self.heads * self.size
+        to_keys = (torch.arange(n * per_slot, device=self.device).view(n, per_slot) * width + start[:, None]).view(-1)
+        to_values = torch.arange(n * self.heads, device=self.device).view(n, self.heads) * width + start[:, None]
+        to_values = to_values.view(-1)
+
+        def write(i: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            keys[i].view(-1).scatter_(0, to_keys, k.reshape(-1))
+            values[i].view(-1, self.size).index_copy_(0, to_values, v.reshape(-1, self.size))
+
+        return write
+
+    def _prompt_writer(self, cache: SlotCache, positions: torch.Tensor):
+        keys, values = cache.tensors
+        n, width = positions.shape
+        rows = torch.arange(n, device=self.device)[:, None]
+
+        def write(i: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            shape = (n, width, self.heads, self.size)
+            keys[i].permute(0, 3, 1, 2)[rows, positions] = k.reshape(shape)
+            values[i].permute(0, 2, 1, 3)[rows, positions] = v.reshape(shape)
+
+        return write
+
+    def _attend(self, q, keys, values, bias, n: int, width: int) -> torch.Tensor:
+        """q (n*W, q_heads, D), keys (n, H, D, T), values (n, H, T, D) -> (n*W, q_heads*D)."""
+        if width > 1:
+            q = q.view(n, width, self.q_heads, self.size).transpose(1, 2)
+            mixed = matmul_attention(q, keys, values, bias, self.scaling)
+            return mixed.transpose(1, 2).reshape(n * width, self.q_heads * self.size)
+        q = q.reshape(n * self.heads, self.groups, self.size)
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        if self.fp32:
+            weights = torch.baddbmm(bias, q, keys, alpha=self.scaling).softmax(-1)
+        else:
+            weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
+        return torch.bmm(weights, values).view(n, self.q_heads * self.size)
 
 
-def _rms_norm(x: torch.Tensor, module) -> torch.Tensor:
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
-    wide = x.float()  # as transformers rounds it: normalise in fp32, round, then scale
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-    return module.weight * wide.to(x.dtype)
+# --- attention that sampler and trainer share -------------------------------------------------------------------------
+
+
+def matmul_attention(q, keys, values, bias, scaling: float) -> torch.Tensor:
+    """q (n, q_heads, W, D), keys transposed (n, H, D, T), values (n, H, T, D), bias (n or 1, 1, W, T) -> as q.
+
+    Plain batched products with the softmax in fp32, rounded like the eager attention of transformers.
+    """
+    n, q_heads, width, size = q.shape
+    heads, window = keys.shape[1], keys.shape[3]
+    q = q.reshape(n * heads, q_heads // heads * width, size)
+    scores = torch.bmm(q, keys.reshape(n * heads, size, window)) * scaling
+    scores = scores.view(n, q_heads, width, window) + bias
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype).view(n * heads, -1, window)
+    return torch.bmm(weights, values.reshape(n * heads, window, size)).view(n, q_heads, width, size)
+
+
+def _exact_attention(module, query, key, value, attention_mask, scaling=None, dropout: float = 0.0, **_):
+    """`matmul_attention` behind the interface of transformers: query (n, q_heads, W, D), key and value (n, H, T, D)."""
+    if dropout:
+        raise ValueError(f"exact mode has no attention dropout, got {dropout}: set config.attention_dropout to 0")
+    out = matmul_attention(query, key.transpose(2, 3).contiguous(), value, attention_mask, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def share_attention(model) -> None:
+    """Let the model's own forward, and so the trainer's, use the attention of the llama engine (exact mode)."""
+    AttentionInterface.register(EXACT, _exact_attention)
+    AttentionMaskInterface.register(EXACT, eager_mask)
+    model.set_attn_implementation(EXACT)
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def choose_engine(model, engine: str = "auto", single: bool = False):
+    """The engine for a model: "llama", "general", or "auto" (llama where the model allows it and the check passes).
+
+    Whatever is chosen has reproduced the model's own forward (`disagreement`). ValueError where nothing does.
+    """
+    if engine not in ("auto", "llama", "general"):
+        raise ValueError(f"engine must be 'auto', 'llama' or 'general', got {engine!r}")
+    if engine != "general":
+        why = llama_obstacle(model)
+        if why is None:
+            fast = LlamaEngine(model, single)
+            why = disagreement(fast, model)
+            if why is None:
+                return fast
+        if engine == "llama":
+            raise ValueError(f"the llama engine does not fit {type(model).__name__}: {why}; use engine='auto'")
+        log.warning("general engine for %s, since %s", type(model).__name__, why)
+    general = GeneralEngine(model, single)
+    why = disagreement(general, model)
+    if why is not None:
+        raise ValueError(general._refusal(f"its cached step is not its own forward ({why})"))
+    return general
+
+
+@torch.no_grad()
+def disagreement(engine, model) -> str | None:
+    """None when prompts of 3 lengths and 3 ragged steps give the logits of the model's own uncached forward.
+
+    fp32: to 1e-4 of the largest logit. Lower precision: mean |difference of logps| within twice what the model's own
+    cache differs by, or a thousandth of the logits' spread: there is no right order of rounding.
+    """
+    lengths, steps = _probe_lengths(model), 3
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, engine.vocab, (len(lengths), max(lengths) + steps), generator=generator).to(engine.device)
+    with _evaluating(model):
+        ours = cached_logits(engine, ids, lengths, steps)
+        own, cached = [], []
+        for row, length in zip(ids, lengths):
+            whole = row[None, : length + steps]
+            own.append(model(whole, use_cache=False).logits[0, length - 1:].float())
+            if engine.dtype != torch.float32:
+                past = model(whole[:, :length], use_cache=True)
+                parts = [past.logits[0, -1:]]
+                for t in range(length, length + steps):
+                    past = model(whole[:, t: t + 1], past_key_values=past.past_key_values, use_cache=True)
+                    parts.append(past.logits[0])
+                cached.append(torch.cat(parts).float())
+    own = torch.stack(own)
+    if not bool(torch.isfinite(own).all()):
+        return None  # a broken policy says nothing about the engine; its rollouts report it
+    worst, bound = float((ours - own).abs().max()), 1e-4 * float(own.abs().max())
+    if engine.dtype == torch.float32:
+        return None if worst <= bound else f"logits differ by {worst:.2e}, bound {bound:.2e}"
+    mean = float((ours.log_softmax(-1) - own.log_softmax(-1)).abs().mean())
+    floor = float((torch.stack(cached).log_softmax(-1) - own.log_softmax(-1)).abs().mean())
+    bound = 2 * floor + 2**-10 * float(own.std())
+    return None if mean <= bound else f"logps differ by {mean:.2e} on average, bound {bound:.2e}"
+
+
+def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> torch.Tensor:
+    """Logits (n, steps + 1, V) after each of the last positions: ids (n, .), prefill to lengths, then `steps` steps."""
+    device, n = engine.device, len(lengths)
+    window = round_up(max(lengths) + steps, WINDOW)
+    cache = engine.allocate(n, window)
+    ends = torch.tensor(lengths, device=device)
+    prompts = ids[:, : max(lengths)]
+    out = [engine.forward(prompts, torch.zeros_like(ends), ends - 1, cache, window)]
+    for t in range(steps):
+        tokens = ids.gather(1, (ends + t)[:, None])
+        out.append(engine.forward(tokens, ends + t, None, cache, window))
+    return torch.stack(out, 1)
+
+
+def _probe_lengths(model) -> list[int]:
+    room = min(getattr(model.config, "max_position_embeddings", 64), 64) - 3
+    return [max(1, min(length, room)) for length in (13, 5, 21)]
+
+
+@torch.no_grad()
+def inexact_share(engine, model) -> float:
+    """Share of logps that differ in any bit between the engine's steps and the model's right-padded forward."""
+    lengths, steps = _probe_lengths(model) * 2, 3
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, engine.vocab, (len(lengths), max(lengths) + steps), generator=generator).to(engine.device)
+    with _evaluating(model):
+        ours = cached_logits(engine, ids, lengths, steps)
+        whole = model(ids, use_cache=False).logits.float()
+    own = torch.stack([row[length - 1: length + steps] for row, length in zip(whole, lengths)])
+    targets = torch.stack([row[length: length + steps] for row, length in zip(ids, lengths)])[..., None]
+    a, b = (t[:, :-1].gather(2, targets) - t[:, :-1].logsumexp(-1, keepdim=True) for t in (ours, own))
+    return float((a != b).float().mean())

@@ -120,7 +120,7 @@ def _load(source: str, dtype: torch.dtype):
     looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())
     if looks_local and not (folder / "config.json").is_file():
-        raise ValueError(f"{source!r} is not a folder with a saved model (no config.json). Names: {known}; or a Hugging Face id")
+        raise ValueError(f"{source!r} has no config.json, so it holds no saved model. Names: {known}; or a Hugging Face id")
     source = str(folder) if looks_local else source
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)

@@ -17,7 +17,8 @@ class Rollout:
     """One completion. `mask`, `logps` and `raw_logps` have one entry a token of `tokens`.
 
     `mask` is 1 where the policy chose the token and 0 where an environment wrote it (its logps are then 0.0).
-    `logps` are under the distribution that was sampled from, `raw_logps` at temperature 1, both in nats.
+    `logps` are under the distribution that was sampled from, `raw_logps` at temperature 1, both in nats. `kept_mass` is the
+    probability that top-k, top-p or min-p left at each token, empty where nothing was cut.
     """
 
     prompt: tuple[int, ...]
@@ -30,6 +31,7 @@ class Rollout:
     policy_version: int = 0
     reward: float | None = None
     timings: dict = field(default_factory=dict, compare=False)
+    kept_mass: tuple[float, ...] = ()
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("tokens", "mask", "logps", "raw_logps")}

@@ -52,7 +52,7 @@ class SamplingParams:
         strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
         object.__setattr__(self, "stop_strings", strings)
         if not (isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"temperature must be finite and above 0, got {self.temperature}; for argmax use greedy=True")
+            raise ValueError(f"temperature must be above 0, got {self.temperature}; for the argmax use greedy=True")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -104,10 +104,10 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The first index at which the running sum of probs (n, V) exceeds u (n,) times the total; probs need no normaliser.
+    """The first index at which the running sum of probs (n, V) exceeds u (n,) times the total: (n,) int64.
 
-    Two levels: chunk totals, then the cumulative sum inside the chosen chunk, both in double. Returns (n,) int64; an
-    index with probability 0 is never returned.
+    Two levels: chunk totals, then the cumulative sum inside the chosen chunk, both in double. `probs` need no
+    normaliser; an index with probability 0 is never returned.
     """
     n, vocab = probs.shape
     if vocab <= 2 * CHUNK:
@@ -124,7 +124,7 @@ def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _locate(cdf: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """First index with cdf > u * total: u is held below 1, so that rounding cannot step past the last positive entry."""
+    """First index with cdf > u * total; u is held below 1, so that rounding cannot pass the last positive entry."""
     target = u.clamp(0, 1 - 2**-52) * cdf[:, -1]
     return torch.searchsorted(cdf, target[:, None], right=True).squeeze(1).clamp_(max=cdf.shape[1] - 1)
 
@@ -157,22 +157,30 @@ def _nucleus_floor(logits: torch.Tensor, p: float) -> torch.Tensor:
 def draw(logits: torch.Tensor, u: torch.Tensor, params: SamplingParams) -> Draw:
     """One token for each row of logits (n, V) with the uniforms u (n,) double; the arithmetic is fp32."""
     logits = logits.float()
-    raw = logits.log_softmax(-1)
     if params.greedy:
         tokens = logits.argmax(-1)
-        logps = raw.gather(1, tokens[:, None]).squeeze(1)
+        logps = _logps(logits, logits.logsumexp(-1), tokens)
         return Draw(tokens, logps, logps)
-    if params.temperature == 1 and not params.truncates:
-        tokens = inverse_cdf(raw.exp(), u)
-        logps = raw.gather(1, tokens[:, None]).squeeze(1)
-        return Draw(tokens, logps, logps)
-    scaled = logits / params.temperature
+    scaled = logits if params.temperature == 1 else logits / params.temperature
     kept = truncate(scaled, params) if params.truncates else scaled
-    behaviour = kept.log_softmax(-1)
-    tokens = inverse_cdf(behaviour.exp(), u)
-    logps, raw_logps = (table.gather(1, tokens[:, None]).squeeze(1) for table in (behaviour, raw))
-    mass = (kept.logsumexp(-1) - scaled.logsumexp(-1)).exp() if params.truncates else None
-    return Draw(tokens, logps, raw_logps, mass)
+    mass, normaliser = _exponentiate(kept)
+    tokens = inverse_cdf(mass, u)
+    logps = _logps(kept, normaliser, tokens)
+    raw_logps = logps if kept is logits else _logps(logits, logits.logsumexp(-1), tokens)
+    left = (normaliser - scaled.logsumexp(-1)).exp() if params.truncates else None
+    return Draw(tokens, logps, raw_logps, left)
+
+
+def _exponentiate(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unnormalised probabilities (n, V) and the log-normaliser (n,), with the very bits of torch.logsumexp."""
+    top = logits.amax(-1, keepdim=True)
+    mass = (logits - top).exp_()
+    return mass, mass.sum(-1).log_().add_(top.squeeze(1))
+
+
+def _logps(logits: torch.Tensor, normaliser: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """As `losses.token_logps` computes them, so that equal logits give equal bits."""
+    return logits.gather(1, tokens[:, None]).squeeze(1) - normaliser
 
 
 def draw_mixed(logits: torch.Tensor, u: torch.Tensor, kinds: Sequence[tuple[SamplingParams, torch.Tensor]]) -> Draw:

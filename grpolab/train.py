@@ -118,7 +118,8 @@ def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, wit
     """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
     hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention).flatten(0, 1)
     at, target = layout.predictor.to(hidden.device), layout.target.to(hidden.device)
-    values = losses.target_logps(hidden[at], targets=target, temperature=temperature, with_entropy=with_entropy, **head_of(policy))
+    options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
+    values = losses.target_logps(hidden[at], targets=target, **options)
     place = (layout.row.to(hidden.device), layout.column.to(hidden.device))
     return tuple(None if v is None else v.new_zeros(shape).index_put(place, v) for v in values)
 
@@ -258,14 +259,22 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
 
 
+Reward = Callable[[str, Problem, Rollout], float | None]
+
+
+def finished_and_correct(text: str, problem: Problem, rollout: Rollout) -> float:
+    """1.0 for a right boxed answer in a completion that the policy ended itself, else 0.0. A reward for the box alone
+    would never ask for the end token, and the policy would forget to stop."""
+    return correct_reward(text, problem.answer) if rollout.finish_reason == "eos" else 0.0
+
+
 async def grpo(
     policy: Policy, reference: Policy | None, problems: Sequence[Problem], config: GRPOConfig, *,
-    reward: Callable[[str, Problem], float | None] = lambda text, problem: correct_reward(text, problem.answer),
-    run: Run | None = None,
+    reward: Reward = finished_and_correct, run: Run | None = None,
 ) -> AsyncIterator[dict]:
     """GRPO (arXiv 2402.03300): sample groups, score them, push probability towards what beat its group.
 
-    `reward(completion text, problem)` is a number, or None to abstain. A `reference` is needed where kl_coef > 0.
+    `reward(text, problem, rollout)` is a number, or None to abstain. A `reference` is needed where kl_coef > 0.
     """
     if config.kl_coef and reference is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
@@ -292,9 +301,9 @@ async def grpo(
             yield row
 
 
-def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward) -> list[Group]:
+def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
     """Groups with a reward for each rollout."""
-    return [g.with_rewards([reward(policy.decode(r.tokens), p) for r in g]) for p, g in zip(problems, groups)]
+    return [g.with_rewards([reward(policy.decode(r.tokens), p, r) for r in g]) for p, g in zip(problems, groups)]
 
 
 def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:
@@ -324,6 +333,7 @@ def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: tor
     The denominator is counted over all of them first, so the micro-batches cannot change the gradient.
     """
     denominator = losses.count(collate(rollouts, a).mask, config.aggregation, max_new_tokens=config.max_new_tokens)
+    tokens = sum(sum(r.mask) for r in rollouts)
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
     lengths = [len(r.prompt) + len(r.tokens) for r in rollouts]
@@ -331,20 +341,21 @@ def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: tor
     for part in micro_batches(lengths, config.token_budget):
         batch = collate(rollouts[part], a[part])
         layout = lay_out(rollouts[part], width=config.row_width, pad_id=policy.pad_id)
-        loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, config)
+        loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config)
         loss.backward()
         parts.append(metrics)
     return {k: v.item() for k, v in losses.combine(parts).items()}
 
 
-def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, config: GRPOConfig):
-    """The clipped policy gradient with its leash on one micro-batch: (loss, metrics)."""
+def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig):
+    """The clipped policy gradient with its leash on one micro-batch: (loss, metrics). `denominator` and `tokens` count over
+    the whole batch: what the loss is divided by, and the kept tokens."""
     mask, old_logps, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
     logps, entropy = rollout_logps(policy, layout, mask.shape, config.temperature, with_entropy=True)
     loss, metrics = losses.policy_loss(
         logps, old_logps, a, mask, denominator=denominator, aggregation=config.aggregation, clip_eps=config.clip_eps
     )
-    metrics["entropy"] = (entropy * mask).sum() / losses.count(mask) * (mask.sum() / float(denominator))
+    metrics["entropy"] = (entropy * mask).sum() / tokens
     if config.kl_coef:
         with torch.no_grad():
             ref_logps, _ = rollout_logps(reference, layout, mask.shape, config.temperature)
@@ -380,4 +391,4 @@ def _timings(groups: Sequence[Group], sampling: float, update: float) -> dict:
 
 def _check_lengths(policy: Policy, longest: int, what: str) -> None:
     if longest > policy.context:
-        raise ValueError(f"a {what} needs {longest} tokens, but the context of {policy.name!r} holds {policy.context}: shorten it")
+        raise ValueError(f"a {what} needs {longest} tokens; the context of {policy.name!r} is {policy.context}: shorten it")
