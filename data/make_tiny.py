@@ -86,7 +86,7 @@ def plain_accuracy(model, encode, decode, n: int, seed: int) -> float:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.02)

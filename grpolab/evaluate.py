@@ -10,7 +10,8 @@ from grpolab.arithmetic import Problem
 from grpolab.chat import prompt_ids
 from grpolab.checker import check_answer, parse_boxed_answer
 from grpolab.models import Policy
-from grpolab.sampler import Sampler, SamplingParams
+from grpolab.sampler import Sampler
+from grpolab.sampling import SamplingParams
 
 Z95 = 1.959964  # the standard normal quantile of a two-sided 95 % interval
 

@@ -80,6 +80,14 @@ def choose_device(device: str | None = None, dtype: torch.dtype | str | None = N
     return torch.device(device), dtype or torch.float32
 
 
+def describe_machine() -> str:
+    """One line for the top of a notebook: processor threads, GPU, and the versions that numbers depend on."""
+    import transformers
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads, {gpu}"
+
+
 def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None) -> Policy:
     """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model.
 

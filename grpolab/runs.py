@@ -41,6 +41,11 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.metrics: list[dict] = []
 
+    @staticmethod
+    def shown(path: Path) -> Path:
+        """A path as a notebook prints it: relative to the repository where it lies inside."""
+        return path.relative_to(repository()) if path.is_relative_to(repository()) else path
+
     def child(self, name: str) -> Run:
         """A run of its own in a folder below this one."""
         return Run(name, root=self.folder)
@@ -113,7 +118,7 @@ class Run:
         except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
         self.metrics = state["metrics"]
-        print(f"going on after step {state['step']} of an interrupted run; delete {newest.name} in {self.folder} to start over")
+        print(f"going on after step {state['step']} of an interrupted run; delete {self.shown(newest)} to start over")
         return state["step"]
 
     def drop_checkpoint(self) -> None:

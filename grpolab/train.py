@@ -20,12 +20,13 @@ import torch
 from grpolab import losses
 from grpolab.advantages import advantages, group_health, reward_tensor
 from grpolab.arithmetic import Problem
-from grpolab.chat import Example, encode_chat, pack, pad, prompt_ids, user
+from grpolab.chat import Example, Packed, encode_chat, pack, pad, prompt_ids, user
 from grpolab.checker import correct_reward
 from grpolab.models import Policy
 from grpolab.rollouts import Batch, Group, Layout, Rollout, collate, lay_out
 from grpolab.runs import Run
-from grpolab.sampler import Sampler, SamplingParams
+from grpolab.sampler import Sampler
+from grpolab.sampling import SamplingParams
 
 T = TypeVar("T")
 
@@ -100,6 +101,13 @@ def head_of(policy: Policy) -> dict:
     """The output head as `target_logps` and `token_logps` take it."""
     head = policy.model.get_output_embeddings()
     return {"head": head.weight, "bias": getattr(head, "bias", None)}
+
+
+def masked_logps(policy: Policy, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p of the tokens that the batch's mask marks, 0 elsewhere, and that mask on the policy's device: (N, T) each."""
+    hidden = decoder_states(policy, batch.ids, batch.positions, batch.attention)
+    ids, mask = batch.ids.to(hidden.device), batch.mask.to(hidden.device)
+    return losses.token_logps(hidden, ids=ids, mask=mask, **head_of(policy)), mask
 
 
 def check_head(policy: Policy) -> None:
@@ -216,9 +224,7 @@ def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) ->
     parts = []
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
         packed = pack(batch[part], config.pack_width, policy.pad_id) if config.pack_width else pad(batch[part], policy.pad_id)
-        hidden = decoder_states(policy, packed.ids, packed.positions, packed.attention)
-        ids, mask = packed.ids.to(hidden.device), packed.mask.to(hidden.device)
-        logps = losses.token_logps(hidden, ids=ids, mask=mask, **head_of(policy))
+        logps, mask = masked_logps(policy, packed)
         loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)
         loss.backward()
         parts.append(metrics)

@@ -73,7 +73,10 @@ def test_files_round_trip(tmp_path):
     assert [f.name for f in (tmp_path / "a").iterdir()] == ["train.jsonl"]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"a": 1}', '{"a": 1, "op": "+", "b": 2, "answer": 4}', '{"a": 1, "op": "/", "b": 2}'])
+BAD_ROWS = ["{", "[]", '{"a": 1}', '{"a": 1, "op": "+", "b": 2, "answer": 4}', '{"a": 1, "op": "/", "b": 2}']
+
+
+@pytest.mark.parametrize("line", BAD_ROWS)
 def test_a_bad_row_names_its_line(tmp_path, line):
     path = write_jsonl(tmp_path / "x.jsonl", [Problem(1, "+", 2)])
     path.write_text(path.read_text() + line + "\n")
