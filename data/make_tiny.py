@@ -25,9 +25,10 @@ from grpolab.files import atomic_folder
 SPECIAL = ["<|pad|>", "<|endoftext|>", "<|unk|>"]
 WORDS = ["User:", "Assistant:", "\\boxed{"]  # one token each; the rest is one token a character
 PHRASES = {
-    "+": ["{a} + {b} = {c}", "{a} + {b} = {c}", "{a} + {b} is {c}", "{a} plus {b} is {c}", "Adding {a} and {b} gives {c}"],
-    "-": ["{a} - {b} = {c}", "{a} - {b} = {c}", "{a} - {b} is {c}", "{a} minus {b} is {c}", "Taking {b} from {a} leaves {c}"],
+    "+": ["{a} + {b} = {c}", "{a} plus {b} is {c}", "Adding {a} and {b} gives {c}"],
+    "-": ["{a} - {b} = {c}", "{a} minus {b} is {c}", "Taking {b} from {a} leaves {c}"],
 }
+EXERCISE = "What is {a} {op} {b}? {a} {op} {b} = {c}"  # the operands come twice, so that the model learns to copy
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -56,7 +57,8 @@ def sentence(rng: random.Random, wrong: float) -> str:
     c = a + b if op == "+" else a - b
     if rng.random() < wrong:
         c += rng.choice([-10, -2, -1, 1, 2, 10])
-    return rng.choice(PHRASES[op]).format(a=a, b=b, c=c) + "\n"
+    phrase = EXERCISE if rng.random() < 0.5 else rng.choice(PHRASES[op])
+    return phrase.format(a=a, op=op, b=b, c=c) + "\n"
 
 
 def windows(rng: random.Random, encode, rows: int, width: int, wrong: float) -> torch.Tensor:
@@ -84,7 +86,7 @@ def plain_accuracy(model, encode, decode, n: int, seed: int) -> float:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.02)

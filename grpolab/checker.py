@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 
 # Every repetition is bounded, so a match costs O(1) and a text O(its length), whatever a model writes.
 _BOXED = re.compile(r"\\boxed\{[ \t\n]{0,8}([+\-\u2212]?)[ \t]{0,8}([0-9]{1,1000})[ \t\n]{0,8}\}")
@@ -10,12 +11,10 @@ _BOXED = re.compile(r"\\boxed\{[ \t\n]{0,8}([+\-\u2212]?)[ \t]{0,8}([0-9]{1,1000
 
 def parse_boxed_answer(text: str) -> int | None:
     """The integer in the last well-formed `\\boxed{int}` of `text`, or None. A unicode minus counts as a minus."""
-    last = None
-    for last in _BOXED.finditer(text):
-        pass
-    if last is None:
+    boxes = deque(_BOXED.finditer(text), maxlen=1)
+    if not boxes:
         return None
-    sign, digits = last.groups()
+    sign, digits = boxes[0].groups()
     return int(digits) if sign in ("", "+") else -int(digits)
 
 

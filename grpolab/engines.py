@@ -523,8 +523,8 @@ def disagreement(engine, model) -> str | None:
 
 def _own_logits(model, ids, lengths, steps) -> torch.Tensor:
     """The model's forward without a cache, a row at a time: logits (n, steps + 1, V) after the last positions."""
-    rows = [model(row[None, : length + steps], use_cache=False).logits[0, length - 1:] for row, length in zip(ids, lengths)]
-    return torch.stack(rows).float()
+    whole = [model(row[None, : length + steps], use_cache=False).logits[0] for row, length in zip(ids, lengths)]
+    return torch.stack([logits[-steps - 1:] for logits in whole]).float()
 
 
 def _own_cached_logits(model, ids, lengths, steps) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smol
 @dataclass
 class Policy:
     """A causal LM and what is needed to run it. `version` counts the optimiser steps taken on it: whoever changes the
-    parameters adds one, and whoever keeps a copy of them compares."""
+    parameters adds one, and whoever keeps a copy of them compares. Whoever computes with the model in a thread holds
+    `lock`, so that a training step and a sampling step never overlap."""
 
     model: Any
     tokenizer: Any
     name: str
     eos_ids: tuple[int, ...]
     version: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +80,14 @@ def choose_device(device: str | None = None, dtype: torch.dtype | str | None = N
     return torch.device(device), dtype or torch.float32
 
 
+def describe_machine() -> str:
+    """One line for the top of a notebook: processor threads, GPU, and the versions that numbers depend on."""
+    import transformers
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads, {gpu}"
+
+
 def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None) -> Policy:
     """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model.
 
@@ -117,7 +128,7 @@ def _load(source: str, dtype: torch.dtype):
     looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())
     if looks_local and not (folder / "config.json").is_file():
-        raise ValueError(f"{source!r} is not a folder with a saved model (no config.json). Names: {known}; or a Hugging Face id")
+        raise ValueError(f"{source!r} has no config.json, so it holds no saved model. Names: {known}; or a Hugging Face id")
     source = str(folder) if looks_local else source
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)

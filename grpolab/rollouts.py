@@ -1,7 +1,7 @@
 """What travels along the flow: Rollout (one completion), Group (G rollouts of one prompt), Batch (tensors for the loss).
 
-Shapes: N rows, T tokens. Column t of every (N, T) tensor speaks of the token `ids[:, t]`, so `logps[n, t]` is
-log p(ids[n, t] | ids[n, :t]) and column 0 is never used.
+Shapes: B prompts, G rollouts each, N = B * G rollouts, T tokens of the longest completion. Column t of every (N, T) tensor
+speaks of the t-th token after the prompt.
 """
 
 from __future__ import annotations
@@ -67,26 +67,76 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded rows for the losses. ids, mask, old_logps: (N, T); lengths, advantages: (N,)."""
+    """What the losses read: N rollouts, T the longest completion, right-padded. mask, old_logps: (N, T); advantages: (N,)."""
 
-    ids: torch.Tensor
     mask: torch.Tensor
     old_logps: torch.Tensor
-    lengths: torch.Tensor
     advantages: torch.Tensor
 
 
-def collate(rollouts: Sequence[Rollout], advantages: torch.Tensor, pad_id: int = 0) -> Batch:
-    """Rollouts and their advantages (N,) -> Batch, right-padded with `pad_id` to the longest row."""
-    if not rollouts:
+def collate(rollouts: Sequence[Rollout], advantages: torch.Tensor) -> Batch:
+    """Rollouts and their advantages (N,) -> Batch; column t speaks of the t-th token after the prompt."""
+    n, width = len(rollouts), max((len(r.tokens) for r in rollouts), default=0)
+    if not n:
         raise ValueError("cannot collate an empty list of rollouts")
-    n, width = len(rollouts), max(len(r.prompt) + len(r.tokens) for r in rollouts)
-    ids = torch.full((n, width), pad_id, dtype=torch.long)
     mask, old_logps = torch.zeros(n, width), torch.zeros(n, width)
     for i, r in enumerate(rollouts):
-        p, end = len(r.prompt), len(r.prompt) + len(r.tokens)
-        ids[i, :end] = torch.tensor(r.prompt + r.tokens)
-        mask[i, p:end] = torch.tensor(r.mask, dtype=torch.float32)
-        old_logps[i, p:end] = torch.tensor(r.logps)
-    lengths = torch.tensor([len(r.prompt) + len(r.tokens) for r in rollouts])
-    return Batch(ids, mask, old_logps, lengths, advantages.float())
+        mask[i, : len(r.mask)] = torch.tensor(r.mask, dtype=torch.float32)
+        old_logps[i, : len(r.logps)] = torch.tensor(r.logps)
+    return Batch(mask, old_logps, advantages.float())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rollouts lie in a forward pass: each of R rows holds a prompt once and after it, side by side, as many of its
+    completions as fit; a completion sees the prompt and itself, at the positions it would have alone.
+
+    ids, positions: (R, W); attention: (R, 1, W, W), True where a query may look, or None where causal attention is
+    enough. For each of M chosen tokens: `predictor`, the flat index in (R, W) of the hidden state that predicts it,
+    `target`, its id, and `row`, `column`, its place in the (N, T) of the Batch.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    attention: torch.Tensor | None
+    predictor: torch.Tensor
+    target: torch.Tensor
+    row: torch.Tensor
+    column: torch.Tensor
+
+
+def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -> Layout:
+    """Rollouts -> Layout with rows of at most `width` tokens (a single rollout may be longer); `width=0` gives one rollout
+    a row. Neighbouring rollouts of the same prompt share it."""
+    rows: list[list[int]] = []
+    for i, r in enumerate(rollouts):
+        fits = rows and rollouts[rows[-1][0]].prompt == r.prompt
+        taken = len(r.prompt) + sum(len(rollouts[j].tokens) for j in rows[-1]) if fits else 0
+        if fits and taken + len(r.tokens) <= width:
+            rows[-1].append(i)
+        else:
+            rows.append([i])
+    length = max(len(rollouts[row[0]].prompt) + sum(len(rollouts[i].tokens) for i in row) for row in rows)
+    ids = torch.full((len(rows), length), pad_id)
+    positions = torch.zeros(len(rows), length, dtype=torch.long)
+    owner = torch.full((len(rows), length), -1)  # -1: padding; 0: the prompt; k: the k-th completion of the row
+    places = []
+    for r, row in enumerate(rows):
+        prompt = rollouts[row[0]].prompt
+        p = at = len(prompt)
+        ids[r, :p], positions[r, :p], owner[r, :p] = torch.tensor(prompt), torch.arange(p), 0
+        for k, i in enumerate(row, start=1):
+            tokens, span = rollouts[i].tokens, slice(at, at + len(rollouts[i].tokens))
+            ids[r, span], owner[r, span] = torch.tensor(tokens), k
+            positions[r, span] = torch.arange(p, p + len(tokens))
+            chosen = torch.tensor(rollouts[i].mask).nonzero().squeeze(1)
+            before = torch.where(chosen == 0, p - 1, at + chosen - 1)
+            target = torch.tensor(tokens)[chosen]
+            places.append(torch.stack([before + r * length, target, torch.full_like(chosen, i), chosen]))
+            at += len(tokens)
+    attention = None
+    if any(len(row) > 1 for row in rows):
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        query, key = owner[:, :, None], owner[:, None, :]
+        attention = (((key == 0) | (key == query)) & causal)[:, None]
+    return Layout(ids, positions, attention, *torch.cat(places, dim=1))

@@ -208,7 +208,8 @@ class Sampler:
             try:
                 for item in inbox:
                     scheduler.waiting.extend(item.prompts) if isinstance(item, Request) else _answer(*item)
-                scheduler.step()
+                with scheduler.policy.lock:
+                    scheduler.step()
             except Exception as error:  # whatever the model raised: its requests fail, the worker lives on
                 scheduler.fail_all(error)
         if self._closed:

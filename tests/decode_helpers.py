@@ -1,10 +1,11 @@
 """What the decode tests share: a tiny random policy, ragged prompts, a tokenizer of one letter a token."""
 
 import random
-from types import SimpleNamespace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpolab.models import Policy
 
 VOCAB = 100
 
@@ -19,10 +20,9 @@ class Letters:
 def tiny_policy(context=256, eos=(), seed=0, dtype=torch.float32, model=None, **config):
     torch.manual_seed(seed)
     shape = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB,
-                 intermediate_size=176, max_position_embeddings=context, tie_word_embeddings=True, initializer_range=0.3)
+                 intermediate_size=176, tie_word_embeddings=True, initializer_range=0.3, max_position_embeddings=context)
     model = model or LlamaForCausalLM(LlamaConfig(**shape | config))
-    return SimpleNamespace(model=model.to(dtype).eval(), tokenizer=Letters(), device=torch.device("cpu"), dtype=dtype,
-                           version=0, eos_ids=tuple(eos), context=context, name="tiny")
+    return Policy(model.to(dtype).eval(), Letters(), "tiny", tuple(eos))
 
 
 def ragged_prompts(n, low=3, high=40, seed=0):

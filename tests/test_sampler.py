@@ -46,8 +46,9 @@ def test_greedy_equals_full_recompute(policy, engine):
 
 def test_a_thousand_greedy_tokens_equal_recompute():
     policy = tiny_policy(context=1200)
+    params = SamplingParams(greedy=True, max_new_tokens=1100)
     with Sampler(policy) as sampler:
-        rollout = sampler.sample_sync([ragged_prompts(1)[0]], params=SamplingParams(greedy=True, max_new_tokens=1100))[0][0]
+        rollout = sampler.sample_sync(ragged_prompts(1), params=params)[0][0]
     found = audit(policy, [rollout])
     assert found.tokens == 1100 and found.disagreements == 0 and found.margin > 2
 
@@ -75,7 +76,8 @@ def gate(policy, sampler):
     """What notebook 02 gates, in small: raises AssertionError where the engine is wrong."""
     prompts = ragged_prompts(8)
     greedy = sampler.sample_sync(prompts[:4], group_size=2, params=GREEDY)
-    sampled = sampler.sample_sync(prompts, group_size=4, params=SamplingParams(temperature=0.7, max_new_tokens=40, seed=1))
+    params = SamplingParams(temperature=0.7, max_new_tokens=40, seed=1)
+    sampled = sampler.sample_sync(prompts, group_size=4, params=params)
     first, second = audit(policy, flat(greedy)), audit(policy, flat(sampled), temperature=0.7)
     assert first.disagreements == 0
     assert second.max_error <= 1e-4 and second.mean_error <= 1e-5
@@ -112,7 +114,8 @@ def test_blocks_of_steps_change_nothing(policy):
     prompts, params = ragged_prompts(9), SamplingParams(max_new_tokens=37, seed=3)
     with Sampler(policy, slots=6) as one, Sampler(policy, slots=6) as many:
         many._scheduler.block = 5
-        assert many.sample_sync(prompts, group_size=3, params=params) == one.sample_sync(prompts, group_size=3, params=params)
+        expected = one.sample_sync(prompts, group_size=3, params=params)
+        assert many.sample_sync(prompts, group_size=3, params=params) == expected
 
 
 def test_long_prompts_are_prefilled_in_pieces(policy, monkeypatch):
@@ -477,7 +480,8 @@ def test_a_closed_sampler_refuses_and_fails_what_waits():
     sampler.close()
     with pytest.raises(RuntimeError, match="closed before"):
         running.result(timeout=5)
-    for call in (lambda: sampler.sample_sync([[1]]), lambda: sampler.run_sync(int), lambda: asyncio.run(sampler.sample([[1]]))):
+    calls = lambda: sampler.sample_sync([[1]]), lambda: sampler.run_sync(int), lambda: asyncio.run(sampler.sample([[1]]))
+    for call in calls:
         with pytest.raises(RuntimeError, match="is closed"):
             call()
     sampler.close()

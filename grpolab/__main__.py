@@ -1,0 +1,106 @@
+"""python -m grpolab run | data | eval"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import sys
+from pathlib import Path
+
+from grpolab import arithmetic
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="grpolab", description="A laboratory for post-training language models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="execute notebooks, all of them or those named by number")
+    run.add_argument("notebooks", nargs="*", metavar="NN", help="numbers, e.g. 01 04 (default: the whole series)")
+    run.add_argument("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
+                     help="set a notebook's parameter, e.g. -p model smollm2-135m")
+    run.add_argument("--store", action="store_true", help="put the executed notebooks in the place of their sources")
+    run.set_defaults(go=_run)
+
+    data = commands.add_parser("data", help="write the arithmetic data set: train.jsonl and eval.jsonl")
+    data.add_argument("--train", type=int, default=20_000, help="unique training problems (default %(default)s)")
+    data.add_argument("--eval", type=int, default=500, help="held-out problems, disjoint from them (default %(default)s)")
+    data.add_argument("--seed", type=int, default=1)
+    data.add_argument("--out", type=Path, default=Path("data/arithmetic"), help="folder (default %(default)s)")
+    _task_options(data)
+    data.set_defaults(go=_data)
+
+    evaluation = commands.add_parser("eval", help="format and exact-match rates of a model on held-out questions")
+    evaluation.add_argument("model", help="tiny, smollm2-135m, a Hugging Face id, or a folder")
+    evaluation.add_argument("--questions", type=int, default=200)
+    evaluation.add_argument("--samples", type=int, default=8, help="completions a question beside the greedy one")
+    evaluation.add_argument("--max-new-tokens", type=int, default=32)
+    evaluation.add_argument("--seed", type=int, default=1)
+    _task_options(evaluation)
+    evaluation.set_defaults(go=_eval)
+
+    args = parser.parse_args(argv)
+    try:
+        return args.go(args)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"grpolab: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("grpolab: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def _task_options(parser: argparse.ArgumentParser) -> None:
+    default = arithmetic.Task()
+    parser.add_argument("--ops", default=default.ops, help="operators, some of +-* (default %(default)s)")
+    parser.add_argument("--max-operand", type=int, default=default.max_operand, help="of + and - (default %(default)s)")
+    parser.add_argument("--max-factor", type=int, default=default.max_factor, help="of * (default %(default)s)")
+
+
+def _task(args) -> arithmetic.Task:
+    return arithmetic.Task(args.ops, args.max_operand, args.max_factor)
+
+
+def _run(args) -> int:
+    from grpolab.notebooks import run_series
+
+    return run_series(args.notebooks, {name: _literal(value) for name, value in args.parameters}, store=args.store)
+
+
+def _literal(text: str):
+    """A Python literal where the text is one, else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _data(args) -> int:
+    train, held_out = arithmetic.generate(args.train, args.eval, seed=args.seed, task=_task(args))
+    for name, problems in (("train", train), ("eval", held_out)):
+        path = arithmetic.write_jsonl(args.out / f"{name}.jsonl", problems)
+        print(f"{path}: {len(problems)} problems, the first: {problems[0].question} {problems[0].answer}" if problems else path)
+    return 0
+
+
+def _eval(args) -> int:
+    from grpolab.evaluate import evaluate, summary
+    from grpolab.models import load_policy
+
+    _, problems = arithmetic.generate(0, args.questions, seed=args.seed, task=_task(args))
+    policy = load_policy(args.model)
+    print(policy)
+
+    async def both():
+        common = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+        table = {"greedy": await evaluate(policy, problems, **common)}
+        if args.samples:
+            table["sampled"] = await evaluate(policy, problems, samples=args.samples, **common)
+        return table
+
+    print(summary(**asyncio.run(both())).to_string())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Executing the notebook series in batch, through papermill."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from grpolab.files import atomic_write
+from grpolab.runs import repository, runs_folder
+
+
+def find(numbers: list[str]) -> list[Path]:
+    """The notebooks with these numbers (all for none), in order; raises ValueError for a number that does not exist."""
+    folder = repository() / "notebooks"
+    series = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
+    if not series:
+        raise ValueError(f"there are no notebooks in {folder}: run this inside a copy of the grpolab repository")
+    unknown = [n for n in numbers if n.zfill(2) not in series]
+    if unknown:
+        raise ValueError(f"no notebook {', '.join(unknown)}; there are {', '.join(series)}")
+    return [series[n.zfill(2)] for n in numbers] or list(series.values())
+
+
+def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> int:
+    """Execute notebooks, print one line each, return the exit status: 0 when every one ran and its gate passed.
+
+    The executed copy lies in runs/<notebook>/<model>/, also when it failed: it is then the log. With `store` it also takes
+    the place of its source, if it passed.
+    """
+    import papermill
+
+    notebooks = find(numbers)
+    known = {path: papermill.inspect_notebook(str(path)) for path in notebooks}
+    strangers = set(parameters) - {name for names in known.values() for name in names}
+    if strangers:
+        names = "; ".join(f"{path.stem}: {', '.join(names)}" for path, names in known.items())
+        raise ValueError(f"no parameter {', '.join(sorted(strangers))}. Parameters are {names}")
+    failed = 0
+    for path in notebooks:
+        own = {name: value for name, value in parameters.items() if name in known[path]}
+        model = str(own.get("model", known[path].get("model", {}).get("default", "tiny"))).strip("'\"")
+        folder = runs_folder() / path.stem / model.replace("/", "--")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").unlink(missing_ok=True)
+        output = folder / path.name
+        began = time.monotonic()
+        error = _execute(path, output, own)
+        verdict = _verdict(folder, error)
+        failed += verdict != "gate passed"
+        shown = output.relative_to(repository())
+        print(f"{path.stem:16} {verdict:12} {(time.monotonic() - began) / 60:5.1f} min   {shown}", flush=True)
+        if error:
+            print(f"    {error}", flush=True)
+        elif store and verdict == "gate passed":
+            atomic_write(path, json.dumps(clean(json.loads(output.read_text())), indent=1, ensure_ascii=False) + "\n")
+    return 1 if failed else 0
+
+
+def _execute(path: Path, output: Path, parameters: dict) -> str | None:
+    """Run one notebook; what went wrong as one line, or None."""
+    import papermill
+
+    try:
+        papermill.execute_notebook(
+            str(path), str(output), parameters, kernel_name="python3", cwd=str(path.parent), progress_bar={"desc": path.stem},
+        )
+    except papermill.PapermillExecutionError as error:
+        return f"{error.ename}: {error.evalue}".splitlines()[0]
+    return None
+
+
+def _verdict(folder: Path, error: str | None) -> str:
+    results = folder / "results.json"
+    if not results.exists():
+        return "failed" if error else "no gate"
+    passed = json.loads(results.read_text())["passed"]
+    return "failed" if passed and error else "gate passed" if passed else "gate FAILED"
+
+
+def clean(notebook: dict) -> dict:
+    """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
+    the kernel's display name and Python version."""
+    notebook["metadata"].pop("papermill", None)
+    notebook["metadata"]["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook["metadata"]["language_info"] = {"name": "python"}
+    notebook["metadata"].pop("widgets", None)
+    for cell in notebook["cells"]:
+        for key in ("papermill", "execution", "ExecuteTime"):
+            cell["metadata"].pop(key, None)
+        if cell["metadata"].get("tags") == []:
+            del cell["metadata"]["tags"]
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [o for o in cell["outputs"] if not (o["output_type"] == "stream" and o["name"] == "stderr")]
+    return notebook

@@ -1,0 +1,108 @@
+"""One function a figure, one palette. Each takes a metrics table and an optional Axes, returns the Axes, and saves nothing.
+
+Colour is meaning and never changes: policy blue, reference and base grey, reward green, KL and warnings vermillion, chosen
+blue against rejected orange (Okabe and Ito's palette, told apart by colour-blind readers), held-out values black dots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
+CHOSEN, REJECTED, HELD_OUT, SKY, PURPLE = "#0072B2", "#E69F00", "#000000", "#56B4E9", "#CC79A7"
+
+STYLE = {
+    "figure.figsize": (6.4, 3.2), "figure.dpi": 100, "figure.constrained_layout.use": True, "savefig.dpi": 110,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3,
+    "axes.titlelocation": "left", "axes.titlesize": 11, "axes.labelsize": 10, "font.size": 10, "legend.frameon": False,
+    "lines.linewidth": 1.8,
+}  # fmt: skip
+
+
+def use_style() -> None:
+    """Apply the house style to the figures that follow."""
+    plt.rcParams.update(STYLE)
+
+
+def _axes(ax):
+    return ax if ax is not None else plt.subplots()[1]
+
+
+def curve(metrics: pd.DataFrame, column: str, *, title: str, ylabel: str, color=POLICY, window: int = 1, label=None, ax=None):
+    """One metric over steps: the values faint, their mean over `window` steps solid."""
+    ax = _axes(ax)
+    x, y = metrics["step"], metrics[column]
+    if window > 1:
+        ax.plot(x, y, color=color, alpha=0.25, linewidth=1)
+        y = y.rolling(window, min_periods=1).mean()
+    ax.plot(x, y, color=color, label=label)
+    if label:
+        ax.annotate(label, (x.iloc[-1], y.iloc[-1]), xytext=(4, 0), textcoords="offset points", color=color, va="center")
+    ax.set(title=title, xlabel="step" + (f" (mean of {window})" if window > 1 else ""), ylabel=ylabel)
+    return ax
+
+
+def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: str, colors: dict[str, str], window=1, ax=None):
+    """One metric over steps for several runs, each labelled at its end."""
+    ax = _axes(ax)
+    for name, metrics in runs.items():
+        curve(metrics, column, title=title, ylabel=ylabel, color=colors[name], window=window, label=name, ax=ax)
+    ax.margins(x=0.12)
+    return ax
+
+
+def held_out(points: Sequence[tuple[int, object]], ax, label: str = "held-out") -> None:
+    """Evaluations as black dots with their 95 % intervals: (step, Interval) pairs."""
+    steps = [s for s, _ in points]
+    values = [i.value for _, i in points]
+    errors = [[i.value - i.low for _, i in points], [i.high - i.value for _, i in points]]
+    ax.errorbar(steps, values, yerr=errors, fmt="o", color=HELD_OUT, markersize=5, capsize=3, zorder=5, label=label)
+
+
+def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
+    """Share of groups all wrong, mixed and all right over steps: only the mixed carry gradient."""
+    ax = _axes(ax)
+    shares = [metrics["all_wrong"], metrics["mixed"], metrics["all_right"]]
+    ax.stackplot(metrics["step"], shares, colors=[REFERENCE, SKY, REWARD], alpha=0.85)
+    bottom = 0.0
+    for name, share in zip(("all wrong", "mixed", "all right"), shares):
+        tail = share.tail(max(1, len(share) // 5)).mean()
+        if tail > 0.06:
+            ax.text(metrics["step"].iloc[-1], bottom + tail / 2, f"{name} ", ha="right", va="center", fontsize=9)
+        bottom += tail
+    ax.set(title=title, xlabel="step", ylabel="share of groups", ylim=(0, 1))
+    ax.margins(x=0)
+    return ax
+
+
+def rates(table: dict[str, dict[str, object]], *, title: str, ylabel="rate", colors=None, ax=None):
+    """Grouped bars with 95 % intervals: table[series][category] = Interval."""
+    ax = _axes(ax)
+    categories = list(next(iter(table.values())))
+    width = 0.8 / len(table)
+    for k, (series, values) in enumerate(table.items()):
+        x = [i + (k - (len(table) - 1) / 2) * width for i in range(len(categories))]
+        y = [values[c].value for c in categories]
+        errors = [[max(0.0, values[c].value - values[c].low) for c in categories],
+                  [max(0.0, values[c].high - values[c].value) for c in categories]]
+        color = (colors or {}).get(series, [REFERENCE, POLICY, REWARD, WARNING][k % 4])
+        ax.bar(x, y, width * 0.92, color=color, yerr=errors, capsize=3, label=series, error_kw={"ecolor": "#333333", "lw": 1})
+        for xi, yi, up in zip(x, y, errors[1]):
+            ax.annotate(f"{yi:.0%}", (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9)
+    ax.set_xticks(range(len(categories)), categories)
+    ax.set(title=title, ylabel=ylabel, ylim=(0, 1.12))
+    if len(table) > 1:
+        ax.legend(ncols=len(table), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    return ax
+
+
+def reward_against_kl(metrics: pd.DataFrame, *, title: str, ax=None):
+    """The path of a run in the plane of KL to the reference and reward, coloured by step."""
+    ax = _axes(ax)
+    dots = ax.scatter(metrics["kl"], metrics["reward"], c=metrics["step"], cmap="viridis", s=14)
+    ax.figure.colorbar(dots, ax=ax, label="step")
+    ax.set(title=title, xlabel="KL to the reference (nats a token)", ylabel="reward")
+    return ax

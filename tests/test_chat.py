@@ -1,0 +1,133 @@
+"""Among them the three masking gates: only assistant tokens contribute; packing leaks nothing; one turn stays as it was."""
+
+import copy
+
+import pytest
+import torch
+
+from grpolab import losses
+from grpolab.arithmetic import Problem, generate
+from grpolab.chat import CHAT_TEMPLATE, Example, encode_chat, pack, pad, prompt_ids, user
+from grpolab.train import decoder_states, demonstrations, head_of
+
+TURNS = user("What is 1 + 2?") + [
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "And 4 + 4?"},
+    {"role": "assistant", "content": "8"},
+]
+
+
+def gradient(policy, packed, scale=1.0):
+    """(loss, flat gradient) of the mean token loss, in float64."""
+    hidden = decoder_states(policy, packed.ids, packed.positions, packed.attention)
+    logps = losses.token_logps(hidden, ids=packed.ids, mask=packed.mask, **head_of(policy))
+    loss, _ = losses.sft_loss(logps, packed.mask, denominator=packed.mask.sum())
+    policy.model.zero_grad()
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+@pytest.fixture
+def exact(tiny):
+    tiny.model.double()
+    return tiny
+
+
+@pytest.fixture
+def examples(tiny):
+    return demonstrations(tiny, generate(6, 0, seed=5)[0])
+
+
+def test_the_mask_marks_every_assistant_turn_and_its_end_token(tiny):
+    example = encode_chat(tiny.tokenizer, TURNS)
+    spoken = "".join(tiny.tokenizer.decode([i]) for i, m in zip(example.ids, example.mask) if m)
+    assert spoken == "3<|endoftext|>8<|endoftext|>"
+    whole = tiny.tokenizer.decode(example.ids)
+    assert whole == "User: What is 1 + 2?\nAssistant: 3<|endoftext|>\nUser: And 4 + 4?\nAssistant: 8<|endoftext|>"
+
+
+def test_what_is_trained_is_what_is_sampled(tiny):
+    """The ids before the first supervised token are the prompt that rollouts start from."""
+    for turns in (TURNS[:2], TURNS):
+        example = encode_chat(tiny.tokenizer, turns)
+        last = len(example.mask) - 1
+        while example.mask[last - 1]:
+            last -= 1
+        assert list(example.ids[:last]) == prompt_ids(tiny.tokenizer, turns[:-1])
+
+
+def test_only_assistant_tokens_contribute(exact, examples):
+    """Gate: a mask of zeros has no gradient, and a change of what is masked after the last turn changes nothing."""
+    batch = pad(examples[:3])
+    loss, grad = gradient(exact, batch)
+    assert grad.abs().max() > 0
+    by_hand = []
+    for example in examples[:3]:
+        logits = exact.model(torch.tensor([example.ids])).logits[0].log_softmax(-1)
+        by_hand += [-logits[t - 1, example.ids[t]] for t in range(1, len(example.ids)) if example.mask[t]]
+    assert loss == pytest.approx((sum(by_hand) / len(by_hand)).item(), abs=1e-12)
+    longer = pad([Example((*e.ids, 40, 41), (*e.mask, 0, 0)) for e in examples[:3]])
+    assert gradient(exact, longer)[0] == pytest.approx(loss, abs=1e-12)
+
+
+def test_packing_leaks_nothing(exact, examples):
+    """Gate: loss and gradient of packed rows equal those of one example a row."""
+    loss, grad = gradient(exact, pad(examples))
+    packed = pack(examples, width=100)
+    assert packed.attention is not None and len(packed.ids) < len(examples)
+    packed_loss, packed_grad = gradient(exact, packed)
+    assert packed_loss == pytest.approx(loss, abs=1e-12)
+    assert (packed_grad - grad).abs().max() < 1e-12
+    leaking = copy.copy(packed)
+    object.__setattr__(leaking, "attention", None)
+    assert (gradient(exact, leaking)[1] - grad).abs().max() > 1e-6  # the comparison can fail
+    object.__setattr__(leaking, "attention", packed.attention)
+    object.__setattr__(leaking, "positions", torch.arange(packed.ids.shape[1]).expand_as(packed.ids))
+
+
+def test_single_turn_numerics_are_unchanged(tiny, examples):
+    """Gate: for one turn, ids and mask are prompt + answer + end, bit for bit, and packing rows of one is padding."""
+    p = Problem(12, "+", 34)
+    example = encode_chat(tiny.tokenizer, user(p.question) + [{"role": "assistant", "content": p.target}])
+    prompt = tiny.tokenizer.encode(f"User: {p.question}\nAssistant: ")
+    answer = tiny.tokenizer.encode(p.target) + [tiny.tokenizer.eos_token_id]
+    assert example == Example(tuple(prompt + answer), (0,) * len(prompt) + (1,) * len(answer))
+    one, two = pad(examples), pack(examples, width=1)
+    assert one.attention is None and torch.equal(one.ids, two.ids) and torch.equal(one.mask, two.mask)
+    assert gradient(tiny, one)[0] == gradient(tiny, two)[0]
+
+
+def test_an_example_longer_than_the_width_gets_a_row_of_its_own(examples):
+    packed = pack(examples, width=5)
+    assert len(packed.ids) == len(examples) and packed.mask.sum() == sum(sum(e.mask) for e in examples)
+
+
+def test_a_template_that_rewrites_history_is_refused(tiny):
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    tokenizer.chat_template = "{{ messages | length }}" + CHAT_TEMPLATE
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        encode_chat(tokenizer, TURNS)
+
+
+def test_a_template_without_end_token_is_refused(tiny):
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("+ eos_token", "")
+    with pytest.raises(ValueError, match="does not close"):
+        encode_chat(tokenizer, TURNS)
+
+
+def test_a_tokenizer_without_end_token_is_refused(tiny):
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no end token"):
+        encode_chat(tokenizer, TURNS)
+
+
+def test_a_conversation_without_an_answer_is_refused(tiny):
+    with pytest.raises(ValueError, match="no assistant turn"):
+        encode_chat(tiny.tokenizer, TURNS[:1])
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        pad([])
