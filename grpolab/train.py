@@ -165,8 +165,7 @@ async def _loop(policy: Policy, config: Optimisation, run: Run | None, one_step)
     optimizer = make_optimizer(policy, config)
     first = 0
     if run is not None:
-        first = await in_thread(policy, lambda: run.load_checkpoint(config, policy.model, optimizer))
-        policy.version += first
+        first = await in_thread(policy, lambda: run.load_checkpoint(config, policy, optimizer))
         run.metrics = run.metrics[:first]
     for step in range(first, config.steps):
         row = {"step": step} | await one_step(step, optimizer)
@@ -174,7 +173,7 @@ async def _loop(policy: Policy, config: Optimisation, run: Run | None, one_step)
             run.log(row)
             if (step + 1) % config.save_every == 0 and step + 1 < config.steps:
                 saved = step + 1
-                await in_thread(policy, lambda: run.save_checkpoint(saved, config, policy.model, optimizer))  # noqa: B023
+                await in_thread(policy, lambda: run.save_checkpoint(saved, config, policy, optimizer))  # noqa: B023
         yield row
     if run is not None:
         run.drop_checkpoint()

@@ -145,7 +145,8 @@ def test_a_stale_gate_does_not_pass_a_notebook_that_breaks(series, capsys):
 
 
 def test_store_puts_the_executed_notebook_in_place(series):
-    nbformat.write(small("import sys; print('seen', file=sys.stderr)\n" + GATE.format(name="01_fine")), series / "01_fine.ipynb")
+    source = "import sys; print('seen', file=sys.stderr)\n" + GATE.format(name="01_fine")
+    nbformat.write(small(source), series / "01_fine.ipynb")
     assert notebooks.run_series(["01"], {}, store=True) == 0
     stored = nbformat.read(series / "01_fine.ipynb", as_version=4)
     assert [c.execution_count for c in stored.cells] == [1, 2]
@@ -159,7 +160,10 @@ def test_unknown_notebooks_and_parameters_are_refused(series, tmp_path, monkeypa
     assert main(["run"]) == 1 and "inside a copy of the grpolab repository" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "value"), [("3", 3), ("1e-4", 1e-4), ("True", True), ("smollm2-135m", "smollm2-135m"), ("a/b", "a/b")])
+LITERALS = [("3", 3), ("1e-4", 1e-4), ("True", True), ("smollm2-135m", "smollm2-135m"), ("a/b", "a/b")]
+
+
+@pytest.mark.parametrize(("text", "value"), LITERALS)
 def test_parameters_are_read_as_literals(text, value):
     assert _literal(text) == value
 
@@ -175,6 +179,7 @@ def test_the_conda_environment_agrees_with_the_lock():
     import tomllib
 
     project = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + [d for name, extra in project["optional-dependencies"].items() if name != "interop" for d in extra]
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name != "interop"]
+    wanted = sum(extras, project["dependencies"])
     direct = {re.split(r"[><=\[; ]", d)[0].lower().replace("_", "-") for d in wanted}
     assert direct == {k.lower().replace("_", "-") for k in pinned}
