@@ -124,6 +124,11 @@ def test_autocast_gives_the_same_gradients_chunked_or_not_even_around_the_backwa
         assert plain.dtype == chunked.dtype == torch.float32
         exactly(plain, chunked, atol=0.05)
     assert 1e-4 < (results[1][2] - full[1].grad).abs().max() < 0.1  # it did run in bf16
+    inputs = [x.detach().float().requires_grad_() for x in (hidden, head)]  # a forward outside keeps its precision inside
+    logps = losses.token_logps(*inputs, ids, mask, chunk=3).sum()
+    outside = torch.autograd.grad(logps, inputs, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(outside, torch.autograd.grad(logps, inputs)))
 
 
 class Largest(TorchDispatchMode):
@@ -321,8 +326,8 @@ def test_metrics_of_the_policy_loss_by_hand():
     assert m["sampler_weight"].item() == pytest.approx(sum(weights) / 4) and m["sampler_capped"] == 0.75
     assert m["logp_diff"].item() == pytest.approx(1.0) and m["logp_diff_max"].item() == pytest.approx(1.0)
     for jump in (-5.0, 5.0):  # tokens without advantage are not clipped: they had no gradient to lose
-        _, m = losses.policy_loss(old + jump, old, torch.tensor([0.0]), mask, denominator=4)
-        assert m["clip_low"] == m["clip_high"] == 0
+        _, m = losses.policy_loss(old + jump, old, torch.tensor([0.0]), mask, denominator=4, dual_clip=1.4)
+        assert m["clip_low"] == m["clip_high"] == m["clip_dual"] == 0
 
 
 def test_policy_equal_to_old_gives_minus_advantage_in_every_option():
@@ -370,6 +375,8 @@ def test_old_and_reference_logps_are_constants_even_when_they_come_with_a_graph(
         (with_graph,), (without,) = (torch.autograd.grad(loss(x), logps, retain_graph=True) for x in (logps, frozen))
         assert without.abs().max() > 0.01
         exactly(with_graph, without)
+    on_policy = [losses.kl_penalty(logps, frozen - 0.1, mask, denominator=1, **o)[0] for o in ({}, {"old_logps": frozen})]
+    exactly(*(gradients(x, logps)[0] for x in on_policy))
 
 
 def test_per_token_advantages_generalise_per_row_ones():
@@ -441,7 +448,7 @@ def test_dpo_loss_by_hand():
 def test_dpo_at_initialisation_is_log_two_with_gradient_half_beta():
     logps = randn(2, 3).requires_grad_()
     loss, m = losses.dpo_loss(*logps, *logps.detach(), beta=0.1, denominator=3)
-    assert loss.item() == pytest.approx(math.log(2), abs=1e-14) and m["margin"] == 0
+    assert loss.item() == pytest.approx(math.log(2), abs=1e-14) and m["margin"] == m["accuracy"] == 0  # a tie is no win
     exactly(*gradients(loss, logps), torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, 3) * 0.1 / 2 / 3)
 
 
@@ -478,6 +485,8 @@ def test_bradley_terry_by_hand_and_antisymmetric():
     assert value(centering=0.01) == pytest.approx(value() + 0.01 * (9 + 9) / 2)
     m = losses.bradley_terry_loss(c, r, denominator=2)[1]
     assert m["accuracy"] == 0.5 and m["margin"] == -1 and m["reward_chosen"] == 1 and m["reward_rejected"] == 2
+    wins = lambda c, r: losses.bradley_terry_loss(c, r, denominator=2)[1]["accuracy"].item()  # noqa: E731
+    assert (wins(c, c), wins(c + 1, c), wins(c - 1, c)) == (0, 1, 0)
     scores = randn(2, 3).requires_grad_()
     loss = losses.bradley_terry_loss(*scores, denominator=3)[0]
     (grad,) = gradients(loss, scores)
