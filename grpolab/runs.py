@@ -86,7 +86,8 @@ class Run:
         target = self.folder / f"checkpoint-{step:08d}"
         shutil.rmtree(target, ignore_errors=True)
         with atomic_folder(target) as folder:
-            save_file({k: v.detach().cpu().contiguous() for k, v in policy.model.named_parameters()}, folder / "model.safetensors")
+            weights = {k: v.detach().cpu().contiguous() for k, v in policy.model.named_parameters()}
+            save_file(weights, folder / "model.safetensors")
             tensors, scalars = _split(optimizer.state_dict())
             save_file(tensors, folder / "optimizer.safetensors")
             state = {"step": step, "version": policy.version, "config": _plain_config(config)}
@@ -128,7 +129,7 @@ class Run:
         self._drop_checkpoints(keep=None)
 
     def _checkpoints(self) -> list[Path]:
-        return [d for d in self.folder.glob("checkpoint-*") if d.is_dir() and d.name.removeprefix("checkpoint-").isdigit()]
+        return [d for d in self.folder.glob("checkpoint-*") if d.name.removeprefix("checkpoint-").isdigit()]
 
     def _drop_checkpoints(self, keep: Path | None) -> None:
         for folder in self._checkpoints():
