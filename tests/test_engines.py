@@ -12,7 +12,6 @@ from grpolab import engines
 from grpolab.audit import audit, recompute
 from grpolab.engines import GeneralEngine, LlamaEngine, choose_engine
 from grpolab.losses import token_logps
-from grpolab.rollouts import collate
 from grpolab.sampler import Sampler
 from grpolab.sampling import SamplingParams
 
@@ -105,9 +104,14 @@ def test_an_unknown_engine_is_named():
 
 def trainer_logps(policy, rollouts):
     """As the trainer computes them: right-padded batch, autograd on, the head in chunks."""
-    batch = collate(rollouts, torch.zeros(len(rollouts)))
-    hidden = policy.model.model(batch.ids, use_cache=False).last_hidden_state
-    return token_logps(hidden, policy.model.lm_head.weight, batch.ids, batch.mask), batch
+    rows = [torch.tensor(r.prompt + r.tokens) for r in rollouts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask, old_logps = torch.zeros(ids.shape), torch.zeros(ids.shape)
+    for i, r in enumerate(rollouts):
+        span = slice(len(r.prompt), len(r.prompt) + len(r.tokens))
+        mask[i, span], old_logps[i, span] = 1, torch.tensor(r.logps)
+    hidden = policy.model.model(ids, use_cache=False).last_hidden_state
+    return token_logps(hidden, policy.model.lm_head.weight, ids, mask), old_logps, mask
 
 
 def test_exact_mode_equals_the_trainer_in_every_bit():
@@ -118,9 +122,9 @@ def test_exact_mode_equals_the_trainer_in_every_bit():
         with Sampler(policy, slots=8, exact=exact) as sampler:
             rollouts = flat(sampler.sample_sync(ragged_prompts(6), group_size=4,
                                                 params=SamplingParams(max_new_tokens=30, seed=0)))
-        logps, batch = trainer_logps(policy, rollouts)
+        logps, old_logps, mask = trainer_logps(policy, rollouts)
         assert logps.requires_grad
-        differs = (logps.detach() != batch.old_logps)[batch.mask.bool()]
+        differs = (logps.detach() != old_logps)[mask.bool()]
         share[exact] = float(differs.float().mean())
     assert share[True] == 0.0 and share[False] > 0.5
 
