@@ -106,3 +106,24 @@ def reward_against_kl(metrics: pd.DataFrame, *, title: str, ax=None):
     ax.figure.colorbar(dots, ax=ax, label="step")
     ax.set(title=title, xlabel="KL to the reference (nats a token)", ylabel="reward")
     return ax
+
+
+PHASES = {"reset": PURPLE, "step": SKY, "generate": POLICY, "queue": REFERENCE, "connect": REFERENCE, "admit": REFERENCE,
+          "replay": WARNING, "close": REFERENCE}  # fmt: skip
+
+
+def timeline(spans: Sequence, *, title: str, start: float | None = None, ax=None):
+    """A pool's trace: one row a session, one bar a phase (`Span` objects), seconds since the first; failed ones outlined."""
+    ax = _axes(ax)
+    zero = min(s.start for s in spans) if start is None else start
+    for phase in dict.fromkeys(s.phase for s in spans):
+        for failed in (False, True):
+            bars = [s for s in spans if s.phase == phase and bool(s.error) == failed]
+            ax.barh([s.session for s in bars], [s.end - s.start for s in bars], left=[s.start - zero for s in bars],
+                    height=0.72, color=PHASES.get(phase, HELD_OUT), edgecolor=WARNING if failed else "white",
+                    linewidth=2.0 if failed else 0.4, label=phase if bars and not failed else None)
+    ax.set(title=title, xlabel="seconds", ylabel="session", yticks=sorted({s.session for s in spans}))
+    ax.invert_yaxis()
+    ax.grid(False)
+    ax.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    return ax

@@ -3,7 +3,7 @@ nothing of grpolab.
 
     python openenv_peer.py server MAX_SESSIONS        # prints its address
     python openenv_peer.py client URL                 # plays a script against a server, prints what it saw as JSON
-    python openenv_peer.py bench URL SESSIONS STEPS   # steps a second of its client, as JSON
+    python openenv_peer.py bench URL 8:300 64:40      # its client with 8 sessions of 300 steps each, ...; as JSON
 """
 
 import asyncio
@@ -92,16 +92,20 @@ async def client(url):
     print(json.dumps(said))
 
 
-async def bench(url, sessions, steps):
+async def bench(url, *sizes):
+    print(json.dumps([await measure(url, *map(int, size.split(":"))) for size in sizes]))
+
+
+async def measure(url, sessions, steps):
     from openenv.core.generic_client import GenericEnvClient
 
-    clients = [GenericEnvClient(base_url=url) for _ in range(int(sessions))]
+    clients = [GenericEnvClient(base_url=url) for _ in range(sessions)]
     await asyncio.gather(*(c.connect() for c in clients))
     await asyncio.gather(*(c.reset() for c in clients))
     latencies = []
 
     async def play(c):
-        for _ in range(int(steps)):
+        for _ in range(steps):
             start = time.perf_counter()
             await c.step({"text": "x"})
             latencies.append(time.perf_counter() - start)
@@ -112,7 +116,7 @@ async def bench(url, sessions, steps):
     wall = time.perf_counter() - start
     await asyncio.gather(*(c.close() for c in clients))
     latencies.sort()
-    print(json.dumps({"steps_per_s": len(latencies) / wall, "median_s": latencies[len(latencies) // 2]}))
+    return {"steps_per_s": len(latencies) / wall, "median_s": latencies[len(latencies) // 2]}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from env_harness import AsyncEchoEnv, EchoEnv, eventually, get
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
+from grpolab.env.faults import Faulty
 from grpolab.env.protocol import (
     CapacityError,
     ConnectError,
@@ -464,6 +466,27 @@ def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match="async with"):
         with EnvSession("ws://127.0.0.1:1"):
             pass
+
+
+def test_latency_and_faults_around_any_environment():
+    def factory():
+        return Faulty(CalculatorEnv(max_turns=9), latency=0.05, faults={1: "raise", 2: "nan", 3: "wrong", 4: "big"})
+
+    async def main():
+        async with serve(factory) as server, EnvSession(server.url) as session:
+            start = time.monotonic()
+            assert (await session.reset(seed=1, task={"a": 1, "op": "+", "b": 2})).observation["text"] == "What is 1 + 2?"
+            assert time.monotonic() - start >= 0.05
+            for message in ("injected fault at step 1", "Out of range|nan", "StepResult"):
+                with pytest.raises(ServerError, match=message):
+                    await session.step({"text": "calc: 1"})
+            big = await session.step({"text": "calc: 1+2"})
+            assert big.observation["text"] == "3" and len(big.observation["big"]) == 2**20
+            assert (await session.state())["turn"] == 3  # the step that raised never reached it
+        with pytest.raises(ValueError, match="explode"):
+            Faulty(CalculatorEnv(), faults={1: "explode"})
+
+    run(main())
 
 
 def test_nothing_listens_there():

@@ -140,9 +140,9 @@ class EnvSession:
         """
         if self._socket is not None:
             raise RuntimeError("this session was connected before; a session is used once, make a new EnvSession")
-        with self.span("connect"):
-            self._socket = await self._handshake()
         try:
+            with self.span("connect"):
+                await self._open_socket()
             await self._request("admit", protocol.STATE, self.deadlines.admit)
         except ServerError:
             pass  # an environment that cannot tell its state before reset is an environment all the same
@@ -150,9 +150,25 @@ class EnvSession:
             if isinstance(fault, DeadlineExceeded):
                 raise
             raise ConnectError(f"{self.url} accepted the connection and gave no session: {fault}") from fault
-        except BaseException:
-            self._drop(ConnectError("the session was not admitted"))
+        except asyncio.CancelledError:
+            await self.close()  # a goodbye, so that the server has freed the slot when the caller goes on
             raise
+
+    async def _open_socket(self) -> None:
+        """The handshake. One that is cancelled is finished first if that takes no longer than a second: the server may
+        have taken a slot for it already, and only over the connection can that be undone in order."""
+        handshake = asyncio.ensure_future(self._handshake())
+        try:
+            await asyncio.wait([handshake])
+        except asyncio.CancelledError:
+            try:
+                await asyncio.wait([handshake], timeout=min(self.deadlines.close, 1.0))
+            finally:
+                handshake.cancel()  # which does nothing to one that is done
+                if handshake.done() and not handshake.cancelled() and handshake.exception() is None:
+                    self._socket = handshake.result()
+            raise
+        self._socket = handshake.result()
 
     async def _handshake(self):
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
@@ -255,7 +271,11 @@ class EnvSession:
             raise self._drop(SessionLost(f"the server closed the connection during {phase}: {fault}")) from fault
         except ServerError:
             raise
-        except (EnvError, asyncio.CancelledError) as fault:
+        except asyncio.CancelledError as fault:
+            if phase != "admit":  # there, connect says goodbye instead
+                self._drop(fault)
+            raise
+        except EnvError as fault:
             self._drop(fault)
             raise
         finally:

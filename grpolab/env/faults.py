@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from grpolab.env.protocol import Environment, StepResult
+from grpolab.env.protocol import Environment, StepResult, declared
 
 KINDS = ("raise", "hang", "die", "big", "nan", "wrong")
 
@@ -31,7 +31,7 @@ class Faulty:
     def reset(self, **options) -> StepResult:
         self.steps = 0
         time.sleep(self.latency)
-        return self.env.reset(**options)
+        return self.env.reset(**declared(self.env.reset, options))
 
     def step(self, action: dict) -> StepResult:
         self.steps += 1

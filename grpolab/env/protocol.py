@@ -10,7 +10,9 @@ Source: OpenEnv (openenv-core 0.3.0, openenv 0.10.0), `/ws` endpoint.
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +49,14 @@ class Environment(Protocol):
     def state(self) -> dict: ...
 
     def close(self) -> None: ...
+
+
+def declared(reset: Callable, options: dict) -> dict:
+    """The options that an environment's reset declares; the rest is dropped, as OpenEnv does."""
+    parameters = inspect.signature(reset).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return options
+    return {p.name: options[p.name] for p in parameters if p.name in options}
 
 
 class EnvError(Exception):

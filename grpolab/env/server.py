@@ -162,7 +162,7 @@ class _Session:
 
     async def _reset(self, options: dict) -> str:
         self.episode_id, self.steps = options.get("episode_id"), 0
-        known = _accepted(self.env.reset, options)
+        known = protocol.declared(self.env.reset, options)
         return self._observation(await self._call("reset", self.server.reset_timeout, self.env.reset, **known))
 
     async def _step(self, action: dict) -> str:
@@ -225,6 +225,9 @@ class _Session:
         self._hung = False
         try:
             await self._call("close", server.close_timeout, self._close_env)
+        except Hung as fault:
+            poisoned = True
+            log.warning("session %d: %s", self.number, fault)
         except Exception:
             poisoned = True
             log.exception("session %d: closing %s failed", self.number, server.env_name)
@@ -239,14 +242,6 @@ class _Session:
 
     def _close_env(self) -> Any:
         return None if self.env is None else self.env.close()
-
-
-def _accepted(function: Callable, options: dict) -> dict:
-    """The options that `function` declares; the rest is dropped, as OpenEnv does."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return options
-    return {p.name: options[p.name] for p in parameters if p.name in options}
 
 
 class _Connection(ServerConnection):
