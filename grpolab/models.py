@@ -124,7 +124,9 @@ def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
 
 def _load(source: str, dtype: torch.dtype):
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a bar for the milliseconds of reading a local file; downloads keep theirs
     folder = Path(source).expanduser()
     looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())
