@@ -10,7 +10,6 @@ from html import escape
 from pathlib import Path
 
 from grpolab.files import atomic_write
-from grpolab.runs import runs_folder
 
 
 class GateError(AssertionError):
@@ -37,7 +36,11 @@ class gate:
 
     def __init__(self, name: str, folder: str | Path | None = None):
         self.name = name
-        self.path = Path(folder or runs_folder() / name.replace(" ", "_")) / "results.json"
+        if folder is None:
+            from grpolab.runs import runs_folder  # here, since it brings torch along
+
+            folder = runs_folder() / name.replace(" ", "_")
+        self.path = Path(folder) / "results.json"
         self.checks: list[Check] = []
         self.values: dict = {}
 

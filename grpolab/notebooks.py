@@ -26,7 +26,7 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
     """Execute notebooks, print one line each, return the exit status: 0 when every one ran and its gate passed.
 
     The executed copy lies in runs/<notebook>/<model>/, also when it failed: it is then the log. With `store` it also takes
-    the place of its source, if it passed.
+    the place of its source, if it passed, and its figures that of figures/<notebook>_<name>.png.
     """
     import papermill
 
@@ -54,6 +54,8 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
             print(f"    {error}", flush=True)
         elif store and verdict == "gate passed":
             atomic_write(path, json.dumps(clean(json.loads(output.read_text())), indent=1, ensure_ascii=False) + "\n")
+            for figure in (folder / "figures").glob("*.png"):
+                atomic_write(repository() / "figures" / f"{path.stem}_{figure.name}", figure.read_bytes())
     return 1 if failed else 0
 
 

@@ -91,7 +91,7 @@ def rates(table: dict[str, dict[str, object]], *, title: str, ylabel="rate", col
         color = (colors or {}).get(series, [REFERENCE, POLICY, REWARD, WARNING][k % 4])
         ax.bar(x, y, width * 0.92, color=color, yerr=errors, capsize=3, label=series, error_kw={"ecolor": "#333333", "lw": 1})
         for xi, yi, up in zip(x, y, errors[1]):
-            ax.annotate(f"{yi:.0%}", (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9)
+            ax.annotate(f"{yi:.1%}", (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9)
     ax.set_xticks(range(len(categories)), categories)
     ax.set(title=title, ylabel=ylabel, ylim=(0, 1.12))
     if len(table) > 1:
@@ -105,4 +105,25 @@ def reward_against_kl(metrics: pd.DataFrame, *, title: str, ax=None):
     dots = ax.scatter(metrics["kl"], metrics["reward"], c=metrics["step"], cmap="viridis", s=14)
     ax.figure.colorbar(dots, ax=ax, label="step")
     ax.set(title=title, xlabel="KL to the reference (nats a token)", ylabel="reward")
+    return ax
+
+
+PHASES = {"reset": PURPLE, "step": SKY, "generate": POLICY, "queue": REFERENCE, "connect": REFERENCE, "admit": REFERENCE,
+          "replay": WARNING, "close": REFERENCE}  # fmt: skip
+
+
+def timeline(spans: Sequence, *, title: str, start: float | None = None, ax=None):
+    """A pool's trace: one row a session, one bar a phase (`Span` objects), seconds since the first; failed ones outlined."""
+    ax = _axes(ax)
+    zero = min(s.start for s in spans) if start is None else start
+    for phase in dict.fromkeys(s.phase for s in spans):
+        for failed in (False, True):
+            bars = [s for s in spans if s.phase == phase and bool(s.error) == failed]
+            ax.barh([s.session for s in bars], [s.end - s.start for s in bars], left=[s.start - zero for s in bars],
+                    height=0.72, color=PHASES.get(phase, HELD_OUT), edgecolor=WARNING if failed else "white",
+                    linewidth=2.0 if failed else 0.4, label=phase if bars and not failed else None)
+    ax.set(title=title, xlabel="seconds", ylabel="session", yticks=sorted({s.session for s in spans}))
+    ax.invert_yaxis()
+    ax.grid(False)
+    ax.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return ax

@@ -1,0 +1,170 @@
+"""Steps a second and latency of our client and server beside OpenEnv's own, and a group's wall clock beside its waiting.
+
+    python benchmarks/pool.py [--rounds 3] [--out benchmarks/pool.json]
+
+Each server and each client is a process of its own, an echo environment behind both (plain methods, so that each session
+has its thread on either side); the rounds alternate, so that whatever else the machine does falls on both. OpenEnv runs
+in build/openenv-0.10.0 or build/openenv-core-0.3.0 (`python -m venv ... && .../pip install openenv==0.10.0`), else in
+this interpreter; without it only ours is measured.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from grpolab.env.client import EnvSession  # noqa: E402
+from grpolab.env.protocol import StepResult  # noqa: E402
+from grpolab.pool import GrpoPool  # noqa: E402
+
+SESSIONS = {1: 1500, 8: 300, 64: 40}  # steps of each session
+
+
+class Echo:
+    """Says what it heard, `sleep` seconds later."""
+
+    def reset(self):
+        return StepResult({"echo": ""})
+
+    def step(self, action):
+        if action.get("sleep"):
+            time.sleep(action["sleep"])
+        return StepResult({"echo": action["text"], "turn": 1}, 1.0)
+
+    def state(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def serve_echo():
+    from grpolab.env.server import serve_forever
+
+    asyncio.run(serve_forever(Echo, max_sessions=64))
+
+
+async def measure_ours(url, sessions, steps):
+    clients = [EnvSession(url) for _ in range(sessions)]
+    await asyncio.gather(*(c.connect() for c in clients))
+    await asyncio.gather(*(c.reset() for c in clients))
+    latencies = []
+
+    async def play(client):
+        for _ in range(steps):
+            start = time.perf_counter()
+            await client.step({"text": "x"})
+            latencies.append(time.perf_counter() - start)
+
+    await asyncio.gather(*(c.step({"text": "x"}) for c in clients))
+    start = time.perf_counter()
+    await asyncio.gather(*(play(c) for c in clients))
+    wall = time.perf_counter() - start
+    await asyncio.gather(*(c.close() for c in clients))
+    return {"steps_per_s": len(latencies) / wall, "median_s": statistics.median(latencies)}
+
+
+async def measure_group(url, size=8, turns=6, seconds=0.05):
+    """A group's wall clock over the time that its slowest session's environment needs, and the same one by one."""
+    async with GrpoPool(url, size=size) as pool:
+        async def rollout(seat):
+            for _ in range(turns):
+                await seat.step({"text": "x", "sleep": seconds})
+
+        walls = []
+        for _ in range(3):
+            await pool.reset_group()
+            start = time.perf_counter()
+            await pool.run_group(rollout)
+            walls.append(time.perf_counter() - start)
+    return {"sessions": size, "turns": turns, "env_s": turns * seconds, "wall_s": statistics.median(walls),
+            "overhead": statistics.median(walls) / (turns * seconds) - 1, "speedup": size * turns * seconds / min(walls)}
+
+
+def start(*command):
+    """A server process and its address."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    for line in process.stdout:
+        if "ws://" in line:
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            return process, "ws://" + line.split("ws://")[1].split()[0]
+    raise SystemExit(f"{command} did not start")
+
+
+def ask(*command):
+    """The JSON that a client process prints."""
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+
+
+def openenv_python():
+    """(interpreter, name) of an OpenEnv, or (None, reason)."""
+    for name in ("openenv-0.10.0", "openenv-core-0.3.0"):
+        python = ROOT / "build" / name / "bin" / "python"
+        if python.exists():
+            return str(python), name
+    if importlib.util.find_spec("openenv"):
+        return sys.executable, "openenv"
+    return None, "openenv is not installed"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    args = parser.parse_args()
+    me, peer = str(Path(__file__).resolve()), str(ROOT / "tests" / "openenv_peer.py")
+    python, name = openenv_python()
+    servers = {"grpolab": start(sys.executable, me, "--as-server")}
+    if python:
+        servers[name] = start(python, peer, "server", "64")
+    rows = {(who, n): [] for who in servers for n in SESSIONS}
+    try:
+        for _ in range(args.rounds):
+            for who, (_, url) in servers.items():
+                client = [sys.executable, me, "--as-client"] if who == "grpolab" else [python, peer, "bench"]
+                measured = ask(*client, url, *(f"{n}:{steps}" for n, steps in SESSIONS.items()))
+                for n, row in zip(SESSIONS, measured):
+                    rows[who, n].append(row)
+        group = asyncio.run(measure_group(servers["grpolab"][1]))
+    finally:
+        for process, _ in servers.values():
+            process.kill()
+    table = [{"who": who, "sessions": n, "steps_per_s": statistics.median(r["steps_per_s"] for r in found),
+              "latency_ms": 1e3 * statistics.median(r["median_s"] for r in found)} for (who, n), found in rows.items()]
+    print(f"{'':20}{'sessions':>9}{'steps/s':>10}{'median ms':>11}")
+    for row in table:
+        print(f"{row['who']:20}{row['sessions']:9}{row['steps_per_s']:10.0f}{row['latency_ms']:11.3f}")
+    ratios = {}
+    if python:
+        ours, theirs = ({r["sessions"]: r["steps_per_s"] for r in table if r["who"] == who} for who in ("grpolab", name))
+        ratios = {n: ours[n] / theirs[n] for n in SESSIONS}
+        print("steps/s over theirs: " + ", ".join(f"{n} sessions {r:.2f}x" for n, r in ratios.items()))
+    else:
+        print(f"no comparison: {name}")
+    print(f"group of {group['sessions']} x {group['turns']} turns of 50 ms: {1e3 * group['wall_s']:.0f} ms against "
+          f"{1e3 * group['env_s']:.0f} ms, {100 * group['overhead']:.1f} % more; {group['speedup']:.1f}x one by one")
+    if args.out:
+        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
+        result = {"machine": machine, "table": table, "ratios": ratios, "group": group, "rounds": args.rounds}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-server"]:
+        serve_echo()
+    elif sys.argv[1:2] == ["--as-client"]:
+        sizes = [tuple(map(int, size.split(":"))) for size in sys.argv[3:]]
+        print(json.dumps([asyncio.run(measure_ours(sys.argv[2], *size)) for size in sizes]))
+    else:
+        main()

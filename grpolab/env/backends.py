@@ -1,0 +1,258 @@
+"""Leased backends: the free list of external processes or resources, one for each session for its lifetime.
+
+A backend is used by one tenant after another, so between two it is scrubbed, and where that cannot be done or cannot be
+trusted it is killed and started anew, under a higher generation number. The least recently used one is leased first.
+
+Source of the idea: the server-side pool of aws-rl-env (acquire, release); what it lacks (membership, health, scrubbing,
+generations) is what this module adds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+log = logging.getLogger("grpolab.env.backends")
+
+
+class Backend(Protocol):
+    """One resource. `start` returns what the environment gets; a `start` after a `stop` gives a fresh one."""
+
+    def start(self) -> Any: ...
+
+    def healthy(self) -> bool: ...
+
+    def scrub(self) -> bool:
+        """Wipe what the last tenant left; False where only a restart does."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class BackendError(RuntimeError):
+    """A backend could not be started, leased or given back."""
+
+
+class ProcessBackend:
+    """A child process as a backend. It prints its address as its first line, and dies with us however we die.
+
+    `command` is a list, never a shell line. `health(address)` and `scrub(address)` return truth when all is well;
+    without `scrub` each tenant gets a new process. `start_timeout` in seconds bounds the wait for the address.
+    """
+
+    def __init__(self, command: Sequence[str], *, health: Callable[[str], bool] | None = None,
+                 scrub: Callable[[str], bool] | None = None, start_timeout: float = 10.0):
+        if isinstance(command, str) or not command:
+            raise ValueError(f"command={command!r}: pass the program and its arguments as a list")
+        self.command, self.start_timeout = list(command), start_timeout
+        self.address = ""
+        self._health, self._scrub = health, scrub
+        self._process: subprocess.Popen | None = None
+        self._listeners: list[threading.Thread] = []
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the leash, which holds the command; None when nothing runs."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> str:
+        """Start the process and wait for its first line, the address; raises BackendError with what it said instead."""
+        leash = [sys.executable, "-I", "-S", str(Path(__file__).with_name("leash.py"))]
+        self.address = ""
+        said: deque[str] = deque(maxlen=20)
+        process = subprocess.Popen(leash + self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
+        self._process = process
+        spoke = threading.Event()
+        self._listeners = [threading.Thread(target=self._listen, args=(process.stdout, said, spoke), daemon=True),
+                           threading.Thread(target=self._listen, args=(process.stderr, said, None), daemon=True)]
+        for listener in self._listeners:
+            listener.start()
+        spoke.wait(self.start_timeout)
+        if not self.address:
+            self.stop()
+            raise BackendError(f"{self.command[0]} gave no address within {self.start_timeout:g} s; it printed: "
+                               + (" | ".join(said) or "nothing"))
+        return self.address
+
+    def _listen(self, stream: TextIO, said: deque[str], spoke: threading.Event | None) -> None:
+        """Drain one output, so that no full pipe blocks the process; the first line of stdout is its address."""
+        with stream:
+            for line in stream:
+                said.append(line.strip())
+                if spoke is not None and not spoke.is_set():
+                    self.address = line.strip()
+                    spoke.set()
+        if spoke is not None:
+            spoke.set()
+
+    def healthy(self) -> bool:
+        """Whether the process runs and, where there is a health check, passes it."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        return self._health is None or _true(self._health, self.address)
+
+    def scrub(self) -> bool:
+        """Whether the last tenant's state could be wiped in place."""
+        return self._scrub is not None and _true(self._scrub, self.address)
+
+    def stop(self) -> None:
+        """Kill the process and everything in its group; returns when it is gone."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            try:
+                process.wait(timeout=2.0)
+            except subprocess.TimeoutExpired:
+                process.kill()  # the kernel then kills the command
+                process.wait()
+            for listener in self._listeners:
+                listener.join(timeout=1.0)
+
+
+def _true(check: Callable[[str], bool], address: str) -> bool:
+    """The check's answer; one that raises counts as no."""
+    try:
+        return bool(check(address))
+    except Exception as fault:
+        log.info("check of backend %s failed: %r", address, fault)
+        return False
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One tenant's hold on a backend. `number` is unique, `generation` counts the backend's starts."""
+
+    number: int
+    index: int
+    generation: int
+    resource: Any
+
+    @property
+    def name(self) -> str:
+        return f"backend-{self.index}.{self.generation}"
+
+
+class BackendPool:
+    """`BackendPool(lambda i: ProcessBackend([...]), size=8)`: thread-safe; `with` it, or give it to `serve`.
+
+    `acquire` raises BackendError when all are leased. `release` takes each lease once, from whom it was given to: a
+    second or foreign release raises ValueError. `poisoned=True` says that the tenant may have broken the backend.
+    """
+
+    def __init__(self, make: Callable[[int], Backend], size: int):
+        if size < 1:
+            raise ValueError(f"size={size}: a pool holds at least one backend")
+        self.size = size
+        self._backends = [make(i) for i in range(size)]
+        self._resources: list[Any] = [None] * size
+        self._generations = [0] * size
+        self._free: deque[int] = deque(range(size))  # the left end was used longest ago
+        self._leases: dict[int, Lease] = {}
+        self._killed: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._running = False
+
+    def __enter__(self) -> BackendPool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start every backend, in parallel; on any failure stop them all and raise. Does nothing when started."""
+        if self._running:
+            return
+        try:
+            with ThreadPoolExecutor(self.size) as workers:
+                list(workers.map(self._start, range(self.size)))
+        except BaseException:
+            self.close()
+            raise
+        self._running = True
+
+    def _start(self, index: int) -> None:
+        self._resources[index] = self._backends[index].start()
+        self._generations[index] += 1
+
+    def acquire(self) -> Lease:
+        """Lease the backend that was used longest ago, restarted first if it does not answer its health check."""
+        with self._lock:
+            if not self._running:
+                raise BackendError("the backends do not run: use `with pool`, or give the pool to serve(backends=...)")
+            if not self._free:
+                raise BackendError(f"all {self.size} backends are leased; release one first")
+            index = self._free.popleft()
+        try:
+            if not self._backends[index].healthy():
+                log.warning("backend %d does not answer; restarting it", index)
+                self._backends[index].stop()
+                self._start(index)
+        except BaseException:
+            with self._lock:
+                self._free.append(index)  # last in line: the next acquire tries another one first
+            raise
+        with self._lock:
+            lease = Lease(next(self._numbers), index, self._generations[index], self._resources[index])
+            self._leases[lease.number] = lease
+        if not self._running:  # closed meanwhile
+            self.release(lease)
+            raise BackendError("the backends were stopped")
+        return lease
+
+    def kill(self, lease: Lease) -> None:
+        """Stop a leased backend under its tenant, so that whatever waits for it fails; release the lease after."""
+        with self._lock:
+            if self._leases.get(lease.number) is not lease:
+                raise ValueError(f"{lease.name} is not leased under number {lease.number}")
+            self._killed.add(lease.number)
+        self._backends[lease.index].stop()
+
+    def release(self, lease: Lease, *, poisoned: bool = False) -> None:
+        """Take a backend back, clean for the next tenant: scrubbed in place, or else killed and started anew.
+
+        Where it cannot be started it stays off, last in line, until an `acquire` can.
+        """
+        with self._lock:
+            if self._leases.get(lease.number) is not lease:
+                raise ValueError(f"{lease.name} is not leased under number {lease.number}: released twice, or not ours")
+            del self._leases[lease.number]
+            poisoned = poisoned or lease.number in self._killed
+            self._killed.discard(lease.number)
+        backend = self._backends[lease.index]
+        try:
+            if poisoned or not backend.healthy() or not backend.scrub():
+                backend.stop()
+                if self._running:
+                    self._start(lease.index)
+        except Exception:
+            log.exception("backend %d could not be restarted", lease.index)
+        with self._lock:
+            self._free.append(lease.index)
+        if not self._running:
+            backend.stop()
+
+    def close(self) -> None:
+        """Stop every backend, leased or not. Idempotent."""
+        self._running = False
+        for backend in self._backends:
+            backend.stop()
+
+    def status(self) -> dict:
+        """Counts and generations, JSON-able."""
+        with self._lock:
+            return {"size": self.size, "free": len(self._free), "leased": len(self._leases),
+                    "generations": list(self._generations)}

@@ -1,0 +1,164 @@
+"""The calculator environment: the question of the arithmetic task, a tool, and an answer in a box.
+
+The policy writes `calc: 12 * (3 + 4)` and reads the result in the next observation, or ends the episode with
+`\\boxed{84}`. Expressions are parsed by hand, within bounds; nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from grpolab.arithmetic import Problem, Task
+from grpolab.checker import check_answer, parse_boxed_answer
+from grpolab.env.protocol import InvalidAction, StepResult
+
+MAX_CHARACTERS = 100
+MAX_DIGITS = 12  # of one number in an expression
+MAX_DEPTH = 16  # of parentheses and signs
+MAX_RESULT_DIGITS = 40
+
+_CALL = re.compile(r"calc:[ \t]{0,8}([^\n]{0,200})")
+_TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([-+*()\u2212\u00d7]))")
+_SAME = {"\u2212": "-", "\u00d7": "*"}
+
+
+class ExpressionError(ValueError):
+    """The expression is not integers joined by + - * and parentheses within the bounds."""
+
+
+def calculate(expression: str) -> int:
+    """The value of an expression of integers, + - * and parentheses (also the signs − and ×).
+
+    Bounds: 100 characters, 12 digits a number, 16 levels, 40 digits of the result. Raises ExpressionError.
+    """
+    if len(expression) > MAX_CHARACTERS:
+        raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
+    tokens, position, text = [], 0, expression.rstrip()
+    while position < len(text):
+        found = _TOKEN.match(text, position)
+        if found is None:
+            raise ExpressionError(f"cannot read {text[position:position + 10]!r}")
+        digits, sign = found.groups()
+        if digits and len(digits) > MAX_DIGITS:
+            raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
+        tokens.append(int(digits) if digits else _SAME.get(sign, sign))
+        position = found.end()
+    tokens.append("")  # the end, which no rule takes
+    value, end = _sum(tokens, 0, 0)
+    if tokens[end] != "":
+        raise ExpressionError(f"unexpected {tokens[end]!r}")
+    if abs(value) >= 10**MAX_RESULT_DIGITS:
+        raise ExpressionError(f"a result of more than {MAX_RESULT_DIGITS} digits")
+    return value
+
+
+def _sum(tokens: list, i: int, depth: int) -> tuple[int, int]:
+    """sum := product (('+' | '-') product)*; returns (value, index of the next token), as the two rules below do."""
+    value, i = _product(tokens, i, depth)
+    while tokens[i] in ("+", "-"):
+        term, after = _product(tokens, i + 1, depth)
+        value, i = (value + term if tokens[i] == "+" else value - term), after
+    return value, i
+
+
+def _product(tokens: list, i: int, depth: int) -> tuple[int, int]:
+    """product := factor ('*' factor)*"""
+    value, i = _factor(tokens, i, depth)
+    while tokens[i] == "*":
+        term, i = _factor(tokens, i + 1, depth)
+        value *= term
+    return value, i
+
+
+def _factor(tokens: list, i: int, depth: int) -> tuple[int, int]:
+    """factor := number | ('+' | '-') factor | '(' sum ')'"""
+    token = tokens[i]
+    if depth > MAX_DEPTH:
+        raise ExpressionError(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(token, int):
+        return token, i + 1
+    if token in ("+", "-"):
+        value, after = _factor(tokens, i + 1, depth + 1)
+        return (-value if token == "-" else value), after
+    if token == "(":
+        value, after = _sum(tokens, i + 1, depth + 1)
+        if tokens[after] != ")":
+            raise ExpressionError("a parenthesis is not closed")
+        return value, after + 1
+    raise ExpressionError("it ends too early" if token == "" else f"unexpected {token!r}")
+
+
+def action_text(action: dict) -> str:
+    """The text of an action `{"text": "..."}`; raises InvalidAction for anything else."""
+    if set(action) - {"metadata"} != {"text"} or not isinstance(action["text"], str):
+        raise InvalidAction(f'an action here is {{"text": "..."}}, got the keys {sorted(action)}')
+    return action["text"]
+
+
+class CalculatorEnv:
+    """One question an episode. Reward, paid once: 1.0 for the right boxed answer, 0.0 for a wrong one or none in time.
+
+    The question comes from `task` ({"a": 3, "op": "*", "b": 4}) or, without one, from `seed`. The observation is
+    {"text": ...}: the question, then the calculator's results. A boxed answer ends the episode, calls or not.
+    """
+
+    def __init__(self, *, problems: Task | None = None, max_turns: int = 4):
+        if max_turns < 1:
+            raise ValueError(f"max_turns={max_turns}: an episode has at least one turn")
+        self.problems, self.max_turns = problems or Task(), max_turns
+        self._problem: Problem | None = None
+        self._turn = 0
+        self._calls = 0
+        self._done = True
+
+    def reset(self, seed: int | None = None, task: dict | None = None) -> StepResult:
+        self._problem = draw_problem(random.Random(seed), self.problems) if task is None else read_problem(task)
+        self._turn = self._calls = 0
+        self._done = False
+        return StepResult({"text": self._problem.question})
+
+    def step(self, action: dict) -> StepResult:
+        text = action_text(action)
+        if self._done:
+            raise RuntimeError("the episode is over: reset before the next step")
+        self._turn += 1
+        if parse_boxed_answer(text) is not None:
+            self._done = True
+            reward = float(check_answer(text, self._problem.answer))
+            return StepResult({"text": "correct" if reward else "wrong"}, reward, True, {"calls": self._calls})
+        said = self._use_tool(text)
+        self._done = self._turn >= self.max_turns
+        return StepResult({"text": said}, 0.0 if self._done else None, self._done, {"calls": self._calls})
+
+    def _use_tool(self, text: str) -> str:
+        call = _CALL.search(text)
+        if call is None:
+            return "write calc: and an expression, or the answer in \\boxed{}"
+        self._calls += 1
+        try:
+            return str(calculate(call[1]))
+        except ExpressionError as fault:
+            return f"error: {fault}"
+
+    def state(self) -> dict:
+        return {"turn": self._turn, "calls": self._calls, "max_turns": self.max_turns, "done": self._done}
+
+    def close(self) -> None: ...
+
+
+def draw_problem(rng: random.Random, problems: Task) -> Problem:
+    """A problem of the task, the operator first, from the given generator."""
+    op = rng.choice(problems.ops)
+    return Problem(rng.randrange(problems.operands(op)), op, rng.randrange(problems.operands(op)))
+
+
+def read_problem(task: dict) -> Problem:
+    """{"a": int, "op": one of + - *, "b": int} as a Problem; other keys are ignored. Raises InvalidAction."""
+    try:
+        a, op, b = int(task["a"]), task["op"], int(task["b"])
+    except (KeyError, TypeError, ValueError) as fault:
+        raise InvalidAction(f'a task here is {{"a": 3, "op": "*", "b": 4}}, got {task!r:.100} ({fault!r})') from None
+    if op not in ("+", "-", "*"):
+        raise InvalidAction(f"op={op!r:.20}: use '+', '-' or '*'")
+    return Problem(a, op, b)

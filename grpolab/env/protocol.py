@@ -1,0 +1,224 @@
+"""The wire between a session and an environment server: OpenEnv's WebSocket protocol, and the errors it can end in.
+
+One connection is one session with one environment. The client sends `reset`, `step`, `state` and `close`, the server
+answers every message but `close`, in order. A message is a JSON object with the keys `type` and `data` and no other;
+there is no request id, so a reply that was not waited for would be paired with the next request. Hence the rule that
+the whole package keeps: after a timeout or a cancellation a connection is never used again.
+
+Source: OpenEnv (openenv-core 0.3.0, openenv 0.10.0), `/ws` endpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+MAX_MESSAGE_BYTES = 16 * 2**20  # the servers' inbound limit
+MAX_REPLY_BYTES = 100 * 2**20  # the clients' inbound limit
+
+# Codes after which the server closes the connection; every other error leaves the session usable.
+ENDING_CODES = frozenset({"CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR", "RESET_TIMEOUT", "STEP_TIMEOUT",
+                          "STATE_TIMEOUT"})
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What `reset` and `step` return. `reward` is None where the environment gave none (never a made-up number)."""
+
+    observation: dict
+    reward: float | None = None
+    done: bool = False
+    metadata: dict = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """What a server hosts: one object a session. Methods may be plain (run in the session's own thread) or `async`.
+
+    `reset` may declare any of the keyword arguments `seed`, `episode_id` and `task`, or others that clients send; what
+    it does not declare is dropped. `step` gets the action as sent, and raises `InvalidAction` for one it cannot read.
+    `state` is public: what it returns reaches the policy's side of the wire. `close` frees what the object holds.
+    """
+
+    def reset(self, **options: Any) -> StepResult: ...
+
+    def step(self, action: dict) -> StepResult: ...
+
+    def state(self) -> dict: ...
+
+    def close(self) -> None: ...
+
+
+def declared(reset: Callable, options: dict) -> dict:
+    """The options that an environment's reset declares; the rest is dropped, as OpenEnv does."""
+    parameters = inspect.signature(reset).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return options
+    return {p.name: options[p.name] for p in parameters if p.name in options}
+
+
+class EnvError(Exception):
+    """Anything that went wrong between a session and its server. Failures are errors, never rewards."""
+
+
+class ConnectError(EnvError):
+    """No session came to be: nothing listens there, the handshake was refused, or the server hung up."""
+
+
+class CapacityError(ConnectError):
+    """All the server's sessions are taken. `active` and `max_sessions` as the server said, or None."""
+
+    def __init__(self, message: str, active: int | None = None, max_sessions: int | None = None,
+                 retry_after: float | None = None):
+        super().__init__(message)
+        self.active, self.max_sessions, self.retry_after = active, max_sessions, retry_after
+
+
+class FactoryError(ConnectError):
+    """The server admitted the session and could not make its environment."""
+
+
+class SessionLost(EnvError):
+    """The session is gone, and with it the episode: the connection dropped, or a request on it was abandoned."""
+
+
+class DeadlineExceeded(SessionLost, TimeoutError):
+    """A phase (connect, admit, reset, step, state, episode, group) outlasted its deadline of `seconds`."""
+
+    def __init__(self, phase: str, seconds: float, who: str = "session"):
+        super().__init__(f"{phase} of {who} took longer than its deadline of {seconds:g} s; its connection is dropped. "
+                         f"If that is a normal time, raise Deadlines({phase}=...)")
+        self.phase, self.seconds = phase, seconds
+
+
+class ServerError(EnvError):
+    """The server answered with an error and keeps the session: `code` is EXECUTION_ERROR, VALIDATION_ERROR, ..."""
+
+    def __init__(self, message: str, code: str, errors: tuple = ()):
+        super().__init__(f"{message} ({code})")
+        self.code, self.errors = code, errors
+
+
+class InvalidAction(ValueError):
+    """Raised by an environment for an action that it cannot read; the session goes on."""
+
+
+class InvalidRequest(Exception):
+    """A message that the server cannot serve; `reply` is the error frame, `ends` says that the session ends with it."""
+
+    def __init__(self, message: str, code: str, errors: list | None = None):
+        super().__init__(message)
+        self.reply = error(message, code, **({"errors": errors} if errors else {}))
+        self.ends = code in ENDING_CODES
+
+
+def dumps(message: dict) -> str:
+    """JSON text of a message. NaN and infinities are refused (ValueError): no other JSON reader need accept them."""
+    return json.dumps(message, allow_nan=False, separators=(",", ":"))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def loads(text: str) -> Any:
+    """Parsed JSON; raises ValueError also for NaN and Infinity."""
+    return json.loads(text, parse_constant=_no_constant)
+
+
+# Requests. "data" of a reset is its options, of a step the action itself; state and close have none.
+STATE = '{"type":"state"}'
+CLOSE = '{"type":"close"}'
+
+
+def reset(options: dict) -> str:
+    """The text of a reset. `options`: seed, episode_id, task, and whatever else the environment reads."""
+    return dumps({"type": "reset", "data": options})
+
+
+def step(action: dict) -> str:
+    """The text of a step; `action` is sent as it is."""
+    return dumps({"type": "step", "data": action})
+
+
+# Replies.
+def observation(result: StepResult) -> str:
+    """The reply to a reset or a step; metadata stands inside the observation, as clients of either version read it."""
+    body = result.observation if not result.metadata else {**result.observation, "metadata": result.metadata}
+    return dumps({"type": "observation", "data": {"observation": body, "reward": result.reward, "done": result.done}})
+
+
+def state(fields: dict) -> str:
+    """The reply to a state request."""
+    return dumps({"type": "state", "data": fields})
+
+
+def error(message: str, code: str, **more: Any) -> str:
+    """An error frame; `more` are the extra keys of its data, such as active_sessions."""
+    return dumps({"type": "error", "data": {"message": message, "code": code, **more}})
+
+
+def no_mcp(request: dict) -> str:
+    """The reply to an `mcp` message of a server whose environments have no MCP tools."""
+    fault = {"code": -32603, "message": "Environment does not support MCP", "data": None}
+    return dumps({"type": "mcp", "data": {"jsonrpc": "2.0", "id": request.get("id"), "error": fault}})
+
+
+def parse_request(text: str | bytes) -> tuple[str, dict]:
+    """(type, data) of a client's message; raises InvalidRequest with the reply that the protocol gives it."""
+    if isinstance(text, bytes):
+        raise InvalidRequest("a message must be a text frame, and this one is binary", "SESSION_ERROR")
+    try:
+        message = loads(text)
+    except ValueError as fault:
+        raise InvalidRequest(f"Invalid JSON: {fault}", "INVALID_JSON") from None
+    except RecursionError:
+        raise InvalidRequest("Invalid JSON: nested too deeply", "INVALID_JSON") from None
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"a message must be a JSON object, not a {type(message).__name__}", "SESSION_ERROR")
+    kind = message.get("type", "")
+    if kind not in ("reset", "step", "state", "close", "mcp"):
+        raise InvalidRequest(f"Unknown message type: {kind}", "UNKNOWN_TYPE")
+    allowed = {"type"} if kind in ("state", "close") else {"type", "data"}
+    extra = [{"type": "extra_forbidden", "loc": [key], "msg": "Extra inputs are not permitted"}
+             for key in message if key not in allowed]
+    if extra:
+        raise InvalidRequest("Invalid message", "VALIDATION_ERROR", extra)
+    data = message.get("data", {} if kind in ("reset", "state", "close") else None)
+    if not isinstance(data, dict):
+        fault = {"type": "dict_type", "loc": ["data"], "msg": "Input should be a valid dictionary"}
+        raise InvalidRequest("Invalid message", "VALIDATION_ERROR", [fault])
+    return kind, data
+
+
+def parse_reply(text: str | bytes) -> tuple[str, dict]:
+    """(type, data) of a server's reply. Error frames raise: CapacityError, FactoryError, SessionLost or ServerError."""
+    try:
+        message = loads(text)
+        kind, data = message["type"], message.get("data") or {}
+        code = data.get("code", "")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+        raise SessionLost(f"the server's reply is not of OpenEnv's protocol: {str(text)[:200]!r} ({fault})") from None
+    if kind != "error":
+        return kind, data
+    said = data.get("message", "the server gave no reason")
+    if code == "CAPACITY_REACHED":
+        raise CapacityError(said, data.get("active_sessions"), data.get("max_sessions"))
+    if code == "FACTORY_ERROR":
+        raise FactoryError(said)
+    if code in ENDING_CODES:
+        raise SessionLost(f"{said} ({code})")
+    raise ServerError(said, code, tuple(data.get("errors", ())))
+
+
+def step_result(data: dict) -> StepResult:
+    """A StepResult from an observation reply; its metadata may stand beside `done` or inside the observation."""
+    seen = data.get("observation")
+    reward = data.get("reward")
+    if not isinstance(seen, dict) or isinstance(reward, str | list | dict):
+        raise SessionLost(f"an observation reply needs an observation object and a reward number, got {data!r:.200}")
+    metadata = data.get("metadata") or seen.get("metadata") or {}
+    shown = {key: value for key, value in seen.items() if key != "metadata"}
+    return StepResult(shown, None if reward is None else float(reward), bool(data.get("done", False)), metadata)

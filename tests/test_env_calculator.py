@@ -1,0 +1,127 @@
+import random
+
+import pytest
+
+from grpolab.arithmetic import Task
+from grpolab.env.calculator import CalculatorEnv, ExpressionError, calculate
+from grpolab.env.guess import GuessEnv
+from grpolab.env.protocol import InvalidAction
+
+
+@pytest.mark.parametrize("text, value", [
+    ("2+3*4", 14), ("(2+3)*4", 20), ("-3", -3), ("--3", 3), ("2 - -3", 5), ("10-2-3", 5), (" 7 \u00d7 8 ", 56),
+    ("5 \u2212 9", -4), ("((((1))))", 1), ("0", 0), ("007", 7), ("+4", 4), ("-(2+3)*2", -10),
+])
+def test_calculate(text, value):
+    assert calculate(text) == value
+
+
+@pytest.mark.parametrize("text", [
+    "", " ", "(", ")", "1+", "*2", "2**3", "1 2", "(1", "1)", "a", "1/2", "__import__('os')", "9" * 13,
+    "(" * 17 + "1" + ")" * 17,
+    "-" * 18 + "1", "1+" * 60 + "1", "*".join(["9" * 12] * 4), "1\n2", "1e5", "0x10", "2,3", "\u0663", "1;2",
+])
+def test_calculate_refuses(text):
+    with pytest.raises(ExpressionError):
+        calculate(text)
+
+
+def test_calculate_agrees_with_python_on_random_expressions():
+    rng = random.Random(0)
+
+    def grow(depth):
+        if depth == 0 or rng.random() < 0.3:
+            n = rng.randrange(100)
+            return str(n), n
+        (a, x), (b, y), op = grow(depth - 1), grow(depth - 1), rng.choice("+-*")
+        return f"({a}{op}{b})", {"+": x + y, "-": x - y, "*": x * y}[op]
+
+    checked = 0
+    for _ in range(300):
+        text, value = grow(3)
+        if len(text) <= 100:
+            assert calculate(text) == value
+            checked += 1
+    assert checked > 200
+
+
+def test_an_episode_with_the_tool():
+    env = CalculatorEnv()
+    assert env.reset(task={"a": 12, "op": "*", "b": 7}).observation == {"text": "What is 12 * 7?"}
+    used = env.step({"text": "I use it. calc: 12*7\nthen"})
+    assert used.observation["text"] == "84" and used.reward is None and not used.done
+    answered = env.step({"text": "12 * 7 = \\boxed{84}."})
+    assert answered.reward == 1.0 and answered.done and answered.metadata["calls"] == 1
+    with pytest.raises(RuntimeError, match="over"):
+        env.step({"text": "calc: 1"})
+
+
+def test_a_wrong_answer_a_bad_expression_and_the_turn_limit():
+    env = CalculatorEnv(max_turns=3)
+    env.reset(task={"a": 1, "op": "+", "b": 1})
+    assert env.step({"text": "\\boxed{3}"}).reward == 0.0
+    env.reset(task={"a": 1, "op": "+", "b": 1})
+    assert env.step({"text": "calc: 1/0"}).observation["text"].startswith("error")
+    assert "calc:" in env.step({"text": "hmm"}).observation["text"]
+    last = env.step({"text": "calc: 1+1"})
+    assert last.done and last.reward == 0.0
+
+
+def test_stalling_earns_nothing_and_a_reward_is_paid_once():
+    env = CalculatorEnv(max_turns=4)
+    env.reset(seed=0)
+    rewards = [env.step({"text": "calc: 1"}).reward for _ in range(4)]
+    assert rewards == [None, None, None, 0.0]
+
+
+def test_the_question_is_a_function_of_the_seed_and_not_of_the_global_generator():
+    def questions(seeds):
+        return [CalculatorEnv(problems=Task(max_operand=9999)).reset(seed=s).observation["text"] for s in seeds]
+
+    random.seed(1)
+    first = questions(range(20))
+    random.seed(2)
+    assert questions(range(20)) == first and len(set(first)) > 15
+
+
+def test_the_state_does_not_tell_the_answer():
+    env = CalculatorEnv()
+    env.reset(task={"a": 12, "op": "*", "b": 7})
+    assert set(env.state()) == {"turn", "calls", "max_turns", "done"}
+
+
+@pytest.mark.parametrize("action", [{}, {"text": 3}, {"text": "a", "more": 1}, {"guess": 3}])
+def test_an_action_must_be_a_text(action):
+    env = CalculatorEnv()
+    env.reset(seed=0)
+    with pytest.raises(InvalidAction):
+        env.step(action)
+
+
+@pytest.mark.parametrize("task", [{}, {"a": 1, "op": "/", "b": 2}, {"a": "x", "op": "+", "b": 2}, 3])
+def test_a_task_must_be_a_problem(task):
+    with pytest.raises(InvalidAction):
+        CalculatorEnv().reset(task=task)
+
+
+def test_the_guessing_game_by_bisection():
+    env = GuessEnv(highest=100, max_turns=7)
+    for secret in range(1, 101):
+        env.reset(task={"secret": secret})
+        low, high = 1, 100
+        while True:
+            middle = (low + high) // 2
+            result = env.step({"text": f"I say {middle}"})
+            if result.done:
+                break
+            low, high = (middle + 1, high) if result.observation["text"] == "higher" else (low, middle - 1)
+        assert result.reward == 1.0 and result.observation["text"] == "correct"
+
+
+def test_the_guessing_game_ends_without_reward():
+    env = GuessEnv(max_turns=2)
+    env.reset(task={"secret": 50})
+    assert env.step({"text": "none"}).observation["text"] == "write a number"
+    last = env.step({"text": "51"})
+    assert last.observation["text"] == "lower" and last.done and last.reward == 0.0
+    assert env.reset(seed=3).observation == env.reset(seed=3).observation

@@ -1,0 +1,140 @@
+"""Interoperability with the real OpenEnv packages, each in its own interpreter: our client with their server, their
+client with ours."""
+
+import asyncio
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+from env_harness import ROOT, server_process, start_process
+
+from grpolab.env.client import Deadlines, EnvSession
+from grpolab.env.protocol import CapacityError, DeadlineExceeded, ServerError, SessionLost
+from grpolab.pool import GrpoPool
+
+PEER = str(ROOT / "tests" / "openenv_peer.py")
+
+
+def run(coroutine):
+    asyncio.run(asyncio.wait_for(coroutine, 40))
+
+
+@pytest.fixture(scope="module", params=["openenv-core 0.3.0", "openenv 0.10.0"])
+def python(request):
+    """An interpreter that has this release: build/NAME-VERSION of the project, or the one that runs the tests."""
+    name, version = request.param.split()
+    own = ROOT / "build" / f"{name}-{version}" / "bin" / "python"
+    if own.exists():
+        return str(own)
+    try:
+        if importlib.metadata.version(name) == version:
+            return sys.executable
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    folder = f"build/{name}-{version}"
+    pytest.skip(f"not installed: python -m venv {folder} && {folder}/bin/pip install {name}=={version}")
+
+
+@pytest.fixture(scope="module")
+def their_server(python):
+    """Their server for two sessions: (process, url). One for all tests of a release: it is slow to import."""
+    process, url = start_process(python, PEER, "server", "2")
+    yield process, url
+    process.kill()
+    process.wait()
+
+
+def test_our_client_with_their_server(their_server):
+    _, url = their_server
+
+    async def episode():
+        async with EnvSession(url) as session, EnvSession(url) as other:
+            assert await session.state() == {"episode_id": None, "step_count": 0}
+            first = await session.reset(seed=7, episode_id="ep1", task={"id": 3})
+            assert (first.observation["seed"], first.reward, first.done) == (7, None, False)
+            result = await session.step({"text": "hello"})
+            assert (result.observation["echo"], result.observation["turn"], result.reward) == ("hello", 1, 5.0)
+            assert "metadata" not in result.observation
+            assert (await session.state())["step_count"] == 1
+            with pytest.raises(ServerError) as caught:
+                await session.step({"zzz": 1})
+            assert caught.value.code == "VALIDATION_ERROR" and caught.value.errors[0]["loc"] == ["zzz"]
+            with pytest.raises(ServerError, match="boom: x") as caught:
+                await session.step({"boom": "boom: x"})
+            assert caught.value.code == "EXECUTION_ERROR"
+            assert (await session.step({"text": "on"})).observation["turn"] == 3
+            assert (await other.reset()).observation["env"] != first.observation["env"]
+            with pytest.raises(CapacityError) as caught:  # behind a handshake that succeeded
+                await EnvSession(url).connect()
+            assert (caught.value.active, caught.value.max_sessions) == (2, 2)
+
+    run(episode())
+
+
+def test_our_pool_is_all_or_nothing_on_their_server(their_server):
+    _, url = their_server
+
+    async def main():
+        for _ in range(5):
+            with pytest.raises(CapacityError):
+                await GrpoPool(url, size=3).connect()
+        async with GrpoPool(url, size=2, queue=5) as pool:  # nothing was leaked
+            await pool.reset_group()
+            assert await pool.run_group(lambda seat: seat.step({"text": "abc"})) is not None
+        for _ in range(10):  # close waits for the server, so the slots are free at once
+            async with GrpoPool(url, size=2) as pool:
+                await pool.reset_group()
+
+    run(main())
+
+
+def test_no_stale_reply_from_their_server(their_server):
+    _, url = their_server
+
+    async def main():
+        async with GrpoPool(url, size=1, deadlines=Deadlines(step=0.4)) as pool:
+            before = (await pool.reset_group())[0].observation
+            with pytest.raises(DeadlineExceeded):
+                await pool.run_group_step([{"text": "AAAA", "sleep": 0.8}])
+            with pytest.raises(SessionLost):
+                await pool.run_group_step([{"text": "BBBB"}])
+            after = (await pool.reset_group())[0].observation
+            assert after["env"] != before["env"]
+            for i in range(20):
+                result, = await pool.run_group_step([{"text": f"C{i}"}])
+                assert (result.observation["echo"], result.observation["turn"]) == (f"C{i}", i + 1)
+
+    run(main())
+
+
+def test_their_client_with_our_server(python):
+    with server_process("env_harness:EchoEnv", "--max-sessions", "3") as (_, url):
+        reply = subprocess.run([python, PEER, "client", url.replace("ws://", "http://")], capture_output=True,
+                               text=True, timeout=60)
+        assert reply.returncode == 0, reply.stderr[-2000:]
+        said = json.loads(reply.stdout)
+    assert said["before"]["step_count"] == 0 and said["before"]["episode_id"] is None
+    observation, reward, done = said["reset"]
+    assert (observation["seed"], observation["task"], reward, done) == (7, {"id": 3}, None, False)
+    observation, reward, done = said["step"]
+    assert (observation["echo"], observation["turn"], reward, done) == ("hello", 1, 1.0, False)
+    assert said["after"]["episode_id"] == "ep1" and said["after"]["step_count"] == 1
+    assert "VALIDATION_ERROR" in said["invalid"]
+    assert "boom: x" in said["raised"] and "EXECUTION_ERROR" in said["raised"]
+    assert said["again"]["echo"] == "still here"
+    assert said["refused"].startswith("ConnectionError") and "503" in said["refused"]  # from connect()
+
+
+def test_at_last_their_server_dies(their_server):
+    process, url = their_server
+
+    async def main():
+        async with GrpoPool(url, size=2) as pool:
+            await pool.reset_group()
+            process.kill()
+            with pytest.raises(SessionLost):
+                await pool.run_group_step([{}] * 2)
+
+    run(main())

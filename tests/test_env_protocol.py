@@ -1,0 +1,108 @@
+import json
+
+import pytest
+
+from grpolab.env import protocol
+from grpolab.env.protocol import (
+    CapacityError,
+    FactoryError,
+    InvalidRequest,
+    ServerError,
+    SessionLost,
+    StepResult,
+    parse_reply,
+    parse_request,
+    step_result,
+)
+
+
+def data(code, **more):
+    return json.dumps({"type": "error", "data": {"message": "m", "code": code, **more}})
+
+
+def test_requests_are_literally_those_of_the_wire():
+    assert json.loads(protocol.STATE) == {"type": "state"}
+    assert json.loads(protocol.CLOSE) == {"type": "close"}
+    assert json.loads(protocol.reset({"seed": 7, "episode_id": "ep1", "task": {"id": 3}})) == {
+        "type": "reset", "data": {"seed": 7, "episode_id": "ep1", "task": {"id": 3}}}
+    assert json.loads(protocol.step({"text": "hello"})) == {"type": "step", "data": {"text": "hello"}}
+
+
+def test_replies_are_literally_those_of_the_wire():
+    seen = protocol.observation(StepResult({"echo": "hello", "turn": 1}, 5.0, False))
+    assert json.loads(seen) == {"type": "observation", "data": {
+        "observation": {"echo": "hello", "turn": 1}, "reward": 5.0, "done": False}}
+    assert json.loads(protocol.no_mcp({"jsonrpc": "2.0", "id": 5, "method": "tools/list"})) == {
+        "type": "mcp", "data": {"jsonrpc": "2.0", "id": 5, "error": {
+            "code": -32603, "message": "Environment does not support MCP", "data": None}}}
+
+
+@pytest.mark.parametrize("text, kind, expected", [
+    ('{"type":"state"}', "state", {}), ('{"type":"close"}', "close", {}), ('{"type":"reset"}', "reset", {}),
+    ('{"type":"reset","data":{"seed":7}}', "reset", {"seed": 7}),
+    ('{"type":"step","data":{"text":"a"}}', "step", {"text": "a"}),
+])
+def test_requests_parse(text, kind, expected):
+    assert parse_request(text) == (kind, expected)
+
+
+@pytest.mark.parametrize("text, code, ends", [
+    ("{", "INVALID_JSON", False), ("[" * 100_000, "INVALID_JSON", False),
+    ('{"type":"step","data":{"a":NaN}}', "INVALID_JSON", False),
+    ('{"type":"ping"}', "UNKNOWN_TYPE", False), ("{}", "UNKNOWN_TYPE", False),
+    ('{"type":["step"]}', "UNKNOWN_TYPE", False),
+    ('{"type":"step","data":{},"request_id":1}', "VALIDATION_ERROR", False),
+    ('{"type":"state","data":{}}', "VALIDATION_ERROR", False),
+    ('{"type":"step"}', "VALIDATION_ERROR", False), ('{"type":"step","data":[1]}', "VALIDATION_ERROR", False),
+    ("[1,2]", "SESSION_ERROR", True), (b"binary", "SESSION_ERROR", True),
+])
+def test_bad_requests_get_the_code_of_the_wire(text, code, ends):
+    with pytest.raises(InvalidRequest) as caught:
+        parse_request(text)
+    reply = json.loads(caught.value.reply)
+    assert reply["type"] == "error" and reply["data"]["code"] == code and caught.value.ends is ends
+
+
+def test_an_extra_key_is_named():
+    with pytest.raises(InvalidRequest) as caught:
+        parse_request('{"type":"step","data":{},"request_id":1}')
+    fault, = json.loads(caught.value.reply)["data"]["errors"]
+    assert fault["type"] == "extra_forbidden" and fault["loc"] == ["request_id"]
+
+
+def test_error_frames_become_typed_errors():
+    with pytest.raises(CapacityError) as caught:
+        parse_reply(data("CAPACITY_REACHED", active_sessions=2, max_sessions=2))
+    assert (caught.value.active, caught.value.max_sessions) == (2, 2)
+    with pytest.raises(FactoryError):
+        parse_reply(data("FACTORY_ERROR"))
+    with pytest.raises(SessionLost):
+        parse_reply(data("SESSION_ERROR"))
+    with pytest.raises(ServerError) as caught:
+        parse_reply(data("EXECUTION_ERROR", errors=[{"loc": ["a"]}]))
+    assert caught.value.code == "EXECUTION_ERROR" and caught.value.errors == ({"loc": ["a"]},)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"no":1}', '{"type":"observation","data":{"reward":NaN}}',
+                                  '{"type":"x","data":3}'])
+def test_a_reply_that_is_no_reply_loses_the_session(text):
+    with pytest.raises(SessionLost):
+        parse_reply(text)
+
+
+def test_metadata_is_read_from_both_places():
+    inside = step_result({"observation": {"a": 1, "metadata": {"m": 2}}, "reward": None, "done": False})
+    beside = step_result({"observation": {"a": 1}, "reward": 1, "done": True, "metadata": {"m": 2}})
+    assert inside == StepResult({"a": 1}, None, False, {"m": 2})
+    assert beside == StepResult({"a": 1}, 1.0, True, {"m": 2})
+
+
+@pytest.mark.parametrize("bad", [{}, {"observation": [1]}, {"observation": {}, "reward": "1"}])
+def test_an_observation_that_is_none_loses_the_session(bad):
+    with pytest.raises(SessionLost):
+        step_result(bad)
+
+
+def test_a_nan_reward_cannot_be_sent():
+    with pytest.raises(ValueError):
+        protocol.observation(StepResult({}, float("nan"), False))

@@ -1,0 +1,510 @@
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+import pytest
+from env_harness import AsyncEchoEnv, EchoEnv, eventually, get
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from grpolab.env.calculator import CalculatorEnv
+from grpolab.env.client import Deadlines, EnvSession, socket_url
+from grpolab.env.faults import Faulty
+from grpolab.env.protocol import (
+    CapacityError,
+    ConnectError,
+    DeadlineExceeded,
+    FactoryError,
+    ServerError,
+    SessionLost,
+    StepResult,
+)
+from grpolab.env.server import load_factory, serve
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+@pytest.fixture(autouse=True)
+def fresh_counts():
+    EchoEnv.live = EchoEnv.most = AsyncEchoEnv.cancelled = 0
+    EchoEnv.close_seconds = 0.0
+    yield
+    EchoEnv.close_seconds = 0.0
+
+
+@pytest.mark.parametrize("env", [EchoEnv, AsyncEchoEnv])
+def test_an_episode(env):
+    async def main():
+        async with serve(env) as server, EnvSession(server.url) as session:
+            first = await session.reset(seed=7, episode_id="ep1", task={"id": 3}, unknown=1)
+            assert first.observation["seed"] == 7 and first.observation["task"] == {"id": 3} and first.reward is None
+            second = await session.step({"text": "hello"})
+            assert (second.observation["echo"], second.observation["turn"], second.reward) == ("hello", 1, 1.0)
+            state = await session.state()
+            assert state["episode_id"] == "ep1" and state["step_count"] == 1
+        assert server.status()["sessions"] == 0 and EchoEnv.live == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("env", [EchoEnv, AsyncEchoEnv])
+def test_sessions_are_isolated_and_each_environment_is_closed_once(env):
+    async def main():
+        async with serve(env, max_sessions=8) as server:
+            async with contextlib.AsyncExitStack() as stack:
+                sessions = [await stack.enter_async_context(EnvSession(server.url)) for _ in range(8)]
+                await asyncio.gather(*(s.reset(seed=i) for i, s in enumerate(sessions)))
+                for i, s in enumerate(sessions):
+                    for _ in range(i):
+                        await s.step({"text": str(i)})
+                last = await asyncio.gather(*(s.step({"text": f"#{i}"}) for i, s in enumerate(sessions)))
+                assert [r.observation["turn"] for r in last] == [i + 1 for i in range(8)]
+                assert [r.observation["echo"] for r in last] == [f"#{i}" for i in range(8)]
+                assert len({r.observation["env"] for r in last}) == 8 == EchoEnv.live
+                assert server.status()["sessions"] == 8
+            assert EchoEnv.live == 0 and server.status()["sessions"] == 0 and server.status()["closed"] == 8
+
+    run(main())
+
+
+def test_over_capacity_the_handshake_gets_a_real_503():
+    async def main():
+        async with serve(EchoEnv, max_sessions=1) as server, EnvSession(server.url):
+            with pytest.raises(InvalidStatus) as raw:
+                await connect(server.url + "/ws", proxy=None)
+            reply = raw.value.response
+            assert reply.status_code == 503 and reply.headers["Retry-After"] == "1"
+            body = json.loads(reply.body)
+            assert (body["active_sessions"], body["max_sessions"]) == (1, 1)
+            with pytest.raises(CapacityError) as caught:
+                await EnvSession(server.url).connect()
+            assert (caught.value.active, caught.value.max_sessions, caught.value.retry_after) == (1, 1, 1.0)
+            assert server.status()["refused"] == 2 and EchoEnv.most == 1
+
+    run(main())
+
+
+def test_a_burst_of_handshakes_never_exceeds_the_cap():
+    async def main():
+        async with serve(EchoEnv, max_sessions=3) as server:
+            sessions = [EnvSession(server.url) for _ in range(20)]
+            outcome = await asyncio.gather(*(s.connect() for s in sessions), return_exceptions=True)
+            assert sum(o is None for o in outcome) == 3 and sum(isinstance(o, CapacityError) for o in outcome) == 17
+            await asyncio.gather(*(s.close() for s in sessions))
+            assert EchoEnv.most == 3 and server.status()["most_sessions"] == 3 and server.status()["sessions"] == 0
+
+    run(main())
+
+
+def test_close_waits_for_the_environment_and_the_slot_is_free_when_it_returns():
+    async def main():
+        EchoEnv.close_seconds = 0.05
+        async with serve(EchoEnv, max_sessions=1) as server:
+            for _ in range(10):
+                async with EnvSession(server.url) as session:
+                    await session.reset()
+            assert EchoEnv.most == 1 and server.status()["closed"] == 10
+
+    run(main())
+
+
+@pytest.mark.parametrize("env", [EchoEnv, AsyncEchoEnv])
+def test_an_environment_that_raises_keeps_its_session(env):
+    async def main():
+        async with serve(env) as server, EnvSession(server.url) as session:
+            await session.reset()
+            with pytest.raises(ServerError, match="boom: x") as caught:
+                await session.step({"raise": "boom: x"})
+            assert caught.value.code == "EXECUTION_ERROR"
+            with pytest.raises(ServerError) as caught:
+                await session.step({"zzz": 1})
+            assert caught.value.code == "VALIDATION_ERROR" and "zzz" in caught.value.errors[0]["msg"]
+            with pytest.raises(ServerError, match="nan|Out of range"):
+                await session.step({"nan": True})
+            with pytest.raises(ServerError, match="StepResult"):
+                await session.step({"wrong": True})
+            assert (await session.step({"text": "still here"})).observation["echo"] == "still here"
+
+    run(main())
+
+
+def test_a_factory_that_raises():
+    def broken():
+        raise OSError("no licence")
+
+    async def main():
+        async with serve(broken) as server:
+            with pytest.raises(FactoryError, match="no licence"):
+                await EnvSession(server.url).connect()
+            await eventually(lambda: server.status()["sessions"] == 0, 1)
+
+    run(main())
+
+
+def test_a_hung_plain_environment_costs_its_own_session_only():
+    async def main():
+        async with serve(EchoEnv, max_sessions=2, step_timeout=0.2, close_timeout=0.2) as server:
+            async with EnvSession(server.url) as good, EnvSession(server.url) as bad:
+                await good.reset()
+                await bad.reset()
+                start = time.monotonic()
+                with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
+                    await bad.step({"hang": True})
+                assert time.monotonic() - start < 0.6
+                assert (await good.step({"text": "fine"})).observation["echo"] == "fine"
+                await eventually(lambda: server.status()["sessions"] == 1, 1, "the hung session's slot is free")
+                assert server.status()["abandoned"] == 1
+                async with EnvSession(server.url) as again:
+                    await again.reset()
+
+    run(main())
+
+
+def test_a_thread_that_was_left_behind_closes_its_environment_when_it_returns():
+    async def main():
+        async with serve(EchoEnv, max_sessions=2, step_timeout=0.1, close_timeout=0.1) as server:
+            session = EnvSession(server.url)
+            await session.connect()
+            await session.reset()
+            with pytest.raises(SessionLost):
+                await session.step({"sleep": 0.6})
+            await session.close()
+            await eventually(lambda: server.status()["abandoned"] == 1, 1)
+            assert EchoEnv.live == 1
+            await eventually(lambda: server.status()["abandoned"] == 0 and EchoEnv.live == 0, 2)
+
+    run(main())
+
+
+def test_too_many_hung_threads_refuse_newcomers_instead_of_piling_up():
+    async def main():
+        async with serve(EchoEnv, max_sessions=1, step_timeout=0.05, close_timeout=0.05) as server:
+            session = EnvSession(server.url)
+            await session.connect()
+            with pytest.raises(SessionLost):
+                await session.step({"hang": True})
+            await session.close()
+            await eventually(lambda: server.status()["sessions"] == 0, 1)
+            with pytest.raises(CapacityError, match="hang"):
+                await EnvSession(server.url).connect()
+
+    run(main())
+
+
+def test_a_hung_async_environment_is_cancelled_and_closed():
+    async def main():
+        async with serve(AsyncEchoEnv, step_timeout=0.1) as server, EnvSession(server.url) as session:
+            with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
+                await session.step({"hang": True})
+            await eventually(lambda: server.status()["sessions"] == 0, 1)
+            assert AsyncEchoEnv.cancelled == 1 and EchoEnv.live == 0 and server.status()["abandoned"] == 0
+
+    run(main())
+
+
+def test_a_client_that_leaves_stops_its_async_step_at_once():
+    async def main():
+        async with serve(AsyncEchoEnv, step_timeout=60) as server:
+            session = EnvSession(server.url, deadlines=Deadlines(step=0.1))
+            await session.connect()
+            with pytest.raises(DeadlineExceeded) as caught:
+                await session.step({"hang": True})
+            assert caught.value.phase == "step" and isinstance(caught.value, TimeoutError)
+            await eventually(lambda: server.status()["sessions"] == 0, 1)
+            assert AsyncEchoEnv.cancelled == 1 and EchoEnv.live == 0
+            await session.close()
+
+    run(main())
+
+
+def test_a_lost_session_stays_lost():
+    async def main():
+        async with serve(EchoEnv) as server:
+            session = EnvSession(server.url, deadlines=Deadlines(step=0.1))
+            await session.connect()
+            await session.reset()
+            with pytest.raises(DeadlineExceeded):
+                await session.step({"text": "slow", "sleep": 0.3})
+            for _ in range(3):
+                with pytest.raises(SessionLost, match="over"):
+                    await session.step({"text": "next"})
+            assert not session.open
+            await session.close()
+
+    run(main())
+
+
+def test_a_cancelled_request_loses_its_session():
+    async def main():
+        async with serve(EchoEnv) as server:
+            session = EnvSession(server.url)
+            await session.connect()
+            step = asyncio.create_task(session.step({"sleep": 0.2}))
+            await asyncio.sleep(0.05)
+            step.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await step
+            with pytest.raises(SessionLost):
+                await session.state()
+            await session.close()
+            await eventually(lambda: server.status()["sessions"] == 0, 1)
+
+    run(main())
+
+
+def test_one_request_at_a_time():
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            step = asyncio.create_task(session.step({"text": "a", "sleep": 0.1}))
+            await asyncio.sleep(0.02)
+            with pytest.raises(RuntimeError, match="in flight"):
+                await session.step({"text": "b"})
+            assert (await step).observation["echo"] == "a"
+
+    run(main())
+
+
+def test_the_wire_as_it_was_recorded():
+    """Frames of other clients, pipelining included, get the replies that OpenEnv's server gives."""
+    async def main():
+        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
+            async def ask(text):
+                await raw.send(text)
+                return json.loads(await raw.recv())
+
+            assert (await ask('{"type":"state"}'))["data"]["step_count"] == 0
+            assert (await ask("{"))["data"]["code"] == "INVALID_JSON"
+            assert await ask('{"type":"ping"}') == {
+                "type": "error", "data": {"message": "Unknown message type: ping", "code": "UNKNOWN_TYPE"}}
+            assert (await ask('{"type":"step","data":{},"request_id":1}'))["data"]["errors"][0]["loc"] == ["request_id"]
+            assert (await ask('{"type":"mcp","data":{"id":5}}'))["data"]["error"]["code"] == -32603
+            for i in range(3):
+                await raw.send(f'{{"type":"step","data":{{"text":"{i}"}}}}')
+            assert [json.loads(await raw.recv())["data"]["observation"]["echo"] for _ in range(3)] == ["0", "1", "2"]
+            await raw.send('{"type":"close"}')
+            with pytest.raises(ConnectionClosed):
+                await raw.recv()
+            assert raw.close_code == 1000 and server.status()["sessions"] == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("frame", ["[1,2]", b"x"])
+def test_frames_that_end_the_session(frame):
+    async def main():
+        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
+            await raw.send(frame)
+            assert json.loads(await raw.recv())["data"]["code"] == "SESSION_ERROR"
+            with pytest.raises(ConnectionClosed):
+                await raw.recv()
+            assert raw.close_code == 1000
+
+    run(main())
+
+
+def test_messages_over_the_limit_end_the_session_with_1009():
+    async def main():
+        async with serve(EchoEnv, max_message_bytes=1000) as server:
+            async with EnvSession(server.url) as session:
+                with pytest.raises(SessionLost, match="1009|too big"):
+                    await session.step({"text": "x" * 2000})
+            await eventually(lambda: server.status()["sessions"] == 0, 1)
+
+    run(main())
+
+
+def test_health_status_and_unknown_paths():
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as server, EnvSession(server.url) as session:
+            await session.reset(episode_id="e1")
+            assert await asyncio.to_thread(get, server.url + "/health") == (
+                200, {"Content-Type": "application/json", "Content-Length": "21", "Connection": "close"},
+                {"status": "healthy"})
+            _, _, body = await asyncio.to_thread(get, server.url + "/status")
+            assert body["sessions"] == 1 and body["session_list"][0]["episode_id"] == "e1"
+            assert (await asyncio.to_thread(get, server.url + "/nothing"))[0] == 404
+
+    run(main())
+
+
+def test_the_token_is_asked_for_everywhere_but_health():
+    async def main():
+        async with serve(EchoEnv, token="secret") as server:
+            with pytest.raises(ConnectError, match="401"):
+                await EnvSession(server.url).connect()
+            with pytest.raises(ConnectError, match="401"):
+                await EnvSession(server.url, token="wrong").connect()
+            async with EnvSession(server.url, token="secret") as session:
+                await session.reset()
+            assert (await asyncio.to_thread(get, server.url + "/status"))[0] == 401
+            assert (await asyncio.to_thread(get, server.url + "/status", {"Authorization": "Bearer secret"}))[0] == 200
+            assert (await asyncio.to_thread(get, server.url + "/health"))[0] == 200
+
+    run(main())
+
+
+def test_a_browser_is_refused_and_takes_no_slot():
+    async def main():
+        async with serve(EchoEnv, max_sessions=1) as server:
+            with pytest.raises(InvalidStatus) as caught:
+                await connect(server.url + "/ws", proxy=None, origin="https://evil.example")
+            assert caught.value.response.status_code == 403
+            assert server.status()["sessions"] == 0 == server.status()["opened"]
+
+    run(main())
+
+
+def test_only_loopback_without_a_token():
+    async def main():
+        with pytest.raises(ValueError, match="token"):
+            async with serve(EchoEnv, host="0.0.0.0"):
+                pass
+
+    run(main())
+
+
+def test_a_handshake_that_dies_half_way_gives_its_slot_back():
+    async def main():
+        async with serve(EchoEnv, max_sessions=1) as server:
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+                writer.write(b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                             b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")
+                writer.transport.abort()
+                await eventually(lambda: server.status()["sessions"] == 0, 1)
+            async with EnvSession(server.url) as session:
+                await session.reset()
+
+    run(main())
+
+
+def test_stopping_the_server_answers_what_is_in_flight_and_closes_every_environment():
+    async def main():
+        async with serve(EchoEnv, drain=2.0) as server:
+            session = EnvSession(server.url)
+            await session.connect()
+            step = asyncio.create_task(session.step({"text": "last", "sleep": 0.2}))
+            await asyncio.sleep(0.05)
+        assert (await step).observation["echo"] == "last"
+        assert EchoEnv.live == 0 and server.status()["sessions"] == 0
+        with pytest.raises(SessionLost):
+            await session.step({"text": "late"})
+        await session.close()
+        with pytest.raises(ConnectError):
+            await EnvSession(server.url).connect()
+
+    run(main())
+
+
+def test_stopping_the_server_is_bounded_when_an_environment_hangs():
+    async def main():
+        start = time.monotonic()
+        async with serve(EchoEnv, drain=0.1, close_timeout=0.2) as server:
+            session = EnvSession(server.url)
+            await session.connect()
+            step = asyncio.create_task(session.step({"hang": True}))
+            await asyncio.sleep(0.05)
+        with pytest.raises(SessionLost):
+            await step
+        assert time.monotonic() - start < 3 and server.status()["sessions"] == 0
+        await session.close()
+
+    run(main())
+
+
+def test_the_server_trace_and_the_client_trace_share_ids(tmp_path):
+    async def main():
+        async with serve(EchoEnv, trace=tmp_path / "trace.jsonl") as server, EnvSession(server.url) as session:
+            for episode in ("e1", "e2"):
+                await session.reset(episode_id=episode)
+                for _ in range(3):
+                    await session.step({"text": "x"})
+        mine = [(s.episode, s.turn) for s in session.trace if s.phase == "step"]
+        theirs = [(e["episode_id"], e["turn"]) for e in server.trace if e["phase"] == "step"]
+        assert mine == theirs == [(e, t) for e in ("e1", "e2") for t in (1, 2, 3)]
+        rows = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+        assert rows == list(server.trace)
+
+    run(main())
+
+
+def test_sessions_leave_no_thread_and_no_task():
+    before = set(threading.enumerate())  # threads that hang for good in other tests
+
+    async def main():
+        async with serve(EchoEnv) as server:
+            for _ in range(5):
+                async with EnvSession(server.url) as session:
+                    await session.reset()
+            await eventually(lambda: set(threading.enumerate()) == before, 1, "no thread is left")
+        await eventually(lambda: len(asyncio.all_tasks()) == 1, 1, "only this task is left")
+
+    asyncio.run(main())
+
+
+def test_bad_arguments_are_named():
+    async def opens(**options):
+        async with serve(EchoEnv, **options):
+            pass
+
+    with pytest.raises(ValueError, match="max_sessions=0"):
+        run(opens(max_sessions=0))
+    with pytest.raises(ValueError, match="connect=0"):
+        Deadlines(connect=0)
+    with pytest.raises(ValueError, match="step=inf"):
+        Deadlines(step=float("inf"))
+    with pytest.raises(ValueError, match="no environment 'chess'"):
+        load_factory("chess")
+    with pytest.raises(ValueError, match="ftp"):
+        socket_url("ftp://x")
+    assert load_factory("calculator").__name__ == "CalculatorEnv" and load_factory("guess").__name__ == "GuessEnv"
+    assert socket_url("http://h:1/") == "ws://h:1/ws" and socket_url("wss://h/env/ws?x=1") == "wss://h/env/ws?x=1"
+    with pytest.raises(TypeError, match="async with"):
+        with EnvSession("ws://127.0.0.1:1"):
+            pass
+
+
+def test_latency_and_faults_around_any_environment():
+    def factory():
+        return Faulty(CalculatorEnv(max_turns=9), latency=0.05, faults={1: "raise", 2: "nan", 3: "wrong", 4: "big"})
+
+    async def main():
+        async with serve(factory) as server, EnvSession(server.url) as session:
+            start = time.monotonic()
+            assert (await session.reset(seed=1, task={"a": 1, "op": "+", "b": 2})).observation["text"] == "What is 1 + 2?"
+            assert time.monotonic() - start >= 0.05
+            for message in ("injected fault at step 1", "Out of range|nan", "StepResult"):
+                with pytest.raises(ServerError, match=message):
+                    await session.step({"text": "calc: 1"})
+            big = await session.step({"text": "calc: 1+2"})
+            assert big.observation["text"] == "3" and len(big.observation["big"]) == 2**20
+            assert (await session.state())["turn"] == 3  # the step that raised never reached it
+        with pytest.raises(ValueError, match="explode"):
+            Faulty(CalculatorEnv(), faults={1: "explode"})
+
+    run(main())
+
+
+def test_nothing_listens_there():
+    async def main():
+        with pytest.raises(ConnectError, match="no environment server"):
+            await EnvSession("ws://127.0.0.1:9").connect()
+
+    run(main())
+
+
+def test_an_environment_may_mix_plain_and_async_methods():
+    class Mixed(EchoEnv):
+        async def step(self, action):
+            return StepResult({"echo": action["text"]})
+
+    async def main():
+        async with serve(Mixed) as server, EnvSession(server.url) as session:
+            await session.reset()
+            assert (await session.step({"text": "a"})).observation == {"echo": "a"}
+
+    run(main())

@@ -1,0 +1,463 @@
+"""The twelve behaviours of a pool that can be left alone, each with real processes. Everything that fails, fails in
+bounded time, and the server's own count says what is left."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from env_harness import ROOT, alive, eventually, proxy, server_process, start_process, status, wait_for
+from test_backends import store
+
+from grpolab.env.backends import BackendPool
+from grpolab.env.client import Deadlines, EnvSession
+from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, SessionLost
+from grpolab.env.server import serve
+from grpolab.pool import GrpoPool
+
+
+def run(coroutine):
+    asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def sessions(url):
+    return status(url)["sessions"]
+
+
+async def steps(seat, n=3):
+    return [(await seat.step({"text": f"{seat.index}.{i}"})).observation["echo"] for i in range(n)]
+
+
+# 1 ------------------------------------------------------------------------------------------ all-or-nothing admission
+def test_01_all_or_nothing_by_the_servers_own_count():
+    with server_process("env_harness:EchoEnv", "--max-sessions", "2") as (_, url):
+        async def main():
+            with pytest.raises(CapacityError) as caught:
+                await GrpoPool(url, size=3).connect()
+            assert caught.value.max_sessions == 2
+            await eventually(lambda: sessions(url) == 0, 0.1, "0 sessions within 100 ms")
+
+        run(main())
+    with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
+        async def late():
+            async with proxy(url, lambda n: None if n == 1 else 0.3) as p:
+                with pytest.raises(ConnectError):
+                    await GrpoPool(p.url, size=8).connect()
+                await asyncio.sleep(0.5)
+                assert await asyncio.to_thread(sessions, url) == 0
+
+        run(late())
+
+
+# 2 ------------------------------------------------------------------------------------------------- layered deadlines
+def test_02_every_deadline_holds_against_a_real_process():
+    with server_process() as (process, url):
+        async def main():
+            deadlines = Deadlines(connect=0.3, admit=0.3, reset=0.3, step=0.3, close=0.3)
+            async with GrpoPool(url, size=2, deadlines=deadlines) as pool:
+                await pool.reset_group()
+                process.send_signal(signal.SIGSTOP)
+                try:
+                    for phase, call in (("step", lambda: pool.run_group_step([{}] * 2)),
+                                        ("connect", lambda: EnvSession(url, deadlines=deadlines).connect())):
+                        start = time.monotonic()
+                        with pytest.raises(DeadlineExceeded) as caught:
+                            await call()
+                        assert caught.value.phase == phase and 0.3 <= time.monotonic() - start < 0.6
+                finally:
+                    process.send_signal(signal.SIGCONT)
+                await eventually(lambda: sessions(url) == 0, 2)
+                await pool.reset_group()  # on new sessions
+
+        run(main())
+
+
+def test_02_admission_has_a_deadline_of_its_own():
+    async def main():
+        async with serve(lambda: time.sleep(1) or 1, close_timeout=0.1) as server:
+            start = time.monotonic()
+            with pytest.raises(DeadlineExceeded) as caught:
+                await EnvSession(server.url, deadlines=Deadlines(admit=0.2)).connect()
+            assert caught.value.phase == "admit" and time.monotonic() - start < 0.5
+
+    run(main())
+
+
+# 3 ---------------------------------------------------------------------------------------------------- no stale reply
+def test_03_no_reply_is_ever_paired_with_another_request():
+    with server_process("env_harness:EchoEnv", "--max-sessions", "2") as (_, url):
+        async def main():
+            async with GrpoPool(url, size=1, deadlines=Deadlines(step=0.2)) as pool:
+                before = (await pool.reset_group())[0].observation
+                with pytest.raises(DeadlineExceeded):
+                    await pool.run_group_step([{"text": "AAAA", "sleep": 0.4}])
+                episode = pool.seats[0].session.episode_id
+                after = (await pool.reset_group())[0].observation
+                assert after["env"] != before["env"] and pool.seats[0].session.episode_id != episode
+                for i in range(20):
+                    result, = await pool.run_group_step([{"text": f"B{i}"}])
+                    assert (result.observation["echo"], result.observation["turn"]) == (f"B{i}", i + 1)
+
+        run(main())
+
+
+# 4 ------------------------------------------------------------------------------------------- structured cancellation
+KERNEL_CELLS = [
+    "import asyncio, os; from grpolab.pool import GrpoPool; pool = GrpoPool({url!r}, size=4);"
+    "await pool.connect(); await pool.reset_group();"
+    "before = (len(asyncio.all_tasks()), len(os.listdir('/proc/self/fd')))",
+    "await pool.run_group(lambda seat: seat.step({{'sleep': 30}}))",
+    "await pool.reset_group(); "
+    "out = await pool.run_group(lambda seat: seat.step({{'text': 'ok'}}));"
+    "after = (len(asyncio.all_tasks()), len(os.listdir('/proc/self/fd')));"
+    "print([r.observation['echo'] for r in out], after[0] - before[0], after[1] - before[1]); await pool.close()",
+]
+
+
+def test_04_interrupting_a_notebook_cell_leaves_nothing_and_the_next_cell_works():
+    from jupyter_client import KernelManager
+
+    with server_process("env_harness:AsyncEchoEnv", "--max-sessions", "4") as (_, url):
+        kernel = KernelManager(kernel_name="python3")
+        kernel.start_kernel(cwd=str(ROOT), env={**os.environ, "PYTHONPATH": str(ROOT)})
+        client = kernel.client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=30)
+
+            def execute(cell, interrupt=False):
+                said = []
+                if interrupt:
+                    threading.Timer(0.5, kernel.interrupt_kernel).start()
+                reply = client.execute_interactive(cell.format(url=url), timeout=20, output_hook=said.append)
+                text = "".join(m["content"].get("text", "") for m in said)
+                return reply["content"], text
+
+            assert execute(KERNEL_CELLS[0])[0]["status"] == "ok"
+            start = time.monotonic()
+            content, _ = execute(KERNEL_CELLS[1], interrupt=True)
+            assert content["status"] == "error" and content["ename"] in ("KeyboardInterrupt", "CancelledError")
+            assert time.monotonic() - start < 2
+            content, text = execute(KERNEL_CELLS[2])
+            assert content["status"] == "ok", content
+            assert text.strip() == "['ok', 'ok', 'ok', 'ok'] 0 0"
+            wait_for(lambda: sessions(url) == 0, 1)
+        finally:
+            client.stop_channels()
+            kernel.shutdown_kernel(now=True)
+
+
+# 5 --------------------------------------------------------------------------------------------------- partial failure
+def test_05_one_killed_session_of_eight_is_a_record_and_not_a_reward():
+    with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
+        async def main():
+            async with proxy(url) as p, GrpoPool(p.url, size=8, on_failure="drop", min_group=6) as pool:
+                async def rollout(seat):
+                    await steps(seat, 2)
+                    if seat.index == 5:
+                        p.cut([p.by_port[seat.session._socket.local_address[1]]])
+                    await steps(seat, 2)
+                    return 1.0
+
+                await pool.reset_group()
+                rewards = await pool.run_group(rollout)
+                assert rewards == [1.0] * 7 and 5 not in rewards.rollouts
+                failure, = rewards.failures
+                assert (failure.rollout, failure.turn) == (5, 2) and isinstance(failure.cause, SessionLost)
+                assert failure.episode and failure.group == 0
+
+        run(main())
+
+
+# 6 -------------------------------------------------------------------------------------------------- retry and replay
+def test_06_an_episode_survives_the_death_of_its_connection_by_replay():
+    with server_process("guess", "--max-sessions", "4") as (_, url):
+        async def play(pool_url, cut):
+            async with GrpoPool(pool_url, size=2, on_failure="retry", seed=3) as pool:
+                async def rollout(seat):
+                    await seat.reset(seed=seat.group_seed)
+                    said = []
+                    for i in range(5):
+                        if i == 3 and seat.index == 0:
+                            cut()
+                        said.append((await seat.step({"text": f"{10 * i + 1}"})).observation["text"])
+                    return said
+
+                return await pool.run_group(rollout), pool.retried
+
+        async def main():
+            async with proxy(url) as p:
+                quiet, none = await play(p.url, lambda: None)
+                disturbed, retried = await play(p.url, p.cut)
+            assert disturbed == quiet and none == [] and {f.rollout for f in retried} == {0, 1}
+
+        run(main())
+
+
+# 7 ----------------------------------------------------------------------------------------------------- back-pressure
+def test_07_sixteen_pools_share_a_server_of_eight_without_starving():
+    with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
+        async def one(number):
+            async with GrpoPool(url, size=2, queue=20, name=f"p{number}") as pool:
+                await pool.reset_group()
+                return await pool.run_group(lambda seat: steps(seat, 3))
+
+        async def main():
+            busy = time.process_time()
+            start = time.monotonic()
+            outcome = await asyncio.gather(*(one(i) for i in range(16)))
+            assert len(outcome) == 16 and all(o == [[f"{i}.{n}" for n in range(3)] for i in range(2)] for o in outcome)
+            wall = time.monotonic() - start
+            assert (time.process_time() - busy) < max(0.2 * wall, 0.5), "waiting is not spinning"
+            said = await asyncio.to_thread(status, url)
+            assert said["most_sessions"] <= 8 and said["sessions"] == 0 and said["refused"] > 0
+
+        run(main())
+
+
+# 8 ------------------------------------------------------------------------------------------- heartbeat and half-open
+CLIENT = """
+import asyncio, sys
+from grpolab.env.client import EnvSession
+async def main():
+    async with EnvSession(sys.argv[1]) as session:
+        await session.reset()
+        print("in at ws://x", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_08_a_stopped_client_loses_its_slot_in_seconds_and_a_killed_one_at_once():
+    with server_process("env_harness:EchoEnv", "--ping-interval", "0.5", "--ping-timeout", "0.5") as (_, url):
+        client, _ = start_process(sys.executable, "-c", CLIENT, url)
+        assert sessions(url) == 1
+        client.send_signal(signal.SIGSTOP)
+        wait_for(lambda: sessions(url) == 0, 3.0, "interval + timeout + the close handshake")
+        client.kill()
+        client.wait()
+        client, _ = start_process(sys.executable, "-c", CLIENT, url)
+        client.kill()
+        wait_for(lambda: sessions(url) == 0, 0.5)
+        client.wait()
+
+
+def test_08_a_long_step_survives_and_a_silent_network_does_not():
+    with server_process("env_harness:EchoEnv", "--ping-interval", "0.2", "--ping-timeout", "0.3") as (_, url):
+        async def main():
+            async with EnvSession(url) as session:
+                assert (await session.step({"text": "long", "sleep": 1.5})).observation["echo"] == "long"
+            async with proxy(url) as p:
+                deadlines = Deadlines(step=30, close=0.3)
+                session = EnvSession(p.url, ping_interval=0.2, ping_timeout=0.3, deadlines=deadlines)
+                await session.connect()
+                p.freeze()
+                start = time.monotonic()
+                with pytest.raises(SessionLost):
+                    await session.step({"text": "into the void"})
+                assert time.monotonic() - start < 3  # by the client's pings, not by the step's 30 s
+                await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, 3)
+                await session.close()
+
+        run(main())
+    with server_process("env_harness:EchoEnv", "--ping-interval", "0") as (_, url):
+        async def no_pings():
+            async with EnvSession(url, ping_interval=None) as session:
+                await session.reset()
+                await asyncio.sleep(1.0)
+                await session.step({"text": "still here"})
+
+        run(no_pings())
+
+
+# 9 --------------------------------------------------------------------------------------------- server-side ownership
+def test_09_close_and_reconnect_never_meets_the_last_tenant():
+    from env_harness import EchoEnv
+
+    async def main():
+        EchoEnv.live = EchoEnv.most = 0
+        EchoEnv.close_seconds = 0.02
+        try:
+            async with serve(EchoEnv, max_sessions=2) as server:
+                async def tenant():
+                    for _ in range(50):
+                        async with EnvSession(server.url) as session:
+                            await session.reset()
+
+                await asyncio.gather(tenant(), tenant())
+                assert EchoEnv.most == 2 and server.status()["closed"] == 100 and server.status()["refused"] == 0
+        finally:
+            EchoEnv.close_seconds = 0.0
+
+    run(main())
+
+
+def test_09_a_killed_backend_fails_its_own_session_and_the_next_gets_a_fresh_one():
+    from test_backends import StoreEnv
+
+    async def main():
+        async with serve(StoreEnv, max_sessions=2, backends=BackendPool(store, 2)) as server:
+            async with GrpoPool(server.url, size=2, on_failure="drop", min_group=1) as pool:
+                async def rollout(seat):
+                    first = await seat.step({"text": "GET"})
+                    if seat.index == 0:
+                        os.kill(first.observation["pid"], signal.SIGKILL)
+                        await asyncio.sleep(0.1)
+                    return (await seat.step({"text": "GET"})).observation["pid"]
+
+                await pool.reset_group()
+                results = await pool.run_group(rollout)
+                assert len(results) == 1 and len(results.failures) == 1
+            async with GrpoPool(server.url, size=2) as pool:
+                pids = [r.observation["pid"] for r in await pool.run_group_step([{"text": "GET"}] * 2)]
+                assert all(alive(p) for p in pids) and results[0] in pids
+                assert sorted(server.status()["backends"]["generations"]) == [1, 2]
+
+    run(main())
+
+
+# 10 ------------------------------------------------------------------------------------------------------ determinism
+def test_10_the_same_seed_gives_the_same_transcripts_in_another_server_process():
+    def transcript():
+        with server_process("calculator") as (_, url):
+            async def main():
+                async with GrpoPool(url, size=4, seed=11) as pool:
+                    async def rollout(seat):
+                        rng = random.Random(seat.seed)
+                        said = [(await seat.reset(seed=seat.seed)).observation["text"]]
+                        for _ in range(3):
+                            said.append((await seat.step({"text": f"calc: {rng.randrange(999)}"})).observation["text"])
+                        return said
+
+                    return [await pool.run_group(rollout) for _ in range(2)]
+
+            return asyncio.run(main())
+
+    first = transcript()
+    assert transcript() == first and len({tuple(said) for group in first for said in group}) == 8
+
+
+# 11 ---------------------------------------------------------------------------------------------------------- tracing
+def test_11_every_step_is_found_in_both_logs(tmp_path):
+    log = tmp_path / "server.jsonl"
+    with server_process("env_harness:EchoEnv", "--trace", str(log)) as (process, url):
+        async def main():
+            async with GrpoPool(url, size=8) as pool:
+                await pool.reset_group()
+                await pool.run_group(lambda seat: steps(seat, 6))
+                return pool.trace
+
+        trace = asyncio.run(main())
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    theirs = {(r["episode_id"], r["turn"]): r["seconds"] for r in rows if r["phase"] == "step"}
+    mine = {(s.episode, s.turn): s.end - s.start for s in trace if s.phase == "step"}
+    assert len(mine) == 48 and mine.keys() == theirs.keys()
+    assert all(theirs[key] <= mine[key] for key in mine)  # what the server spent is part of what the client waited
+
+
+# 12 ----------------------------------------------------------------------------------------------- shutdown and leaks
+def test_12_sigterm_answers_what_is_in_flight_and_exits_in_order():
+    with server_process() as (process, url):
+        async def main():
+            session = EnvSession(url)
+            await session.connect()
+            step = asyncio.create_task(session.step({"text": "last", "sleep": 0.4}))
+            await asyncio.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            assert (await step).observation["echo"] == "last"
+            with pytest.raises(SessionLost):
+                await session.step({"text": "late"})
+            await session.close()
+
+        run(main())
+        assert process.wait(5) == 0
+
+
+def test_12_a_killed_server_fails_every_rollout_at_once():
+    with server_process() as (process, url):
+        async def main():
+            pool = GrpoPool(url, size=4)
+            await pool.connect()
+            await pool.reset_group()
+            group = asyncio.create_task(pool.run_group(lambda seat: seat.step({"sleep": 30})))
+            await asyncio.sleep(0.2)
+            process.kill()
+            start = time.monotonic()
+            with pytest.raises(SessionLost):
+                await group
+            with pytest.raises(ConnectError):
+                await pool.reset_group()
+            await pool.close()
+            assert time.monotonic() - start < 2
+            await eventually(lambda: len(asyncio.all_tasks()) == 2, 1)
+
+        run(main())
+
+
+SERVER_WITH_BACKENDS = """
+import asyncio, sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from test_backends import BackendPool, StoreEnv, store
+from grpolab.env.server import serve_forever
+asyncio.run(serve_forever(StoreEnv, max_sessions=3, backends=BackendPool(store, 3), trace=sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_12_no_backend_survives_its_server(number, tmp_path):
+    code = SERVER_WITH_BACKENDS.format(root=str(ROOT))
+    process, url = start_process(sys.executable, "-c", code, str(tmp_path / "trace"))
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 6  # three backends, each on its leash
+
+    async def main():
+        session = EnvSession(url)
+        await session.connect()
+        await session.step({"text": "SET x"})
+        process.send_signal(number)
+        await asyncio.to_thread(process.wait, 5)
+        await session.close()
+
+    run(main())
+    wait_for(lambda: not any(alive(c.pid) for c in children), 2, "every backend is gone")
+
+
+def test_12_five_hundred_cycles_leave_descriptors_threads_children_and_memory_flat():
+    """Both ends are measured: the server in its process, the client in this one."""
+    with server_process("env_harness:EchoEnv", "--max-sessions", "4") as (process, url):
+        server, client = psutil.Process(process.pid), psutil.Process()
+
+        async def cycles(n):
+            for i in range(n // 4):
+                async with GrpoPool(url, size=4) as pool:
+                    await pool.reset_group()
+                    if i % 5 == 0:  # now and then in the middle of a step
+                        group = asyncio.create_task(pool.run_group(lambda seat: seat.step({"sleep": 0.02})))
+                        await asyncio.sleep(0.005)
+                        group.cancel()
+                        await asyncio.gather(group, return_exceptions=True)
+                if i % 5 == 0:
+                    await eventually(lambda: sessions(url) == 0, 1)
+
+        def counts():
+            wait_for(lambda: sessions(url) == 0, 2)
+            time.sleep(0.1)
+            return [f(p) for p in (server, client) for f in (
+                psutil.Process.num_fds, psutil.Process.num_threads, lambda p: len(p.children()),
+                lambda p: p.memory_info().rss)]
+
+        asyncio.run(cycles(100))  # what is allocated once
+        before = counts()
+        asyncio.run(cycles(500))
+        after = counts()
+        for i in (0, 1, 2, 4, 5, 6):
+            assert after[i] <= before[i], f"fds, threads, children of server and client: {before} -> {after}"
+        for i in (3, 7):
+            assert after[i] - before[i] < 4 * 2**20, f"bytes of memory: {before[i]} -> {after[i]}"
+        assert sessions(url) == 0 and status(url)["opened"] == status(url)["closed"] == 600
