@@ -1,4 +1,4 @@
-"""python -m grpolab run | data | eval"""
+"""python -m grpolab run | data | eval | serve"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from grpolab import arithmetic
+from grpolab.env import server
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     evaluation.add_argument("--seed", type=int, default=1)
     _task_options(evaluation)
     evaluation.set_defaults(go=_eval)
+
+    serving = commands.add_parser("serve", help="serve an environment over WebSockets: calculator, guess, or your own")
+    server.add_arguments(serving)
+    serving.set_defaults(go=server.main)
 
     args = parser.parse_args(argv)
     try:

@@ -95,17 +95,18 @@ def sabotage(sampler, fault: str):
     mask_bias, draw_mixed, ended = engines.mask_bias, scheduler.draw_mixed, scheduler.Rows.ended
 
     def earlier(tokens, start, last, cache, window):
-        return forward(tokens, start - (tokens.shape[1] == 1), last, cache, window)
+        return forward(tokens, start - int(tokens.shape[1] == 1), last, cache, window)
 
     def one_more(positions, *rest):
-        return mask_bias(positions + (positions.shape[1] == 1), *rest)
+        return mask_bias(positions + int(positions.shape[1] == 1), *rest)
 
     def everything(positions, *rest):
         bias = mask_bias(positions, *rest)
         return torch.zeros_like(bias) if positions.shape[1] == 1 else bias
 
     def deaf(rows, *rest):
-        return {i: reason for i, reason in ended(rows, *rest).items() if reason != "eos"}
+        found = ended(rows, *rest)
+        return {i: reason for i, reason in found.items() if reason != "eos" or rows.count[i] >= rows.limit[i]}
 
     def mislabelled(*args):
         drawn = draw_mixed(*args)

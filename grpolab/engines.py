@@ -64,8 +64,7 @@ class SlotCache:
         return SlotCache(fresh, self.times)
 
     def put(self, slots: torch.Tensor, source: SlotCache, rows: torch.Tensor, width: int) -> None:
-        """Copy the first `width` positions (as far as both reach) of the source's rows (m,) into these slots (m,)."""
-        width = min(width, self.width, source.width)
+        """Copy the first `width` positions of the source's rows (m,) into these slots (m,)."""
         for to, of, time in zip(self.tensors, source.tensors, self.times):
             to.narrow(time, 0, width)[..., slots, :, :, :] = of.narrow(time, 0, width)[..., rows, :, :, :]
 
@@ -499,35 +498,56 @@ def choose_engine(model, engine: str = "auto", single: bool = False):
 def disagreement(engine, model) -> str | None:
     """None when prompts of 3 lengths and 3 ragged steps give the logits of the model's own uncached forward.
 
-    fp32: to 1e-4 of the largest logit. Lower precision: mean |difference of logps| within twice what the model's own
-    cache differs by, or a thousandth of the logits' spread: there is no right order of rounding.
+    fp32: to 1e-4 of the largest logit. Lower precision: mean |difference of logps| within twice what the model differs
+    from itself by, with its own cache or its other attention, since there is no one right order of rounding.
     """
     lengths, steps = _probe_lengths(model), 3
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, engine.vocab, (len(lengths), max(lengths) + steps), generator=generator).to(engine.device)
     with _evaluating(model):
         ours = cached_logits(engine, ids, lengths, steps)
-        own, cached = [], []
-        for row, length in zip(ids, lengths):
-            whole = row[None, : length + steps]
-            own.append(model(whole, use_cache=False).logits[0, length - 1:].float())
-            if engine.dtype != torch.float32:
-                past = model(whole[:, :length], use_cache=True)
-                parts = [past.logits[0, -1:]]
-                for t in range(length, length + steps):
-                    past = model(whole[:, t: t + 1], past_key_values=past.past_key_values, use_cache=True)
-                    parts.append(past.logits[0])
-                cached.append(torch.cat(parts).float())
-    own = torch.stack(own)
+        own = _own_logits(model, ids, lengths, steps)
     if not bool(torch.isfinite(own).all()):
         return None  # a broken policy says nothing about the engine; its rollouts report it
     worst, bound = float((ours - own).abs().max()), 1e-4 * float(own.abs().max())
     if engine.dtype == torch.float32:
         return None if worst <= bound else f"logits differ by {worst:.2e}, bound {bound:.2e}"
-    mean = float((ours.log_softmax(-1) - own.log_softmax(-1)).abs().mean())
-    floor = float((torch.stack(cached).log_softmax(-1) - own.log_softmax(-1)).abs().mean())
-    bound = 2 * floor + 2**-10 * float(own.std())
+    with _evaluating(model):
+        others = [_own_cached_logits(model, ids, lengths, steps)]
+        with _other_attention(model):
+            others.append(_own_logits(model, ids, lengths, steps))
+    mean, *floors = (float((o.log_softmax(-1) - own.log_softmax(-1)).abs().mean()) for o in (ours, *others))
+    bound = 2 * max(floors)
     return None if mean <= bound else f"logps differ by {mean:.2e} on average, bound {bound:.2e}"
+
+
+def _own_logits(model, ids, lengths, steps) -> torch.Tensor:
+    """The model's forward without a cache, a row at a time: logits (n, steps + 1, V) after the last positions."""
+    whole = [model(row[None, : length + steps], use_cache=False).logits[0] for row, length in zip(ids, lengths)]
+    return torch.stack([logits[-steps - 1:] for logits in whole]).float()
+
+
+def _own_cached_logits(model, ids, lengths, steps) -> torch.Tensor:
+    rows = []
+    for row, length in zip(ids, lengths):
+        out = model(row[None, :length], use_cache=True)
+        parts = [out.logits[0, -1:]]
+        for t in range(length, length + steps):
+            out = model(row[None, t: t + 1], past_key_values=out.past_key_values, use_cache=True)
+            parts.append(out.logits[0])
+        rows.append(torch.cat(parts))
+    return torch.stack(rows).float()
+
+
+@contextmanager
+def _other_attention(model):
+    """The same model with eager attention in place of sdpa, or the reverse, for the while."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if own == "eager" and model._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
 
 
 def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> torch.Tensor:

@@ -117,8 +117,6 @@ class _ChunkedLogps(torch.autograd.Function):
                 if wants_bias:
                     grad_bias += d.sum(0)
                 del d
-        grad_head = grad_head.to(head.dtype) if wants_head else None
-        grad_bias = grad_bias.to(bias.dtype) if wants_bias else None
         return grad_hidden, grad_head, grad_bias, None, None, None, None
 
 
@@ -222,7 +220,7 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
         raise ValueError(f"label_smoothing is in [0, 0.5) and for kind 'sigmoid', got {label_smoothing} with {kind!r}")
     lengths = () if lengths is None else lengths
     _check_pairs(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, *lengths)
-    chosen, rejected = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
+    chosen, rejected = chosen_logps - ref_chosen_logps.detach(), rejected_logps - ref_rejected_logps.detach()
     if len(lengths):
         if any(bool((n < 1).any()) for n in lengths):
             raise ValueError("lengths must be at least 1: drop the pairs with an empty completion")
@@ -238,7 +236,7 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
         x = (1 - beta * delta).clamp(min=0)
     else:
         raise ValueError(f"kind must be 'sigmoid', 'ipo' or 'hinge', got {kind!r}")
-    return _pair_loss(denominator, dpo_loss=x, accuracy=(delta > 0).to(x), margin=beta * delta,
+    return _pair_loss(denominator, dpo_loss=x, accuracy=delta > 0, margin=beta * delta,
                       reward_chosen=beta * chosen, reward_rejected=beta * rejected,
                       logps_chosen=chosen_logps, logps_rejected=rejected_logps)
 
@@ -252,7 +250,7 @@ def bradley_terry_loss(chosen_rewards, rejected_rewards, *, denominator, margin=
     _check_pairs(chosen_rewards, rejected_rewards, *([margin] if isinstance(margin, Tensor) else []))
     gap = chosen_rewards - rejected_rewards
     x = -F.logsigmoid(gap - margin) + centering * (chosen_rewards + rejected_rewards) ** 2
-    return _pair_loss(denominator, bradley_terry_loss=x, accuracy=(gap > 0).to(x), margin=gap,
+    return _pair_loss(denominator, bradley_terry_loss=x, accuracy=gap > 0, margin=gap,
                       reward_chosen=chosen_rewards, reward_rejected=rejected_rewards)
 
 
@@ -295,14 +293,14 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, aggregation=
         raise ValueError(f"sampler_cap must be at least 1, or it shrinks the on-policy tokens too, got {sampler_cap}")
     if advantages.shape not in (mask.shape[:1], mask.shape):
         raise ValueError(f"advantages must be (N,) or (N, T) for N, T = {tuple(mask.shape)}: {tuple(advantages.shape)}")
-    a = advantages if advantages.dim() == 2 else advantages[:, None].expand(mask.shape)
-    logps, old_logps, a = _fill(logps, keep), _fill(old_logps, keep), _fill(a, keep).to(logps.dtype)
+    a = _fill(advantages if advantages.dim() == 2 else advantages[:, None], keep)
+    logps, old_logps = _fill(logps, keep), _fill(old_logps, keep).detach()
     if not bool(a.isfinite().all()):
         raise ValueError("advantages of kept tokens must be finite: give 0 to rollouts whose reward abstains")
 
     log_ratio = logps - old_logps
     if ratio == "sequence":
-        log_ratio = (log_ratio.sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp(min=1)).expand(mask.shape)
+        log_ratio = log_ratio.sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp(min=1)
     elif ratio != "token":
         raise ValueError(f"ratio must be 'token' or 'sequence', got {ratio!r}")
     r = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -316,13 +314,13 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, aggregation=
     else:
         raise ValueError(f"objective must be 'ppo' or 'cispo', got {objective!r}")
 
-    sampled = old_logps if sampler_logps is None else _fill(sampler_logps, keep)
+    sampled = old_logps if sampler_logps is None else _fill(sampler_logps, keep).detach()
     means = {"ratio": r, "clip_low": (r < 1 - low) & (a < 0), "clip_high": (r > 1 + high) & (a > 0),
              "logp_diff": (logps - sampled).abs()}
     if dual_clip is not None:
         means["clip_dual"] = (r > dual_clip) & (a < 0)
     if sampler_logps is not None:
-        log_weight = (old_logps - sampled).detach()
+        log_weight = old_logps - sampled
         means["sampler_weight"] = log_weight.clamp(max=math.log(sampler_cap)).exp()
         means["sampler_capped"] = log_weight > math.log(sampler_cap)
         x = x * means["sampler_weight"]
@@ -356,9 +354,9 @@ def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logp
     """
     keep = _keep(mask, logps, ref_logps, *([] if old_logps is None else [old_logps]))
     logps = _fill(logps, keep)
-    kl = x = kl_estimate(logps, _fill(ref_logps, keep), "k3" if kind == "unbiased" else kind)
+    kl = x = kl_estimate(logps, _fill(ref_logps, keep).detach(), "k3" if kind == "unbiased" else kind)
     if kind == "unbiased":
-        log_ratio = logps - (logps.detach() if old_logps is None else _fill(old_logps, keep))
+        log_ratio = logps - (logps if old_logps is None else _fill(old_logps, keep)).detach()
         x = kl * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss, kl = (aggregate(v, keep, denominator=denominator, aggregation=aggregation) for v in (x, kl.detach()))
     return loss, {"kl": kl}

@@ -103,7 +103,8 @@ def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.d
     model, tokenizer = _load(source, dtype)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
-    return Policy(model.to(target).eval(), tokenizer, name, _eos_ids(model, tokenizer, name))
+    shown = Path(name).name if Path(name).expanduser().is_dir() else name
+    return Policy(model.to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
 
 
 def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
@@ -123,7 +124,9 @@ def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
 
 def _load(source: str, dtype: torch.dtype):
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a bar for the milliseconds of reading a local file; downloads keep theirs
     folder = Path(source).expanduser()
     looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())

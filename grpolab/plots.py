@@ -91,7 +91,7 @@ def rates(table: dict[str, dict[str, object]], *, title: str, ylabel="rate", col
         color = (colors or {}).get(series, [REFERENCE, POLICY, REWARD, WARNING][k % 4])
         ax.bar(x, y, width * 0.92, color=color, yerr=errors, capsize=3, label=series, error_kw={"ecolor": "#333333", "lw": 1})
         for xi, yi, up in zip(x, y, errors[1]):
-            ax.annotate(f"{yi:.0%}", (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9)
+            ax.annotate(f"{yi:.1%}", (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9)
     ax.set_xticks(range(len(categories)), categories)
     ax.set(title=title, ylabel=ylabel, ylim=(0, 1.12))
     if len(table) > 1:

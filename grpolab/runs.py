@@ -76,7 +76,7 @@ class Run:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, step: int, config, model, optimizer) -> Path:
+    def save_checkpoint(self, step: int, config, policy, optimizer) -> Path:
         """Everything the loop needs to go on after `step` steps, under a name of its own; older ones are then dropped.
 
         What a loop draws is a function of (seed, step), so parameters, optimiser and metrics are all there is to keep.
@@ -86,16 +86,18 @@ class Run:
         target = self.folder / f"checkpoint-{step:08d}"
         shutil.rmtree(target, ignore_errors=True)
         with atomic_folder(target) as folder:
-            save_file({k: v.detach().cpu().contiguous() for k, v in model.named_parameters()}, folder / "model.safetensors")
+            weights = {k: v.detach().cpu().contiguous() for k, v in policy.model.named_parameters()}
+            save_file(weights, folder / "model.safetensors")
             tensors, scalars = _split(optimizer.state_dict())
             save_file(tensors, folder / "optimizer.safetensors")
-            state = {"step": step, "config": _plain_config(config), "optimizer": scalars, "metrics": self.metrics}
+            state = {"step": step, "version": policy.version, "config": _plain_config(config)}
+            state |= {"optimizer": scalars, "metrics": self.metrics}
             (folder / "state.json").write_text(json.dumps(state))
         self._drop_checkpoints(keep=target)
         return target
 
-    def load_checkpoint(self, config, model, optimizer) -> int:
-        """Go on from the newest checkpoint of the same configuration: restores model, optimiser and metrics and returns
+    def load_checkpoint(self, config, policy, optimizer) -> int:
+        """Go on from the newest checkpoint of the same configuration: restores policy, optimiser and metrics and returns
         the number of steps done; 0 when there is none. One of another configuration is dropped. Raises ValueError for a
         damaged one."""
         from safetensors.torch import load_file
@@ -113,12 +115,13 @@ class Run:
             tensors = load_file(newest / "optimizer.safetensors")
             optimizer.load_state_dict(_join(tensors, state["optimizer"]))
             with torch.no_grad():
-                for name, parameter in model.named_parameters():
+                for name, parameter in policy.model.named_parameters():
                     parameter.copy_(weights[name])
+            policy.version = state["version"]
         except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
         self.metrics = state["metrics"]
-        print(f"going on after step {state['step']} of an interrupted run; delete {self.shown(newest)} to start over")
+        print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
 
     def drop_checkpoint(self) -> None:
@@ -126,7 +129,7 @@ class Run:
         self._drop_checkpoints(keep=None)
 
     def _checkpoints(self) -> list[Path]:
-        return [d for d in self.folder.glob("checkpoint-*") if d.is_dir() and d.name.removeprefix("checkpoint-").isdigit()]
+        return [d for d in self.folder.glob("checkpoint-*") if d.name.removeprefix("checkpoint-").isdigit()]
 
     def _drop_checkpoints(self, keep: Path | None) -> None:
         for folder in self._checkpoints():

@@ -371,7 +371,7 @@ class Scheduler:
         moves = rows.compact(done)
         if moves:
             to, of = (torch.tensor(side, device=self.device) for side in zip(*moves))
-            self.cache.put(to, self.cache, of, int(rows.position[: rows.n].max()) + 1)
+            self.cache.put(to, self.cache, of, int(rows.position[: rows.n].max()))
 
 
 class Owner:

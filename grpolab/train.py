@@ -45,7 +45,7 @@ class Optimisation:
     schedule: str = "constant"
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    token_budget: int = 16384
+    token_budget: int = 8192
     save_every: int = 20
     seed: int = 0
 
@@ -127,7 +127,7 @@ def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, wit
     hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention).flatten(0, 1)
     at, target = layout.predictor.to(hidden.device), layout.target.to(hidden.device)
     options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
-    values = losses.target_logps(hidden[at], targets=target, **options)
+    values = losses.target_logps(hidden.index_select(0, at), targets=target, **options)
     place = (layout.row.to(hidden.device), layout.column.to(hidden.device))
     return tuple(None if v is None else v.new_zeros(shape).index_put(place, v) for v in values)
 
@@ -165,8 +165,7 @@ async def _loop(policy: Policy, config: Optimisation, run: Run | None, one_step)
     optimizer = make_optimizer(policy, config)
     first = 0
     if run is not None:
-        first = await in_thread(policy, lambda: run.load_checkpoint(config, policy.model, optimizer))
-        policy.version += first
+        first = await in_thread(policy, lambda: run.load_checkpoint(config, policy, optimizer))
         run.metrics = run.metrics[:first]
     for step in range(first, config.steps):
         row = {"step": step} | await one_step(step, optimizer)
@@ -174,7 +173,7 @@ async def _loop(policy: Policy, config: Optimisation, run: Run | None, one_step)
             run.log(row)
             if (step + 1) % config.save_every == 0 and step + 1 < config.steps:
                 saved = step + 1
-                await in_thread(policy, lambda: run.save_checkpoint(saved, config, policy.model, optimizer))  # noqa: B023
+                await in_thread(policy, lambda: run.save_checkpoint(saved, config, policy, optimizer))  # noqa: B023
         yield row
     if run is not None:
         run.drop_checkpoint()
@@ -255,7 +254,7 @@ class GRPOConfig(Optimisation):
     clip_eps: tuple[float, float] = (0.2, 0.2)
     kl_coef: float = 0.0
     kl_kind: str = "unbiased"
-    row_width: int = 256
+    row_width: int = 512
 
     def __post_init__(self):
         super().__post_init__()

@@ -97,7 +97,8 @@ def group_coefficients(p, kind, size):
     return torch.zeros(len(ROWS), dtype=p.dtype).index_add(0, groups.flatten(), weighted.flatten())
 
 
-def test_group_baselines_scale_the_true_gradient_by_g_minus_one_over_g_and_leave_one_out_does_not():
+def test_group_baselines_scale_the_true_gradient_and_leave_one_out_does_not():
+    """r - mean of the group has (G - 1) / G of the true gradient: the mean contains the rollout itself."""
     theta = table(0)
     p = probabilities(theta).detach()
     true = grad((probabilities(theta) * REWARDS).sum(), theta)

@@ -1,0 +1,192 @@
+"""Static checks of every notebook (they are executed by nbval), and the runner on small notebooks."""
+
+import ast
+import json
+import re
+
+import nbformat
+import pytest
+
+from grpolab import notebooks
+from grpolab.__main__ import _literal, main
+from grpolab.runs import repository
+
+SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(params=SERIES, ids=[p.stem for p in SERIES])
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(path):
+    return nbformat.read(path, as_version=4)
+
+
+def tagged(notebook, tag):
+    return [c for c in notebook.cells if tag in c.metadata.get("tags", [])]
+
+
+def code(notebook):
+    return [c for c in notebook.cells if c.cell_type == "code"]
+
+
+def test_there_is_a_series():
+    assert [p.stem for p in SERIES][0] == "01_sft"
+
+
+def test_it_is_valid_and_light(path, notebook):
+    nbformat.validate(notebook)
+    assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem)
+    assert path.stat().st_size < 500_000
+
+
+def test_it_is_stored_executed_in_order_without_errors(notebook):
+    cells = [c for c in code(notebook) if c.source.strip()]
+    assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
+    outputs = [o for c in cells for o in c.outputs]
+    assert not [o for o in outputs if o.output_type == "error" or (o.output_type == "stream" and o.name == "stderr")]
+    assert [o for o in outputs if "image/png" in o.get("data", {})]
+
+
+def test_the_stored_gate_passed(notebook):
+    (gate,) = tagged(notebook, "gate")
+    assert "passed" in json.dumps(gate.outputs) and "FAILED" not in json.dumps(gate.outputs)
+    assert code(notebook).index(gate) == len(code(notebook)) - 2  # after it only what saves
+
+
+def test_one_parameters_cell_of_literals(notebook):
+    (cell,) = tagged(notebook, "parameters")
+    for statement in ast.parse(cell.source).body:
+        assert isinstance(statement, ast.AnnAssign)
+        ast.literal_eval(statement.value)
+    assert all("#@param" in line for line in cell.source.splitlines())
+
+
+def test_title_and_badge_name_the_file(path, notebook):
+    first = notebook.cells[0].source
+    assert f"/blob/main/notebooks/{path.name})" in first
+    number, words = path.stem.split("_", 1)
+    (title,) = re.findall(r"^# (.*)$", first, flags=re.M)
+    assert title.lower().replace(" ", "_").replace("-", "_") == f"{number}_·_{words}"
+
+
+def test_the_kernel_is_the_plain_one(notebook):
+    assert notebook.metadata.kernelspec == {"display_name": "Python 3", "language": "python", "name": "python3"}
+    assert "papermill" not in notebook.metadata
+
+
+def test_cells_are_short(notebook):
+    lengths = sorted(len(c.source.splitlines()) for c in code(notebook))
+    assert lengths[-1] <= 40
+    assert lengths[len(lengths) // 2] <= 15
+
+
+def test_nothing_belongs_to_one_machine(notebook):
+    text = json.dumps(notebook)
+    assert not re.search(r"(?<![\w.:/<])/(home|root|Users|tmp|work|mnt|content)/", text)
+    source = "\n".join(c.source for c in code(notebook))
+    assert "asyncio.run" not in source and "nest_asyncio" not in source
+
+
+def test_links_lead_somewhere(path, notebook):
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            for link in re.findall(r"\]\((?!http)([^)#]+)\)", cell.source):
+                assert (path.parent / link).exists(), link
+
+
+# --- the runner -------------------------------------------------------------------------------------------------------
+
+
+def small(source: str) -> dict:
+    parameters = nbformat.v4.new_code_cell('model: str = "tiny"\nn: int = 1', metadata={"tags": ["parameters"]})
+    notebook = nbformat.v4.new_notebook(cells=[parameters, nbformat.v4.new_code_cell(source)])
+    notebook.metadata.kernelspec = {"display_name": "x", "language": "python", "name": "python3"}
+    return notebook
+
+
+GATE = """from grpolab.gate import gate
+from grpolab.runs import Run
+with gate("x", Run("{name}", model).folder) as g:
+    g.equal("n", n, 1)"""
+
+
+@pytest.fixture
+def series(tmp_path, monkeypatch):
+    folder = tmp_path / "a folder with spaces" / "notebooks"
+    folder.mkdir(parents=True)
+    nbformat.write(small(GATE.format(name="01_fine")), folder / "01_fine.ipynb")
+    nbformat.write(small(GATE.format(name="02_other")), folder / "02_other.ipynb")
+    monkeypatch.chdir(folder.parent)
+    return folder
+
+
+def test_the_series_runs_and_reports(series, capsys):
+    assert notebooks.run_series([], {}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [["01_fine", "gate", "passed"], ["02_other", "gate", "passed"]]
+    assert (series.parent / "runs" / "01_fine" / "tiny" / "01_fine.ipynb").exists()
+
+
+def test_a_failing_gate_fails_the_command_and_keeps_the_log(series, capsys):
+    assert main(["run", "2", "-p", "n", "2"]) == 1
+    assert "gate FAILED" in capsys.readouterr().out
+    log = series.parent / "runs" / "02_other" / "tiny" / "02_other.ipynb"
+    assert "GateError" in log.read_text()
+
+
+def test_a_stale_gate_does_not_pass_a_notebook_that_breaks(series, capsys):
+    assert notebooks.run_series(["01"], {}) == 0
+    nbformat.write(small("1 / 0"), series / "01_fine.ipynb")
+    assert notebooks.run_series(["01"], {}) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_store_puts_the_executed_notebook_in_place(series):
+    source = "import sys; print('seen', file=sys.stderr)\n" + GATE.format(name="01_fine")
+    nbformat.write(small(source), series / "01_fine.ipynb")
+    assert notebooks.run_series(["01"], {}, store=True) == 0
+    stored = nbformat.read(series / "01_fine.ipynb", as_version=4)
+    assert [c.execution_count for c in stored.cells] == [1, 2]
+    assert "papermill" not in json.dumps(stored) and not stored.cells[1].outputs[0].get("name") == "stderr"
+
+
+def test_unknown_notebooks_and_parameters_are_refused(series, capsys):
+    assert main(["run", "07"]) == 1 and "there are 01, 02" in capsys.readouterr().err
+    assert main(["run", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capsys.readouterr().err
+
+
+def test_from_elsewhere_the_installed_copy_is_run(series, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert [p.name for p in notebooks.find(["01"])] == ["01_sft.ipynb"]
+    monkeypatch.setattr(notebooks, "__file__", str(series.parent / "grpolab" / "notebooks.py"))
+    assert main(["run"]) == 0 and (series.parent / "runs" / "02_other" / "tiny" / "results.json").exists()
+    monkeypatch.setattr(notebooks, "__file__", str(tmp_path / "site-packages" / "grpolab" / "notebooks.py"))
+    assert main(["run"]) == 1 and "inside a copy of the grpolab repository" in capsys.readouterr().err
+
+
+LITERALS = [("3", 3), ("1e-4", 1e-4), ("True", True), ("smollm2-135m", "smollm2-135m"), ("a/b", "a/b")]
+
+
+@pytest.mark.parametrize(("text", "value"), LITERALS)
+def test_parameters_are_read_as_literals(text, value):
+    assert _literal(text) == value
+
+
+def test_the_conda_environment_agrees_with_the_lock():
+    yaml = pytest.importorskip("yaml")
+    locked = dict(line.split("==") for line in (repository() / "requirements.lock").read_text().splitlines() if "==" in line)
+    names = {k.lower().replace("_", "-"): v for k, v in locked.items()}
+    content = yaml.safe_load((repository() / "environment.yml").read_text())
+    (pip,) = [d["pip"] for d in content["dependencies"] if isinstance(d, dict)]
+    pinned = dict(p.split("==") for p in pip if "==" in p)
+    assert {k: names[k.lower().replace("_", "-")] for k in pinned} == pinned
+    import tomllib
+
+    project = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name != "interop"]
+    wanted = sum(extras, project["dependencies"])
+    direct = {re.split(r"[><=\[; ]", d)[0].lower().replace("_", "-") for d in wanted}
+    assert direct == {k.lower().replace("_", "-") for k in pinned}

