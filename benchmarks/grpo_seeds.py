@@ -1,0 +1,36 @@
+"""Does the GRPO recipe of notebook 04 learn reliably? Runs the notebook once a seed and records its measurements.
+
+    python benchmarks/grpo_seeds.py 0 1 2         # about five minutes a seed; writes benchmarks/results/grpo_seeds.json
+
+A seed changes what is sampled and in which order questions are asked; the questions and the SFT policy stay the same.
+Seeds that the file already holds are kept, so it can be filled in several goes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from grpolab.files import atomic_write
+from grpolab.notebooks import run_series
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "grpo_seeds.json"
+KEPT = ("exact_before", "exact_after", "gain", "sampled_before", "sampled_after", "gain_sampled", "doomed", "seconds")
+
+
+def main(seeds: list[str]) -> int:
+    table = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    failed = 0
+    for seed in seeds or ["0", "1", "2"]:
+        failed += run_series(["04"], {"seed": int(seed)})
+        found = json.loads((HERE.parent / "runs" / "04_grpo" / "tiny" / "results.json").read_text())
+        (overfit,) = [c["measured"] for c in found["checks"] if c["name"].startswith("overfit")]
+        row = {"passed": found["passed"], "overfit_reward": overfit} | {k: found["values"][k] for k in KEPT}
+        table[seed] = row
+        atomic_write(RESULTS, json.dumps(dict(sorted(table.items())), indent=2) + "\n")
+        print(seed, row, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
