@@ -52,6 +52,21 @@ def prompt_ids(tokenizer, messages: str | Sequence[Message]) -> list[int]:
     return _encode(tokenizer, _render(tokenizer, messages, reply=True))
 
 
+def observation_ids(tokenizer, content: str) -> list[int]:
+    """Token ids between the end token of an assistant turn and the next assistant turn, with `content` said in between.
+
+    Said as a user turn, and tokenised on its own, so that nothing the policy wrote is tokenised again. Raises ValueError
+    for a template that rewrites earlier turns: under it no single token sequence stands for the conversation.
+    """
+    asked, end = [*user("a"), {"role": "assistant", "content": "b"}], tokenizer.eos_token
+    answered = _render(tokenizer, asked, reply=False)
+    head = answered[: answered.rfind(end) + len(end)]
+    whole = _render(tokenizer, [*asked, *user(content)], reply=True)
+    if end not in answered or not whole.startswith(head):
+        raise ValueError("the chat template rewrites earlier turns when a new one is added; use one that only appends")
+    return _encode(tokenizer, whole[len(head) :])
+
+
 def encode_chat(tokenizer, messages: Sequence[Message]) -> Example:
     """A whole conversation as token ids and mask; every assistant turn is supervised, its end token included.
 

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 
 from grpolab.files import atomic_write
-from grpolab.runs import repository, runs_folder
+from grpolab.runs import repository
 
 
 def find(numbers: list[str]) -> list[Path]:
     """The notebooks with these numbers (all for none), in order; raises ValueError for a number that does not exist."""
-    folder = repository() / "notebooks"
+    here, home = repository(), Path(__file__).parent.parent  # called from elsewhere: the copy that is installed
+    folder = (here if (here / "notebooks").is_dir() else home) / "notebooks"
     series = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     if not series:
         raise ValueError(f"there are no notebooks in {folder}: run this inside a copy of the grpolab repository")
@@ -40,7 +41,8 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
     for path in notebooks:
         own = {name: value for name, value in parameters.items() if name in known[path]}
         model = str(own.get("model", known[path].get("model", {}).get("default", "tiny"))).strip("'\"")
-        folder = runs_folder() / path.stem / model.replace("/", "--")
+        home = path.parent.parent
+        folder = home / "runs" / path.stem / model.replace("/", "--")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").unlink(missing_ok=True)
         output = folder / path.name
@@ -48,14 +50,14 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
         error = _execute(path, output, own)
         verdict = _verdict(folder, error)
         failed += verdict != "gate passed"
-        shown = output.relative_to(repository())
-        print(f"{path.stem:16} {verdict:12} {(time.monotonic() - began) / 60:5.1f} min   {shown}", flush=True)
+        minutes = (time.monotonic() - began) / 60
+        print(f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}", flush=True)
         if error:
             print(f"    {error}", flush=True)
         elif store and verdict == "gate passed":
             atomic_write(path, json.dumps(clean(json.loads(output.read_text())), indent=1, ensure_ascii=False) + "\n")
             for figure in (folder / "figures").glob("*.png"):
-                atomic_write(repository() / "figures" / f"{path.stem}_{figure.name}", figure.read_bytes())
+                atomic_write(home / "figures" / f"{path.stem}_{figure.name}", figure.read_bytes())
     return 1 if failed else 0
 
 

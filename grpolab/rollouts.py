@@ -131,7 +131,7 @@ def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -
             positions[r, span] = torch.arange(p, p + len(tokens))
             chosen = torch.tensor(rollouts[i].mask).nonzero().squeeze(1)
             before = torch.where(chosen == 0, p - 1, at + chosen - 1)
-            target = torch.tensor(tokens)[chosen]
+            target = torch.tensor(tokens, dtype=torch.long)[chosen]  # also where there are none
             places.append(torch.stack([before + r * length, target, torch.full_like(chosen, i), chosen]))
             at += len(tokens)
     attention = None

@@ -262,3 +262,18 @@ def test_a_hung_step_gets_its_backend_killed_which_frees_the_thread():
             assert server.status()["backends"]["generations"] == [2]
 
     asyncio.run(main())
+
+
+def test_an_environment_that_does_not_close_in_order_poisons_its_backend():
+    class Breaks(StoreEnv):
+        def close(self):
+            super().close()
+            raise OSError("left a mess")
+
+    async def main():
+        async with serve(Breaks, max_sessions=1, backends=BackendPool(store, 1)) as server:
+            for generation in (1, 2, 3):
+                async with EnvSession(server.url):
+                    assert server.status()["backends"]["generations"] == [generation]
+
+    asyncio.run(main())

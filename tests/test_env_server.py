@@ -112,6 +112,42 @@ def test_close_waits_for_the_environment_and_the_slot_is_free_when_it_returns():
     run(main())
 
 
+def test_a_slot_is_held_until_the_environment_of_a_dropped_connection_has_closed():
+    async def main():
+        EchoEnv.close_seconds = 0.3
+        async with serve(EchoEnv, max_sessions=1) as server:
+            session = EnvSession(server.url)
+            await session.connect()
+            session._socket.transport.abort()
+            await asyncio.sleep(0.1)
+            assert server.status()["sessions"] == 1 == EchoEnv.live
+            with pytest.raises(CapacityError):
+                await EnvSession(server.url).connect()
+            await eventually(lambda: server.status()["sessions"] == 0, 2)
+            assert EchoEnv.live == 0 and EchoEnv.most == 1
+
+    run(main())
+
+
+def test_a_cancelled_connect_has_said_goodbye_when_it_raises():
+    def slow():
+        time.sleep(0.2)
+        return EchoEnv()
+
+    async def main():
+        async with serve(slow, max_sessions=1) as server:
+            for after in (0.0, 0.001, 0.005, 0.1):
+                connecting = asyncio.create_task(EnvSession(server.url).connect())
+                await asyncio.sleep(after)
+                connecting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await connecting
+                assert server.status()["sessions"] == 0 == EchoEnv.live
+            assert server.status()["opened"] >= 1
+
+    run(main())
+
+
 @pytest.mark.parametrize("env", [EchoEnv, AsyncEchoEnv])
 def test_an_environment_that_raises_keeps_its_session(env):
     async def main():

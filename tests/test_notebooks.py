@@ -153,10 +153,17 @@ def test_store_puts_the_executed_notebook_in_place(series):
     assert "papermill" not in json.dumps(stored) and not stored.cells[1].outputs[0].get("name") == "stderr"
 
 
-def test_unknown_notebooks_and_parameters_are_refused(series, tmp_path, monkeypatch, capsys):
+def test_unknown_notebooks_and_parameters_are_refused(series, capsys):
     assert main(["run", "07"]) == 1 and "there are 01, 02" in capsys.readouterr().err
     assert main(["run", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capsys.readouterr().err
+
+
+def test_from_elsewhere_the_installed_copy_is_run(series, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    assert [p.name for p in notebooks.find(["01"])] == ["01_sft.ipynb"]
+    monkeypatch.setattr(notebooks, "__file__", str(series.parent / "grpolab" / "notebooks.py"))
+    assert main(["run"]) == 0 and (series.parent / "runs" / "02_other" / "tiny" / "results.json").exists()
+    monkeypatch.setattr(notebooks, "__file__", str(tmp_path / "site-packages" / "grpolab" / "notebooks.py"))
     assert main(["run"]) == 1 and "inside a copy of the grpolab repository" in capsys.readouterr().err
 
 

@@ -291,6 +291,37 @@ def test_a_save_that_fails_keeps_the_last_checkpoint(tiny, tmp_path, monkeypatch
     assert [p.name for p in run.folder.iterdir()] == ["checkpoint-00000002"]
 
 
+def test_a_cancelled_step_leaves_a_policy_that_goes_on(tiny, tmp_path):
+    """An interrupt in the middle of a step: the await ends at once, nothing is left running, and the next call goes on."""
+    config = dataclasses.replace(FAST, steps=6, save_every=2)
+
+    async def interrupted(policy, run):
+        rows = []
+
+        async def consume():
+            async for row in grpo(policy, None, PROBLEMS, config, reward=digits, run=run):
+                rows.append(row)
+
+        task = asyncio.create_task(consume())
+        while len(rows) < 3:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)  # inside the fourth step
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        assert not others
+
+    whole, cut = fresh(tiny), fresh(tiny)
+    one = Run("whole", root=tmp_path)
+    collect(grpo(whole, None, PROBLEMS, config, reward=digits, run=one))
+    asyncio.run(interrupted(cut, Run("cut", root=tmp_path)))
+    resumed = Run("cut", root=tmp_path)
+    collect(grpo(cut, None, PROBLEMS, config, reward=digits, run=resumed))  # the same policy object, as in a notebook
+    assert torch.equal(flat(whole), flat(cut))
+    assert untimed(one.metrics) == untimed(resumed.metrics)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 

@@ -116,16 +116,21 @@ class InvalidRequest(Exception):
 
 def dumps(message: dict) -> str:
     """JSON text of a message. NaN and infinities are refused (ValueError): no other JSON reader need accept them."""
-    return json.dumps(message, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(message)
+
+
+def loads(text: str) -> Any:
+    """Parsed JSON; raises ValueError also for NaN and Infinity."""
+    return _DECODER.decode(text)
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def loads(text: str) -> Any:
-    """Parsed JSON; raises ValueError also for NaN and Infinity."""
-    return json.loads(text, parse_constant=_no_constant)
+# Made once: json.dumps and json.loads with options make a new one for each message.
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 # Requests. "data" of a reset is its options, of a step the action itself; state and close have none.

@@ -1,0 +1,39 @@
+"""The command line, in this process and in one of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+from grpolab.__main__ import main
+from grpolab.arithmetic import read_jsonl
+
+
+def test_data_writes_disjoint_files(tmp_path, capsys):
+    assert main(["data", "--train", "30", "--eval", "6", "--out", str(tmp_path / "x")]) == 0
+    train, held_out = (read_jsonl(tmp_path / "x" / f"{name}.jsonl") for name in ("train", "eval"))
+    assert (len(train), len(held_out)) == (30, 6) and not set(train) & set(held_out)
+    assert "30 problems" in capsys.readouterr().out
+
+
+def test_a_saturating_request_is_refused_and_writes_nothing(tmp_path, capsys):
+    assert main(["data", "--ops", "*", "--max-factor", "9", "--train", "90", "--eval", "0", "--out", str(tmp_path / "x")]) == 1
+    assert "at most 4/5" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_eval_prints_rates_with_intervals(capsys):
+    assert main(["eval", "tiny", "--ops", "+-", "--max-operand", "9", "--questions", "5", "--samples", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "greedy" in out and "2 samples" in out and "0.0% [0.0%, 43.4%]" in out
+
+
+def test_an_unknown_model_is_an_error_not_a_traceback(monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["eval", "./nothing/here"]) == 1
+    assert "grpolab: './nothing/here' has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "data", "eval", "serve"])
+def test_every_command_explains_itself(command):
+    done = subprocess.run([sys.executable, "-m", "grpolab", command, "-h"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and f"usage: grpolab {command}" in done.stdout
