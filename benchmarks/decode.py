@@ -6,7 +6,7 @@ Sampling at T = 1 with logps, prefill included, end tokens off, the same prompts
 within each round, so that drift hits both; a claim rests on the worst round's ratio. Set-up is timed apart, and so is a
 warm-up call. generate() gets its best batching: num_return_sequences for groups; for spread lengths the better of two
 batch sizes, in order of arrival (its caller cannot know the lengths), and once more sorted by true length, as an oracle.
-`--scale` below 1 shortens the SmolLM2 workloads for busy machines. Writes benchmarks/decode.json.
+`--scale` below 1 shrinks the spread workload (rollouts, mean and cap) for slow machines. Writes benchmarks/decode.json.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def geometric_lengths(n: int, mean: float, cap: int, seed: int = 0) -> list[int]
 def workloads(model: str, vocab: int, scale: float) -> dict:
     """name -> (prompts, group_size, new tokens of every rollout or a list of them, slots)."""
     tiny = model == "tiny"
-    new = 64 if tiny else max(8, int(64 * scale))
-    rollouts, mean, cap = (256, 64, 512 - 41) if tiny else (max(32, int(256 * scale)), max(8, int(64 * scale)), 512)
-    lengths = [min(cap, n) for n in geometric_lengths(rollouts, mean, cap)]
+    new, rollouts, mean, cap = 64, max(32, int(256 * scale)), max(8, int(64 * scale)), int(512 * scale)
+    lengths = geometric_lengths(rollouts, mean, min(cap, 512 - 41) if tiny else cap)  # tiny: all that its context holds
     return {
         "single": (random_prompts(1, 40, vocab), 1, new, 1),
         "fixed": (random_prompts(64 if tiny else 32, 40, vocab), 1, new, None),

@@ -95,7 +95,7 @@ def sabotage(sampler, fault: str):
     mask_bias, draw_mixed, ended = engines.mask_bias, scheduler.draw_mixed, scheduler.Rows.ended
 
     def earlier(tokens, start, last, cache, window):
-        return forward(tokens, start - int(tokens.shape[1] == 1), last, cache, window)
+        return forward(tokens, (start - int(tokens.shape[1] == 1)).clamp(min=0), last, cache, window)
 
     def one_more(positions, *rest):
         return mask_bias(positions + int(positions.shape[1] == 1), *rest)
