@@ -284,11 +284,12 @@ class LlamaEngine:
         self.layers, self.fp32 = list(base.layers), weight.dtype == torch.float32
         self.q_heads, self.heads = config.num_attention_heads, config.num_key_value_heads
         self.size = self.layers[0].self_attn.head_dim
-        self.groups, self.eps = self.q_heads // self.heads, base.norm.variance_epsilon
+        self.groups = self.q_heads // self.heads
+        self.eps = torch.tensor(base.norm.variance_epsilon, device=self.device)
         self.scaling = self.layers[0].self_attn.scaling
         self.normed = hasattr(self.layers[0].self_attn, "q_norm")
         self.halves = torch.arange(self.size, device=self.device).view(2, -1).t().reshape(-1)  # interleaves them
-        self.table, self._single = None, single
+        self.table, self.origins, self._single = None, {}, single
         self.products = [self._layer_products(layer) for layer in self.layers]
         self.head = self._product([model.lm_head], base.norm)
 
@@ -327,7 +328,9 @@ class LlamaEngine:
         write is padding, masked until real tokens overwrite it. Returns fp32 logits (n, V) after column `last` (n,).
         """
         n, width = tokens.shape
-        positions = start[:, None] + torch.arange(width, device=self.device)
+        positions = start[:, None]
+        if width > 1:
+            positions = positions + torch.arange(width, device=self.device)
         rotation = [t[positions.view(-1)] for t in self._rotations(window)]
         bias = mask_bias(positions, window, self.dtype)
         if width == 1:
@@ -361,7 +364,7 @@ class LlamaEngine:
         """RMSNorm; in fp32 without the weight, which the next product carries."""
         if self.fp32:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return x * length.square_().mul_(1 / x.shape[-1]).add_(self.eps).rsqrt_()
+            return x * torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
         return module.weight * wide.to(x.dtype)
@@ -397,10 +400,11 @@ class LlamaEngine:
     def _step_writer(self, cache: SlotCache, start: torch.Tensor):
         """Writes one key and value a row at its position, through flat indices that all layers share."""
         keys, values = cache.tensors
-        n, width, per_slot = len(start), cache.width, self.heads * self.size
-        to_keys = (torch.arange(n * per_slot, device=self.device).view(n, per_slot) * width + start[:, None]).view(-1)
-        to_values = torch.arange(n * self.heads, device=self.device).view(n, self.heads) * width + start[:, None]
-        to_values = to_values.view(-1)
+        shape = len(start), cache.width
+        if shape not in self.origins:
+            lines = torch.arange(shape[0] * self.heads * self.size, device=self.device) * cache.width
+            self.origins = {shape: (lines.view(shape[0], -1), lines[: shape[0] * self.heads].view(shape[0], -1))}
+        to_keys, to_values = ((origin + start[:, None]).view(-1) for origin in self.origins[shape])
 
         def write(i: int, k: torch.Tensor, v: torch.Tensor) -> None:
             keys[i].view(-1).scatter_(0, to_keys, k.reshape(-1))

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 
+import torch
+
 from grpolab.engines import choose_engine, inexact_share, share_attention
 from grpolab.rollouts import Group, Rollout
 from grpolab.sampling import SamplingParams, fold_seed
@@ -197,6 +199,7 @@ class Sampler:
 
     def _work(self) -> None:
         scheduler = self._scheduler
+        torch.set_num_threads(torch.get_num_threads())  # a new thread would otherwise start with OpenMP's default
         while True:
             with self._wake:
                 if not (scheduler.busy or self._inbox or self._closed):

@@ -24,7 +24,7 @@ from grpolab.sampling import Draw, SamplingParams, draw_mixed, uniforms
 
 PREFILL_PAIRS = 2**22  # query-key pairs in one prefill call: rows times width times window
 PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens
-BUCKET = 32  # prompts are padded to multiples of this, so that a row's width depends on its own length alone
+BUCKET = 8  # prompts are padded to multiples of this, so that a row's width depends on its own length alone
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
 
 

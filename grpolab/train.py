@@ -37,7 +37,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Optimisation:
     """AdamW with linear warm-up, then constant or cosine to zero; `token_budget` is the most tokens (padding counted) in
-    one forward pass, and changes memory and speed but not the gradient."""
+    one forward pass, and changes memory and speed but not the gradient. `autocast` names a lower dtype for the matrix
+    products of the update ("bfloat16"); parameters, logits and losses stay as they are."""
 
     steps: int = 100
     lr: float = 1e-4
@@ -46,12 +47,15 @@ class Optimisation:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     token_budget: int = 8192
+    autocast: str | None = None
     save_every: int = 20
     seed: int = 0
 
     def __post_init__(self):
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
+        if self.autocast not in (None, "bfloat16"):
+            raise ValueError(f"autocast must be None or 'bfloat16' (float16 would need loss scaling), got {self.autocast!r}")
         if self.steps < 1 or self.lr <= 0 or self.token_budget < 1 or self.save_every < 1:
             raise ValueError(f"steps, lr, token_budget and save_every must be positive, got {self}")
 
@@ -101,6 +105,11 @@ def head_of(policy: Policy) -> dict:
     """The output head as `target_logps` and `token_logps` take it."""
     head = policy.model.get_output_embeddings()
     return {"head": head.weight, "bias": getattr(head, "bias", None)}
+
+
+def autocast(policy: Policy, config: Optimisation):
+    """The context of the update's forward passes."""
+    return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.autocast is not None)
 
 
 def masked_logps(policy: Policy, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +232,8 @@ def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) ->
     parts = []
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
         packed = pack(batch[part], config.pack_width, policy.pad_id) if config.pack_width else pad(batch[part], policy.pad_id)
-        logps, mask = masked_logps(policy, packed)
+        with autocast(policy, config):
+            logps, mask = masked_logps(policy, packed)
         loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)
         loss.backward()
         parts.append(metrics)
@@ -346,7 +356,8 @@ def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: tor
     for part in micro_batches(lengths, config.token_budget):
         batch = collate(rollouts[part], a[part])
         layout = lay_out(rollouts[part], width=config.row_width, pad_id=policy.pad_id)
-        loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config)
+        with autocast(policy, config):
+            loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config)
         loss.backward()
         parts.append(metrics)
     return {k: v.item() for k, v in losses.combine(parts).items()}

@@ -241,7 +241,9 @@ def test_cancelling_an_await_frees_its_slots(policy):
             long.cancel()
             async with asyncio.timeout(5):
                 groups = await sampler.sample(ragged_prompts(3), params=SamplingParams(greedy=True, max_new_tokens=10))
-            assert long.cancelled() and sampler._scheduler.rows.n == 0
+                while sampler._scheduler.rows.n:  # the last answer comes a moment before its row is gone
+                    await asyncio.sleep(0.001)
+            assert long.cancelled()
             return groups
 
     groups = asyncio.run(main())
