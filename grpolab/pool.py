@@ -259,7 +259,8 @@ class GrpoPool:
         raise failed  # out here, so that its traceback says what happened and not how it was handled
 
     async def close(self) -> None:
-        """Close every session and wait until the server has freed it, at most `deadlines.close` s. Idempotent."""
+        """Close every session and wait until the server has freed it, at most `deadlines.close` s (one that was lost was
+        cut then, and the server frees it by itself). Idempotent."""
         seats, self.seats = self.seats, []
         await _close_all([seat.session for seat in seats])
 

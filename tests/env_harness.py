@@ -154,9 +154,7 @@ def start_process(*command: str, **options) -> tuple[subprocess.Popen, str]:
 @contextmanager
 def server_process(environment: str = "env_harness:EchoEnv", *options: str):
     """A server in a process of its own; yields (process, url) and kills it at the end."""
-    code = "import argparse,sys; from grpolab.env.server import add_arguments, main; p=argparse.ArgumentParser(); " \
-           "add_arguments(p); sys.exit(main(p.parse_args()))"
-    process, url = start_process(sys.executable, "-c", code, environment, "--port", "0", *options)
+    process, url = start_process(sys.executable, "-m", "grpolab", "serve", environment, "--port", "0", *options)
     try:
         yield process, url
     finally:
