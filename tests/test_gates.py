@@ -203,7 +203,7 @@ def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypa
     if sabotage:
         sabotage(monkeypatch)
     try:
-        namespace = run_until("04_grpo", "fixed = ", tmp_path, monkeypatch)
+        namespace = run_until("04_grpo", "candidates = ", tmp_path, monkeypatch)
     except AssertionError:
         assert sabotage is give_equal_groups_a_gradient  # the notebook's own assertion, before the gate
         return
