@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -45,6 +46,9 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
         folder = home / "runs" / path.stem / model.replace("/", "--")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").unlink(missing_ok=True)
+        if store:  # what is stored is one whole run, never the end of an interrupted one
+            for checkpoint in folder.rglob("checkpoint-*"):
+                shutil.rmtree(checkpoint)
         output = folder / path.name
         began = time.monotonic()
         error = _execute(path, output, own)
