@@ -1,6 +1,6 @@
 """Steps a second and latency of our client and server beside OpenEnv's own, and a group's wall clock beside its waiting.
 
-    python benchmarks/pool.py [--rounds 3] [--out benchmarks/pool.json]
+    python benchmarks/pool.py [--rounds 3] [--out benchmarks/results/pool.json]
 
 Each server and each client is a process of its own, an echo environment behind both (plain methods, so that each session
 has its thread on either side); the rounds alternate, so that whatever else the machine does falls on both. OpenEnv runs
