@@ -1,9 +1,10 @@
 """Does the GRPO recipe of notebook 04 learn reliably? Runs the notebook once a seed and records its measurements.
 
-    python benchmarks/grpo_seeds.py 0 1 2         # about five minutes a seed; writes benchmarks/results/grpo_seeds.json
+    OMP_NUM_THREADS=1 python benchmarks/grpo_seeds.py 0 1 2   # five minutes a seed; fills results/grpo_seeds.json
 
 A seed changes what is sampled and in which order questions are asked; the questions and the SFT policy stay the same.
-Seeds that the file already holds are kept, so it can be filled in several goes.
+Seeds that the file already holds are kept, so it can be filled in several goes. The number of
+threads changes the rounding and with it the path of a run: the recorded seeds used one.
 """
 
 import json

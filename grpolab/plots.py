@@ -99,15 +99,6 @@ def rates(table: dict[str, dict[str, object]], *, title: str, ylabel="rate", col
     return ax
 
 
-def reward_against_kl(metrics: pd.DataFrame, *, title: str, ax=None):
-    """The path of a run in the plane of KL to the reference and reward, coloured by step."""
-    ax = _axes(ax)
-    dots = ax.scatter(metrics["kl"], metrics["reward"], c=metrics["step"], cmap="viridis", s=14)
-    ax.figure.colorbar(dots, ax=ax, label="step")
-    ax.set(title=title, xlabel="KL to the reference (nats a token)", ylabel="reward")
-    return ax
-
-
 PHASES = {"reset": PURPLE, "step": SKY, "generate": POLICY, "queue": REFERENCE, "connect": REFERENCE, "admit": REFERENCE,
           "replay": WARNING, "close": REFERENCE}  # fmt: skip
 

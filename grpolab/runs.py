@@ -1,4 +1,4 @@
-"""A run's folder: metrics.csv, results.json, figures and a checkpoint, each written atomically; exact resume."""
+"""A run's folder: metrics.csv, figures and a checkpoint, written atomically; exact resume. The gate adds results.json."""
 
 from __future__ import annotations
 
@@ -61,9 +61,6 @@ class Run:
         import pandas as pd
 
         return pd.DataFrame(self.metrics)
-
-    def results(self, **values) -> Path:
-        return atomic_write(self.folder / "results.json", json.dumps(values, indent=2) + "\n")
 
     def figure(self, name: str, figure) -> Path:
         """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder."""

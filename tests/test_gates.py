@@ -61,6 +61,17 @@ def judge(name, namespace):
     return []
 
 
+def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch):
+    """The failing checks of a notebook under sabotage; None where its own assertion stops it before the gate."""
+    if sabotage:
+        sabotage(monkeypatch)
+    try:
+        namespace = run_until(name, stop, tmp_path, monkeypatch)
+    except AssertionError:
+        return None
+    return set(judge(name, namespace | learned))
+
+
 class Rates:
     def __init__(self, exact, form=0.999):
         self.exact, self.format = Interval(exact, exact - 0.05, exact + 0.05), Interval(form, form - 0.01, 1.0)
@@ -108,15 +119,11 @@ def let_packed_examples_see_each_other(monkeypatch):
     ids=["honest", "no mask", "shifted mask", "leaking packs"],
 )
 def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    if sabotage:
-        sabotage(monkeypatch)
-    try:
-        namespace = run_until("01_sft", "base = await", tmp_path, monkeypatch)
-    except AssertionError:
-        assert sabotage is mask_everything_off_by_one  # the notebook's own assertion, before the gate
-        return
-    failed = set(judge("01_sft", namespace | SFT_LEARNED))
-    assert failed == names if not names else names & failed
+    failed = failures_under(sabotage, "01_sft", "base = await", SFT_LEARNED, tmp_path, monkeypatch)
+    if failed is None:
+        assert sabotage is mask_everything_off_by_one
+    else:
+        assert failed == names if not names else names & failed
 
 
 @pytest.mark.parametrize(
@@ -200,15 +207,11 @@ def move_the_policy_before_the_first_step(monkeypatch):
 )
 def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
-    if sabotage:
-        sabotage(monkeypatch)
-    try:
-        namespace = run_until("04_grpo", "candidates = ", tmp_path, monkeypatch)
-    except AssertionError:
-        assert sabotage is give_equal_groups_a_gradient  # the notebook's own assertion, before the gate
-        return
-    failed = set(judge("04_grpo", namespace | GRPO_LEARNED))
-    assert failed == names if not names else names & failed
+    failed = failures_under(sabotage, "04_grpo", "candidates = ", GRPO_LEARNED, tmp_path, monkeypatch)
+    if failed is None:
+        assert sabotage is give_equal_groups_a_gradient
+    else:
+        assert failed == names if not names else names & failed
 
 
 @pytest.mark.parametrize(
