@@ -13,13 +13,15 @@ from dataclasses import asdict, dataclass, replace
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import observation_ids, prompt_ids
+from grpolab.forward import check_head
 from grpolab.models import Policy
+from grpolab.optimise import draw, in_thread, loop
 from grpolab.pool import GrpoPool, Seat, rollout_seed
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs import Run
 from grpolab.sampler import Sampler
 from grpolab.sampling import SamplingParams
-from grpolab.train import GRPOConfig, _loop, _timings, describe, draw, grpo_update, in_thread
+from grpolab.train import GRPOConfig, describe, grpo_update, timings
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Se
     that an episode waited for its environment).
     """
     limits = limits or Limits()
+    check_head(policy)
 
     async with Sampler(policy) as sampler:
 
@@ -156,10 +159,10 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Se
             groups, sampled = as_groups(episodes, config.group_size), time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
             waited = sum(s.end - s.start for s in pool.trace[traced:] if s.phase in ("reset", "step")) / len(tasks)
-            timings = _timings(groups, sampled - began, time.perf_counter() - sampled)
-            return describe(groups) | row | timings | _habits(episodes) | {"env_s": waited}
+            times = timings(groups, sampled - began, time.perf_counter() - sampled)
+            return describe(groups) | row | times | _habits(episodes) | {"env_s": waited}
 
-        async for row in _loop(policy, config, run, one_step):
+        async for row in loop(policy, config, run, one_step):
             yield row
 
 

@@ -1,192 +1,27 @@
-"""The training loops: one short async generator a method, which yields one row of metrics a step.
-
-A loop draws everything that it draws from (config.seed, step), so that parameters and optimiser are all there is to save;
-given a Run it writes its metrics there and goes on where an interrupted run of the same configuration stopped. The heavy
-work runs in a thread that holds `policy.lock`, so the event loop keeps answering while a step computes.
-"""
+"""The training methods: one short async generator each, which yields one row of metrics a step (the loop: optimise.py)."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from grpolab import losses
 from grpolab.advantages import advantages, group_health, reward_tensor
 from grpolab.arithmetic import Problem
-from grpolab.chat import Example, Packed, encode_chat, pack, pad, prompt_ids, user
+from grpolab.chat import Example, encode_chat, pack, pad, prompt_ids, user
 from grpolab.checker import correct_reward
+from grpolab.forward import check_head, check_lengths, masked_logps, rollout_logps
 from grpolab.models import Policy
+from grpolab.optimise import Optimisation, apply_gradient, autocast, draw, in_thread, loop, micro_batches
 from grpolab.rollouts import Batch, Group, Layout, Rollout, collate, lay_out
 from grpolab.runs import Run
 from grpolab.sampler import Sampler
 from grpolab.sampling import SamplingParams
-
-T = TypeVar("T")
-
-
-# --- what every loop shares -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Optimisation:
-    """AdamW with linear warm-up, then constant or cosine to zero; `token_budget` is the most tokens (padding counted) in
-    one forward pass, and changes memory and speed but not the gradient. `autocast` names a lower dtype for the matrix
-    products of the update ("bfloat16"); parameters, logits and losses stay as they are."""
-
-    steps: int = 100
-    lr: float = 1e-4
-    warmup: int = 5
-    schedule: str = "constant"
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    token_budget: int = 8192
-    autocast: str | None = None
-    save_every: int = 20
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.schedule not in ("constant", "cosine"):
-            raise ValueError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
-        if self.autocast not in (None, "bfloat16"):
-            raise ValueError(f"autocast must be None or 'bfloat16' (float16 would need loss scaling), got {self.autocast!r}")
-        if self.steps < 1 or self.lr <= 0 or self.token_budget < 1 or self.save_every < 1:
-            raise ValueError(f"steps, lr, token_budget and save_every must be positive, got {self}")
-
-    def lr_at(self, step: int) -> float:
-        """The learning rate of step 0, 1, ..., steps - 1."""
-        decay = 0.5 * (1 + math.cos(math.pi * step / self.steps)) if self.schedule == "cosine" else 1.0
-        return self.lr * min(1.0, (step + 1) / max(1, self.warmup)) * decay
-
-
-def make_optimizer(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(policy.model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay)
-
-
-async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
-    """Run `work` in a thread that holds the model. A cancelled await returns at once; the thread ends its step first, and
-    whoever wants the model next waits for that."""
-
-    def locked():
-        with policy.lock:
-            return work()
-
-    return await asyncio.to_thread(locked)
-
-
-def draw(items: Sequence[T], n: int, step: int, seed: int) -> list[T]:
-    """The `n` items of a step: walks through a fresh permutation of `items` every epoch; a function of its arguments."""
-    if not items:
-        raise ValueError("there is nothing to train on: the data set is empty")
-    out = []
-    for k in range(step * n, (step + 1) * n):
-        epoch, place = divmod(k, len(items))
-        if k == step * n or place == 0:
-            order = random.Random(f"{seed}/{epoch}").sample(range(len(items)), len(items))
-        out.append(items[order[place]])
-    return out
-
-
-def decoder_states(policy: Policy, ids, positions, attention) -> torch.Tensor:
-    """(R, W) ids -> (R, W, D) final hidden states, before the head."""
-    d = policy.device
-    mask = None if attention is None else attention.to(d)
-    decoder = policy.model.get_decoder()
-    return decoder(ids.to(d), position_ids=positions.to(d), attention_mask=mask, use_cache=False).last_hidden_state
-
-
-def head_of(policy: Policy) -> dict:
-    """The output head as `target_logps` and `token_logps` take it."""
-    head = policy.model.get_output_embeddings()
-    return {"head": head.weight, "bias": getattr(head, "bias", None)}
-
-
-def autocast(policy: Policy, config: Optimisation):
-    """The context of the update's forward passes."""
-    return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.autocast is not None)
-
-
-def masked_logps(policy: Policy, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p of the tokens that the batch's mask marks, 0 elsewhere, and that mask on the policy's device: (N, T) each."""
-    hidden = decoder_states(policy, batch.ids, batch.positions, batch.attention)
-    ids, mask = batch.ids.to(hidden.device), batch.mask.to(hidden.device)
-    return losses.token_logps(hidden, ids=ids, mask=mask, **head_of(policy)), mask
-
-
-def check_head(policy: Policy) -> None:
-    """Logits must be head(hidden states): models that scale or cap them afterwards are refused, not trained wrongly."""
-    ids = torch.tensor([[policy.eos_ids[0], policy.pad_id]], device=policy.device)
-    with torch.no_grad(), policy.lock:
-        expected = policy.model(ids, use_cache=False).logits.float()
-        hidden = decoder_states(policy, ids, torch.arange(2)[None], None)
-        head = head_of(policy)
-        ours = torch.nn.functional.linear(hidden, head["head"], head["bias"]).float()
-    if not torch.allclose(ours, expected, rtol=1e-3, atol=1e-3):
-        raise ValueError(f"{policy.name!r} changes its logits after the head (a cap or a scale), which the losses here do not")
-
-
-def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, with_entropy=False):
-    """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
-    hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention).flatten(0, 1)
-    at, target = layout.predictor.to(hidden.device), layout.target.to(hidden.device)
-    options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
-    values = losses.target_logps(hidden.index_select(0, at), targets=target, **options)
-    place = (layout.row.to(hidden.device), layout.column.to(hidden.device))
-    return tuple(None if v is None else v.new_zeros(shape).index_put(place, v) for v in values)
-
-
-def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
-    """Consecutive slices whose rows, padded to the longest, hold at most `budget` tokens (a longer row goes alone)."""
-    start, longest = 0, 0
-    for i, n in enumerate(lengths):
-        longest = max(longest, n)
-        if i > start and longest * (i + 1 - start) > budget:
-            yield slice(start, i)
-            start, longest = i, n
-    if lengths:
-        yield slice(start, len(lengths))
-
-
-def apply_gradient(policy: Policy, optimizer, config: Optimisation, step: int) -> dict:
-    """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm).item()
-    if not math.isfinite(norm):
-        optimizer.zero_grad()
-        raise FloatingPointError(f"the gradient norm at step {step} is {norm}: lower lr={config.lr}, or look at the batch")
-    lr = config.lr_at(step)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    policy.version += 1
-    return {"grad_norm": norm, "lr": lr}
-
-
-async def _loop(policy: Policy, config: Optimisation, run: Run | None, one_step) -> AsyncIterator[dict]:
-    """Steps from where the run stopped to the end; `one_step(step, optimizer)` is awaited and returns its row."""
-    check_head(policy)
-    optimizer = make_optimizer(policy, config)
-    first = 0
-    if run is not None:
-        first = await in_thread(policy, lambda: run.load_checkpoint(config, policy, optimizer))
-        run.metrics = run.metrics[:first]
-    for step in range(first, config.steps):
-        row = {"step": step} | await one_step(step, optimizer)
-        if run is not None:
-            run.log(row)
-            if (step + 1) % config.save_every == 0 and step + 1 < config.steps:
-                saved = step + 1
-                await in_thread(policy, lambda: run.save_checkpoint(saved, config, policy, optimizer))  # noqa: B023
-        yield row
-    if run is not None:
-        run.drop_checkpoint()
-
 
 # --- supervised fine-tuning -------------------------------------------------------------------------------------------
 
@@ -208,7 +43,8 @@ def demonstrations(policy: Policy, problems: Sequence[Problem]) -> list[Example]
 
 async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *, run: Run | None = None) -> AsyncIterator[dict]:
     """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included."""
-    _check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
+    check_head(policy)
+    check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
 
     def update(step, optimizer):
         began = time.perf_counter()
@@ -221,7 +57,7 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
     async def one_step(step, optimizer):
         return await in_thread(policy, lambda: update(step, optimizer))
 
-    async for row in _loop(policy, config, run, one_step):
+    async for row in loop(policy, config, run, one_step):
         yield row
 
 
@@ -296,7 +132,8 @@ async def grpo(
     if reference is policy:
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
     prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
-    _check_lengths(policy, max(map(len, prompts.values()), default=0) + config.max_new_tokens, "prompt and completion")
+    check_head(policy)
+    check_lengths(policy, max(map(len, prompts.values()), default=0) + config.max_new_tokens, "prompt and completion")
 
     async with Sampler(policy) as sampler:
 
@@ -310,9 +147,9 @@ async def grpo(
             groups = score(policy, asked, groups, reward)
             sampled = time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            return describe(groups) | row | _timings(groups, sampled - began, time.perf_counter() - sampled)
+            return describe(groups) | row | timings(groups, sampled - began, time.perf_counter() - sampled)
 
-        async for row in _loop(policy, config, run, one_step):
+        async for row in loop(policy, config, run, one_step):
             yield row
 
 
@@ -397,14 +234,9 @@ def describe(groups: Sequence[Group]) -> dict:
     }
 
 
-def _timings(groups: Sequence[Group], sampling: float, update: float) -> dict:
+def timings(groups: Sequence[Group], sampling: float, update: float) -> dict:
     tokens = sum(len(r.tokens) for g in groups for r in g)
     return {
         "sampling_s": sampling, "update_s": update,
         "sampled_tokens_per_s": tokens / sampling, "updated_tokens_per_s": tokens / update,
     }
-
-
-def _check_lengths(policy: Policy, longest: int, what: str) -> None:
-    if longest > policy.context:
-        raise ValueError(f"a {what} needs {longest} tokens; the context of {policy.name!r} is {policy.context}: shorten it")

@@ -10,23 +10,19 @@ import torch
 from grpolab.advantages import advantages, reward_tensor
 from grpolab.arithmetic import Problem, Task, generate
 from grpolab.chat import encode_chat, prompt_ids, user
+from grpolab.forward import check_head, rollout_logps
 from grpolab.models import Policy
+from grpolab.optimise import Optimisation, draw, make_optimizer, micro_batches
 from grpolab.rollouts import Group, Rollout, collate, lay_out
 from grpolab.runs import Run
 from grpolab.train import (
     GRPOConfig,
-    Optimisation,
     SFTConfig,
-    check_head,
     demonstrations,
-    draw,
     finished_and_correct,
     grpo,
     grpo_gradient,
     grpo_update,
-    make_optimizer,
-    micro_batches,
-    rollout_logps,
     sft,
     sft_gradient,
 )  # fmt: skip

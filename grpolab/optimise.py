@@ -1,0 +1,132 @@
+"""What every training loop shares: the configuration of the optimiser, one step of it, and the loop over steps.
+
+A loop draws everything that it draws from (config.seed, step), so that parameters and optimiser are all there is to save;
+given a Run it writes its metrics there and goes on where an interrupted run of the same configuration stopped. The heavy
+work runs in a thread that holds `policy.lock`, so the event loop keeps answering while a step computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from grpolab.models import Policy
+from grpolab.runs import Run
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """AdamW with linear warm-up, then constant or cosine to zero; `token_budget` is the most tokens (padding counted) in
+    one forward pass, and changes memory and speed but not the gradient. `autocast` names a lower dtype for the matrix
+    products of the update ("bfloat16"); parameters, logits and losses stay as they are."""
+
+    steps: int = 100
+    lr: float = 1e-4
+    warmup: int = 5
+    schedule: str = "constant"
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    token_budget: int = 8192
+    autocast: str | None = None
+    save_every: int = 20
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.schedule not in ("constant", "cosine"):
+            raise ValueError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
+        if self.autocast not in (None, "bfloat16"):
+            raise ValueError(f"autocast must be None or 'bfloat16' (float16 would need loss scaling), got {self.autocast!r}")
+        if self.steps < 1 or self.lr <= 0 or self.token_budget < 1 or self.save_every < 1:
+            raise ValueError(f"steps, lr, token_budget and save_every must be positive, got {self}")
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of step 0, 1, ..., steps - 1."""
+        decay = 0.5 * (1 + math.cos(math.pi * step / self.steps)) if self.schedule == "cosine" else 1.0
+        return self.lr * min(1.0, (step + 1) / max(1, self.warmup)) * decay
+
+
+def make_optimizer(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(policy.model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay)
+
+
+async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
+    """Run `work` in a thread that holds the model. A cancelled await returns at once; the thread ends its step first, and
+    whoever wants the model next waits for that."""
+
+    def locked():
+        with policy.lock:
+            return work()
+
+    return await asyncio.to_thread(locked)
+
+
+def draw(items: Sequence[T], n: int, step: int, seed: int) -> list[T]:
+    """The `n` items of a step: walks through a fresh permutation of `items` every epoch; a function of its arguments."""
+    if not items:
+        raise ValueError("there is nothing to train on: the data set is empty")
+    out = []
+    for k in range(step * n, (step + 1) * n):
+        epoch, place = divmod(k, len(items))
+        if k == step * n or place == 0:
+            order = random.Random(f"{seed}/{epoch}").sample(range(len(items)), len(items))
+        out.append(items[order[place]])
+    return out
+
+
+def autocast(policy: Policy, config: Optimisation):
+    """The context of the update's forward passes."""
+    return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.autocast is not None)
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
+    """Consecutive slices whose rows, padded to the longest, hold at most `budget` tokens (a longer row goes alone)."""
+    start, longest = 0, 0
+    for i, n in enumerate(lengths):
+        longest = max(longest, n)
+        if i > start and longest * (i + 1 - start) > budget:
+            yield slice(start, i)
+            start, longest = i, n
+    if lengths:
+        yield slice(start, len(lengths))
+
+
+def apply_gradient(policy: Policy, optimizer, config: Optimisation, step: int) -> dict:
+    """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
+    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm).item()
+    if not math.isfinite(norm):
+        optimizer.zero_grad()
+        raise FloatingPointError(f"the gradient norm at step {step} is {norm}: lower lr={config.lr}, or look at the batch")
+    lr = config.lr_at(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    policy.version += 1
+    return {"grad_norm": norm, "lr": lr}
+
+
+async def loop(policy: Policy, config: Optimisation, run: Run | None, one_step) -> AsyncIterator[dict]:
+    """Steps from where the run stopped to the end; `one_step(step, optimizer)` is awaited and returns its row."""
+    optimizer = make_optimizer(policy, config)
+    first = 0
+    if run is not None:
+        first = await in_thread(policy, lambda: run.load_checkpoint(config, policy, optimizer))
+        run.metrics = run.metrics[:first]
+    for step in range(first, config.steps):
+        row = {"step": step} | await one_step(step, optimizer)
+        if run is not None:
+            run.log(row)
+            if (step + 1) % config.save_every == 0 and step + 1 < config.steps:
+                saved = step + 1
+                await in_thread(policy, lambda: run.save_checkpoint(saved, config, policy, optimizer))  # noqa: B023
+        yield row
+    if run is not None:
+        run.drop_checkpoint()
