@@ -1,0 +1,54 @@
+"""Whatever interrupts a write, the old file or folder is whole and nothing half-written is left beside it."""
+
+import os
+
+import pytest
+
+from grpolab import files
+from grpolab.files import atomic_folder, atomic_write, data_path
+
+
+def test_a_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
+    target = tmp_path / "new folder" / "a.txt"
+    atomic_write(target, "old")
+    assert atomic_write(target, b"new \xe2\x80\xa6") == target
+    assert target.read_text() == "new …" and os.listdir(target.parent) == ["a.txt"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_keeps_the_old_file(tmp_path, monkeypatch, call):
+    target = atomic_write(tmp_path / "a.txt", "old")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, call, full)
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write(target, "new")
+    assert target.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_folder_takes_the_old_ones_place_at_once(tmp_path):
+    target = tmp_path / "policy"
+    for content in ("old", "new"):
+        with atomic_folder(target) as folder:
+            (folder / content).write_text(content)
+            assert not (target / content).exists()
+    assert os.listdir(target) == ["new"] and os.listdir(tmp_path) == ["policy"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_interrupted_folder_vanishes(tmp_path, error):
+    target = tmp_path / "policy"
+    with atomic_folder(target) as folder:
+        (folder / "old").write_text("old")
+    with pytest.raises(error), atomic_folder(target) as folder:
+        (folder / "half").write_text("half")
+        raise error("in the middle")
+    assert os.listdir(target) == ["old"] and os.listdir(tmp_path) == ["policy"]
+
+
+def test_a_missing_shipped_file_is_named():
+    assert data_path("tiny", "config.json").exists()
+    with pytest.raises(FileNotFoundError, match="no-such-file.*whole copy"):
+        data_path("no-such-file")
