@@ -4,8 +4,8 @@
 
 Each server and each client is a process of its own, an echo environment behind both (plain methods, so that each session
 has its thread on either side); the rounds alternate, so that whatever else the machine does falls on both. OpenEnv runs
-in build/openenv-0.10.0 or build/openenv-core-0.3.0 (`python -m venv ... && .../pip install openenv==0.10.0`), else in
-this interpreter; without it only ours is measured.
+in .venv/openenv-0.10.0 or .venv/openenv-core-0.3.0 (`make openenv`), else in this interpreter; without it only ours is
+measured.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def ask(*command):
 def openenv_python():
     """(interpreter, name) of an OpenEnv, or (None, reason)."""
     for name in ("openenv-0.10.0", "openenv-core-0.3.0"):
-        python = ROOT / "build" / name / "bin" / "python"
+        python = ROOT / ".venv" / name / "bin" / "python"
         if python.exists():
             return str(python), name
     if importlib.util.find_spec("openenv"):
