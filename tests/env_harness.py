@@ -74,6 +74,15 @@ class EchoEnv:
             EchoEnv.live -= 1
 
 
+class SlowToClose(EchoEnv):
+    """Half a second to close; its state tells how many lived at once at most."""
+
+    close_seconds = 0.5
+
+    def state(self):
+        return {"most": EchoEnv.most}
+
+
 class AsyncEchoEnv(EchoEnv):
     """The same on the event loop; `cancelled` counts steps that were cut short."""
 
