@@ -19,6 +19,7 @@ from pathlib import Path
 from grpolab.env.protocol import InvalidAction, StepResult
 
 ROOT = Path(__file__).resolve().parent.parent
+SOON = 8.0  # s; what takes milliseconds, on a starved machine; what these tests make hang, hangs for longer
 
 
 class EchoEnv:

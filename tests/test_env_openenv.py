@@ -108,10 +108,10 @@ def test_no_stale_reply_from_their_server(their_server):
     _, url = their_server
 
     async def main():
-        async with GrpoPool(url, size=1, deadlines=Deadlines(step=0.4)) as pool:
+        async with GrpoPool(url, size=1, deadlines=Deadlines(step=1)) as pool:
             before = (await pool.reset_group())[0].observation
             with pytest.raises(DeadlineExceeded):
-                await pool.run_group_step([{"text": "AAAA", "sleep": 0.8}])
+                await pool.run_group_step([{"text": "AAAA", "sleep": 1.5}])
             with pytest.raises(SessionLost):
                 await pool.run_group_step([{"text": "BBBB"}])
             after = (await pool.reset_group())[0].observation

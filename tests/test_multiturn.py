@@ -184,7 +184,7 @@ def test_a_lost_episode_abstains(caller):
         return Faulty(CalculatorEnv(), faults={1: "hang"} if len(born) == 2 else {})
 
     async def main():
-        options = {"size": 4, "on_failure": "drop", "min_group": 2, "deadlines": Deadlines(step=0.4)}
+        options = {"size": 4, "on_failure": "drop", "min_group": 2, "deadlines": Deadlines(step=2)}
         async with serve(one_hangs, close_timeout=0.1) as server, Sampler(caller) as sampler:
             async with GrpoPool(server.url, **options) as pool:
                 params = SamplingParams(max_new_tokens=24)
