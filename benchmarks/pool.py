@@ -1,16 +1,15 @@
 """Steps a second and latency of our client and server beside OpenEnv's own, and a group's wall clock beside its waiting.
 
-    python benchmarks/pool.py [--rounds 3] [--out benchmarks/results/pool.json]
+    make openenv && .venv/bin/python benchmarks/pool.py
 
 Each server and each client is a process of its own, an echo environment behind both (plain methods, so that each session
-has its thread on either side); the rounds alternate, so that whatever else the machine does falls on both. OpenEnv runs
-in build/openenv-0.10.0 or build/openenv-core-0.3.0 (`python -m venv ... && .../pip install openenv==0.10.0`), else in
-this interpreter; without it only ours is measured.
+has its thread on either side). Ours and theirs take turns, in either order, at each number of sessions, and a ratio
+compares two neighbours, so that whatever else the machine does falls on both.
 """
 
 import argparse
 import asyncio
-import importlib.util
+import importlib.metadata
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from grpolab.env.client import EnvSession  # noqa: E402
 from grpolab.env.protocol import StepResult  # noqa: E402
 from grpolab.pool import GrpoPool  # noqa: E402
 
-SESSIONS = {1: 1500, 8: 300, 64: 40}  # steps of each session
+SESSIONS = {1: 2000, 8: 500, 64: 80}  # steps of each session
 
 
 class Echo:
@@ -83,7 +82,7 @@ async def measure_group(url, size=8, turns=6, seconds=0.05):
                 await seat.step({"text": "x", "sleep": seconds})
 
         walls = []
-        for _ in range(3):
+        for _ in range(7):
             await pool.reset_group()
             start = time.perf_counter()
             await pool.run_group(rollout)
@@ -107,57 +106,58 @@ def ask(*command):
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
 
 
-def openenv_python():
-    """(interpreter, name) of an OpenEnv, or (None, reason)."""
-    for name in ("openenv-0.10.0", "openenv-core-0.3.0"):
-        python = ROOT / "build" / name / "bin" / "python"
-        if python.exists():
-            return str(python), name
-    if importlib.util.find_spec("openenv"):
-        return sys.executable, "openenv"
-    return None, "openenv is not installed"
+def ratios_of(rows, sessions, ours, theirs):
+    """Our steps a second over theirs, round by round: median, least and most."""
+    pairs = [a["steps_per_s"] / b["steps_per_s"] for a, b in zip(rows[ours, sessions], rows[theirs, sessions])]
+    return {"median": statistics.median(pairs), "least": min(pairs), "most": max(pairs)}
+
+
+def machine():
+    cpuinfo = Path("/proc/cpuinfo")
+    models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] \
+        if cpuinfo.exists() else []
+    return {"cpu": models[0] if models else platform.processor(), "cores": os.cpu_count(),
+            "python": platform.python_version(), "websockets": importlib.metadata.version("websockets"),
+            "system": platform.system(), "load": os.getloadavg()[0]}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--openenv", default="openenv-0.10.0", help="or openenv-core-0.3.0")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "pool.json")
     args = parser.parse_args()
+    python = ROOT / ".venv" / args.openenv / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"{args.openenv} is not there to be compared with: make openenv")
     me, peer = str(Path(__file__).resolve()), str(ROOT / "tests" / "openenv_peer.py")
-    python, name = openenv_python()
-    servers = {"grpolab": start(sys.executable, me, "--as-server")}
-    if python:
-        servers[name] = start(python, peer, "server", "64")
+    ours, theirs = "grpolab", args.openenv
+    clients = {ours: [sys.executable, me, "--as-client"], theirs: [str(python), peer, "bench"]}
+    described = machine()
+    servers = {ours: start(sys.executable, me, "--as-server"), theirs: start(str(python), peer, "server", "64")}
     rows = {(who, n): [] for who in servers for n in SESSIONS}
     try:
-        for _ in range(args.rounds):
-            for who, (_, url) in servers.items():
-                client = [sys.executable, me, "--as-client"] if who == "grpolab" else [python, peer, "bench"]
-                measured = ask(*client, url, *(f"{n}:{steps}" for n, steps in SESSIONS.items()))
-                for n, row in zip(SESSIONS, measured):
-                    rows[who, n].append(row)
-        group = asyncio.run(measure_group(servers["grpolab"][1]))
+        for turn in range(args.rounds):
+            for n, steps in SESSIONS.items():
+                for who in (ours, theirs) if turn % 2 else (theirs, ours):
+                    rows[who, n] += ask(*clients[who], servers[who][1], f"{n}:{steps}")
+        group = asyncio.run(measure_group(servers[ours][1]))
     finally:
         for process, _ in servers.values():
             process.kill()
+    described["load_after"] = os.getloadavg()[0]
     table = [{"who": who, "sessions": n, "steps_per_s": statistics.median(r["steps_per_s"] for r in found),
               "latency_ms": 1e3 * statistics.median(r["median_s"] for r in found)} for (who, n), found in rows.items()]
+    ratios = {n: ratios_of(rows, n, ours, theirs) for n in SESSIONS}
     print(f"{'':20}{'sessions':>9}{'steps/s':>10}{'median ms':>11}")
     for row in table:
         print(f"{row['who']:20}{row['sessions']:9}{row['steps_per_s']:10.0f}{row['latency_ms']:11.3f}")
-    ratios = {}
-    if python:
-        ours, theirs = ({r["sessions"]: r["steps_per_s"] for r in table if r["who"] == who} for who in ("grpolab", name))
-        ratios = {n: ours[n] / theirs[n] for n in SESSIONS}
-        print("steps/s over theirs: " + ", ".join(f"{n} sessions {r:.2f}x" for n, r in ratios.items()))
-    else:
-        print(f"no comparison: {name}")
+    for n, r in ratios.items():
+        print(f"{n:3} sessions: {r['median']:.2f} times theirs ({r['least']:.2f} to {r['most']:.2f} in {args.rounds} rounds)")
     print(f"group of {group['sessions']} x {group['turns']} turns of 50 ms: {1e3 * group['wall_s']:.0f} ms against "
           f"{1e3 * group['env_s']:.0f} ms, {100 * group['overhead']:.1f} % more; {group['speedup']:.1f}x one by one")
-    if args.out:
-        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
-        result = {"machine": machine, "table": table, "ratios": ratios, "group": group, "rounds": args.rounds}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"machine": described, "rounds": args.rounds, "table": table, "ratios": ratios, "group": group}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

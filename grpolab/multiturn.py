@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from grpolab.arithmetic import Problem
-from grpolab.chat import observation_ids, prompt_ids
+from grpolab.chat import Example, encode_chat, observation_ids, prompt_ids, user
+from grpolab.env.protocol import Environment
 from grpolab.forward import check_head
 from grpolab.models import Policy
 from grpolab.optimise import draw, in_thread, loop
@@ -21,7 +22,7 @@ from grpolab.rollouts import Group, Rollout
 from grpolab.runs import Run
 from grpolab.sampler import Sampler
 from grpolab.sampling import SamplingParams
-from grpolab.train import GRPOConfig, describe, grpo_update, timings
+from grpolab.train import GRPOConfig, check_reference, describe, grpo_update, timings
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,15 @@ class Episode:
         for wrote, told in self.turns:
             lines += [f"policy:      {wrote}", f"environment: {told}"]
         return "\n".join(lines)
+
+
+def demonstrate(tokenizer, env: Environment, task: dict, turns: Sequence[str]) -> Example:
+    """`turns` said in an environment whose methods are plain, as a conversation to imitate: mask 1 on the turns alone."""
+    said = user(env.reset(task=task).observation["text"])
+    for wrote in turns:
+        told = env.step({"text": wrote}).observation["text"]
+        said += [{"role": "assistant", "content": wrote}, *user(told)]
+    return encode_chat(tokenizer, said[:-1])
 
 
 async def play(seat: Seat, sampler: Sampler, task: dict, *, seed: int, params: SamplingParams, limits: Limits) -> Episode:
@@ -145,6 +155,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Se
     that an episode waited for its environment).
     """
     limits = limits or Limits()
+    check_reference(policy, reference, config)
     check_head(policy)
 
     async with Sampler(policy) as sampler:

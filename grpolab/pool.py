@@ -228,14 +228,17 @@ class GrpoPool:
 
     async def _in_line(self, attempt: Callable[[], Awaitable], seconds: float, refusals: type | tuple,
                        index: int) -> Any:
-        """`await attempt()`, again after each refusal, later each time and never before the server's Retry-After."""
+        """`await attempt()`, again after each refusal: when the server's Retry-After says, without one later each time.
+
+        A wait that also grew under Retry-After would favour the newcomer over who has waited longest.
+        """
         start, wait = perf_counter(), 0.05
         while True:
             try:
                 return await attempt()
             except refusals as refused:
                 asked = refused.retry_after if isinstance(refused, CapacityError) else None
-                pause = max(wait, asked or 0.0) * self._jitter.uniform(1.0, 1.5)
+                pause = (asked or wait) * self._jitter.uniform(1.0, 1.5)
                 if perf_counter() + pause > start + seconds:
                     raise
             before = perf_counter()

@@ -127,10 +127,7 @@ async def grpo(
 
     `reward(text, problem, rollout)` is a number, or None to abstain. A `reference` is needed where kl_coef > 0.
     """
-    if config.kl_coef and reference is None:
-        raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
-    if reference is policy:
-        raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
+    check_reference(policy, reference, config)
     prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
     check_head(policy)
     check_lengths(policy, max(map(len, prompts.values()), default=0) + config.max_new_tokens, "prompt and completion")
@@ -151,6 +148,14 @@ async def grpo(
 
         async for row in loop(policy, config, run, one_step):
             yield row
+
+
+def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig) -> None:
+    """Refuse a leash without a reference, and a reference that would move along."""
+    if config.kl_coef and reference is None:
+        raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
+    if reference is policy:
+        raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
 
 
 def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:

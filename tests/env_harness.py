@@ -19,6 +19,7 @@ from pathlib import Path
 from grpolab.env.protocol import InvalidAction, StepResult
 
 ROOT = Path(__file__).resolve().parent.parent
+SOON = 8.0  # s; what takes milliseconds, on a starved machine; what these tests make hang, hangs for longer
 
 
 class EchoEnv:
@@ -72,6 +73,15 @@ class EchoEnv:
         self.closed = True
         with self.lock:
             EchoEnv.live -= 1
+
+
+class SlowToClose(EchoEnv):
+    """Half a second to close; its state tells how many lived at once at most."""
+
+    close_seconds = 0.5
+
+    def state(self):
+        return {"most": EchoEnv.most}
 
 
 class AsyncEchoEnv(EchoEnv):

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import nbformat
@@ -17,10 +18,13 @@ import pandas as pd
 import pytest
 import torch
 
-from grpolab import chat, load_policy, losses, sampling
+from grpolab import chat, load_policy, losses, multiturn, sampling, train
 from grpolab.arithmetic import Task, generate
 from grpolab.evaluate import Interval
 from grpolab.gate import GateError
+from grpolab.pool import GrpoPool
+from grpolab.sampler import Conversation, Sampler
+from grpolab.scheduler import Kept
 from grpolab.train import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
@@ -32,14 +36,14 @@ def cells(name):
     return [c for c in notebook.cells if c.cell_type == "code"]
 
 
-def execute(source, namespace):
+def execute(source, namespace, runner):
     code = compile(source, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     result = eval(code, namespace)  # noqa: S307  (the repository's own notebook)
     if inspect.iscoroutine(result):
-        asyncio.run(result)
+        runner.run(result)
 
 
-def run_until(name, stop, tmp_path, monkeypatch):
+def run_until(name, stop, tmp_path, monkeypatch, runner, parameters):
     """Execute a notebook's code cells (but the Colab one) up to the first that begins with `stop`."""
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -47,29 +51,32 @@ def run_until(name, stop, tmp_path, monkeypatch):
     for cell in cells(name)[1:]:
         if cell.source.startswith(stop):
             return namespace
-        execute(cell.source, namespace)
+        execute(cell.source, namespace, runner)
+        if "parameters" in cell.metadata.get("tags", []):
+            namespace |= parameters
     raise AssertionError(f"no cell of {name} begins with {stop!r}")
 
 
-def judge(name, namespace):
+def judge(name, namespace, runner=asyncio):
     """The names of the checks that fail in the notebook's own gate cell."""
     (gate,) = [c for c in cells(name) if "gate" in c.metadata.get("tags", [])]
     try:
-        execute(gate.source, namespace)
+        execute(gate.source, namespace, runner)
     except GateError as error:
         return [line.strip().split(":")[0] for line in str(error).splitlines()[1:]]
     return []
 
 
-def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch):
+def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch, **parameters):
     """The failing checks of a notebook under sabotage; None where its own assertion stops it before the gate."""
     if sabotage:
         sabotage(monkeypatch)
-    try:
-        namespace = run_until(name, stop, tmp_path, monkeypatch)
-    except AssertionError:
-        return None
-    return set(judge(name, namespace | learned))
+    with asyncio.Runner() as runner:  # one loop for all cells, as in a kernel: some leave a server open
+        try:
+            namespace = run_until(name, stop, tmp_path, monkeypatch, runner, parameters)
+        except AssertionError:
+            return None
+        return set(judge(name, namespace | learned, runner))
 
 
 class Rates:
@@ -236,3 +243,112 @@ def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
                 "kl0": 0.0, "tiny": True, "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED  # fmt: skip
     assert judge("04_grpo", dict(measured)) == []
     assert judge("04_grpo", measured | bad) == [name]
+
+
+# --- 07 multi-turn grpo -----------------------------------------------------------------------------------------------
+
+MULTI_TURN_LEARNED = {
+    "head": Interval(0.0, 0.0, 0.01), "before": Interval(0.3, 0.26, 0.34), "after": Interval(0.98, 0.96, 0.99),
+    "called_before": Interval(0.3, 0.26, 0.34), "called_after": Interval(1.0, 0.99, 1.0),
+    "head_after": Interval(0.0, 0.0, 0.01),
+    "metrics": pd.DataFrame({"ratio": [1.0], "lost": [0], "turns": [2.0], "sampling_s": [1.0], "update_s": [1.0]}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def warmed_up():
+    """In place of the notebook's warm-up: a short one, done once, of which each test takes the weights."""
+    weights, honest = {}, train.sft
+
+    async def warm_up(policy, examples, config, run=None):
+        if not weights:
+            async for _ in honest(policy, examples, config):
+                pass
+            weights.update({k: v.clone() for k, v in policy.model.state_dict().items()})
+        policy.model.load_state_dict(weights)
+        yield {"step": config.steps - 1}
+
+    return warm_up
+
+
+def count_the_environments_words_as_the_policys(monkeypatch):
+    honest = Conversation.rollout
+    monkeypatch.setattr(Conversation, "rollout", lambda self: dataclasses.replace(
+        honest(self), mask=(1,) * len(honest(self).tokens)))
+
+
+def say_something_else_to_the_policy(monkeypatch):
+    monkeypatch.setattr(multiturn, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
+
+
+def forget_the_cache_between_turns(monkeypatch):
+    honest = Conversation._submit
+
+    def forgetful(self, ids, params):
+        self._kept = Kept()
+        return honest(self, ids, params)
+
+    monkeypatch.setattr(Conversation, "_submit", forgetful)
+
+
+def draw_from_what_is_at_hand(monkeypatch):
+    monkeypatch.setattr(Sampler, "conversation", lambda self, seed=None: Conversation(self, self._fresh_seed()))
+
+
+def leave_sessions_open(monkeypatch):
+    async def nothing(self):
+        self.seats = []
+
+    monkeypatch.setattr(GrpoPool, "close", nothing)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (None, set()),
+        (report_logps_of_another_temperature, {"recorded − recomputed logps of whole episodes, nats"}),
+        (count_the_environments_words_as_the_policys, {"episodes whose mask 0 is not the environment's words"}),
+        (say_something_else_to_the_policy, {"episodes whose mask 0 is not the environment's words"}),
+        (forget_the_cache_between_turns, {"tokens prefilled beyond the new ones"}),
+        (draw_from_what_is_at_hand, {"episodes on one seat and on eight are the same"}),
+        (leave_sessions_open, {"sessions that the closed pool left, by the server's count"}),
+    ],
+    ids=["honest", "wrong logps", "no mask", "other words", "no cache", "no seeds", "leak"],
+)
+def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "sft", warmed_up)
+    failed = failures_under(sabotage, "07_multi_turn_grpo", "async def examine", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
+                            warm_up_steps=40, n_eval=8)
+    assert failed == names if not names else names & failed
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"after": Interval(0.94, 0.9, 0.96)}, "success after"),
+        ({"after": Interval(0.96, 0.33, 0.99)}, "success after"),
+        ({"before": Interval(0.8, 0.76, 0.84)}, "success before"),
+        ({"head": Interval(0.04, 0.02, 0.06)}, "right in the head"),
+        ({"called_after": Interval(0.35, 0.3, 0.4)}, "tool calls after"),
+        ({"misplaced": 1}, "episodes whose mask 0 is not the environment's words"),
+        ({"same": False}, "episodes on one seat and on eight are the same"),
+        ({"kept": 101}, "tokens prefilled beyond the new ones"),
+        ({"anew": 110}, "prefilled with the cache kept / without"),
+        ({"together": 3.0}, "wall clock on eight seats / on one"),
+        ({"checked": SimpleNamespace(max_error=0.1)}, "recorded − recomputed logps of whole episodes, nats"),
+        ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(ratio=1.1)}, "ratio at step 0"),
+        ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(lost=1)}, "episodes lost"),
+    ],
+)
+def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
+    from grpolab import gate
+    from grpolab.runs import Run
+
+    async def nothing(): ...
+
+    measured = {"stack": SimpleNamespace(aclose=nothing), "pool": SimpleNamespace(close=nothing), "tiny": True, "gate": gate,
+                "server": SimpleNamespace(status=lambda: {"sessions": 0}), "run": Run("07_multi_turn_grpo", root=tmp_path),
+                "checked": SimpleNamespace(max_error=1e-6), "misplaced": 0, "same": True, "kept": 100, "needed": 100,
+                "anew": 200, "together": 1.0, "alone": 5.0} | MULTI_TURN_LEARNED  # fmt: skip
+    assert judge("07_multi_turn_grpo", dict(measured)) == []
+    assert judge("07_multi_turn_grpo", measured | bad) == [name]

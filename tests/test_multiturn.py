@@ -15,7 +15,7 @@ from grpolab.env.client import Deadlines
 from grpolab.env.faults import Faulty
 from grpolab.env.server import serve
 from grpolab.models import Policy
-from grpolab.multiturn import Limits, as_groups, evaluate_episodes, multi_turn_grpo, play, play_all
+from grpolab.multiturn import Limits, as_groups, demonstrate, evaluate_episodes, multi_turn_grpo, play, play_all
 from grpolab.pool import GrpoPool
 from grpolab.sampler import Sampler
 from grpolab.sampling import SamplingParams
@@ -29,11 +29,8 @@ def run(coroutine):
 
 
 def demonstration(policy, problem, with_tool):
-    said = user(problem.question)
-    if with_tool:
-        said += [{"role": "assistant", "content": f"calc: {problem.a} {problem.op} {problem.b}"},
-                 *user(str(problem.answer))]
-    return encode_chat(policy.tokenizer, [*said, {"role": "assistant", "content": problem.target}])
+    turns = [f"calc: {problem.a} {problem.op} {problem.b}"] * with_tool + [problem.target]
+    return demonstrate(policy.tokenizer, CalculatorEnv(), vars(problem), turns)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +71,17 @@ def test_an_observation_stands_where_the_chat_template_puts_it(tiny):
     pieces = [prompt_ids(tokenizer, said[:1]), turns[0], observation_ids(tokenizer, "3"), turns[1]]
     assert whole.ids == tuple(i for piece in pieces for i in piece)
     assert whole.mask == tuple(m for piece, m in zip(pieces, (0, 1, 0, 1)) for _ in piece)
+
+
+def test_a_demonstration_is_what_the_environment_would_have_made_of_it(tiny):
+    shown = demonstration(tiny, Problem(2, "+", 3), True)
+    said = tiny.tokenizer.decode([i for i, m in zip(shown.ids, shown.mask) if m])
+    heard = tiny.tokenizer.decode([i for i, m in zip(shown.ids, shown.mask) if not m])
+    end = tiny.tokenizer.eos_token
+    assert said == f"calc: 2 + 3{end}2 + 3 = \\boxed{{5}}.{end}" and "What is 2 + 3?" in heard and "User: 5\n" in heard
+    assert demonstration(tiny, Problem(2, "+", 3), False).ids != shown.ids
+    with pytest.raises(RuntimeError, match="over"):  # nothing can be said after the answer
+        demonstrate(tiny.tokenizer, CalculatorEnv(), {"a": 2, "op": "+", "b": 3}, ["\\boxed{5}", "calc: 1"])
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tiny):
@@ -184,7 +192,7 @@ def test_a_lost_episode_abstains(caller):
         return Faulty(CalculatorEnv(), faults={1: "hang"} if len(born) == 2 else {})
 
     async def main():
-        options = {"size": 4, "on_failure": "drop", "min_group": 2, "deadlines": Deadlines(step=0.4)}
+        options = {"size": 4, "on_failure": "drop", "min_group": 2, "deadlines": Deadlines(step=2)}
         async with serve(one_hangs, close_timeout=0.1) as server, Sampler(caller) as sampler:
             async with GrpoPool(server.url, **options) as pool:
                 params = SamplingParams(max_new_tokens=24)
@@ -209,6 +217,18 @@ def test_a_lost_episode_abstains(caller):
     rollouts = [r for g in groups for r in g]
     kept = [i for i in range(8) if i != lost]
     torch.testing.assert_close(gradient(rollouts, a), gradient([rollouts[i] for i in kept], a[kept]), rtol=1e-4, atol=1e-7)
+
+
+def test_a_leash_needs_a_reference_of_its_own(caller):
+    async def first_row(reference, **options):
+        async with serve(CalculatorEnv) as server, GrpoPool(server.url, size=1) as pool:
+            async for _ in multi_turn_grpo(caller, reference, PROBLEMS, GRPOConfig(steps=1, **options), pool):
+                pass
+
+    with pytest.raises(ValueError, match="needs a reference"):
+        run(first_row(None, kl_coef=0.1))
+    with pytest.raises(ValueError, match="move along"):
+        run(first_row(caller))
 
 
 def test_training_runs_and_reports_its_habits(caller, tmp_path):

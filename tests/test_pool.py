@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from env_harness import AsyncEchoEnv, EchoEnv, eventually, proxy, wait_for
+from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, proxy, wait_for
 
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession
@@ -69,8 +69,8 @@ def test_rollouts_overlap_in_time():
     async def main():
         async with serve(AsyncEchoEnv) as server, GrpoPool(server.url, size=8) as pool:
             start = time.perf_counter()
-            await pool.run_group(lambda seat: seat.step({"sleep": 0.1}))
-            assert time.perf_counter() - start < 0.4  # one after another it is 0.8
+            await pool.run_group(lambda seat: seat.step({"sleep": 0.5}))
+            assert time.perf_counter() - start < 3  # one after another it is 4
             steps = [s for s in pool.trace if s.phase == "step"]
             assert max(s.start for s in steps) < min(s.end for s in steps)
 
@@ -121,7 +121,7 @@ def test_all_or_nothing_when_one_environment_cannot_be_made():
         async with serve(factory, max_sessions=8) as server:
             with pytest.raises(FactoryError, match="disk full"):
                 await GrpoPool(server.url, size=8).connect()
-            await eventually(lambda: server.status()["sessions"] == 0 and EchoEnv.live == 0, 1)
+            await eventually(lambda: server.status()["sessions"] == 0 and EchoEnv.live == 0, SOON)
 
     run(main())
 
@@ -167,12 +167,12 @@ def test_a_hung_step_ends_at_its_deadline_and_its_siblings_keep_their_results():
             try:
                 await seat.step({"hang": True})
             finally:
-                assert 0.3 <= time.monotonic() - start < 0.45
+                assert 1 <= time.monotonic() - start < SOON
         return (await seat.step({"text": str(seat.index)})).observation["echo"]
 
     async def main():
         async with serve(AsyncEchoEnv) as server:
-            deadlines = Deadlines(step=0.3)
+            deadlines = Deadlines(step=1)
             async with GrpoPool(server.url, size=8, on_failure="drop", min_group=6, deadlines=deadlines) as pool:
                 await pool.reset_group()
                 results = await pool.run_group(rollout)
@@ -184,7 +184,7 @@ def test_a_hung_step_ends_at_its_deadline_and_its_siblings_keep_their_results():
     run(main())
 
 
-@pytest.mark.parametrize("phase, deadlines", [("episode", Deadlines(episode=0.2)), ("group", Deadlines(group=0.2))])
+@pytest.mark.parametrize("phase, deadlines", [("episode", Deadlines(episode=1)), ("group", Deadlines(group=1))])
 def test_the_deadlines_of_episode_and_group(phase, deadlines):
     async def forever(seat):
         while True:
@@ -195,7 +195,7 @@ def test_the_deadlines_of_episode_and_group(phase, deadlines):
             start = time.monotonic()
             with pytest.raises(DeadlineExceeded) as caught:
                 await pool.run_group(forever)
-            assert caught.value.phase == phase and time.monotonic() - start < 1
+            assert caught.value.phase == phase and time.monotonic() - start < SOON
             await pool.reset_group()
             assert await pool.run_group(two_steps) == [("b0", 2.0), ("b1", 2.0)]
 
@@ -217,11 +217,11 @@ def test_a_timeout_of_the_rollout_itself_is_not_ours():
 
 def test_no_stale_reply_ever():
     async def slow(seat):
-        await seat.step({"text": "slow", "sleep": 0.3})
+        await seat.step({"text": "slow", "sleep": 1.5})
 
     async def main():
         async with serve(EchoEnv, max_sessions=4) as server:
-            async with GrpoPool(server.url, size=2, deadlines=Deadlines(step=0.15)) as pool:
+            async with GrpoPool(server.url, size=2, deadlines=Deadlines(step=1)) as pool:
                 first = await pool.reset_group()
                 with pytest.raises(DeadlineExceeded):
                     await pool.run_group(slow)
@@ -530,7 +530,7 @@ def test_the_synchronous_twin_under_an_interrupt():
             start = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 pool.run_group(lambda seat: seat.step({"hang": True}))
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < SOON
         finally:
             signal.signal(signal.SIGINT, handler)
         pool.reset_group()

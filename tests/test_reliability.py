@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from env_harness import ROOT, alive, eventually, proxy, server_process, start_process, status, wait_for
+from env_harness import ROOT, SOON, alive, eventually, proxy, server_process, start_process, status, wait_for
 from test_backends import store
 
 from grpolab.env.backends import BackendPool
@@ -22,8 +22,8 @@ from grpolab.env.server import serve
 from grpolab.pool import GrpoPool
 
 
-def run(coroutine):
-    asyncio.run(asyncio.wait_for(coroutine, 30))
+def run(coroutine, seconds=30):
+    asyncio.run(asyncio.wait_for(coroutine, seconds))
 
 
 def sessions(url):
@@ -41,7 +41,7 @@ def test_01_all_or_nothing_by_the_servers_own_count():
             with pytest.raises(CapacityError) as caught:
                 await GrpoPool(url, size=3).connect()
             assert caught.value.max_sessions == 2
-            await eventually(lambda: sessions(url) == 0, 0.1, "0 sessions within 100 ms")
+            assert sessions(url) == 0  # already, and not after a while
 
         run(main())
     with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
@@ -59,7 +59,7 @@ def test_01_all_or_nothing_by_the_servers_own_count():
 def test_02_every_deadline_holds_against_a_real_process():
     with server_process() as (process, url):
         async def main():
-            deadlines = Deadlines(connect=0.3, admit=0.3, reset=0.3, step=0.3, close=0.3)
+            deadlines = Deadlines(connect=1, admit=1, reset=1, step=1, close=1)
             async with GrpoPool(url, size=2, deadlines=deadlines) as pool:
                 await pool.reset_group()
                 process.send_signal(signal.SIGSTOP)
@@ -69,10 +69,10 @@ def test_02_every_deadline_holds_against_a_real_process():
                         start = time.monotonic()
                         with pytest.raises(DeadlineExceeded) as caught:
                             await call()
-                        assert caught.value.phase == phase and 0.3 <= time.monotonic() - start < 0.6
+                        assert caught.value.phase == phase and 1 <= time.monotonic() - start < SOON
                 finally:
                     process.send_signal(signal.SIGCONT)
-                await eventually(lambda: sessions(url) == 0, 2)
+                await eventually(lambda: sessions(url) == 0, SOON)
                 await pool.reset_group()  # on new sessions
 
         run(main())
@@ -80,11 +80,11 @@ def test_02_every_deadline_holds_against_a_real_process():
 
 def test_02_admission_has_a_deadline_of_its_own():
     async def main():
-        async with serve(lambda: time.sleep(1) or 1, close_timeout=0.1) as server:
+        async with serve(lambda: time.sleep(10) or 1, close_timeout=0.1) as server:
             start = time.monotonic()
             with pytest.raises(DeadlineExceeded) as caught:
                 await EnvSession(server.url, deadlines=Deadlines(admit=0.2)).connect()
-            assert caught.value.phase == "admit" and time.monotonic() - start < 0.5
+            assert caught.value.phase == "admit" and time.monotonic() - start < SOON
 
     run(main())
 
@@ -93,10 +93,10 @@ def test_02_admission_has_a_deadline_of_its_own():
 def test_03_no_reply_is_ever_paired_with_another_request():
     with server_process("env_harness:EchoEnv", "--max-sessions", "2") as (_, url):
         async def main():
-            async with GrpoPool(url, size=1, deadlines=Deadlines(step=0.2)) as pool:
+            async with GrpoPool(url, size=1, deadlines=Deadlines(step=1)) as pool:
                 before = (await pool.reset_group())[0].observation
                 with pytest.raises(DeadlineExceeded):
-                    await pool.run_group_step([{"text": "AAAA", "sleep": 0.4}])
+                    await pool.run_group_step([{"text": "AAAA", "sleep": 1.5}])
                 episode = pool.seats[0].session.episode_id
                 after = (await pool.reset_group())[0].observation
                 assert after["env"] != before["env"] and pool.seats[0].session.episode_id != episode
@@ -109,14 +109,15 @@ def test_03_no_reply_is_ever_paired_with_another_request():
 
 # 4 ------------------------------------------------------------------------------------------- structured cancellation
 KERNEL_CELLS = [
-    "import asyncio, os; from grpolab.pool import GrpoPool; pool = GrpoPool({url!r}, size=4);"
-    "await pool.connect(); await pool.reset_group();"
-    "before = (len(asyncio.all_tasks()), len(os.listdir('/proc/self/fd')))",
+    "import asyncio, psutil; from grpolab.pool import GrpoPool; pool = GrpoPool({url!r}, size=4)\n"
+    "def count(): return len(asyncio.all_tasks()), sum(\n"
+    "    bool(c.raddr) and c.raddr.port == int({url!r}.split(':')[-1]) for c in psutil.Process().net_connections())\n"
+    "await pool.connect(); await pool.reset_group(); before = count()",
     "await pool.run_group(lambda seat: seat.step({{'sleep': 30}}))",
     "await pool.reset_group(); "
     "out = await pool.run_group(lambda seat: seat.step({{'text': 'ok'}}));"
-    "after = (len(asyncio.all_tasks()), len(os.listdir('/proc/self/fd')));"
-    "print([r.observation['echo'] for r in out], after[0] - before[0], after[1] - before[1]); await pool.close()",
+    "after = count(); print([r.observation['echo'] for r in out], after[0] - before[0], before[1], after[1]);"
+    "await pool.close(); print(count()[1])",
 ]
 
 
@@ -143,11 +144,11 @@ def test_04_interrupting_a_notebook_cell_leaves_nothing_and_the_next_cell_works(
             start = time.monotonic()
             content, _ = execute(KERNEL_CELLS[1], interrupt=True)
             assert content["status"] == "error" and content["ename"] in ("KeyboardInterrupt", "CancelledError")
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < SOON  # the step itself sleeps for 30 s
             content, text = execute(KERNEL_CELLS[2])
             assert content["status"] == "ok", content
-            assert text.strip() == "['ok', 'ok', 'ok', 'ok'] 0 0"
-            wait_for(lambda: sessions(url) == 0, 1)
+            assert text.split("\n")[:2] == ["['ok', 'ok', 'ok', 'ok'] 0 4 4", "0"]  # tasks; sockets before, after, closed
+            wait_for(lambda: sessions(url) == 0, SOON)
         finally:
             client.stop_channels()
             kernel.shutdown_kernel(now=True)
@@ -201,24 +202,30 @@ def test_06_an_episode_survives_the_death_of_its_connection_by_replay():
 
 
 # 7 ----------------------------------------------------------------------------------------------------- back-pressure
-def test_07_sixteen_pools_share_a_server_of_eight_without_starving():
+def test_07_sixteen_pools_share_a_server_of_eight_for_ten_seconds_without_starving():
     with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
-        async def one(number):
-            async with GrpoPool(url, size=2, queue=20, name=f"p{number}") as pool:
-                await pool.reset_group()
-                return await pool.run_group(lambda seat: steps(seat, 3))
+        done = [0] * 16
+
+        async def come_again(number, end):
+            while time.monotonic() < end:
+                async with GrpoPool(url, size=2, queue=30, name=f"p{number}") as pool:
+                    await pool.reset_group()
+                    outcome = await pool.run_group(lambda seat: steps(seat, 3))
+                    await pool.run_group_step([{"sleep": 0.1}] * 2)
+                assert outcome == [[f"{i}.{n}" for n in range(3)] for i in range(2)]
+                done[number] += time.monotonic() < end
+                await asyncio.sleep(0.3)  # what training on the group takes
 
         async def main():
-            busy = time.process_time()
-            start = time.monotonic()
-            outcome = await asyncio.gather(*(one(i) for i in range(16)))
-            assert len(outcome) == 16 and all(o == [[f"{i}.{n}" for n in range(3)] for i in range(2)] for o in outcome)
+            busy, start = time.process_time(), time.monotonic()
+            await asyncio.gather(*(come_again(i, start + 10) for i in range(16)))
             wall = time.monotonic() - start
-            assert (time.process_time() - busy) < max(0.2 * wall, 0.5), "waiting is not spinning"
+            assert min(done) >= 1, f"groups of each pool: {done}"
+            assert time.process_time() - busy < 0.2 * wall, "waiting is not spinning"
             said = await asyncio.to_thread(status, url)
-            assert said["most_sessions"] <= 8 and said["sessions"] == 0 and said["refused"] > 0
+            assert said["most_sessions"] == 8 and said["sessions"] == 0 and said["refused"] > 16
 
-        run(main())
+        run(main(), 50)
 
 
 # 8 ------------------------------------------------------------------------------------------- heartbeat and half-open
@@ -239,30 +246,32 @@ def test_08_a_stopped_client_loses_its_slot_in_seconds_and_a_killed_one_at_once(
         client, _ = start_process(sys.executable, "-c", CLIENT, url)
         assert sessions(url) == 1
         client.send_signal(signal.SIGSTOP)
-        wait_for(lambda: sessions(url) == 0, 3.0, "interval + timeout + the close handshake")
+        wait_for(lambda: sessions(url) == 0, SOON, "interval + timeout + the close handshake")
         client.kill()
         client.wait()
+    with server_process("env_harness:EchoEnv", "--ping-interval", "0") as (_, url):  # by the closed socket alone
         client, _ = start_process(sys.executable, "-c", CLIENT, url)
+        assert sessions(url) == 1
         client.kill()
-        wait_for(lambda: sessions(url) == 0, 0.5)
+        wait_for(lambda: sessions(url) == 0, SOON)
         client.wait()
 
 
 def test_08_a_long_step_survives_and_a_silent_network_does_not():
-    with server_process("env_harness:EchoEnv", "--ping-interval", "0.2", "--ping-timeout", "0.3") as (_, url):
+    with server_process("env_harness:EchoEnv", "--ping-interval", "0.5", "--ping-timeout", "1") as (_, url):
         async def main():
             async with EnvSession(url) as session:
-                assert (await session.step({"text": "long", "sleep": 1.5})).observation["echo"] == "long"
+                assert (await session.step({"text": "long", "sleep": 3})).observation["echo"] == "long"
             async with proxy(url) as p:
                 deadlines = Deadlines(step=30, close=0.3)
-                session = EnvSession(p.url, ping_interval=0.2, ping_timeout=0.3, deadlines=deadlines)
+                session = EnvSession(p.url, ping_interval=0.5, ping_timeout=1, deadlines=deadlines)
                 await session.connect()
                 p.freeze()
                 start = time.monotonic()
                 with pytest.raises(SessionLost):
                     await session.step({"text": "into the void"})
-                assert time.monotonic() - start < 3  # by the client's pings, not by the step's 30 s
-                await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, 3)
+                assert time.monotonic() - start < SOON  # by the client's pings, not by the step's 30 s
+                await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, SOON)
                 await session.close()
 
         run(main())
@@ -277,25 +286,36 @@ def test_08_a_long_step_survives_and_a_silent_network_does_not():
 
 
 # 9 --------------------------------------------------------------------------------------------- server-side ownership
-def test_09_close_and_reconnect_never_meets_the_last_tenant():
-    from env_harness import EchoEnv
+def test_09_two_hundred_times_close_and_reconnect_never_meets_the_last_tenant():
+    with server_process("env_harness:SlowToClose", "--max-sessions", "8") as (_, url):
+        async def tenant():
+            for _ in range(25):
+                async with EnvSession(url) as session:  # any refusal or factory error would raise here
+                    assert (await session.state())["most"] <= 8
+                    start = time.monotonic()
+                assert time.monotonic() - start >= 0.5  # close has waited for the environment
 
-    async def main():
-        EchoEnv.live = EchoEnv.most = 0
-        EchoEnv.close_seconds = 0.02
-        try:
-            async with serve(EchoEnv, max_sessions=2) as server:
-                async def tenant():
-                    for _ in range(50):
-                        async with EnvSession(server.url) as session:
-                            await session.reset()
+        async def main():
+            await asyncio.gather(*(tenant() for _ in range(8)))
+            said = await asyncio.to_thread(status, url)
+            assert (said["closed"], said["refused"], said["most_sessions"]) == (200, 0, 8)
 
-                await asyncio.gather(tenant(), tenant())
-                assert EchoEnv.most == 2 and server.status()["closed"] == 100 and server.status()["refused"] == 0
-        finally:
-            EchoEnv.close_seconds = 0.0
+        run(main())
 
-    run(main())
+
+def test_09_a_client_that_leaves_a_hung_step_frees_its_slot_within_the_step_timeout():
+    with server_process("env_harness:EchoEnv", "--step-timeout", "1", "--close-timeout", "0.2") as (_, url):
+        async def main():
+            session = EnvSession(url)
+            await session.connect()
+            step = asyncio.create_task(session.step({"hang": True}))
+            await eventually(lambda: status(url)["session_list"][0]["busy"] == "step", 5)
+            step.cancel()
+            await asyncio.gather(step, return_exceptions=True)
+            await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, SOON, "the step's timeout and the closing's")
+            assert status(url)["abandoned"] == 1  # its thread, which nothing can end, is counted
+
+        run(main())
 
 
 def test_09_a_killed_backend_fails_its_own_session_and_the_next_gets_a_fresh_one():
@@ -367,8 +387,8 @@ def test_12_sigterm_answers_what_is_in_flight_and_exits_in_order():
         async def main():
             session = EnvSession(url)
             await session.connect()
-            step = asyncio.create_task(session.step({"text": "last", "sleep": 0.4}))
-            await asyncio.sleep(0.1)
+            step = asyncio.create_task(session.step({"text": "last", "sleep": 1}))
+            await asyncio.sleep(0.3)
             process.send_signal(signal.SIGTERM)
             assert (await step).observation["echo"] == "last"
             with pytest.raises(SessionLost):
@@ -394,8 +414,8 @@ def test_12_a_killed_server_fails_every_rollout_at_once():
             with pytest.raises(ConnectError):
                 await pool.reset_group()
             await pool.close()
-            assert time.monotonic() - start < 2
-            await eventually(lambda: len(asyncio.all_tasks()) == 2, 1)
+            assert time.monotonic() - start < SOON
+            await eventually(lambda: len(asyncio.all_tasks()) == 2, SOON)
 
         run(main())
 
@@ -443,7 +463,7 @@ def test_12_five_hundred_cycles_leave_descriptors_threads_children_and_memory_fl
                         group.cancel()
                         await asyncio.gather(group, return_exceptions=True)
                 if i % 5 == 0:
-                    await eventually(lambda: sessions(url) == 0, 1)
+                    await eventually(lambda: sessions(url) == 0, SOON)
 
         def counts():
             wait_for(lambda: sessions(url) == 0, 2)
