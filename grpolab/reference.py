@@ -1,13 +1,14 @@
 """The frozen reference of preference learning: its log-probs from a resident model, or computed once and kept on disk.
 
-What the reference thinks of a pair never changes. Each pair is scored on its own, so its value depends on the weights and
-the pair alone, in every bit on a CPU: when it was computed, and beside what, cannot change a training run.
+What the reference thinks of a pair never changes. A forward pass takes BLOCK neighbours of the data at a time and nothing
+else, so every bit of a value depends on weights and data alone: when it was computed cannot change a training run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from grpolab.models import Policy
 from grpolab.optimise import Optimisation, autocast
 from grpolab.preferences import Pair, content_key
 from grpolab.rollouts import collate, lay_out
+
+BLOCK = 8
+SHARED = 512  # a row of so many tokens holds a prompt once and its two completions
 
 
 def pair_logps(policy: Policy, pairs: Sequence[Pair], row_width: int = 0) -> torch.Tensor:
@@ -80,8 +84,8 @@ def weights_key(policy: Policy) -> str:
 def reference_values(
     reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: Optimisation
 ) -> Callable[[Sequence[int]], torch.Tensor]:
-    """The function from places in `pairs` to the reference's log-probs there, (n, 2). A resident model scores a pair when
-    it is first asked for, and keeps the answer."""
+    """The function from places in `pairs` to the reference's log-probs there, (n, 2). A resident model scores a block when
+    one of its pairs is first asked for, and keeps the answers."""
     if isinstance(reference, ReferenceLogps):
         if reference.data != content_key(pairs) or len(reference.values) != len(pairs):
             raise ValueError("the cached reference log-probs are of other pairs: call cache_logps with these")
@@ -89,24 +93,23 @@ def reference_values(
     known: dict[int, torch.Tensor] = {}
 
     def resident(places: Sequence[int]) -> torch.Tensor:
-        for i in places:
-            if i not in known:
-                known[i] = _score(reference, pairs[i], config)
-        return torch.stack([known[i] for i in places])
+        for block in {i // BLOCK for i in places} - known.keys():
+            known[block] = _score_block(reference, pairs, block, config)
+        return torch.stack([known[i // BLOCK][i % BLOCK] for i in places])
 
     return resident
 
 
-def _score(reference: Policy, pair: Pair, config: Optimisation) -> torch.Tensor:
-    """(2,) on the CPU. The pair alone in its forward pass: a batch's other rows would change the last bits."""
+def _score_block(reference: Policy, pairs: Sequence[Pair], block: int, config: Optimisation) -> torch.Tensor:
+    """(up to BLOCK, 2) on the CPU."""
     with torch.no_grad(), reference.lock, autocast(reference, config):
-        return pair_logps(reference, [pair])[0].cpu()
+        return pair_logps(reference, pairs[block * BLOCK : (block + 1) * BLOCK], SHARED).cpu()
 
 
 def _compute(reference: Policy, pairs: Sequence[Pair], config: Optimisation) -> torch.Tensor:
     if not pairs:
         raise ValueError("there are no pairs to score")
-    return torch.stack([_score(reference, p, config) for p in pairs])
+    return torch.cat([_score_block(reference, pairs, b, config) for b in range(math.ceil(len(pairs) / BLOCK))])
 
 
 def _read(path: Path, key: str, n: int) -> torch.Tensor:

@@ -61,22 +61,19 @@ def test_resident_and_cached_reference_train_alike_in_every_bit(tiny, tmp_path, 
     assert untimed(resident) == untimed(cached) == untimed(read)
 
 
-def test_a_pair_is_scored_alike_beside_any_other(tiny):
-    pairs = preferences(tiny)
-    whole = cache_logps(tiny, pairs).values
-    for i in (0, 3, 8):
-        assert torch.equal(cache_logps(tiny, [pairs[i]]).values[0], whole[i])
-    assert torch.equal(reference_values(tiny, pairs, Optimisation())([8, 0, 8]), whole[[8, 0, 8]])
-
-
-def test_a_resident_model_scores_each_pair_once(tiny, monkeypatch):
+def test_a_resident_model_scores_each_block_once_and_gives_what_the_cache_holds(tiny, monkeypatch):
     from grpolab import reference
 
-    honest, seen = reference._score, []
-    monkeypatch.setattr(reference, "_score", lambda policy, pair, config: seen.append(pair) or honest(policy, pair, config))
+    honest, seen = reference._score_block, []
+    monkeypatch.setattr(reference, "BLOCK", 4)
+    monkeypatch.setattr(reference, "_score_block", lambda *args: seen.append(args[2]) or honest(*args))
     pairs = preferences(tiny)
-    collect(dpo(fresh(tiny), tiny, pairs, DPOConfig(steps=9, batch_size=4)))
-    assert len(seen) == len(pairs)
+    whole = cache_logps(tiny, pairs).values
+    assert whole.shape == (9, 2) and seen == [0, 1, 2]
+    values = reference_values(tiny, pairs, Optimisation())
+    for places in ([8, 0, 8], [0, 3], [5, 7], range(9)):
+        assert torch.equal(values(places), whole[list(places)])
+    assert sorted(seen[3:]) == [0, 1, 2]
 
 
 def test_a_stale_cache_cannot_be_used(tiny, tmp_path):
