@@ -60,6 +60,16 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
+def calibrate(predicted: Sequence[float], happened: Sequence[bool], bins: int = 6) -> list[tuple[float, Interval]]:
+    """How often it happened where it was given a probability: for each of `bins` equal parts of the cases, in order of
+    `predicted`, the mean prediction and the rate with its interval."""
+    if len(predicted) != len(happened) or not 1 <= bins <= len(predicted):
+        raise ValueError(f"{len(predicted)} predictions and {len(happened)} outcomes do not fill {bins} bins")
+    cases = sorted(zip(predicted, happened), key=lambda c: c[0])
+    parts = [cases[len(cases) * b // bins : len(cases) * (b + 1) // bins] for b in range(bins)]
+    return [(sum(p for p, _ in part) / len(part), wilson(sum(h for _, h in part), len(part))) for part in parts]
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Completions of one policy: `texts[q]` are the completions of question q (one when greedy)."""

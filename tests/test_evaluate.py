@@ -10,6 +10,7 @@ from grpolab.chat import prompt_ids
 from grpolab.evaluate import (
     Evaluation,
     FixedPrompt,
+    calibrate,
     evaluate,
     evaluate_checks,
     evaluate_fixed,
@@ -93,6 +94,14 @@ def test_improvement_is_paired(tiny):
     assert gain.value == pytest.approx(2 / 6) and gain.low < 0 < 0.3 < gain.high
     with pytest.raises(ValueError, match="same questions"):
         improvement(before, run_sync(evaluate(tiny, problems[:3], sampler=Parrot(tiny, "x"))))
+
+
+def test_calibration_bins_hold_equally_many_in_order_of_the_prediction():
+    points = calibrate([0.9, 0.5, 0.8, 0.6, 0.7, 0.55], [True, False, True, False, True, True], bins=3)
+    assert [p for p, _ in points] == pytest.approx([0.525, 0.65, 0.85])
+    assert [(i.value, i.high) for _, i in points] == [(v, wilson(int(2 * v), 2).high) for v in (0.5, 0.5, 1.0)]
+    with pytest.raises(ValueError, match="do not fill 4 bins"):
+        calibrate([0.5], [True], bins=4)
 
 
 # --- any checks -------------------------------------------------------------------------------------------------------
