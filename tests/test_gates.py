@@ -257,7 +257,7 @@ def fewer_of(monkeypatch, module, name, options):
     honest = getattr(module, name)
 
     async def fewer(policy, problems, **kw):
-        return await honest(policy, problems[:60], **(kw | options))
+        return await honest(policy, problems[:30], **(kw | options))
 
     monkeypatch.setattr(module, name, fewer)
 
@@ -272,8 +272,8 @@ def forget_the_reference(monkeypatch):
     monkeypatch.setattr(losses, "dpo_loss", lambda c, r, rc, rr, **kw: honest(c, r, 0 * rc, 0 * rr, **kw))
 
 
-def count_prompt_tokens(monkeypatch):
-    monkeypatch.setattr("grpolab.reference.losses.sequence_logps", lambda logps, mask: (logps - 0.01).sum(1))
+def average_over_the_tokens(monkeypatch):
+    monkeypatch.setattr(losses, "sequence_logps", lambda logps, mask: logps.sum(1) / mask.sum(1))
 
 
 def round_the_cache(monkeypatch):
@@ -302,11 +302,11 @@ def keep_the_reference_beside_the_cache(monkeypatch):
         (None, set()),
         (swap_chosen_and_rejected, {"naive loss − package loss"}),
         (forget_the_reference, {"policy = reference"}),
-        (count_prompt_tokens, {"naive loss − package loss", "policy = reference"}),
+        (average_over_the_tokens, {"naive loss − package loss"}),
         (round_the_cache, {"weights that differ, resident to cached reference", "policy = reference"}),
         (keep_the_reference_beside_the_cache, {"memory the cache saves, in models"}),
     ],
-    ids=["honest", "swapped", "no reference", "wrong sums", "rounded cache", "kept reference"],
+    ids=["honest", "swapped", "no reference", "means for sums", "rounded cache", "kept reference"],
 )
 def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     from grpolab import preferences
@@ -328,8 +328,8 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
         ({"vanishing": 0.1}, "β → 0"),
         ({"bits": 3}, "weights that differ, resident to cached reference"),
         ({"resident_bytes": 4.0}, "memory the cache saves, in models"),
-        ({"last": DPO_POINTS.iloc[0] | {"margin": 1.0}}, "held-out pairs"),
-        ({"last": DPO_POINTS.iloc[-1] | {"margin": -0.1}}, "held-out pairs"),
+        ({"last": dict(DPO_POINTS.iloc[0]) | {"margin": 1.0}}, "held-out pairs"),
+        ({"last": dict(DPO_POINTS.iloc[-1]) | {"margin": -0.1}}, "held-out pairs"),
         ({"gain_sampled": Interval(0.0, -0.02, 0.02)}, "sampled gain"),
         ({"after": Rates(0.5, form=0.9)}, "format after, of what it was"),
     ],
