@@ -299,14 +299,23 @@ async def dpo(
     check_head(policy)
     reference_at = reference_values(reference, pairs, config)
 
+    def gradient(places):
+        return dpo_gradient(policy, [pairs[i] for i in places], reference_at(places), config)
+
+    async for row in over_pairs(policy, pairs, gradient, config, run):
+        yield row
+
+
+async def over_pairs(policy: Policy, pairs: Sequence[Pair], gradient, config: DPOConfig | RewardConfig, run: Run | None):
+    """The loop of steps on `batch_size` pairs each: gradient(places) accumulates that of the pairs there, and returns its
+    metrics."""
+
     def update(step, optimizer):
         began = time.perf_counter()
-        places = draw(range(len(pairs)), config.batch_size, step, config.seed)
-        batch = [pairs[i] for i in places]
-        row = dpo_gradient(policy, batch, reference_at(places), config)
+        row = gradient(draw(range(len(pairs)), config.batch_size, step, config.seed))
         row |= apply_gradient(policy, optimizer, config, step)
         seconds = time.perf_counter() - began
-        return row | {"pairs_per_s": len(batch) / seconds, "seconds": seconds}
+        return row | {"pairs_per_s": config.batch_size / seconds, "seconds": seconds}
 
     async def one_step(step, optimizer):
         return await in_thread(policy, lambda: update(step, optimizer))
@@ -390,18 +399,10 @@ async def reward_model(
     """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
     check_pairs(model, pairs)
 
-    def update(step, optimizer):
-        began = time.perf_counter()
-        batch = draw(pairs, config.batch_size, step, config.seed)
-        row = reward_gradient(model, batch, config)
-        row |= apply_gradient(model, optimizer, config, step)
-        seconds = time.perf_counter() - began
-        return row | {"pairs_per_s": len(batch) / seconds, "seconds": seconds}
+    def gradient(places):
+        return reward_gradient(model, [pairs[i] for i in places], config)
 
-    async def one_step(step, optimizer):
-        return await in_thread(model, lambda: update(step, optimizer))
-
-    async for row in loop(model, config, run, one_step):
+    async for row in over_pairs(model, pairs, gradient, config, run):
         yield row
 
 

@@ -58,6 +58,24 @@ def gradient(policy):
     return out
 
 
+def slopes(policy, value, step):
+    """The derivative of value() along a random direction in the space of the parameters: by its gradient, and by finite
+    differences."""
+    torch.manual_seed(0)
+    parameters = list(policy.model.parameters())
+    direction = [torch.randn_like(p) for p in parameters]
+
+    def moved(step):
+        with torch.no_grad():
+            for p, d in zip(parameters, direction):
+                p.add_(step * d)
+            return value().item()
+
+    value().backward()
+    by_gradient = (gradient(policy) * torch.cat([d.flatten() for d in direction])).sum().item()
+    return by_gradient, (moved(step) - moved(-2 * step)) / (2 * step)
+
+
 def digits(text, problem, rollout):
     """A reward that an untaught policy, too, gets now and then: whether it wrote an even number of digits."""
     return float(sum(c.isdigit() for c in text) % 2 == 0)
