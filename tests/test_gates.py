@@ -257,7 +257,7 @@ def fewer_of(monkeypatch, module, name, options):
     honest = getattr(module, name)
 
     async def fewer(policy, problems, **kw):
-        return await honest(policy, problems[:30], **(kw | options))
+        return await honest(policy, problems[:80], **(kw | options))
 
     monkeypatch.setattr(module, name, fewer)
 
