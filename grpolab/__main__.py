@@ -89,21 +89,26 @@ def _data(args) -> int:
 
 
 def _eval(args) -> int:
-    from grpolab.evaluate import evaluate, summary
+    from grpolab.evaluate import evaluate, evaluate_fixed, suite_table, summary
     from grpolab.models import load_policy
 
     _, problems = arithmetic.generate(0, args.questions, seed=args.seed, task=_task(args))
     policy = load_policy(args.model)
     print(policy)
 
-    async def both():
+    async def everything():
         common = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
         table = {"greedy": await evaluate(policy, problems, **common)}
         if args.samples:
             table["sampled"] = await evaluate(policy, problems, samples=args.samples, **common)
-        return table
+        return table, await evaluate_fixed(policy)
 
-    print(summary(**asyncio.run(both())).to_string())
+    table, fixed = asyncio.run(everything())
+    print(summary(**table).to_string())
+    if args.samples:
+        powers = [2**i for i in range(args.samples.bit_length()) if 2**i <= args.samples]
+        print("\n" + "\n".join(f"pass@{k:<3} {table['sampled'].pass_at(k)}" for k in powers))
+    print("\nfixed prompts, greedy\n" + suite_table(passed=fixed).to_string())
     return 0
 
 

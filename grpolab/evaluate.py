@@ -1,15 +1,20 @@
-"""Evaluation: format and exact-match rates with intervals, and the comparison of two policies on the same questions."""
+"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpolab.arithmetic import Problem
-from grpolab.chat import prompt_ids
+from grpolab.chat import Message, prompt_ids
 from grpolab.checker import check_answer, parse_boxed_answer
+from grpolab.files import data_path
 from grpolab.models import Policy
+from grpolab.rollouts import Group, Rollout
 from grpolab.sampler import Sampler
 from grpolab.sampling import SamplingParams
 
@@ -47,6 +52,24 @@ def mean_interval(values: Sequence[float], z: float = Z95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The unbiased estimate of P(one of k samples is right) from n samples of which `correct` are:
+    1 - C(n - correct, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} needs at least {k} samples and a count among them, got {correct} right of {n}: sample more")
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def calibrate(predicted: Sequence[float], happened: Sequence[bool], bins: int = 6) -> list[tuple[float, Interval]]:
+    """How often it happened where it was given a probability: for each of `bins` equal parts of the cases, in order of
+    `predicted`, the mean prediction and the rate with its interval."""
+    if len(predicted) != len(happened) or not 1 <= bins <= len(predicted):
+        raise ValueError(f"{len(predicted)} predictions and {len(happened)} outcomes do not fill {bins} bins")
+    cases = sorted(zip(predicted, happened), key=lambda c: c[0])
+    parts = [cases[len(cases) * b // bins : len(cases) * (b + 1) // bins] for b in range(bins)]
+    return [(sum(p for p, _ in part) / len(part), wilson(sum(h for _, h in part), len(part))) for part in parts]
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Completions of one policy: `texts[q]` are the completions of question q (one when greedy)."""
@@ -75,8 +98,13 @@ class Evaluation:
     def exact(self) -> Interval:
         return self._interval(self.exact_rates)
 
+    def pass_at(self, k: int) -> Interval:
+        """The chance that one of k samples is right, its interval over questions."""
+        right = [sum(check_answer(t, p.answer) for t in texts) for p, texts in zip(self.problems, self.texts)]
+        return mean_interval([pass_at_k(len(texts), c, k) for c, texts in zip(right, self.texts)])
+
     def _interval(self, rates: list[float]) -> Interval:
-        return wilson(round(sum(rates)), len(rates)) if self.greedy else mean_interval(rates)
+        return rate_interval(rates, self.greedy)
 
 
 async def evaluate(
@@ -84,18 +112,30 @@ async def evaluate(
     max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
 ) -> Evaluation:
     """Ask every question: once greedily (`samples=0`), or `samples` times at `temperature`."""
-    if not problems:
-        raise ValueError("there are no questions to evaluate")
-    prompts = [prompt_ids(policy.tokenizer, p.question) for p in problems]
     params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
+    groups = await _ask(policy, [p.question for p in problems], samples or 1, params, sampler)
+    return Evaluation(tuple(problems), _texts(policy, groups), greedy=samples == 0)
+
+
+async def _ask(policy: Policy, prompts, group_size: int, params: SamplingParams, sampler: Sampler | None) -> list[Group]:
+    if not prompts:
+        raise ValueError("there are no questions to evaluate")
     own = sampler or Sampler(policy)
     try:
-        groups = await own.sample(prompts, group_size=samples or 1, params=params)
+        ids = [prompt_ids(policy.tokenizer, p) for p in prompts]
+        return await own.sample(ids, group_size=group_size, params=params)
     finally:
         if sampler is None:
             await own.close()
-    texts = tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups)
-    return Evaluation(tuple(problems), texts, greedy=samples == 0)
+
+
+def _texts(policy: Policy, groups: Sequence[Group]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups)
+
+
+def rate_interval(rates: Sequence[float], greedy: bool) -> Interval:
+    """The mean rate over questions: Wilson's interval where each is 0 or 1, else the normal one."""
+    return wilson(round(sum(rates)), len(rates)) if greedy else mean_interval(rates)
 
 
 def improvement(before: Evaluation, after: Evaluation) -> Interval:
@@ -131,3 +171,133 @@ def side_by_side(before: Evaluation, after: Evaluation, n: int = 6):
     rows = zip(before.problems[:n], before.texts, after.texts)
     table = [{"question": p.question, "before": shown(a[0], p), "after": shown(b[0], p)} for p, a, b in rows]
     return pd.DataFrame(table).set_index("question")
+
+
+# --- any prompts, each with a check -----------------------------------------------------------------------------------
+
+Check = Callable[[str, Rollout], bool]  # of a completion's text and its rollout (tokens, finish_reason, ...)
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What became of (prompt, check) cases: `passed[i][s]` says whether completion s of prompt i, `texts[i][s]`, passed."""
+
+    prompts: tuple[Prompt, ...]
+    texts: tuple[tuple[str, ...], ...]
+    passed: tuple[tuple[bool, ...], ...]
+    greedy: bool
+
+    @property
+    def rates(self) -> list[float]:
+        """The share of each prompt's completions that passed."""
+        return [sum(p) / len(p) for p in self.passed]
+
+    @property
+    def rate(self) -> Interval:
+        return rate_interval(self.rates, self.greedy)
+
+    def pass_at(self, k: int) -> Interval:
+        """The chance that one of k samples passes, its interval over prompts."""
+        return mean_interval([pass_at_k(len(p), sum(p), k) for p in self.passed])
+
+
+async def evaluate_checks(
+    policy: Policy, cases: Sequence[tuple[Prompt, Check]], *, samples: int = 0, temperature: float = 1.0,
+    max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
+) -> Checked:
+    """Ask each prompt (text or messages), once greedily or `samples` times, and apply its `check(text, rollout)`."""
+    params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
+    prompts = tuple(prompt for prompt, _ in cases)
+    groups = await _ask(policy, prompts, samples or 1, params, sampler)
+    texts = _texts(policy, groups)
+    passed = tuple(
+        tuple(bool(check(t, r)) for t, r in zip(written, group)) for (_, check), written, group in zip(cases, texts, groups)
+    )
+    return Checked(prompts, texts, passed, greedy=samples == 0)
+
+
+# --- the fixed prompts ------------------------------------------------------------------------------------------------
+
+
+def stops(text: str, rollout: Rollout) -> bool:
+    """The policy ended its turn itself, with something said."""
+    return rollout.finish_reason == "eos" and bool(text.strip())
+
+
+def intact(text: str, rollout: Rollout) -> bool:
+    """No character that stands for broken bytes, no control character, nothing said four times in a row."""
+    return not re.search(r"[\ufffd\x00-\x08\x0b-\x1f\x7f]|(\S.{2,40}?)\1{3}", text, flags=re.DOTALL)
+
+
+def formatted(text: str, rollout: Rollout) -> bool:
+    """Exactly one box, with an integer in it."""
+    return text.count("\\boxed") == 1 and parse_boxed_answer(text) is not None
+
+
+@dataclass(frozen=True)
+class FixedPrompt:
+    """A prompt of the suite: every answer must stop and be intact; where there is an `answer` it must also be boxed, and
+    right."""
+
+    prompt: str
+    answer: int | None = None
+
+    @property
+    def checks(self) -> dict[str, Check]:
+        always = {"stop token": stops, "no corruption": intact}
+        if self.answer is None:
+            return always
+        return always | {"format": formatted, "arithmetic": lambda text, rollout: check_answer(text, self.answer)}
+
+
+def fixed_prompts(path: str | Path | None = None) -> list[FixedPrompt]:
+    """The prompts of data/fixed_prompts.jsonl (or another such file); a row that does not fit names its line."""
+    path, prompts = path or data_path("fixed_prompts.jsonl"), []
+    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            if not (isinstance(row["prompt"], str) and isinstance(row.get("answer"), int | None)) or len(row) > 2:
+                raise ValueError("it holds a text `prompt` and, where there is one, an integer `answer`")
+            prompts.append(FixedPrompt(**row))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not a fixed prompt ({error!r})") from error
+    return prompts
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One policy's greedy answers to the fixed prompts: passed[check] holds a verdict for each prompt it applies to."""
+
+    prompts: tuple[FixedPrompt, ...]
+    texts: tuple[str, ...]
+    passed: dict[str, list[bool]]
+
+    def rate(self, check: str) -> Interval:
+        return wilson(sum(self.passed[check]), len(self.passed[check]))
+
+
+async def evaluate_fixed(
+    policy: Policy, prompts: Sequence[FixedPrompt] | None = None, *, max_new_tokens: int = 48, sampler: Sampler | None = None
+) -> Suite:
+    """Answer the fixed prompts greedily and judge stop token, corruption, format and arithmetic."""
+    prompts = tuple(fixed_prompts() if prompts is None else prompts)
+    params = SamplingParams(greedy=True, max_new_tokens=max_new_tokens)
+    groups = await _ask(policy, [p.prompt for p in prompts], 1, params, sampler)
+    texts, passed = [policy.decode(g[0].tokens) for g in groups], {}
+    for p, text, group in zip(prompts, texts, groups):
+        for name, check in p.checks.items():
+            passed.setdefault(name, []).append(bool(check(text, group[0])))
+    return Suite(prompts, tuple(texts), passed)
+
+
+def suite_table(**suites: Suite):
+    """A DataFrame with a row a check and a column a policy: `suite_table(before=..., after=...)`."""
+    import pandas as pd
+
+    first = next(iter(suites.values()))
+    if any(s.prompts != first.prompts for s in suites.values()):
+        raise ValueError("the suites are of different prompts: evaluate each policy on the same ones")
+    columns = {"prompts": {check: len(v) for check, v in first.passed.items()}}
+    columns |= {name.replace("_", " "): {check: str(s.rate(check)) for check in s.passed} for name, s in suites.items()}
+    return pd.DataFrame(columns)

@@ -198,6 +198,8 @@ def _fill(x, keep):
 
 # --- supervised and preference losses ---------------------------------------------------------------------------------
 
+DPO_KINDS = ("sigmoid", "ipo", "hinge")
+
 def sft_loss(logps, mask, *, denominator):
     """Negative log-likelihood of the kept tokens: -sum logps / denominator. logps, mask: (N, T)."""
     loss = -aggregate(logps, _keep(mask, logps), denominator=denominator)
@@ -235,7 +237,7 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
     elif kind == "hinge":
         x = (1 - beta * delta).clamp(min=0)
     else:
-        raise ValueError(f"kind must be 'sigmoid', 'ipo' or 'hinge', got {kind!r}")
+        raise ValueError(f"kind must be one of {DPO_KINDS}, got {kind!r}")
     return _pair_loss(denominator, dpo_loss=x, accuracy=delta > 0, margin=beta * delta,
                       reward_chosen=beta * chosen, reward_rejected=beta * rejected,
                       logps_chosen=chosen_logps, logps_rejected=rejected_logps)

@@ -118,3 +118,66 @@ def timeline(spans: Sequence, *, title: str, start: float | None = None, ax=None
     ax.grid(False)
     ax.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return ax
+
+
+def stacked(bars: dict[str, dict[str, float]], *, title: str, xlabel: str, colors: dict[str, str], ax=None):
+    """Horizontal stacked bars: bars[name][part] = value, each part in its colour and labelled with its value."""
+    ax = _axes(ax)
+    for name, parts in bars.items():
+        left = 0.0
+        for part, value in parts.items():
+            known = part in ax.get_legend_handles_labels()[1]
+            ax.barh(name, value, left=left, color=colors[part], label=None if known else part)
+            if value:
+                ax.annotate(f"{value:.3g}", (left + value / 2, name), ha="center", va="center", color="white", fontsize=9)
+            left += value
+    ax.set(title=title, xlabel=xlabel)
+    ax.grid(False)
+    ax.legend(ncols=len(colors), loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    return ax
+
+
+def two_sides(metrics: pd.DataFrame, points: pd.DataFrame, *, title: str, ylabel: str, window: int = 10, ax=None):
+    """`logps_chosen` and `logps_rejected` over steps, and those of held-out pairs as dots (`points` has the same columns)."""
+    ax = _axes(ax)
+    for side, color in (("chosen", CHOSEN), ("rejected", REJECTED)):
+        curve(metrics, f"logps_{side}", title=title, ylabel=ylabel, color=color, window=window, label=side, ax=ax)
+        ax.plot(points["step"], points[f"logps_{side}"], "o", color=color, markeredgecolor=HELD_OUT, markersize=6, zorder=5)
+    ax.margins(x=0.12)
+    return ax
+
+
+def histograms(values: dict[str, Sequence[float]], *, title: str, xlabel: str, colors: dict[str, str], bins: int = 30, ax=None):
+    """Distributions over the same bins, on top of each other."""
+    ax = _axes(ax)
+    low, high = min(map(min, values.values())), max(map(max, values.values()))
+    for name, x in values.items():
+        ax.hist(x, bins=bins, range=(low, high), alpha=0.55, color=colors[name], label=f"{name} ({len(x)})")
+    ax.set(title=title, xlabel=xlabel, ylabel="count")
+    ax.legend()
+    return ax
+
+
+def calibration(points: Sequence[tuple[float, object]], *, title: str, xlabel: str, ylabel: str, ax=None):
+    """How often it happened (Interval) against the probability that was given, one point a bin; on the line is calibrated."""
+    ax = _axes(ax)
+    low = min(p for p, _ in points)
+    ax.plot([low, 1], [low, 1], color=REFERENCE, linestyle="--", linewidth=1)
+    held_out(points, ax)
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    return ax
+
+
+def paths(runs: dict[str, pd.DataFrame], x: str, y: str, *, title: str, xlabel: str, ylabel: str, colors: dict[str, str],
+          window: int = 10, ax=None):
+    """Two metrics against each other as a run goes on: the mean of `window` steps, from the dot to the arrow's head."""
+    ax = _axes(ax)
+    for name, metrics in runs.items():
+        smooth = metrics[[x, y]].rolling(window, min_periods=1).mean()
+        a, b = smooth[x].to_numpy(), smooth[y].to_numpy()
+        ax.plot(a, b, color=colors[name], label=name)
+        ax.plot(a[0], b[0], "o", color=colors[name], markersize=5)
+        ax.annotate("", (a[-1], b[-1]), (a[-2], b[-2]), arrowprops={"arrowstyle": "-|>", "color": colors[name], "lw": 1.8})
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    ax.legend()
+    return ax

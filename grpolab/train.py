@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,9 @@ from grpolab.checker import correct_reward
 from grpolab.forward import check_head, check_lengths, masked_logps, rollout_logps
 from grpolab.models import Policy
 from grpolab.optimise import Optimisation, apply_gradient, autocast, draw, in_thread, loop, micro_batches
+from grpolab.preferences import Pair
+from grpolab.reference import ReferenceLogps, pair_logps, reference_values
+from grpolab.reward import RewardModel
 from grpolab.rollouts import Batch, Group, Layout, Rollout, collate, lay_out
 from grpolab.runs import Run
 from grpolab.sampler import Sampler
@@ -110,7 +113,7 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
 
 
-Reward = Callable[[str, Problem, Rollout], float | None]
+Reward = Callable[[str, Problem, Rollout], float | None]  # or an object that also has `batch`, see `score`
 
 
 def finished_and_correct(text: str, problem: Problem, rollout: Rollout) -> float:
@@ -121,11 +124,12 @@ def finished_and_correct(text: str, problem: Problem, rollout: Rollout) -> float
 
 async def grpo(
     policy: Policy, reference: Policy | None, problems: Sequence[Problem], config: GRPOConfig, *,
-    reward: Reward = finished_and_correct, run: Run | None = None,
+    reward: Reward = finished_and_correct, watch: Mapping[str, Reward] | None = None, run: Run | None = None,
 ) -> AsyncIterator[dict]:
     """GRPO (arXiv 2402.03300): sample groups, score them, push probability towards what beat its group.
 
-    `reward(text, problem, rollout)` is a number, or None to abstain. A `reference` is needed where kl_coef > 0.
+    `reward(text, problem, rollout)` is a number, or None to abstain. A `reference` is needed where kl_coef > 0. The
+    rewards in `watch` are not trained on: their means stand in each row under their names.
     """
     check_reference(policy, reference, config)
     prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
@@ -144,6 +148,7 @@ async def grpo(
             groups = score(policy, asked, groups, reward)
             sampled = time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
+            row |= watched(policy, asked, groups, watch or {})
             return describe(groups) | row | timings(groups, sampled - began, time.perf_counter() - sampled)
 
         async for row in loop(policy, config, run, one_step):
@@ -159,8 +164,22 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
 
 
 def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
-    """Groups with a reward for each rollout."""
-    return [g.with_rewards([reward(policy.decode(r.tokens), p, r) for r in g]) for p, g in zip(problems, groups)]
+    """Groups with a reward for each rollout. A reward with a method `batch(texts, problems, rollouts)` gives all of a
+    step in one call, as a learned one should."""
+    if not hasattr(reward, "batch"):
+        return [g.with_rewards([reward(policy.decode(r.tokens), p, r) for r in g]) for p, g in zip(problems, groups)]
+    rollouts = [r for g in groups for r in g]
+    asked = [p for p, g in zip(problems, groups) for _ in g]
+    rewards = iter(reward.batch([policy.decode(r.tokens) for r in rollouts], asked, rollouts))
+    return [g.with_rewards([next(rewards) for _ in g]) for g in groups]
+
+
+def watched(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], watch: Mapping[str, Reward]) -> dict:
+    """The mean of each watched reward over all rollouts."""
+    return {
+        name: reward_tensor([g.rewards for g in score(policy, problems, groups, reward)]).nanmean().item()
+        for name, reward in watch.items()
+    }
 
 
 def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:
@@ -245,3 +264,165 @@ def timings(groups: Sequence[Group], sampling: float, update: float) -> dict:
         "sampling_s": sampling, "update_s": update,
         "sampled_tokens_per_s": tokens / sampling, "updated_tokens_per_s": tokens / update,
     }
+
+
+# --- direct preference optimisation -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DPOConfig(Optimisation):
+    """`batch_size` pairs a step; `beta`, `kind` and `label_smoothing` as in `losses.dpo_loss`, `length_normalised` divides
+    each completion's log-prob by its kept tokens. `row_width` > 0 lets chosen and rejected share their prompt."""
+
+    batch_size: int = 32
+    beta: float = 0.1
+    kind: str = "sigmoid"
+    label_smoothing: float = 0.0
+    length_normalised: bool = False
+    row_width: int = 512
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch_size < 1 or not self.beta > 0:
+            raise ValueError(f"batch_size must be at least 1 and beta positive, got {self}")
+        if self.kind not in losses.DPO_KINDS:
+            raise ValueError(f"kind must be one of {losses.DPO_KINDS}, got {self.kind!r}")
+
+
+async def dpo(
+    policy: Policy, reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: DPOConfig, *, run: Run | None = None
+) -> AsyncIterator[dict]:
+    """Direct preference optimisation (arXiv 2305.18290): raise the chosen completions against the rejected ones, both
+    measured from the reference.
+
+    `reference` is a resident model, or its log-probs from `cache_logps`, which need none; the steps are the same in
+    every bit on a CPU.
+    """
+    if reference is policy:
+        raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
+    check_pairs(policy, pairs)
+    check_head(policy)
+    reference_at = reference_values(reference, pairs, config)
+
+    def gradient(places):
+        return dpo_gradient(policy, [pairs[i] for i in places], reference_at(places), config)
+
+    async for row in over_pairs(policy, pairs, gradient, config, run):
+        yield row
+
+
+async def over_pairs(policy: Policy, pairs: Sequence[Pair], gradient, config: DPOConfig | RewardConfig, run: Run | None):
+    """The loop of steps on `batch_size` pairs each: gradient(places) accumulates that of the pairs there, and returns its
+    metrics."""
+
+    def update(step, optimizer):
+        began = time.perf_counter()
+        row = gradient(draw(range(len(pairs)), config.batch_size, step, config.seed))
+        row |= apply_gradient(policy, optimizer, config, step)
+        seconds = time.perf_counter() - began
+        return row | {"pairs_per_s": config.batch_size / seconds, "seconds": seconds}
+
+    async def one_step(step, optimizer):
+        return await in_thread(policy, lambda: update(step, optimizer))
+
+    async for row in loop(policy, config, run, one_step):
+        yield row
+
+
+def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig) -> dict:
+    """Accumulate the gradient of the batch's mean pair loss, whatever the micro-batches; returns the metrics.
+    ref_logps: (P, 2), chosen and rejected."""
+    parts = []
+    for places in pair_batches(pairs, config):
+        part = [pairs[i] for i in places]
+        with autocast(policy, config):
+            logps = pair_logps(policy, part, config.row_width)
+        loss, metrics = losses.dpo_loss(
+            *logps.T, *ref_logps[places].to(logps.device).T, beta=config.beta, denominator=len(pairs), kind=config.kind,
+            label_smoothing=config.label_smoothing, lengths=pair_lengths(part, logps) if config.length_normalised else None,
+        )
+        loss.backward()
+        parts.append(metrics)
+    metrics = {k: v.item() for k, v in losses.combine(parts).items()}
+    return {"loss": metrics.pop("dpo_loss")} | metrics
+
+
+def implicit_rewards(
+    policy: Policy, reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: DPOConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DPO's reward beta (log pi - log pi_ref) of each pair's chosen and rejected completion, and log pi: (P, 2) each."""
+    check_pairs(policy, pairs)
+    ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
+    with torch.no_grad(), policy.lock, autocast(policy, config):
+        for places in pair_batches(pairs, config):
+            logps[places] = pair_logps(policy, [pairs[i] for i in places], config.row_width).cpu()
+    scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0
+    return config.beta * (logps - ref_logps) / scale, logps
+
+
+def pair_batches(pairs: Sequence[Pair], config: Optimisation) -> Iterator[list[int]]:
+    """The places of the pairs of each micro-batch, pairs of similar length together; a pair counts as two rows."""
+    order = sorted(range(len(pairs)), key=lambda i: (pairs[i].longest, pairs[i].prompt))
+    for part in micro_batches([2 * pairs[i].longest for i in order], config.token_budget):
+        yield order[part]
+
+
+def pair_lengths(pairs: Sequence[Pair], like: torch.Tensor) -> torch.Tensor:
+    """Kept tokens of chosen and rejected: (2, P)."""
+    return like.new_tensor([[sum(s.mask) for s in (p.chosen, p.rejected)] for p in pairs]).T
+
+
+def check_pairs(policy: Policy, pairs: Sequence[Pair]) -> None:
+    """Refuse pairs that do not fit the policy's context or vocabulary."""
+    check_lengths(policy, max((p.longest for p in pairs), default=0), "pair")
+    top, size = max((max(p.prompt + p.chosen.ids + p.rejected.ids) for p in pairs), default=0), policy.model.config.vocab_size
+    if top >= size:
+        raise ValueError(f"the pairs hold token id {top}, beyond the vocabulary of {size}: they are of another tokenizer")
+
+
+# --- reward model -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardConfig(Optimisation):
+    """`batch_size` pairs a step. `margin` is asked for between chosen and rejected, times a pair's own `meta["margin"]`
+    where it has one; `centering` pulls the two rewards' sum to zero (`losses.bradley_terry_loss`)."""
+
+    batch_size: int = 32
+    margin: float = 0.0
+    centering: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch_size < 1 or self.centering < 0:
+            raise ValueError(f"batch_size must be at least 1 and centering at least 0, got {self}")
+
+
+async def reward_model(
+    model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, run: Run | None = None
+) -> AsyncIterator[dict]:
+    """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
+    check_pairs(model, pairs)
+
+    def gradient(places):
+        return reward_gradient(model, [pairs[i] for i in places], config)
+
+    async for row in over_pairs(model, pairs, gradient, config, run):
+        yield row
+
+
+def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:
+    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics."""
+    parts = []
+    for places in pair_batches(pairs, config):
+        part = [pairs[i] for i in places]
+        with autocast(model, config):
+            rewards = model.forward([r.prompt + r.tokens for p in part for r in p.sides]).view(-1, 2)
+        margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
+        loss, metrics = losses.bradley_terry_loss(
+            *rewards.T, denominator=len(pairs), margin=margin, centering=config.centering
+        )
+        loss.backward()
+        parts.append(metrics)
+    metrics = {k: v.item() for k, v in losses.combine(parts).items()}
+    return {"loss": metrics.pop("bradley_terry_loss")} | metrics

@@ -25,6 +25,7 @@ def test_eval_prints_rates_with_intervals(capsys):
     assert main(["eval", "tiny", "--ops", "+-", "--max-operand", "9", "--questions", "5", "--samples", "2"]) == 0
     out = capsys.readouterr().out
     assert "greedy" in out and "2 samples" in out and "0.0% [0.0%, 43.4%]" in out
+    assert "pass@1 " in out and "pass@2 " in out and "pass@4" not in out and "stop token" in out
 
 
 def test_an_unknown_model_is_an_error_not_a_traceback(monkeypatch, capsys):

@@ -352,3 +352,206 @@ def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
                 "anew": 200, "together": 1.0, "alone": 5.0} | MULTI_TURN_LEARNED  # fmt: skip
     assert judge("07_multi_turn_grpo", dict(measured)) == []
     assert judge("07_multi_turn_grpo", measured | bad) == [name]
+
+
+# --- 03 dpo -----------------------------------------------------------------------------------------------------------
+
+DPO_POINTS = pd.DataFrame({
+    "step": [0, 100], "margin": [0.0, 2.0], "accuracy": [Interval(0.1, 0.0, 0.2), Interval(0.8, 0.75, 0.85)],
+    "logps_chosen": [-1.7, -1.6], "logps_rejected": [-4.7, -7.0],
+})  # fmt: skip
+DPO_LEARNED = {
+    "before": Rates(0.46), "after": Rates(0.5), "before_sampled": Rates(0.3), "after_sampled": Rates(0.37),
+    "gain": Interval(0.04, 0.0, 0.08), "gain_sampled": Interval(0.07, 0.05, 0.09), "points": DPO_POINTS,
+    "last": DPO_POINTS.iloc[-1], "change": {"chosen": 0.1, "rejected": -2.3}, "rows": {},
+    "metrics": pd.DataFrame({"seconds": [1.0]}),
+}  # fmt: skip
+
+
+def fewer_of(monkeypatch, module, name, options):
+    honest = getattr(module, name)
+
+    async def fewer(policy, problems, **kw):
+        return await honest(policy, problems[:80], **(kw | options))
+
+    monkeypatch.setattr(module, name, fewer)
+
+
+def swap_chosen_and_rejected(monkeypatch):
+    honest = losses.dpo_loss
+    monkeypatch.setattr(losses, "dpo_loss", lambda c, r, rc, rr, **kw: honest(r, c, rr, rc, **kw))
+
+
+def forget_the_reference(monkeypatch):
+    honest = losses.dpo_loss
+    monkeypatch.setattr(losses, "dpo_loss", lambda c, r, rc, rr, **kw: honest(c, r, 0 * rc, 0 * rr, **kw))
+
+
+def average_over_the_tokens(monkeypatch):
+    monkeypatch.setattr(losses, "sequence_logps", lambda logps, mask: logps.sum(1) / mask.sum(1))
+
+
+def round_the_cache(monkeypatch):
+    from grpolab import reference
+
+    honest = reference._compute
+    monkeypatch.setattr(reference, "_compute", lambda *args: honest(*args).round(decimals=2))
+
+
+def keep_the_reference_beside_the_cache(monkeypatch):
+    from grpolab import reference
+
+    honest = reference._compute
+
+    def keeping(policy, pairs, config):
+        values = honest(policy, pairs, config)
+        values.kept = [p.detach().clone() for p in policy.model.parameters()]
+        return values
+
+    monkeypatch.setattr(reference, "_compute", keeping)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (None, set()),
+        (swap_chosen_and_rejected, {"naive loss − package loss"}),
+        (forget_the_reference, {"policy = reference"}),
+        (average_over_the_tokens, {"naive loss − package loss"}),
+        (round_the_cache, {"weights that differ, resident to cached reference", "policy = reference"}),
+        (keep_the_reference_beside_the_cache, {"memory the cache saves, in models"}),
+    ],
+    ids=["honest", "swapped", "no reference", "means for sums", "rounded cache", "kept reference"],
+)
+def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
+    from grpolab import preferences
+
+    shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
+    fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
+    failed = failures_under(sabotage, "03_dpo", "before = await", DPO_LEARNED, tmp_path, monkeypatch)
+    assert failed == names if not names else names & failed
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"naive": 0.9}, "naive loss − package loss"),
+        ({"gradient_error": 0.01}, "relative gradient difference, naive to package"),
+        ({"checked": False}, "gradient of the loss equals finite differences"),
+        ({"at_reference": {"loss": 0.7, "reward_chosen": 0.0, "reward_rejected": 0.0}}, "policy = reference"),
+        ({"at_reference": {"loss": 0.693147, "reward_chosen": 0.01, "reward_rejected": 0.0}}, "policy = reference"),
+        ({"vanishing": 0.1}, "β → 0"),
+        ({"bits": 3}, "weights that differ, resident to cached reference"),
+        ({"resident_bytes": 4.0}, "memory the cache saves, in models"),
+        ({"last": dict(DPO_POINTS.iloc[0]) | {"margin": 1.0}}, "held-out pairs"),
+        ({"last": dict(DPO_POINTS.iloc[-1]) | {"margin": -0.1}}, "held-out pairs"),
+        ({"gain_sampled": Interval(0.0, -0.02, 0.02)}, "sampled gain"),
+        ({"after": Rates(0.5, form=0.9)}, "format after, of what it was"),
+    ],
+)
+def test_every_claim_of_the_dpo_gate_can_fail(bad, name, tiny, tmp_path):
+    from grpolab import gate
+    from grpolab.runs import Run
+
+    measured = {
+        "naive": 0.8, "ours": {"loss": 0.8}, "gradient_error": 1e-6, "checked": True, "vanishing": 1e-6, "bits": 0,
+        "at_reference": {"loss": math.log(2), "reward_chosen": 0.0, "reward_rejected": 0.0}, "policy": tiny, "tiny": True,
+        "math": math, "alone": 1.0,
+        "cached_bytes": 3.0, "resident_bytes": 4.01, "counts": {}, "gate": gate, "run": Run("03", root=tmp_path),
+    } | DPO_LEARNED  # fmt: skip
+    assert judge("03_dpo", dict(measured)) == []
+    assert judge("03_dpo", measured | bad | ({"cached_bytes": 3.5} if "resident_bytes" in bad else {})) == [name]
+
+
+# --- 05 reward model --------------------------------------------------------------------------------------------------
+
+LEARNED_RUNS = {
+    name: pd.DataFrame({"learned": [0.0, up], "exact": [0.3, 0.3], "kl": [0.0, 0.01]})
+    for name, up in (("rule", 0.2), ("learned", 1.0), ("learned, leash", 0.5))
+}
+REWARD_LEARNED = {
+    "accuracy": Interval(0.7, 0.64, 0.76), "near": Interval(0.55, 0.45, 0.65), "far": Interval(0.85, 0.8, 0.9),
+    "reload_error": 0.0, "tables": LEARNED_RUNS, "final": lambda name, column: LEARNED_RUNS[name][column].iloc[-1],
+    "before": Rates(0.46), "after": {"rule": Rates(0.52), "learned": Rates(0.01), "learned, leash": Rates(0.45)},
+}  # fmt: skip
+
+
+def read_the_reward_at_the_padding(monkeypatch):
+    from grpolab import reward
+
+    honest = reward.pad
+
+    def longer(examples, pad_id=0):  # the state after a row's own end
+        return honest([chat.Example((*e.ids[1:], pad_id), e.mask) for e in examples], pad_id)
+
+    monkeypatch.setattr(reward, "pad", longer)
+
+
+def begin_with_a_random_head(monkeypatch):
+    monkeypatch.setattr("grpolab.reward.torch.nn.init.zeros_", torch.nn.init.normal_)
+
+
+def judge_each_reward_alone(monkeypatch):
+    def alone(chosen, rejected, *, denominator, **kw):
+        loss = -(torch.nn.functional.logsigmoid(chosen) + torch.nn.functional.logsigmoid(-rejected)).sum() / denominator
+        return loss, {"bradley_terry_loss": loss.detach()}
+
+    monkeypatch.setattr(losses, "bradley_terry_loss", alone)
+
+
+def rank_the_wrong_way_round(monkeypatch):
+    honest = losses.bradley_terry_loss
+    monkeypatch.setattr(losses, "bradley_terry_loss", lambda c, r, **kw: honest(r, c, **kw))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (None, set()),
+        (read_the_reward_at_the_padding, {"naive loss − package loss"}),
+        (begin_with_a_random_head, {"zero head"}),
+        (judge_each_reward_alone, {"a constant added to every reward changes the loss by"}),
+        (rank_the_wrong_way_round, {"naive loss − package loss"}),
+    ],
+    ids=["honest", "read at the padding", "random head", "no pairs", "wrong way round"],
+)
+def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
+    from grpolab import preferences
+
+    shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")
+    fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
+    failed = failures_under(sabotage, "05_reward_model", "live = Dashboard(config.steps", REWARD_LEARNED, tmp_path, monkeypatch)
+    assert failed == names if not names else names & failed
+
+
+def another_end(name, **values):
+    """The learned runs with other last values for one of them."""
+    return {"tables": LEARNED_RUNS | {name: LEARNED_RUNS[name].assign(**values)}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"naive": 0.9}, "naive loss − package loss"),
+        ({"gradient_error": 0.01}, "relative gradient difference, naive to package"),
+        ({"checked": False}, "gradient of the loss equals finite differences"),
+        ({"at_zero": 0.7}, "zero head"),
+        ({"shift_error": 1e-3}, "a constant added to every reward changes the loss by"),
+        ({"swap_error": 1.0}, "swapped pairs"),
+        ({"reload_error": 1e-7}, "scores after saving and loading, largest difference"),
+        ({"accuracy": Interval(0.55, 0.49, 0.6)}, "held-out pairs"),
+        ({"final": lambda name, column: -0.1}, "GRPO on it"),
+        (another_end("learned, leash", kl=0.01), "leash"),
+        ({"after": REWARD_LEARNED["after"] | {"learned": Rates(0.45)}}, "leash"),
+    ],
+)
+def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):
+    from grpolab import gate
+    from grpolab.runs import Run
+
+    measured = {
+        "naive": 0.8, "ours": 0.8, "gradient_error": 1e-6, "checked": True, "at_zero": math.log(2), "shift_error": 1e-16,
+        "swap_error": 1e-6, "math": math, "tiny": True, "pairs": [], "gate": gate, "run": Run("05", root=tmp_path),
+    } | REWARD_LEARNED  # fmt: skip
+    assert judge("05_reward_model", dict(measured)) == []
+    assert judge("05_reward_model", measured | bad) == [name]

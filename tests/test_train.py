@@ -13,16 +13,27 @@ from grpolab.chat import encode_chat, prompt_ids, user
 from grpolab.forward import check_head, rollout_logps
 from grpolab.models import Policy
 from grpolab.optimise import Optimisation, draw, make_optimizer, micro_batches
+from grpolab.preferences import load_preferences
+from grpolab.reference import cache_logps
+from grpolab.reward import RewardModel
 from grpolab.rollouts import Group, Rollout, collate, lay_out
 from grpolab.runs import Run
 from grpolab.train import (
+    DPOConfig,
     GRPOConfig,
+    RewardConfig,
     SFTConfig,
     demonstrations,
+    dpo,
+    dpo_gradient,
     finished_and_correct,
     grpo,
     grpo_gradient,
     grpo_update,
+    implicit_rewards,
+    reward_gradient,
+    reward_model,
+    score,
     sft,
     sft_gradient,
 )  # fmt: skip
@@ -47,6 +58,24 @@ def gradient(policy):
     return out
 
 
+def slopes(policy, value, step):
+    """The derivative of value() along a random direction in the space of the parameters: by its gradient, and by finite
+    differences."""
+    torch.manual_seed(0)
+    parameters = list(policy.model.parameters())
+    direction = [torch.randn_like(p) for p in parameters]
+
+    def moved(step):
+        with torch.no_grad():
+            for p, d in zip(parameters, direction):
+                p.add_(step * d)
+            return value().item()
+
+    value().backward()
+    by_gradient = (gradient(policy) * torch.cat([d.flatten() for d in direction])).sum().item()
+    return by_gradient, (moved(step) - moved(-2 * step)) / (2 * step)
+
+
 def digits(text, problem, rollout):
     """A reward that an untaught policy, too, gets now and then: whether it wrote an even number of digits."""
     return float(sum(c.isdigit() for c in text) % 2 == 0)
@@ -59,10 +88,10 @@ def rollouts_of(policy, problems, group_size=3, rewards=(0.0, 1.0, 0.0)):
         prompt = tuple(prompt_ids(policy.tokenizer, p.question))
         texts = [p.target, f"{p.answer}", f"\\boxed{{{p.answer + k}}} or so"][:group_size]
         made = []
-        for text, score in zip(texts, rewards):
+        for text, value in zip(texts, rewards):
             tokens = tuple(policy.tokenizer.encode(text)) + (policy.eos_ids[0],)
             n = len(tokens)
-            made.append(Rollout(prompt, tokens, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos", reward=score))
+            made.append(Rollout(prompt, tokens, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos", reward=value))
         groups.append(Group(tuple(made)))
     return groups
 
@@ -149,6 +178,49 @@ def test_draw_walks_through_everything_before_it_repeats():
     assert draw(range(10), 5, 3, seed=2) != draw(range(10), 5, 3, seed=1)
 
 
+def preferences(policy, problems=PROBLEMS[:9]):
+    """Right against wrong answers of several lengths; a number may end after its first digit."""
+    rows = [{"prompt": p.question, "chosen": p.target, "rejected": f"{p.answer + k} or so" * (1 + k % 3)}
+            for k, p in enumerate(problems)]  # fmt: skip
+    return load_preferences(rows, policy.tokenizer)
+
+
+CUTS = [{"token_budget": 100}, {"row_width": 0}, {"token_budget": 1, "row_width": 60}]
+
+
+@pytest.mark.parametrize("change", CUTS)
+@pytest.mark.parametrize("kind", [{}, {"kind": "ipo"}, {"kind": "hinge"}, {"length_normalised": True}])
+def test_the_dpo_gradient_ignores_micro_batches_and_shared_prompts(tiny, change, kind):
+    tiny.model.double()
+    pairs = preferences(tiny)
+    ref_logps = cache_logps(tiny, pairs).values + torch.linspace(-2, 3, 18).view(9, 2)
+    config = DPOConfig(**kind)
+    whole = dpo_gradient(tiny, pairs, ref_logps, config)
+    expected = gradient(tiny)
+    cut = dpo_gradient(tiny, pairs, ref_logps, dataclasses.replace(config, **change))
+    assert expected.norm() > 1e-3 and (gradient(tiny) - expected).norm() < 1e-6 * expected.norm()
+    assert {k: pytest.approx(v, rel=1e-5, abs=1e-6) for k, v in whole.items()} == cut
+
+
+@pytest.mark.parametrize("change", [{"token_budget": 100}, {"token_budget": 1}])
+def test_the_reward_gradient_ignores_micro_batches(tiny, change):
+    model = trained_scorer(tiny)
+    model.model.double()
+    config = RewardConfig(margin=0.5, centering=0.01)
+    whole = reward_gradient(model, preferences(tiny), config)
+    expected = gradient(model)
+    cut = reward_gradient(model, preferences(tiny), dataclasses.replace(config, **change))
+    assert expected.norm() > 1e-3 and (gradient(model) - expected).norm() < 1e-5 * expected.norm()
+    assert {k: pytest.approx(v, rel=1e-5, abs=1e-6) for k, v in whole.items()} == cut
+
+
+def trained_scorer(tiny):
+    """A reward model with a head that is not zero, so that its decoder has a gradient."""
+    model = RewardModel.from_policy(tiny)
+    collect(reward_model(model, preferences(tiny), RewardConfig(steps=3, batch_size=9, lr=1e-3)))
+    return model
+
+
 # --- the loops --------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +279,81 @@ def test_a_reward_needs_the_end_token(tiny):
     assert finished_and_correct("\\boxed{4}", p, rollout) == 0.0
 
 
+def test_dpo_starts_at_log_two_and_learns_the_preference(tiny):
+    pairs, config = preferences(tiny), DPOConfig(steps=30, batch_size=9, lr=3e-4)
+    reference = cache_logps(tiny, pairs)
+    rows = collect(dpo(tiny, reference, pairs, config))
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert [rows[0][k] for k in ("margin", "reward_chosen", "reward_rejected")] == pytest.approx([0, 0, 0], abs=1e-5)
+    assert rows[-1]["accuracy"] == 1 and rows[-1]["margin"] > 1 and rows[-1]["loss"] < 0.3
+    rewards, logps = implicit_rewards(tiny, reference, pairs, config)
+    assert rewards == pytest.approx((logps - reference.values) * config.beta, abs=1e-5)
+    assert (rewards[:, 0] - rewards[:, 1]).mean() >= rows[-1]["margin"] - 0.5
+
+
+def test_a_swapped_preference_turns_the_first_step_around(tiny):
+    tiny.model.double()
+    pairs = preferences(tiny)
+    swapped = [dataclasses.replace(p, chosen=p.rejected, rejected=p.chosen) for p in pairs]
+    reference = cache_logps(tiny, pairs).values
+    dpo_gradient(tiny, pairs, reference, DPOConfig())
+    first = gradient(tiny)
+    dpo_gradient(tiny, swapped, reference.flip(1), DPOConfig())
+    assert first.norm() > 1e-3 and (gradient(tiny) + first).norm() < 1e-4 * first.norm()  # RMSNorm computes in fp32
+
+
+def test_the_reward_model_learns_the_preference_and_shuffled_pairs_teach_it_none(tiny):
+    pairs, config = preferences(tiny, PROBLEMS), RewardConfig(steps=20, batch_size=10, lr=1e-3)
+    train, held = pairs[:30], pairs[30:]
+
+    def held_out(train):
+        model = RewardModel.from_policy(tiny)
+        rows = collect(reward_model(model, train, config))
+        scores = model.score([r.prompt + r.tokens for p in held for r in p.sides])
+        return rows, sum(a > b for a, b in zip(scores[::2], scores[1::2])) / len(held)
+
+    rows, accuracy = held_out(train)
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[-1]["loss"] < 0.1 and accuracy == 1
+    swap = lambda p: dataclasses.replace(p, chosen=p.rejected, rejected=p.chosen)  # noqa: E731
+    assert held_out([swap(p) for p in train])[1] == 0
+
+
+def test_margin_and_centering_reach_the_loss(tiny):
+    """By hand from the scores: softplus(margin - gap) + centering * sum^2, the mean over the pairs."""
+    model, pairs = trained_scorer(tiny), preferences(tiny)
+    scores = model.score([r.prompt + r.tokens for p in pairs for r in p.sides])
+    for margin, centering in ((0.0, 0.0), (1.5, 0.0), (0.0, 0.3), (1.5, 0.3)):
+        terms = [math.log1p(math.exp(margin - (a - b))) + centering * (a + b) ** 2 for a, b in zip(scores[::2], scores[1::2])]
+        loss = reward_gradient(model, pairs, RewardConfig(margin=margin, centering=centering))["loss"]
+        assert loss == pytest.approx(sum(terms) / len(terms), abs=1e-5)
+
+
+def test_a_pair_may_bring_its_own_margin(tiny):
+    model, pairs = trained_scorer(tiny), preferences(tiny)
+    own = [dataclasses.replace(p, meta={"margin": 2.0}) for p in pairs]
+    twice = reward_gradient(model, pairs, RewardConfig(margin=2.0))["loss"]
+    assert reward_gradient(model, own, RewardConfig(margin=1.0))["loss"] == pytest.approx(twice)
+    assert reward_gradient(model, own, RewardConfig())["loss"] < twice - 0.1
+    model.model.zero_grad()
+
+
+def test_grpo_takes_a_learned_reward_and_watches_the_rule(tiny):
+    model, calls = trained_scorer(tiny), []
+    honest = model.score
+    model.score = lambda sequences: calls.append(len(sequences)) or honest(sequences)
+    config = dataclasses.replace(FAST, steps=2)
+    rows = collect(grpo(tiny, None, PROBLEMS[:4], config, reward=model, watch={"exact": finished_and_correct}))
+    assert calls == [64, 64] and all(r["exact"] == 0 and math.isfinite(r["reward"]) for r in rows)
+
+
+def test_a_batch_of_rewards_lands_where_each_belongs(tiny):
+    groups, model = rollouts_of(tiny, PROBLEMS[:3]), trained_scorer(tiny)
+    together = score(tiny, PROBLEMS[:3], groups, model)
+    alone = score(tiny, PROBLEMS[:3], groups, lambda text, problem, rollout: model(text, problem, rollout))
+    assert [r for g in together for r in g.rewards] == pytest.approx([r for g in alone for r in g.rewards], abs=1e-5)
+    assert len({round(r, 4) for g in together for r in g.rewards}) > 3
+
+
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
@@ -222,26 +369,35 @@ def start(loop, steps):
     asyncio.run(run())
 
 
-def fresh(tiny):
+def fresh_copy(tiny):
     copy = Policy(type(tiny.model)(tiny.model.config), tiny.tokenizer, "copy", tiny.eos_ids)
     copy.model.load_state_dict(tiny.model.state_dict())
     copy.model.eval()
     return copy
 
 
-TIMES = {"seconds", "tokens_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s"}
+fresh, fresh_scorer = fresh_copy, RewardModel.from_policy
+
+TIMES = {"seconds", "tokens_per_s", "pairs_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s"}
 
 
 def untimed(rows):
     return [{k: v for k, v in r.items() if k not in TIMES and not (isinstance(v, float) and math.isnan(v))} for r in rows]
 
 
-@pytest.mark.parametrize("method", ["sft", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward_model", "grpo"])
 def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
+    fresh = fresh_scorer if method == "reward_model" else fresh_copy
+    pairs = preferences(tiny)
+    reference = cache_logps(tiny, pairs) if method == "dpo" else None
 
     def loop(policy, run):
         if method == "sft":
             return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=7, batch_size=4, save_every=2), run=run)
+        if method == "dpo":
+            return dpo(policy, reference, pairs, DPOConfig(steps=7, batch_size=4, save_every=2), run=run)
+        if method == "reward_model":
+            return reward_model(policy, pairs, RewardConfig(steps=7, batch_size=4, save_every=2), run=run)
         config = dataclasses.replace(FAST, steps=7, save_every=2, group_size=4, inner_epochs=2, minibatches=2)
         return grpo(policy, None, PROBLEMS, config, reward=digits, run=run)
 
@@ -335,12 +491,26 @@ def test_bad_input_is_refused(tiny):
     long = encode_chat(tiny.tokenizer, user("x" * 600) + [{"role": "assistant", "content": "1"}])
     with pytest.raises(ValueError, match="context of 'tiny' is 512"):
         collect(sft(tiny, [long], SFTConfig(steps=1)))
+    pairs = preferences(tiny)
+    with pytest.raises(ValueError, match="the reference is the policy itself"):
+        collect(dpo(tiny, tiny, pairs, DPOConfig(steps=1)))
+    with pytest.raises(ValueError, match="of other pairs"):
+        collect(dpo(tiny, cache_logps(tiny, pairs[1:]), pairs, DPOConfig(steps=1)))
+    for loop in (lambda p: dpo(tiny, fresh(tiny), p, DPOConfig(steps=1)),
+                 lambda p: reward_model(RewardModel.from_policy(tiny), p, RewardConfig(steps=1))):  # fmt: skip
+        with pytest.raises(ValueError, match="data set is empty"):
+            collect(loop([]))
+        with pytest.raises(ValueError, match="context of 'tiny' is 512"):
+            collect(loop([dataclasses.replace(pairs[0], prompt=(5,) * 600)]))
+        with pytest.raises(ValueError, match="token id 99999, beyond the vocabulary"):
+            collect(loop([dataclasses.replace(pairs[0], prompt=(99999,))]))
     assert tiny.version == 0
 
 
 @pytest.mark.parametrize(
     ("config", "bad"),
     [
+        (DPOConfig, {"beta": 0}), (DPOConfig, {"kind": "sigmoidal"}), (RewardConfig, {"centering": -1}),
         (GRPOConfig, {"group_size": 0}), (GRPOConfig, {"minibatches": 65}), (SFTConfig, {"lr": 0}),
         (SFTConfig, {"schedule": "step"}),
     ],

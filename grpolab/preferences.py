@@ -1,0 +1,276 @@
+"""Preference pairs: from the checker, from ordinary preference files, and as token ids on disk.
+
+A pair holds one prompt, a chosen and a rejected completion, all as token ids, so that training never tokenises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpolab.arithmetic import Problem
+from grpolab.chat import Example, Message, encode_chat, prompt_ids
+from grpolab.checker import check_answer, parse_boxed_answer
+from grpolab.files import atomic_write
+from grpolab.models import Policy
+from grpolab.rollouts import Group, Rollout
+from grpolab.sampler import Sampler
+from grpolab.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt and two completions of it: `chosen` and `rejected` hold the ids after the prompt and their mask (1 where
+    the policy writes, end token included). `meta` is for whoever reads the pair; its number "margin" is the one that
+    reward-model training knows."""
+
+    prompt: tuple[int, ...]
+    chosen: Example
+    rejected: Example
+    meta: dict = field(default_factory=dict, compare=False)
+
+    def __post_init__(self):
+        if not self.prompt:
+            raise ValueError("a pair needs a prompt of at least one token")
+        for name, side in (("chosen", self.chosen), ("rejected", self.rejected)):
+            if len(side.ids) != len(side.mask) or not any(side.mask):
+                raise ValueError(f"{name} needs one mask entry a token and a 1 among them, got {side}")
+        if self.chosen == self.rejected:
+            raise ValueError("chosen and rejected are the same tokens, which prefers nothing: drop the pair")
+
+    @property
+    def sides(self) -> tuple[Rollout, Rollout]:
+        """Chosen and rejected as rollouts, as the layout of a forward pass takes them; their logps are not known (NaN)."""
+        unknown = float("nan")
+        return tuple(
+            Rollout(self.prompt, s.ids, s.mask, (unknown,) * len(s.ids), (unknown,) * len(s.ids), "given")
+            for s in (self.chosen, self.rejected)
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt with the longer completion."""
+        return len(self.prompt) + max(len(self.chosen.ids), len(self.rejected.ids))
+
+
+def content_key(pairs: Iterable[Pair]) -> str:
+    """A hash of the token ids and masks of the pairs, in their order."""
+    digest = hashlib.sha256()
+    for p in pairs:
+        digest.update(repr((p.prompt, p.chosen.ids, p.chosen.mask, p.rejected.ids, p.rejected.mask)).encode())
+    return digest.hexdigest()
+
+
+# --- from the checker -------------------------------------------------------------------------------------------------
+
+REJECTIONS = ("any", "near", "far")
+
+
+@dataclass(frozen=True)
+class PairRules:
+    """What is taken of a question's completions: at most `per_question` pairs with different rejections; with `balance`
+    equally many pairs for each operator; `rejections` that are near misses (one digit of the answer is wrong), far ones
+    (anything else, also an answer without an end), or any."""
+
+    per_question: int = 1
+    balance: bool = True
+    rejections: str = "any"
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.rejections not in REJECTIONS:
+            raise ValueError(f"rejections must be one of {REJECTIONS}, got {self.rejections!r}")
+        if self.per_question < 1:
+            raise ValueError(f"per_question must be at least 1, got {self.per_question}")
+
+
+def near_miss(text: str, answer: int) -> bool:
+    """Whether the last boxed integer has the sign and the number of digits of `answer` and differs in exactly one."""
+    given = parse_boxed_answer(text)
+    if given is None or (given < 0) != (answer < 0):
+        return False
+    a, b = str(abs(given)), str(abs(answer))
+    return len(a) == len(b) and sum(x != y for x, y in zip(a, b)) == 1
+
+
+async def sample_pairs(
+    policy: Policy, problems: Sequence[Problem], *, samples: int = 8, rules: PairRules | None = None,
+    temperature: float = 1.0, max_new_tokens: int = 32, seed: int = 0,
+) -> tuple[list[Pair], dict[str, int]]:
+    """Several completions of each question from `policy`, and `make_pairs` of them."""
+    if samples < 2:
+        raise ValueError(f"a pair needs at least two samples of a question, got {samples}")
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    async with Sampler(policy) as sampler:
+        prompts = [prompt_ids(policy.tokenizer, p.question) for p in problems]
+        groups = await sampler.sample(prompts, group_size=samples, params=params)
+    return make_pairs(policy, problems, groups, rules)
+
+
+def make_pairs(
+    policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], rules: PairRules | None = None
+) -> tuple[list[Pair], dict[str, int]]:
+    """Pairs from the completions of each question: a right one that the policy ended itself is chosen, another rejected.
+
+    Returns them with the count of what became of every question ("no pair: ..."), of pairs by operator and by kind of
+    rejection, and of pairs that were dropped to balance the operators. Rejections are drawn as often as they occur.
+    """
+    rules = rules or PairRules()
+    counts = Counter(questions=len(problems))
+    pairs: list[Pair] = []
+    for i, (problem, group) in enumerate(zip(problems, groups, strict=True)):
+        rng = random.Random(f"{rules.seed}/{i}")
+        kinds = {r: _kind(policy.decode(r.tokens), problem, r) for r in dict.fromkeys(group)}
+        right = _distinct(rng, [r for r in group if kinds[r] == "right"])
+        wrong = [r for r in group if kinds[r] != "right"]
+        asked = _distinct(rng, [r for r in wrong if rules.rejections in ("any", kinds[r])])
+        if not (right and asked):
+            reason = "all wrong" if not right else "all right" if not wrong else f"no {rules.rejections} rejection"
+            counts[f"no pair: {reason}"] += 1
+            continue
+        for k, bad in enumerate(asked[: rules.per_question]):
+            good = right[k % len(right)]
+            meta = {"question": problem.question, "answer": problem.answer, "op": problem.op, "rejection": kinds[bad]}
+            pairs.append(Pair(good.prompt, Example(good.tokens, good.mask), Example(bad.tokens, bad.mask), meta))
+    kept = _balanced(pairs, {p.op for p in problems}, rules) if rules.balance else pairs
+    counts["dropped for balance"] = len(pairs) - len(kept)
+    counts["pairs"] = len(kept)
+    counts.update(f"operator {p.meta['op']}" for p in kept)
+    counts.update(f"{p.meta['rejection']} misses" for p in kept)
+    return kept, dict(counts)
+
+
+def _kind(text: str, problem: Problem, rollout: Rollout) -> str:
+    if rollout.finish_reason != "eos":
+        return "far"
+    return "right" if check_answer(text, problem.answer) else "near" if near_miss(text, problem.answer) else "far"
+
+
+def _distinct(rng: random.Random, rollouts: list[Rollout]) -> list[Rollout]:
+    """In random order, the first of each token sequence: a frequent one tends to come early."""
+    return list({r.tokens: r for r in rng.sample(rollouts, len(rollouts))}.values())
+
+
+def _balanced(pairs: list[Pair], ops: set[str], rules: PairRules) -> list[Pair]:
+    """As many pairs of each operator as the rarest has, in the order they came."""
+    by_op = {op: [i for i, p in enumerate(pairs) if p.meta["op"] == op] for op in sorted(ops)}
+    size = min(map(len, by_op.values()), default=0)
+    rng = random.Random(f"{rules.seed}/balance")
+    return [pairs[i] for i in sorted(i for places in by_op.values() for i in rng.sample(places, size))]
+
+
+# --- token ids on disk ------------------------------------------------------------------------------------------------
+
+
+def write_pairs(path: str | Path, pairs: Iterable[Pair]) -> Path:
+    """One JSON object a line: the ids and masks, and meta."""
+    rows = (
+        {"prompt_ids": p.prompt, "chosen_ids": p.chosen.ids, "chosen_mask": p.chosen.mask,
+         "rejected_ids": p.rejected.ids, "rejected_mask": p.rejected.mask, "meta": p.meta}
+        for p in pairs
+    )  # fmt: skip
+    return atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_pairs(path: str | Path) -> list[Pair]:
+    """The pairs of a file that `write_pairs` wrote, identical; a row that does not fit names its line."""
+
+    def pair(row):
+        ids = {k: tuple(map(int, row[k])) for k in ("prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask")}
+        sides = (Example(ids[f"{name}_ids"], ids[f"{name}_mask"]) for name in ("chosen", "rejected"))
+        return Pair(ids["prompt_ids"], *sides, row["meta"])
+
+    return _rows(path, pair, "a pair of token ids as write_pairs writes them (load_preferences reads text)", None)
+
+
+# --- ordinary preference files ----------------------------------------------------------------------------------------
+
+
+def load_preferences(
+    source: str | Path | Iterable[dict], tokenizer, *, on_bad: Callable[[str], None] | None = None
+) -> list[Pair]:
+    """Pairs from preference data as the hub's data sets hold them: a JSONL file, or any iterable of rows.
+
+    A row has `chosen` and `rejected`, and `prompt` unless both are whole conversations. Each is text (a prompt is one
+    user turn, a completion one assistant turn) or a list of messages {"role", "content"}; whole conversations, with or
+    without `prompt` beside them, share their turns up to the prompt's end. Other plain columns go to `meta`. A row that
+    does not fit raises ValueError with its line; `on_bad` is called with that message instead, and the row left out.
+    """
+    return _rows(source, lambda row: _preference(row, tokenizer), "a preference with prompt, chosen and rejected", on_bad)
+
+
+def _rows(source, make, what: str, on_bad) -> list[Pair]:
+    is_file = isinstance(source, str | Path)
+    lines = enumerate(Path(source).read_text().splitlines() if is_file else source, start=1)
+    pairs = []
+    for number, line in lines:
+        try:
+            row = json.loads(line) if is_file else line
+            if not isinstance(row, dict):
+                raise ValueError(f"a row is an object, got {type(row).__name__}")
+            pairs.append(make(row))
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            message = f"{source}, line {number}" if is_file else f"row {number}"
+            message = f"{message}: not {what} ({reason})"
+            if on_bad is None:
+                raise ValueError(message) from error
+            on_bad(message)
+    if not pairs:
+        raise ValueError(f"{source if is_file else 'the source'} holds no pairs")
+    return pairs
+
+
+def _preference(row: dict, tokenizer) -> Pair:
+    chosen, rejected = (_messages(row[name], name, "assistant") for name in ("chosen", "rejected"))
+    whole = [m[0]["role"] != "assistant" for m in (chosen, rejected)]  # whole conversations begin with somebody else
+    if any(whole):
+        if not all(whole):
+            raise ValueError("chosen and rejected must both be whole conversations or both answers to the prompt")
+        prompt, (chosen, rejected) = _split(chosen, rejected)
+        if row.get("prompt") and _messages(row["prompt"], "prompt", "user")[-1] != prompt[-1]:
+            raise ValueError("chosen and rejected do not go on from the prompt beside them")
+    else:
+        prompt = _messages(row["prompt"], "prompt", "user")
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError("the prompt ends with an assistant turn, so there is nothing to answer")
+    sides = [_encode(tokenizer, prompt, side) for side in (chosen, rejected)]
+    rest = {k: v for k, v in row.items() if isinstance(v, str | int | float) and k not in ("prompt", "chosen", "rejected")}
+    return Pair(sides[0][0], sides[0][1], sides[1][1], rest)
+
+
+def _messages(value, name: str, role: str) -> list[Message]:
+    """Text as one message of `role`, messages as they are."""
+    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{name} must be text or a list of messages, got {str(value)[:60]!r}")
+    for m in messages:
+        if not (isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)):
+            raise ValueError(f"{name} holds {str(m)[:60]!r}, which is no message with role and content")
+    if not any(m["content"].strip() for m in messages):
+        raise ValueError(f"{name} is empty")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+def _split(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], tuple[list[Message], list[Message]]]:
+    """Two whole conversations -> the turns that they share, up to the first assistant turn that differs; the two rests."""
+    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), None)
+    if same is None:
+        raise ValueError("chosen and rejected do not differ in a turn")
+    if not same or chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
+        raise ValueError(f"whole conversations must part at an assistant turn, but turn {same + 1} is another's")
+    return chosen[:same], (chosen[same:], rejected[same:])
+
+
+def _encode(tokenizer, prompt: list[Message], completion: list[Message]) -> tuple[tuple[int, ...], Example]:
+    """(prompt ids, completion): every turn is cut where sampling would cut it (`encode_chat`)."""
+    whole = encode_chat(tokenizer, prompt + completion)
+    answered = max((i + 1 for i, m in enumerate(prompt) if m["role"] == "assistant"), default=0)
+    earlier = len(encode_chat(tokenizer, prompt[:answered]).ids) if answered else 0
+    cut = earlier + whole.mask[earlier:].index(1)
+    return whole.ids[:cut], Example(whole.ids[cut:], whole.mask[cut:])

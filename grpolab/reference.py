@@ -1,0 +1,123 @@
+"""The frozen reference of preference learning: its log-probs from a resident model, or computed once and kept on disk.
+
+What the reference thinks of a pair never changes. A forward pass takes BLOCK neighbours of the data at a time and nothing
+else, so every bit of a value depends on weights and data alone: when it was computed cannot change a training run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from grpolab import losses
+from grpolab.files import atomic_write
+from grpolab.forward import rollout_logps
+from grpolab.models import Policy
+from grpolab.optimise import Optimisation, autocast
+from grpolab.preferences import Pair, content_key
+from grpolab.rollouts import collate, lay_out
+
+BLOCK = 8
+SHARED = 512  # a row of so many tokens holds a prompt once and its two completions
+
+
+def pair_logps(policy: Policy, pairs: Sequence[Pair], row_width: int = 0) -> torch.Tensor:
+    """log p of each pair's chosen and rejected completion, summed over its kept tokens: (P, 2).
+
+    `row_width` lets the two share a row and their prompt (0: one sequence a row).
+    """
+    sides = [side for p in pairs for side in p.sides]
+    mask = collate(sides, torch.zeros(len(sides))).mask.to(policy.device)
+    logps, _ = rollout_logps(policy, lay_out(sides, width=row_width, pad_id=policy.pad_id), mask.shape, 1.0)
+    return losses.sequence_logps(logps, mask).view(-1, 2)
+
+
+@dataclass(frozen=True)
+class ReferenceLogps:
+    """`values` (P, 2): the reference's log-probs of the pairs whose `content_key` is `data`, in their order."""
+
+    values: torch.Tensor
+    data: str
+
+
+def cache_logps(
+    reference: Policy, pairs: Sequence[Pair], folder: str | Path | None = None, *, config: Optimisation | None = None
+) -> ReferenceLogps:
+    """The log-probs of all pairs, computed once. With a `folder` they are kept there in a file named by the content of
+    weights and pairs, and read again by whoever comes with the same: a file of other weights or pairs is never found.
+
+    The reference may be the policy itself before its first step; then no second model exists at all. `config` is the
+    training's, for its autocast. Raises ValueError for a damaged file.
+    """
+    config, data = config or Optimisation(), content_key(pairs)
+    if folder is None:
+        return ReferenceLogps(_compute(reference, pairs, config), data)
+    key = hashlib.sha256(json.dumps([weights_key(reference), data, config.autocast]).encode()).hexdigest()
+    path = Path(folder) / f"reference-{key[:32]}.safetensors"
+    if path.exists():
+        return ReferenceLogps(_read(path, key, len(pairs)), data)
+    values = _compute(reference, pairs, config)
+    atomic_write(path, safetensors.torch.save({"logps": values.contiguous()}, {"key": key}))
+    return ReferenceLogps(values, data)
+
+
+def weights_key(policy: Policy) -> str:
+    """A hash of everything that the model's log-probs depend on: parameters, buffers, configuration, dtype and device."""
+    ours = ("_name_or_path", "transformers_version", "architectures")
+    config = {k: v for k, v in policy.model.config.to_dict().items() if k not in ours}
+    digest = hashlib.sha256(json.dumps([config, policy.device.type], sort_keys=True, default=str).encode())
+    with policy.lock:
+        for name, x in sorted([*policy.model.named_parameters(), *policy.model.named_buffers()]):
+            x = x.detach().cpu().contiguous()
+            digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+            digest.update(x.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def reference_values(
+    reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: Optimisation
+) -> Callable[[Sequence[int]], torch.Tensor]:
+    """The function from places in `pairs` to the reference's log-probs there, (n, 2). A resident model scores a block when
+    one of its pairs is first asked for, and keeps the answers."""
+    if isinstance(reference, ReferenceLogps):
+        if reference.data != content_key(pairs) or len(reference.values) != len(pairs):
+            raise ValueError("the cached reference log-probs are of other pairs: call cache_logps with these")
+        return lambda places: reference.values[list(places)]
+    known: dict[int, torch.Tensor] = {}
+
+    def resident(places: Sequence[int]) -> torch.Tensor:
+        for block in {i // BLOCK for i in places} - known.keys():
+            known[block] = _score_block(reference, pairs, block, config)
+        return torch.stack([known[i // BLOCK][i % BLOCK] for i in places])
+
+    return resident
+
+
+def _score_block(reference: Policy, pairs: Sequence[Pair], block: int, config: Optimisation) -> torch.Tensor:
+    """(up to BLOCK, 2) on the CPU."""
+    with torch.no_grad(), reference.lock, autocast(reference, config):
+        return pair_logps(reference, pairs[block * BLOCK : (block + 1) * BLOCK], SHARED).cpu()
+
+
+def _compute(reference: Policy, pairs: Sequence[Pair], config: Optimisation) -> torch.Tensor:
+    if not pairs:
+        raise ValueError("there are no pairs to score")
+    return torch.cat([_score_block(reference, pairs, b, config) for b in range(math.ceil(len(pairs) / BLOCK))])
+
+
+def _read(path: Path, key: str, n: int) -> torch.Tensor:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            values, written = file.get_tensor("logps"), (file.metadata() or {}).get("key")
+    except Exception as error:  # safetensors has types of its own for every kind of damage
+        raise ValueError(f"{path} is damaged ({error}): delete it, and it will be computed again") from error
+    if written != key or values.shape != (n, 2):
+        raise ValueError(f"{path} holds {tuple(values.shape)} log-probs of something else: delete it")
+    return values

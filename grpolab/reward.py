@@ -1,0 +1,91 @@
+"""A reward model: a decoder that reads prompt and completion, and a linear head that makes one number of its last state.
+
+It is a Hugging Face sequence-classification model with one label, so it saves and loads like any of them, and one from
+the hub serves as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from grpolab.chat import Example, pad
+from grpolab.models import Policy, choose_device
+from grpolab.optimise import micro_batches
+
+
+class RewardModel(Policy):
+    """A Policy's parts (model, tokenizer, lock, version), so that the loops train it alike; it scores instead of sampling.
+
+    model = RewardModel.from_policy(policy)      # a copy of its decoder, and a head of zeros
+    model.score([prompt + completion, ...])      # token ids, the end token included where there is one
+    """
+
+    @classmethod
+    def from_policy(cls, policy: Policy) -> RewardModel:
+        """A copy of the policy's decoder under a head of zeros: every reward is 0. The policy stays as it is."""
+        from transformers import AutoModelForSequenceClassification
+
+        config = type(policy.model.config).from_dict(policy.model.config.to_dict())
+        config.num_labels, config.pad_token_id = 1, policy.pad_id
+        model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
+        with policy.lock:
+            model.base_model.load_state_dict(policy.model.get_decoder().state_dict())
+        torch.nn.init.zeros_(_head(model).weight)
+        return cls(model.to(policy.device).eval(), policy.tokenizer, policy.name, policy.eos_ids)
+
+    @classmethod
+    def load(cls, name: str | Path, *, device: str | None = None, dtype=None) -> RewardModel:
+        """What `save` wrote, or any sequence-classification model with one label; ValueError for anything else."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        target, dtype = choose_device(device, dtype)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                name, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+        except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
+            raise ValueError(f"{name} is not a readable reward model: {error}") from error
+        if report["missing_keys"] or model.config.num_labels != 1:
+            raise ValueError(
+                f"{name} is no reward model: it has {model.config.num_labels} labels and lacks "
+                f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy"
+            )
+        return cls(model.to(target).eval(), tokenizer, Path(name).name, (tokenizer.eos_token_id,))
+
+    def forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Token ids of N sequences -> rewards (N,) in fp32, with gradient; each read at its own last token."""
+        rows = pad([Example(tuple(s), (0,) * len(s)) for s in sequences], self.pad_id)
+        ids, positions = rows.ids.to(self.device), rows.positions.to(self.device)
+        hidden = self.model.base_model(ids, position_ids=positions, use_cache=False).last_hidden_state
+        last = torch.tensor([len(s) - 1 for s in sequences], device=self.device)
+        states, head = hidden[torch.arange(len(sequences), device=self.device), last], _head(self.model)
+        with torch.autocast(self.device.type, enabled=False):  # the one number that everything hangs on stays in fp32
+            return torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float().squeeze(1)
+
+    def score(self, sequences: Sequence[Sequence[int]], *, token_budget: int = 8192) -> list[float]:
+        """The reward of each sequence of token ids; equal sequences get equal rewards in every bit."""
+        distinct = sorted({tuple(s) for s in sequences}, key=lambda s: (len(s), s))
+        if distinct and not (distinct[0] and len(distinct[-1]) <= self.context):
+            raise ValueError(f"a sequence needs 1 to {self.context} tokens, got {len(distinct[0])} to {len(distinct[-1])}")
+        rewards = {}
+        with torch.no_grad(), self.lock:
+            for part in micro_batches([len(s) for s in distinct], token_budget):
+                rewards |= zip(distinct[part], self.forward(distinct[part]).tolist())
+        return [rewards[tuple(s)] for s in sequences]
+
+    def batch(self, texts, problems, rollouts) -> list[float]:
+        """The rewards of a GRPO step."""
+        return self.score([r.prompt + r.tokens for r in rollouts])
+
+    def __call__(self, text, problem, rollout) -> float:
+        return self.batch([text], [problem], [rollout])[0]
+
+
+def _head(model) -> torch.nn.Linear:
+    """The head of a sequence-classification model: the module beside its decoder."""
+    (head,) = [m for name, m in model.named_children() if name != model.base_model_prefix]
+    return head

@@ -1,0 +1,188 @@
+"""Rates, pass@k, checks of any kind, and the fixed prompts."""
+
+import itertools
+import math
+
+import pytest
+
+from grpolab.arithmetic import Problem
+from grpolab.chat import prompt_ids
+from grpolab.evaluate import (
+    Evaluation,
+    FixedPrompt,
+    calibrate,
+    evaluate,
+    evaluate_checks,
+    evaluate_fixed,
+    fixed_prompts,
+    formatted,
+    improvement,
+    intact,
+    pass_at_k,
+    stops,
+    suite_table,
+    wilson,
+)  # fmt: skip
+from grpolab.rollouts import Group, Rollout
+from grpolab.sync import run_sync
+
+ENDED = Rollout((1,), (2,), (1,), (0.0,), (0.0,), "eos")
+CUT = Rollout((1,), (2,), (1,), (0.0,), (0.0,), "length")
+
+
+class Parrot:
+    """A sampler that says what it is told to, whatever is asked."""
+
+    def __init__(self, policy, *texts, reason="eos"):
+        self.policy, self.texts, self.reason = policy, itertools.cycle(texts), reason
+
+    async def sample(self, prompts, *, group_size, params):
+        return [Group(tuple(self._rollout(p) for _ in range(group_size))) for p in prompts]
+
+    def _rollout(self, prompt):
+        tokens = tuple(self.policy.tokenizer.encode(next(self.texts), add_special_tokens=False))
+        n = len(tokens)
+        return Rollout(tuple(prompt), tokens, (1,) * n, (0.0,) * n, (0.0,) * n, self.reason)
+
+
+# --- pass@k -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "correct"), [(5, 0), (5, 1), (5, 3), (6, 6)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, correct):
+    samples = [True] * correct + [False] * (n - correct)
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations(samples, k))
+        assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased_and_the_plug_in_estimate_is_not():
+    """Its expectation over binomial counts is 1 - (1 - p)^k."""
+    n, k, p = 6, 4, 0.3
+    weights = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    truth = 1 - (1 - p) ** k
+    assert sum(w * pass_at_k(n, c, k) for c, w in enumerate(weights)) == pytest.approx(truth, abs=1e-12)
+    assert abs(sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(weights)) - truth) > 0.02
+
+
+def test_pass_at_one_is_the_exact_rate_and_too_few_samples_are_refused():
+    problems = (Problem(1, "+", 1), Problem(2, "+", 2))
+    e = Evaluation(problems, (("\\boxed{2}", "\\boxed{3}"), ("x", "\\boxed{4}")), greedy=False)
+    assert e.pass_at(1).value == e.exact.value == 0.5 and e.pass_at(2).value == 1.0
+    with pytest.raises(ValueError, match="pass@3 needs at least 3 samples"):
+        e.pass_at(3)
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_by_hand():
+    """8 of 10: Newcombe 1998, Statistics in Medicine 17, gives such intervals; the closed form by hand."""
+    z2 = 1.959964**2
+    i = wilson(8, 10)
+    centre, half = (8 + z2 / 2) / (10 + z2), math.sqrt(z2) * math.sqrt(0.16 * 10 + z2 / 4) / (10 + z2)
+    assert (i.low, i.high) == pytest.approx((centre - half, centre + half), abs=1e-9)
+    assert (wilson(0, 5).low, wilson(5, 5).high) == pytest.approx((0.0, 1.0), abs=1e-12)
+
+
+def test_improvement_is_paired(tiny):
+    problems = [Problem(a, "+", 1) for a in range(6)]
+    right, wrong = ([f"\\boxed{{{p.answer + d}}}" for p in problems] for d in (0, 1))
+    before = run_sync(evaluate(tiny, problems, sampler=Parrot(tiny, *right[:3], *wrong[3:])))
+    after = run_sync(evaluate(tiny, problems, sampler=Parrot(tiny, *right[:5], *wrong[5:])))
+    gain = improvement(before, after)
+    assert gain.value == pytest.approx(2 / 6) and gain.low < 0 < 0.3 < gain.high
+    with pytest.raises(ValueError, match="same questions"):
+        improvement(before, run_sync(evaluate(tiny, problems[:3], sampler=Parrot(tiny, "x"))))
+
+
+def test_calibration_bins_hold_equally_many_in_order_of_the_prediction():
+    points = calibrate([0.9, 0.5, 0.8, 0.6, 0.7, 0.55], [True, False, True, False, True, True], bins=3)
+    assert [p for p, _ in points] == pytest.approx([0.525, 0.65, 0.85])
+    assert [(i.value, i.high) for _, i in points] == [(v, wilson(int(2 * v), 2).high) for v in (0.5, 0.5, 1.0)]
+    with pytest.raises(ValueError, match="do not fill 4 bins"):
+        calibrate([0.5], [True], bins=4)
+
+
+# --- any checks -------------------------------------------------------------------------------------------------------
+
+
+def test_any_prompts_with_checks_of_ones_own(tiny):
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "?"}]
+    cases = [("Say 7.", lambda text, rollout: text == "7"), (conversation, lambda text, rollout: len(rollout.prompt) > 12)]
+    checked = run_sync(evaluate_checks(tiny, cases, sampler=Parrot(tiny, "7")))
+    assert checked.passed == ((True,), (True,)) and checked.texts == (("7",), ("7",)) and checked.rate.value == 1
+    sampled = run_sync(evaluate_checks(tiny, cases[:1] * 2, samples=4, sampler=Parrot(tiny, "7", "8")))
+    assert sampled.rates == [0.5, 0.5] and sampled.pass_at(2).value == pytest.approx(5 / 6)
+    with pytest.raises(ValueError, match="no questions"):
+        run_sync(evaluate_checks(tiny, []))
+
+
+def test_the_model_itself_is_asked_through_its_template(tiny):
+    seen = []
+    run_sync(evaluate_checks(tiny, [("What is 1 + 1?", lambda text, rollout: seen.append(rollout) or True)], max_new_tokens=3))
+    assert list(seen[0].prompt) == prompt_ids(tiny.tokenizer, "What is 1 + 1?") and len(seen[0].tokens) <= 3
+
+
+# --- the fixed prompts ------------------------------------------------------------------------------------------------
+
+
+def test_stop_token():
+    assert stops("3", ENDED) and not stops("3", CUT) and not stops(" \n", ENDED)
+
+
+@pytest.mark.parametrize("text", ["What\ufffd", "a\x00b", "7 - 7? 7 - 7? 7 - 7? 7 - 7? ", "abcabcabcabc", "-" * 12])
+def test_corruption_is_seen(text):
+    assert not intact(text, ENDED)
+
+
+@pytest.mark.parametrize("text", ["1 + 1 = \\boxed{2}.", "ha ha ha", "one\ntwo\n\nthree", "1111111", "", "é ü 日本"])
+def test_sound_texts_are_intact(text):
+    assert intact(text, ENDED)
+
+
+@pytest.mark.parametrize(
+    ("text", "ok"), [("= \\boxed{2}.", True), ("2", False), ("\\boxed{a}", False), ("\\boxed{1} \\boxed{2}", False)]
+)
+def test_format_is_one_box(text, ok):
+    assert formatted(text, ENDED) == ok
+
+
+def test_the_shipped_prompts_are_sound():
+    prompts = fixed_prompts()
+    assert len(prompts) == len({p.prompt for p in prompts}) >= 30
+    assert {len(p.checks) for p in prompts} == {2, 4}
+    for p in prompts:  # the plain ones: the answer is that of the problem
+        words = p.prompt.removeprefix("What is ").removesuffix("?").split()
+        if p.answer is not None and len(words) == 3 and words[0].isdigit() and words[2].isdigit():
+            assert Problem(int(words[0]), words[1], int(words[2])).answer == p.answer
+
+
+def test_the_suite_judges_each_prompt_by_its_checks(tiny):
+    prompts = [FixedPrompt("What is 1 + 1?", 2), FixedPrompt("What is 1 + 2?", 3), FixedPrompt("Hello!")]
+    good = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", "3", "Hi")))
+    assert good.passed == {"stop token": [True] * 3, "no corruption": [True] * 3, "format": [True, False],
+                           "arithmetic": [True, False]}  # fmt: skip
+    cut = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", reason="length")))
+    assert cut.passed["stop token"] == [False] * 3
+    table = suite_table(before=cut, after=good)
+    assert table.loc["stop token", "before"].startswith("0.0%") and table.loc["stop token", "after"].startswith("100.0%")
+    assert list(table["prompts"]) == [3, 3, 2, 2]
+    with pytest.raises(ValueError, match="different prompts"):
+        suite_table(a=good, b=run_sync(evaluate_fixed(tiny, prompts[:1], sampler=Parrot(tiny, "x"))))
+
+
+def test_the_suite_runs_on_the_embedded_model(tiny):
+    suite = run_sync(evaluate_fixed(tiny, max_new_tokens=12))
+    assert len(suite.texts) == len(fixed_prompts()) and suite.rate("arithmetic").value == 0
+
+
+BROKEN = ["{", '{"answer": 3}', '{"prompt": 3}', '{"prompt": "a", "answer": "b"}', '{"prompt": "a", "x": 1}']
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_broken_prompt_file_names_its_line(tmp_path, line):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        fixed_prompts(path)

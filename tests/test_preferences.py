@@ -1,0 +1,234 @@
+"""Pairs: what the checker makes of completions, token ids on disk, and the shapes that preference files come in."""
+
+import dataclasses
+import json
+
+import pytest
+
+from grpolab.arithmetic import Problem
+from grpolab.chat import Example, encode_chat, prompt_ids, user
+from grpolab.preferences import (
+    Pair,
+    PairRules,
+    content_key,
+    load_preferences,
+    make_pairs,
+    near_miss,
+    read_pairs,
+    sample_pairs,
+    write_pairs,
+)  # fmt: skip
+from grpolab.rollouts import Group, Rollout
+from grpolab.sync import run_sync
+
+ASK = {"role": "user", "content": "What is 1 + 2?"}
+
+
+def said(content):
+    return {"role": "assistant", "content": content}
+
+
+def group(policy, problem, *texts, ended=True):
+    """A group that wrote these texts; a text that ends with … was cut off."""
+    prompt, rollouts = tuple(prompt_ids(policy.tokenizer, problem.question)), []
+    for text in texts:
+        cut = text.endswith("…")
+        tokens = tuple(policy.tokenizer.encode(text.rstrip("…"), add_special_tokens=False))
+        tokens += () if cut else policy.eos_ids[:1]
+        n = len(tokens)
+        rollouts.append(Rollout(prompt, tokens, (1,) * n, (-1.0,) * n, (-1.0,) * n, "length" if cut else "eos"))
+    return Group(tuple(rollouts))
+
+
+def texts(policy, pairs):
+    return [(policy.decode(p.chosen.ids), policy.decode(p.rejected.ids)) for p in pairs]
+
+
+# --- from the checker -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "near"),
+    [("35", 75, True), ("75", 75, False), ("36", 75, False), ("-75", 75, False), ("-46", -36, True), ("5", 75, False),
+     ("175", 75, False), ("0", 7, True)],
+)  # fmt: skip
+def test_a_near_miss_is_one_digit_away(given, answer, near):
+    assert near_miss(f"\\boxed{{{given}}}", answer) == near
+
+
+def test_a_text_without_a_box_is_no_near_miss():
+    assert not near_miss("75", 35)
+
+
+SUM, DIFFERENCE = Problem(28, "+", 47), Problem(61, "-", 35)
+RIGHT, NEAR, FAR = "28 + 47 = \\boxed{75}.", "28 + 47 = \\boxed{35}.", "28 + 47 = \\boxed{9}."
+FREE = PairRules(balance=False)
+
+
+def test_a_right_completion_is_chosen_and_a_wrong_one_rejected(tiny):
+    pairs, counts = make_pairs(tiny, [SUM], [group(tiny, SUM, FAR, RIGHT, FAR)], FREE)
+    assert texts(tiny, pairs) == [(RIGHT, FAR)]
+    (pair,) = pairs
+    assert pair.prompt == tuple(prompt_ids(tiny.tokenizer, SUM.question))
+    assert pair.chosen.ids[-1] == tiny.eos_ids[0] and set(pair.chosen.mask) == {1}
+    assert counts == {"questions": 1, "dropped for balance": 0, "pairs": 1, "operator +": 1, "far misses": 1}
+
+
+def test_an_answer_without_an_end_is_wrong(tiny):
+    pairs, counts = make_pairs(tiny, [SUM], [group(tiny, SUM, RIGHT, RIGHT + "…")], FREE)
+    assert texts(tiny, pairs) == [(RIGHT, RIGHT)] and pairs[0].rejected.ids == pairs[0].chosen.ids[:-1]
+    assert make_pairs(tiny, [SUM], [group(tiny, SUM, RIGHT + "…", NEAR)], FREE)[1]["no pair: all wrong"] == 1
+
+
+def test_questions_without_both_kinds_are_counted(tiny):
+    groups = [group(tiny, SUM, RIGHT, RIGHT), group(tiny, SUM, NEAR, FAR), group(tiny, SUM, RIGHT, FAR)]
+    near = dataclasses.replace(FREE, rejections="near")
+    pairs, counts = make_pairs(tiny, [SUM] * 3, groups, near)
+    assert not pairs and counts["questions"] == 3
+    assert {k: v for k, v in counts.items() if k.startswith("no pair")} == {
+        "no pair: all right": 1, "no pair: all wrong": 1, "no pair: no near rejection": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("near", {NEAR}), ("far", {FAR}), ("any", {NEAR, FAR})])
+def test_rejections_are_of_the_kind_asked_for(tiny, kind, expected):
+    rules = PairRules(per_question=9, balance=False, rejections=kind)
+    pairs, _ = make_pairs(tiny, [SUM], [group(tiny, SUM, NEAR, RIGHT, FAR, NEAR)], rules)
+    assert {bad for _, bad in texts(tiny, pairs)} == expected and len(pairs) == len(expected)
+
+
+def test_pairs_per_question_is_a_bound_and_rejections_differ(tiny):
+    wrong = [f"28 + 47 = \\boxed{{{n}}}." for n in range(5)]
+    for most, expected in ((1, 1), (3, 3), (9, 5)):
+        rules = PairRules(per_question=most, balance=False)
+        pairs, _ = make_pairs(tiny, [SUM], [group(tiny, SUM, RIGHT, *wrong, *wrong)], rules)
+        assert len(pairs) == len({p.rejected.ids for p in pairs}) == expected
+
+
+def test_balance_gives_each_operator_as_many_pairs(tiny):
+    wrong = "61 - 35 = \\boxed{16}."
+    problems = [SUM] * 5 + [DIFFERENCE] * 2
+    groups = [group(tiny, SUM, RIGHT, NEAR)] * 5 + [group(tiny, DIFFERENCE, DIFFERENCE.target, wrong)] * 2
+    pairs, counts = make_pairs(tiny, problems, groups)
+    assert [p.meta["op"] for p in pairs] == ["+", "+", "-", "-"] and counts["dropped for balance"] == 3
+    _, counts = make_pairs(tiny, problems, groups, FREE)
+    assert (counts["operator +"], counts["operator -"]) == (5, 2)
+
+
+def test_sampled_pairs_repeat_with_their_seed(tiny):
+    problems = [Problem(a, "+", 1) for a in range(12)]
+
+    with pytest.MonkeyPatch.context() as patch:  # an untaught policy is never right
+        patch.setattr("grpolab.preferences._kind", lambda text, p, r: "right" if sum(r.tokens) % 2 else "far")
+        first, second, other = (
+            run_sync(sample_pairs(tiny, problems, samples=6, max_new_tokens=12, seed=s))[0] for s in (0, 0, 1)
+        )
+    assert first and first == second != other
+    with pytest.raises(ValueError, match="at least two samples"):
+        run_sync(sample_pairs(tiny, problems, samples=1))
+
+
+@pytest.mark.parametrize("bad", [{"rejections": "close"}, {"per_question": 0}])
+def test_impossible_rules_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        PairRules(**bad)
+
+
+def test_a_pair_that_prefers_nothing_is_refused():
+    one, other = Example((1, 2), (1, 1)), Example((1, 3), (1, 1))
+    assert Pair((5,), one, other).longest == 3
+    for bad in [((), one, other), ((5,), one, one), ((5,), Example((1,), (0,)), one), ((5,), Example((1, 2), (1,)), one)]:
+        with pytest.raises(ValueError):
+            Pair(*bad)
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_survive_the_disk_unchanged(tiny, tmp_path):
+    pairs, _ = make_pairs(tiny, [SUM], [group(tiny, SUM, RIGHT, NEAR, FAR)], PairRules(per_question=2, balance=False))
+    read = read_pairs(write_pairs(tmp_path / "pairs.jsonl", pairs))
+    assert read == pairs and [p.meta for p in read] == [p.meta for p in pairs] and content_key(read) == content_key(pairs)
+    assert [p.name for p in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+def test_the_content_key_knows_ids_masks_and_order(tiny):
+    pair = load_preferences([{"prompt": "a", "chosen": "b", "rejected": "c"}], tiny.tokenizer)[0]
+    swapped = dataclasses.replace(pair, chosen=pair.rejected, rejected=pair.chosen)
+    masked = dataclasses.replace(pair, chosen=Example(pair.chosen.ids, (0, *pair.chosen.mask[1:])))
+    keys = {content_key(p) for p in ([pair], [swapped], [masked], [pair, swapped], [swapped, pair], [pair, pair])}
+    assert len(keys) == 6
+    assert content_key([dataclasses.replace(pair, meta={"x": 1})]) == content_key([pair])
+
+
+def test_a_broken_line_is_named(tiny, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    for text, reason in [("{", "line 1"), ('{"prompt_ids": [1]}', "line 1.*chosen_ids' is missing"), ("", "holds no pairs")]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=reason):
+            read_pairs(path)
+
+
+# --- ordinary files ---------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "text": {"prompt": ASK["content"], "chosen": "3", "rejected": "4"},
+    "messages": {"prompt": [ASK], "chosen": [said("3")], "rejected": [said("4")]},
+    "implicit prompt": {"chosen": [ASK, said("3")], "rejected": [ASK, said("4")]},
+    "prompt beside it": {"prompt": ASK["content"], "chosen": [ASK, said("3")], "rejected": [ASK, said("4")]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_pair(tiny, tmp_path, form):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(FORMS[form] | {"score_chosen": 7.5, "messages": [ASK]}) + "\n")
+    (pair,) = load_preferences(path, tiny.tokenizer)
+    expected = encode_chat(tiny.tokenizer, user(ASK["content"]) + [said("3")])
+    assert pair.prompt == tuple(prompt_ids(tiny.tokenizer, ASK["content"]))
+    assert pair.prompt + pair.chosen.ids == expected.ids and set(pair.chosen.mask) == {1}
+    assert tiny.decode(pair.rejected.ids) == "4" and pair.rejected.ids[-1] == tiny.eos_ids[0]
+    assert pair.meta == {"score_chosen": 7.5}
+
+
+def test_earlier_answers_belong_to_the_prompt_and_later_ones_are_trained(tiny):
+    shared = [ASK, said("3"), {"role": "user", "content": "And 2 + 2?"}]
+    chosen = [*shared, said("4"), {"role": "user", "content": "Sure?"}, said("Yes")]
+    (pair,) = load_preferences([{"chosen": chosen, "rejected": [*shared, said("5")]}], tiny.tokenizer)
+    whole = encode_chat(tiny.tokenizer, chosen)
+    assert pair.prompt + pair.chosen.ids == whole.ids
+    assert tiny.tokenizer.decode(pair.prompt).count("Assistant") == 2 and tiny.decode(pair.rejected.ids) == "5"
+    trained = [i for i, m in zip(pair.chosen.ids, pair.chosen.mask) if m]
+    assert tiny.decode(trained) == "4Yes" and trained.count(tiny.eos_ids[0]) == 2
+
+
+BAD = [
+    ({"prompt": "a", "chosen": "b"}, "'rejected' is missing"),
+    ({"chosen": "b", "rejected": "c"}, "'prompt' is missing"),
+    ({"prompt": "a", "chosen": "b", "rejected": 3}, "rejected must be text or a list of messages"),
+    ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected is empty"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same tokens"),
+    ({"prompt": "a", "chosen": [{"content": "b"}], "rejected": "c"}, "no message with role and content"),
+    ({"prompt": "a", "chosen": [ASK, said("b")], "rejected": "c"}, "both be whole conversations"),
+    ({"prompt": "another", "chosen": [ASK, said("b")], "rejected": [ASK, said("c")]}, "do not go on from the prompt"),
+    ({"chosen": [ASK, said("b")], "rejected": [ASK, said("b")]}, "do not differ"),
+    ({"chosen": [ASK, said("b")], "rejected": [{"role": "user", "content": "x"}, said("b")]}, "part at an assistant turn"),
+    ({"prompt": [ASK, said("b")], "chosen": "b", "rejected": "c"}, "ends with an assistant turn"),
+    (["a"], "a row is an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD, ids=[r for _, r in BAD])
+def test_a_row_that_does_not_fit_is_named(tiny, tmp_path, row, reason):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(FORMS["text"]) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=f"line 2: not a preference.*{reason}"):
+        load_preferences(path, tiny.tokenizer)
+    told = []
+    assert len(load_preferences(path, tiny.tokenizer, on_bad=told.append)) == 1
+    assert len(told) == 1 and "line 2" in told[0]
+
+
+def test_nothing_but_bad_rows_is_an_error(tiny):
+    with pytest.raises(ValueError, match="holds no pairs"):
+        load_preferences([{}], tiny.tokenizer, on_bad=lambda _: None)

@@ -1,0 +1,70 @@
+"""The reward model: zeros at first, one number from the last token, the same after the disk, one of the hub's kind."""
+
+import pytest
+import torch
+from test_train import preferences, slopes, trained_scorer
+
+from grpolab.reward import RewardModel
+
+
+def sequences(pairs):
+    return [s.prompt + s.tokens for p in pairs for s in p.sides]
+
+
+def test_a_new_one_says_zero_and_leaves_the_policy_alone(tiny):
+    model = RewardModel.from_policy(tiny)
+    assert model.score(sequences(preferences(tiny))) == [0.0] * 18
+    before = tiny.model.get_decoder().embed_tokens.weight.clone()
+    with torch.no_grad():
+        for p in model.model.parameters():
+            p.add_(1)
+    assert torch.equal(tiny.model.get_decoder().embed_tokens.weight, before)
+
+
+def test_the_score_is_read_at_the_last_token_whatever_is_beside_it(tiny):
+    model = trained_scorer(tiny)
+    rows = sequences(preferences(tiny))
+    assert len({len(r) for r in rows}) > 3
+    with torch.no_grad():  # the library's own forward, one row at a time, so without padding
+        plain = [model.model(torch.tensor([r])).logits.item() for r in rows]
+    assert model.score(rows) == pytest.approx(plain, abs=1e-5)
+    assert model.score(rows, token_budget=1) == pytest.approx(plain, abs=1e-6)
+    cut = [r[:-1] for r in rows]
+    assert max(abs(a - b) for a, b in zip(model.score(cut), plain)) > 1e-3  # the end token counts
+
+
+def test_equal_sequences_score_equal_in_every_bit(tiny):
+    model = trained_scorer(tiny)
+    rows = sequences(preferences(tiny))
+    for budget in (50, 333, 8192):
+        scores = model.score(rows + rows[::-1], token_budget=budget)
+        assert scores == scores[::-1]
+    assert model.score([]) == []
+
+
+def test_it_scores_identically_after_the_disk(tiny, tmp_path):
+    model = trained_scorer(tiny)
+    rows = sequences(preferences(tiny))
+    again = RewardModel.load(model.save(tmp_path / "reward"), device="cpu")
+    assert again.score(rows) == model.score(rows) and not (tmp_path / "reward").match("*.bin")
+    assert {p.suffix for p in (tmp_path / "reward").iterdir()} <= {".json", ".safetensors", ".jinja"}
+    assert again.eos_ids == model.eos_ids[:1] and again.name == "reward"
+
+
+def test_what_is_no_reward_model_is_refused(tiny, tmp_path):
+    with pytest.raises(ValueError, match="is no reward model"):
+        RewardModel.load(tiny.save(tmp_path / "policy"))
+    with pytest.raises(ValueError, match="not a readable reward model"):
+        RewardModel.load(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="a sequence needs 1 to 512 tokens, got 0"):
+        RewardModel.from_policy(tiny).score([(), (1,)])
+    with pytest.raises(ValueError, match="got 3 to 513"):
+        RewardModel.from_policy(tiny).score([(1,) * 513, (1, 2, 3)])
+
+
+def test_its_gradient_is_that_of_finite_differences(tiny):
+    model = trained_scorer(tiny)
+    model.model.double()
+    rows = sequences(preferences(tiny))[:4]
+    by_gradient, by_differences = slopes(model, lambda: model.forward(rows).sum(), 1e-3)
+    assert by_gradient == pytest.approx(by_differences, rel=2e-2)
