@@ -80,7 +80,7 @@ def test_models_without_such_a_cache_are_refused_by_name(name):
 
 def test_auto_takes_the_general_engine_when_the_check_fails(monkeypatch, caplog):
     rotate = LlamaEngine._rotate
-    monkeypatch.setattr(LlamaEngine, "_rotate", lambda self, x, rotation: rotate(self, x, rotation) * 1.01)
+    monkeypatch.setattr(LlamaEngine, "_rotate", lambda self, h, rotation: (rotate(self, h, rotation), h.mul_(1.01)))
     with caplog.at_level(logging.WARNING):
         assert isinstance(choose_engine(tiny_policy().model), GeneralEngine)
     assert "logits differ by" in caplog.text
