@@ -343,11 +343,10 @@ class LlamaEngine:
         bias = mask_bias(positions, window, self.dtype)
         if width == 1:
             bias = bias.expand(n, heads, window).reshape(n * heads, 1, window)
-        row_heads = torch.arange(n * heads, device=self.device)[:, None]
+        row_heads, views = self._views(cache, n, window)
         write_at = row_heads, positions[:, None].expand(n, heads, width).reshape(n * heads, width)
         x = F.embedding(tokens.reshape(-1), self.model.model.embed_tokens.weight)
-        for layer, products, (keys, values, all_keys, all_values) in zip(self.layers, self.products,
-                                                                         self._views(cache, n, window)):
+        for layer, products, (keys, values, all_keys, all_values) in zip(self.layers, self.products, views):
             qkv, out, gate_up, down = products
             h = qkv(self._norm(x, layer.input_layernorm)).view(n * width, heads, groups + 2, size)
             if self.normed:
@@ -365,14 +364,15 @@ class LlamaEngine:
             x = x.expand(self.min_rows, -1).contiguous()
         return self.head(self._norm(x, self.model.model.norm))[:n].float()
 
-    def _views(self, cache: SlotCache, n: int, window: int) -> list[tuple[torch.Tensor, ...]]:
-        """For each layer the keys (n*H, D, T) and values (n*H, T, D) to read, and all of them by (slot*H, time) to write."""
+    def _views(self, cache: SlotCache, n: int, window: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+        """0..n*H-1 as a column, and for each layer keys (n*H, D, T) and values (n*H, T, D) to read, and all of them by
+        (slot*H, time) to write."""
         if cache.views is None or cache.views[0] != (n, window):
             rows, layers = n * self.heads, []
             for k, v in zip(*(t.flatten(1, 2) for t in cache.tensors)):
                 layers.append((k[:rows, :, :window], v[:rows, :window], k.transpose(1, 2), v))
-            cache.views = (n, window), layers
-        return cache.views[1]
+            cache.views = (n, window), torch.arange(rows, device=self.device)[:, None], layers
+        return cache.views[1:]
 
     def _norm(self, x: torch.Tensor, module) -> torch.Tensor:
         """RMSNorm; in fp32 without the weight, which the next product carries."""

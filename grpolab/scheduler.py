@@ -25,6 +25,8 @@ from grpolab.sampling import Draw, SamplingParams, draw_mixed, uniforms
 PREFILL_PAIRS = 2**22  # query-key pairs in one prefill call: rows times width times window
 PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens
 BUCKET = 8  # prompts are padded to multiples of this, so that a row's width depends on its own length alone
+ROOM = 128  # positions that a cache is allocated ahead of need
+AHEAD = 32  # steps whose uniforms are computed at once
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
 
 
@@ -276,8 +278,8 @@ class Scheduler:
         if not owners:
             return
         rows, first = self.rows, self.rows.n
-        self._fit(first + len(owners), round_up(max(o.length for o in owners), BUCKET))
         rows.append(owners)
+        self._fit(rows.n, max(o.length for o in owners))
         by_cache: dict[int, list[int]] = {}
         for i, owner in enumerate(owners):
             by_cache.setdefault(id(owner.prompt.cache), []).append(i)
@@ -290,27 +292,27 @@ class Scheduler:
         for owner in owners:
             if not owner.prompt.samples:
                 owner.prompt.cache = owner.prompt.logits = None
-        drawn = draw_mixed(logits, self._uniforms(slice(first, rows.n), 1)[0], kinds_of(owners, self.device))
+        drawn = draw_mixed(logits, torch.from_numpy(rows.uniforms(first, 1)[0]).to(self.device), kinds_of(owners, self.device))
         self._record(first, [drawn])
 
     def _fit(self, rows: int, width: int) -> None:
-        """Grow the cache to at least these rows and this width; by half at a time, so that growing stays rare."""
+        """Grow the cache to at least these rows and this width, with room ahead, so that growing stays rare."""
+        spare = self.engine.min_rows
         if self.cache is None:
-            self.cache = self.engine.allocate(rows + self.engine.min_rows, round_up(width + 1, BUCKET))
+            self.cache = self.engine.allocate(rows + spare, self._roomy(width, 0))
         slots, wide = self.cache.slots, self.cache.width
         if rows > slots:
-            slots = max(rows, min(2 * slots, self.slots + self.engine.min_rows))
+            slots = max(rows, min(2 * slots, self.slots + spare))
         if width > wide:
-            wide = max(round_up(width, BUCKET), round_up(min(wide * 3 // 2, self.rows.longest()), BUCKET))
+            wide = self._roomy(width, wide)
         if (slots, wide) != (self.cache.slots, self.cache.width):
             self.cache = self.cache.resized(slots, wide)
 
-    # -------------------------------------------------------------- decode
+    def _roomy(self, width: int, before: int) -> int:
+        """The width to allocate when `width` is needed: never more than the rows may come to use."""
+        return round_up(max(width, min(max(2 * before, width + ROOM), self.rows.longest())), WINDOW)
 
-    def _uniforms(self, span: slice, steps: int) -> torch.Tensor:
-        """One uniform for each of the next `steps` tokens of each row, (steps, n) double."""
-        positions = self.rows.position[span] + np.arange(1, steps + 1)[:, None]
-        return torch.from_numpy(uniforms(self.rows.seed[span], positions)).to(self.device)
+    # -------------------------------------------------------------- decode
 
     def _decode(self) -> None:
         rows, n = self.rows, self.rows.n
@@ -319,7 +321,7 @@ class Scheduler:
         steps = 1 if rows.limited else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, WINDOW)
         self._fit(padded, window)
-        u, kinds = self._uniforms(slice(0, n), steps), rows.kinds(self.device)
+        u, kinds = torch.from_numpy(rows.next_uniforms(steps)).to(self.device), rows.kinds(self.device)
         tokens, start = (torch.from_numpy(a[:padded]).to(self.device) for a in (rows.token, rows.position))
         drawn, forward_seconds, started = [], 0.0, time.perf_counter()
         for i in range(steps):
@@ -327,7 +329,8 @@ class Scheduler:
             logits = self.engine.forward(tokens[:, None], start, None, self.cache, window)[:n]
             forward_seconds += time.perf_counter() - before
             drawn.append(draw_mixed(logits, u[i], kinds))
-            tokens, start = F.pad(drawn[-1].tokens, (0, padded - n)), start + 1
+            if i + 1 < steps:
+                tokens, start = F.pad(drawn[-1].tokens, (0, padded - n)), start + 1
         synchronize(self.device)
         seconds = time.perf_counter() - started
         if self.device.type == "cuda":  # the clock sees launches only, the block is counted as forward as a whole
@@ -405,7 +408,7 @@ class Rows:
         requests = {id(o.request): o.request for o in self.owner[: self.n]}
         self.only = next(iter(requests.values())) if len(requests) == 1 else None
         self.limited = any(r.params.stop_strings or r.params.max_total_tokens for r in requests.values())
-        self._kinds = None
+        self._kinds, self._ahead = None, np.empty((0, 0))
 
     def longest(self) -> int:
         """The most tokens that any row may come to have, prompt included."""
@@ -419,6 +422,18 @@ class Rows:
             self.owner[i], self.position[i], self.count[i] = owner, owner.length - 1, 0
             self.limit[i], self.seed[i] = owner.limit, owner.seed
         self._changed()
+
+    def uniforms(self, first: int, steps: int) -> np.ndarray:
+        """One uniform for each of the next `steps` tokens of rows first.., (steps, n - first)."""
+        positions = self.position[first: self.n] + np.arange(1, steps + 1)[:, None]
+        return uniforms(self.seed[first: self.n], positions)
+
+    def next_uniforms(self, steps: int) -> np.ndarray:
+        """Those of the coming `steps` steps of all rows (steps, n); computed AHEAD at a time while the rows stay."""
+        if len(self._ahead) < steps:
+            self._ahead = self.uniforms(0, max(steps, AHEAD))
+        now, self._ahead = self._ahead[:steps], self._ahead[steps:]
+        return now
 
     def kinds(self, device) -> list[tuple[SamplingParams, torch.Tensor]]:
         if self._kinds is None:
