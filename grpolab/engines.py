@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import statistics
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -208,13 +211,14 @@ def _evaluating(model):
 class PackedLinear:
     """y = (x * scale) W^T + b for stacked weights, copied from the live parameters by `refresh`.
 
-    scale  the weight of the norm before it, or None; order: a permutation of the output rows, or None.
+    norm   the norm before it, whose weight is the scale, or None; order: a permutation of the output rows, or None.
     On a CPU the copy is in oneDNN's blocked layout: MKL is weak at few rows on some machines, and oneDNN gives a row
     the same bits at every row count.
     """
 
-    def __init__(self, modules: list[nn.Linear], pack: bool, scale: torch.Tensor | None = None, order=None):
-        self.modules, self.pack, self.scale, self.order = modules, pack, scale, order
+    def __init__(self, modules: list[nn.Linear], pack: bool, norm: nn.Module | None = None, order=None):
+        self.modules, self.pack, self.norm, self.order = modules, pack, norm, order
+        self.weight = self.bias = None
         self.refresh()
 
     @torch.no_grad()
@@ -224,15 +228,22 @@ class PackedLinear:
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
         if self.order is not None:
             weight, bias = weight[self.order], None if bias is None else bias[self.order]
-        if self.scale is not None:
-            weight = weight * self.scale
-        self.bias, self.packed = bias, _pack(weight) if self.pack else None
-        self.weight = weight if self.packed is None else None
+        if self.norm is not None:
+            weight = weight * self.norm.weight
+        self.bias, self.packed = _renewed(self.bias, bias), _pack(weight) if self.pack else None
+        self.weight = _renewed(self.weight, weight) if self.packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def _renewed(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    """`new`, on a GPU at the address of `old`: captured graphs read there."""
+    if old is None or new is None or old.device.type != "cuda" or old.data_ptr() == new.data_ptr():
+        return new
+    return old.copy_(new)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:
@@ -297,7 +308,7 @@ class LlamaEngine:
 
     def _product(self, modules, norm=None, order=None) -> PackedLinear:
         pack = not (self._single and modules[0].weight.numel() < SMALL)
-        return PackedLinear(modules, pack, norm.weight if norm is not None and self.fp32 else None, order)
+        return PackedLinear(modules, pack, norm if self.fp32 else None, order)
 
     def _layer_products(self, layer) -> list[PackedLinear]:
         a, m = layer.self_attn, layer.mlp
@@ -564,6 +575,21 @@ def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> 
 def _probe_lengths(model) -> list[int]:
     room = min(getattr(model.config, "max_position_embeddings", 64), 64) - 3
     return [max(1, min(length, room)) for length in (13, 5, 21)]
+
+
+@torch.no_grad()
+def seconds_a_step(engine, rows: int, numbers: Sequence[int], rounds: int = 5) -> dict[int, float]:
+    """Number of torch threads -> median seconds of a step of `rows` rows; they take turns, so that drift hits all."""
+    cache, start = engine.allocate(rows, 4 * WINDOW), torch.full((rows,), 4 * WINDOW - 1, device=engine.device)
+    tokens, seconds = torch.zeros(rows, 1, dtype=torch.long, device=engine.device), {n: [] for n in numbers}
+    common = torch.get_num_threads()
+    for n in [*numbers] * (rounds + 1):  # the first round warms up
+        torch.set_num_threads(n)
+        started = perf_counter()
+        engine.forward(tokens, start, None, cache, 4 * WINDOW)
+        seconds[n].append(perf_counter() - started)
+    torch.set_num_threads(common)
+    return {n: statistics.median(times[1:]) for n, times in seconds.items()}
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from grpolab.engines import WINDOW, SlotCache, round_up
+from grpolab.graphs import static_step
 from grpolab.rollouts import Group, Rollout
 from grpolab.sampling import Draw, SamplingParams, draw_mixed, uniforms
 
@@ -148,6 +149,7 @@ class Scheduler:
         fitting = self.cache_bytes // (engine.bytes_per_token() * min(policy.context, 1024))
         self.slots = slots or 1 << (max(8, min(512, fitting)).bit_length() - 1)
         self.block = BLOCK if self.device.type == "cuda" else 1
+        self.static = static_step(engine)
         self.stats, self.rows = Stats(), Rows(self.slots + engine.min_rows)
         self.cache: SlotCache | None = None
         self.waiting: deque[Prompt] = deque()
@@ -188,6 +190,8 @@ class Scheduler:
         stamp = self._parameter_stamp()
         if stamp != self.stamp:
             self.engine.refresh()
+            if self.static is not None:
+                self.static.refreshed()
             self.stamp, self.epoch = stamp, self.epoch + 1
             self.stats.refreshes += 1
             for prompt in self.waiting:
@@ -326,7 +330,7 @@ class Scheduler:
         drawn, forward_seconds, started = [], 0.0, time.perf_counter()
         for i in range(steps):
             before = time.perf_counter()
-            logits = self.engine.forward(tokens[:, None], start, None, self.cache, window)[:n]
+            logits = self._forward(tokens, start, window)[:n]
             forward_seconds += time.perf_counter() - before
             drawn.append(draw_mixed(logits, u[i], kinds))
             if i + 1 < steps:
@@ -340,6 +344,11 @@ class Scheduler:
         self.stats.decode_seconds += forward_seconds
         self.stats.sample_seconds += seconds - forward_seconds
         self._record(0, drawn)
+
+    def _forward(self, tokens: torch.Tensor, start: torch.Tensor, window: int) -> torch.Tensor:
+        if self.static is not None:
+            return self.static(tokens, start, self.cache, window)
+        return self.engine.forward(tokens[:, None], start, None, self.cache, window)
 
     def _record(self, first: int, drawn: list[Draw]) -> None:
         """Append drawn tokens, one Draw a step, to rows first.. and finish those that are done."""
