@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import nbformat
@@ -17,8 +18,9 @@ import pandas as pd
 import pytest
 import torch
 
-from grpolab import chat, load_policy, losses, sampling
+from grpolab import chat, engines, load_policy, losses, sampling
 from grpolab.arithmetic import Task, generate
+from grpolab.audit import FAULTS
 from grpolab.evaluate import Interval
 from grpolab.gate import GateError
 from grpolab.train import SFTConfig, demonstrations, sft
@@ -236,3 +238,79 @@ def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
                 "kl0": 0.0, "tiny": True, "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED  # fmt: skip
     assert judge("04_grpo", dict(measured)) == []
     assert judge("04_grpo", measured | bad) == [name]
+
+
+# --- 02 decode engine -------------------------------------------------------------------------------------------------
+
+RACES = {"sweep": pd.DataFrame({"tokens/s": [1.0]}), "read": 1e9, "arithmetic": 1e9}
+FOUND = {"disagreements": 0, "tokens": 2000, "margin": 9.0, "max_error": 1e-5, "mean_error": 1e-6, "after_stop": 0,
+         "worst_ulps": 1.0}  # fmt: skip
+CAUGHT = {"none": {"caught": False}} | {fault: {"caught": True} for fault in FAULTS}
+
+
+def let_the_slot_decide_the_draw(monkeypatch):
+    honest = sampling.uniforms
+    monkeypatch.setattr("grpolab.scheduler.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
+
+
+def forget_the_scale_of_attention(monkeypatch):
+    honest = engines.LlamaEngine._attend
+    monkeypatch.setattr(engines, "disagreement", lambda *_: None)  # the start-up check would choose another engine
+    monkeypatch.setattr(engines.LlamaEngine, "_attend", lambda self, q, *rest: honest(self, q * 1.01, *rest))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (None, set()),
+        (report_logps_of_another_temperature, {"sampler's logps against the forward, largest"}),
+        (let_the_slot_decide_the_draw, {"rollouts changed by refill"}),
+        (forget_the_scale_of_attention, {"greedy tokens off the forward's argmax", "greedy rollouts equal to full recompute"}),
+    ],
+    ids=["honest", "wrong logps", "draw by slot", "wrong attention"],
+)
+def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    failed = failures_under(sabotage, "02_decode_engine", "def best_seconds", RACES, tmp_path, monkeypatch)
+    if failed is None:
+        assert sabotage is forget_the_scale_of_attention  # stopped by the notebook's own comparison with the naive loop
+    else:
+        failed -= {"longest stall of the loop / time of the decode"}  # the clock's, on a busy machine
+        assert failed == names if not names else names & failed
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"exact_tokens": [True, False]}, "greedy rollouts equal to full recompute"),
+        ({"fp32": SimpleNamespace(**FOUND | {"disagreements": 1})}, "greedy tokens off the forward's argmax"),
+        ({"fp32": SimpleNamespace(**FOUND | {"tokens": 1000})}, "tokens compared"),
+        ({"fp32": SimpleNamespace(**FOUND | {"margin": 1.5})}, "margin"),
+        ({"sampled_audit": SimpleNamespace(**FOUND | {"max_error": 2e-4})}, "sampler's logps against the forward, largest"),
+        ({"sampled_audit": SimpleNamespace(**FOUND | {"mean_error": 2e-5})}, "sampler's logps against the forward, mean"),
+        ({"sampled_audit": SimpleNamespace(**FOUND | {"after_stop": 1})}, "tokens after an end token"),
+        ({"dialogue_audit": SimpleNamespace(**FOUND | {"max_error": 1.0})}, "three turns"),
+        ({"same_refilled": 59}, "rollouts changed by refill"),
+        ({"same_alone": 7}, "rollouts changed by company"),
+        ({"bf16": SimpleNamespace(**FOUND | {"worst_ulps": 3.0})}, "bf16"),
+        ({"unequal": 1}, "exact mode"),
+        ({"chi_square": 200.0}, "chi-square of the draw"),
+        ({"fed": 70}, "tokens that three turns fed"),
+        ({"stalls": [5.0]}, "longest stall of the loop / time of the decode"),
+        ({"gain": 0.9}, "cached / recompute, tokens a second"),
+        ({"speed": {"static": 1.0, "refilled": 0.9}}, "refilled / static, tokens a second"),
+        ({"caught": CAUGHT | {FAULTS[0]: {"caught": False}}}, "faults caught"),
+        ({"caught": CAUGHT | {"none": {"caught": True}}}, "false alarm without a fault"),
+    ],
+)
+def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
+    from grpolab import gate
+    from grpolab.runs import Run
+
+    good = SimpleNamespace(**FOUND)
+    measured = {"exact_tokens": [True, True], "fp32": good, "sampled_audit": good, "dialogue_audit": good, "bf16": good,
+                "same_refilled": 60, "same_alone": 8, "alone": [None] * 8, "prompts": [None] * 15, "unequal": 0, "on_cpu": True,
+                "chi_square": 70.0, "chi_bound": 120.0, "fed": 71, "given": 69, "caught": CAUGHT, "FAULTS": FAULTS,
+                "stalls": [0.01], "elapsed": 1.0, "gain": 5.0, "speed": {"static": 1.0, "refilled": 2.0}, "tiny": True,
+                "gate": gate, "run": Run("02_decode_engine", root=tmp_path)} | RACES  # fmt: skip
+    assert judge("02_decode_engine", dict(measured)) == []
+    assert judge("02_decode_engine", measured | bad) == [name]
