@@ -5,7 +5,8 @@
 
 Sampling at T = 1 with logps, prefill included, end tokens off, the same prompts and lengths for all. Engines take turns
 within each round, so that drift hits all; a round during which other processes took more than a quarter of a core is left
-out where a quieter one exists, and a claim rests on the worst round's ratio. Loading, set-up and a first call are timed
+out where a quieter one exists, and a claim rests on the worst round's ratio. With one thread the ratio of processor time
+says nearly the same on a machine that is never quiet. Loading, set-up and a first call are timed
 apart. generate() gets its best batching: num_return_sequences for groups; for spread lengths the better of two batch sizes,
 in order of arrival (its caller cannot know the lengths); for the tiny model once more sorted by true length, as an oracle.
 Spread lengths are geometric; SIZES holds the full workload for the tiny model and a reduced one for SmolLM2, for which
@@ -105,13 +106,13 @@ def peer(model, prompts, group_size: int, new, batch: int = 32) -> int:
     return sum(new)
 
 
-def timed(fn, *args) -> tuple[float, float]:
-    """(tokens a second, share of one core that other processes took meanwhile)."""
+def timed(fn, *args) -> tuple[float, float, float]:
+    """(tokens a second, tokens a second of processor time, share of a core that other processes took meanwhile)."""
     before, own, started = _busy_ticks(), time.process_time(), time.perf_counter()
     tokens = fn(*args)
-    seconds = time.perf_counter() - started
-    others = (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") - (time.process_time() - own)
-    return tokens / seconds, max(0.0, others / seconds)
+    seconds, own = time.perf_counter() - started, time.process_time() - own
+    others = (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") - own
+    return tokens / seconds, tokens / own, max(0.0, others / seconds)
 
 
 def _busy_ticks() -> int:
@@ -168,18 +169,20 @@ def contenders(sampler: Sampler, policy, prompts, group_size: int, new) -> dict:
     return runs
 
 
-def race(runs: dict, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Tokens a second of each contender in each round that counts, and the cores that others took in each round."""
-    speeds, others = {name: [] for name in runs}, []
+def race(runs: dict, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float]]:
+    """Tokens a second, of the clock and of processor time, of each contender in each round that counts, and the cores that
+    others took in each round."""
+    speeds, work, others = {name: [] for name in runs}, {name: [] for name in runs}, []
     for _ in range(rounds):
         worst = 0.0
         for name, (fn, *arguments) in runs.items():
-            speed, taken = timed(fn, *arguments)
+            speed, per_cpu, taken = timed(fn, *arguments)
             speeds[name].append(speed)
+            work[name].append(per_cpu)
             worst = max(worst, taken)
         others.append(worst)
     keep = [i for i, taken in enumerate(others) if taken <= QUIET] or range(rounds)
-    return {name: [v[i] for i in keep] for name, v in speeds.items()}, others
+    return *({name: [v[i] for i in keep] for name, v in table.items()} for table in (speeds, work)), others
 
 
 def versus(speeds: dict[str, list[float]], name: str) -> dict:
@@ -208,13 +211,14 @@ def measure(name: str, label: str, policy, args, machine: dict) -> dict:
         times["llama.cpp load"] = time.perf_counter() - started
         llama.run(prompts, 2)
         runs["llama.cpp BF16"] = (llama.run, prompts, new)
-    speeds, others = race(runs, args.rounds or ROUNDS[name][label])
+    speeds, work, others = race(runs, args.rounds or ROUNDS[name][label])
     fair = [k for k in runs if k.startswith("generate") and "oracle" not in k]
     best = max(fair, key=lambda k: statistics.median(speeds[k]))
     fp32 = policy.dtype == torch.float32
     row = dict(
         model=name, workload=label, rollouts=len(prompts) * group_size, new_tokens=new if isinstance(new, int) else sum(new),
         target=TARGETS[label][name], peer=best, **versus(speeds, best),
+        ratio_of_processor_time=versus(work, best)["ratio"],
         tokens_per_s={k: statistics.median(v) for k, v in speeds.items()}, rounds=len(others), others_cores=others,
         quiet=min(others) <= QUIET, seconds=times, engine=sampler.engine.name, slots=sampler.slots,
         sampler_threads=sampler.threads, greedy_disagreements=correct.disagreements, worst_ulps=correct.worst_ulps,
@@ -231,8 +235,8 @@ def measure(name: str, label: str, policy, args, machine: dict) -> dict:
 def line(r: dict) -> str:
     speeds = "  ".join(f"{k} {v:.0f}" for k, v in r["tokens_per_s"].items())
     return (f"{r['model']:13} {r['workload']:7} {r['ratio']:5.2f}x [{r['ratio_worst']:.2f}..{r['ratio_best']:.2f}] "
-            f"(set: {r['target']}x)  tok/s: {speeds}  {'exact' if r['exact'] else 'GATE FAILED'}, others "
-            f"{min(r['others_cores']):.2f} cores")
+            f"(set: {r['target']}x; of processor time {r['ratio_of_processor_time']:.2f}x)  tok/s: {speeds}  "
+            f"{'exact' if r['exact'] else 'GATE FAILED'}, others {min(r['others_cores']):.2f} cores")
 
 
 def main() -> None:
