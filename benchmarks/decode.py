@@ -1,6 +1,6 @@
 """Delivered tokens a second of the sampler against transformers' generate(), in one run.
 
-    OMP_NUM_THREADS=2 python benchmarks/decode.py                      # every model and workload: 8 to 10 quiet minutes
+    OMP_NUM_THREADS=2 python benchmarks/decode.py                      # every model and workload, some ten quiet minutes
     OMP_NUM_THREADS=2 python benchmarks/decode.py --models tiny --workloads grpo spread
 
 Sampling at T = 1 with logps, prefill included, end tokens off, the same prompts and lengths for all. Engines take turns

@@ -14,7 +14,7 @@ import torch
 
 from grpolab.sampling import SamplingParams, draw
 
-BF16_GGUF = Path("build") / "smollm2-bf16.gguf"
+BF16_GGUF = Path(__file__).parent.parent / "build" / "smollm2-bf16.gguf"
 
 
 def obstacle() -> str | None:
