@@ -72,8 +72,8 @@ def workloads(model: str, vocab: int) -> dict:
     rollouts, mean, cap = SIZES[model]
     return {
         "single": (random_prompts(1, PROMPT, vocab), 1, NEW, 1),
-        "fixed": (random_prompts(rows, PROMPT, vocab), 1, NEW, None),
-        "grpo": (random_prompts(8, PROMPT, vocab), 8, NEW, None),
+        "fixed": (random_prompts(rows, PROMPT, vocab), 1, NEW, rows),
+        "grpo": (random_prompts(8, PROMPT, vocab), 8, NEW, 64),
         "spread": (random_prompts(rollouts, PROMPT, vocab), 1, geometric_lengths(rollouts, mean, cap), rows),
     }
 
@@ -226,7 +226,8 @@ def measure(name: str, label: str, policy, args, machine: dict) -> dict:
         exact=correct.disagreements == 0 and correct.raw_max_error <= 1e-4 if fp32 else correct.worst_ulps <= 2,
         profile=decode_profile(sampler, policy, machine["read_bytes_per_s"]), machine=machine)
     if llama is not None:
-        row["llama"] = versus(speeds, "llama.cpp BF16")
+        row["llama"] = versus(speeds, "llama.cpp BF16") | dict(
+            ratio_of_processor_time=versus(work, "llama.cpp BF16")["ratio"])
         llama.close()
     sampler.close()
     return row
@@ -234,8 +235,9 @@ def measure(name: str, label: str, policy, args, machine: dict) -> dict:
 
 def line(r: dict) -> str:
     speeds = "  ".join(f"{k} {v:.0f}" for k, v in r["tokens_per_s"].items())
+    llama = f"; to llama.cpp {r['llama']['ratio']:.2f}x" if "llama" in r else ""
     return (f"{r['model']:13} {r['workload']:7} {r['ratio']:5.2f}x [{r['ratio_worst']:.2f}..{r['ratio_best']:.2f}] "
-            f"(set: {r['target']}x; of processor time {r['ratio_of_processor_time']:.2f}x)  tok/s: {speeds}  "
+            f"(set: {r['target']}x; of processor time {r['ratio_of_processor_time']:.2f}x{llama})  tok/s: {speeds}  "
             f"{'exact' if r['exact'] else 'GATE FAILED'}, others {min(r['others_cores']):.2f} cores")
 
 

@@ -253,10 +253,11 @@ def let_the_slot_decide_the_draw(monkeypatch):
     monkeypatch.setattr("grpolab.scheduler.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
 
 
-def forget_the_scale_of_attention(monkeypatch):
+def scale_the_attention_of_fp32(monkeypatch):
     honest = engines.LlamaEngine._attend
     monkeypatch.setattr(engines, "disagreement", lambda *_: None)  # the start-up check would choose another engine
-    monkeypatch.setattr(engines.LlamaEngine, "_attend", lambda self, q, *rest: honest(self, q * 1.01, *rest))
+    monkeypatch.setattr(engines.LlamaEngine, "_attend",
+                        lambda self, q, *rest: honest(self, q * 1.02 if self.fp32 else q, *rest))
 
 
 @pytest.mark.parametrize(
@@ -265,14 +266,14 @@ def forget_the_scale_of_attention(monkeypatch):
         (None, set()),
         (report_logps_of_another_temperature, {"sampler's logps against the forward, largest"}),
         (let_the_slot_decide_the_draw, {"rollouts changed by refill"}),
-        (forget_the_scale_of_attention, {"greedy tokens off the forward's argmax", "greedy rollouts equal to full recompute"}),
+        (scale_the_attention_of_fp32, {"sampler's logps against the forward, largest"}),
     ],
     ids=["honest", "wrong logps", "draw by slot", "wrong attention"],
 )
 def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "02_decode_engine", "def best_seconds", RACES, tmp_path, monkeypatch)
     if failed is None:
-        assert sabotage is forget_the_scale_of_attention  # stopped by the notebook's own comparison with the naive loop
+        assert sabotage is scale_the_attention_of_fp32  # stopped by the notebook's own comparison with the naive loop
     else:
         failed -= {"longest stall of the loop / time of the decode"}  # the clock's, on a busy machine
         assert failed == names if not names else names & failed
