@@ -125,5 +125,5 @@ def sabotage(sampler, fault: str):
         mock.patch.object(scheduler, "draw_mixed", mislabelled), mock.patch.object(engine, "forward", swapped))))
     if fault not in patches:
         raise ValueError(f"fault must be one of {FAULTS}, got {fault!r}")
-    with patches[fault]:
+    with patches[fault], mock.patch.object(sampler._scheduler, "static", None):  # a captured step would not see them
         yield

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import statistics
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -43,6 +46,7 @@ class SlotCache:
 
     tensors: list[torch.Tensor]
     times: list[int]
+    views: tuple | None = None  # an engine's own views of the tensors
 
     @property
     def slots(self) -> int:
@@ -207,13 +211,14 @@ def _evaluating(model):
 class PackedLinear:
     """y = (x * scale) W^T + b for stacked weights, copied from the live parameters by `refresh`.
 
-    scale  the weight of the norm before it, or None; order: a permutation of the output rows, or None.
+    norm   the norm before it, whose weight is the scale, or None; order: a permutation of the output rows, or None.
     On a CPU the copy is in oneDNN's blocked layout: MKL is weak at few rows on some machines, and oneDNN gives a row
     the same bits at every row count.
     """
 
-    def __init__(self, modules: list[nn.Linear], pack: bool, scale: torch.Tensor | None = None, order=None):
-        self.modules, self.pack, self.scale, self.order = modules, pack, scale, order
+    def __init__(self, modules: list[nn.Linear], pack: bool, norm: nn.Module | None = None, order=None):
+        self.modules, self.pack, self.norm, self.order = modules, pack, norm, order
+        self.weight = self.bias = None
         self.refresh()
 
     @torch.no_grad()
@@ -223,15 +228,22 @@ class PackedLinear:
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
         if self.order is not None:
             weight, bias = weight[self.order], None if bias is None else bias[self.order]
-        if self.scale is not None:
-            weight = weight * self.scale
-        self.bias, self.packed = bias, _pack(weight) if self.pack else None
-        self.weight = weight if self.packed is None else None
+        if self.norm is not None:
+            weight = weight * self.norm.weight
+        self.bias, self.packed = _renewed(self.bias, bias), _pack(weight) if self.pack else None
+        self.weight = _renewed(self.weight, weight) if self.packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def _renewed(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    """`new`, on a GPU at the address of `old`: captured graphs read there."""
+    if old is None or new is None or old.device.type != "cuda" or old.data_ptr() == new.data_ptr():
+        return new
+    return old.copy_(new)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:
@@ -282,30 +294,35 @@ class LlamaEngine:
         self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
         self.min_rows = 1 if single else 2
         self.layers, self.fp32 = list(base.layers), weight.dtype == torch.float32
-        self.q_heads, self.heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads = config.num_key_value_heads
         self.size = self.layers[0].self_attn.head_dim
-        self.groups = self.q_heads // self.heads
+        self.groups = config.num_attention_heads // self.heads
         self.eps = torch.tensor(base.norm.variance_epsilon, device=self.device)
         self.scaling = self.layers[0].self_attn.scaling
         self.normed = hasattr(self.layers[0].self_attn, "q_norm")
+        self.act = F.silu if config.hidden_act in ("silu", "swish") else self.layers[0].mlp.act_fn
         self.halves = torch.arange(self.size, device=self.device).view(2, -1).t().reshape(-1)  # interleaves them
-        self.table, self.origins, self._single = None, {}, single
+        self.table, self._single = None, single
         self.products = [self._layer_products(layer) for layer in self.layers]
         self.head = self._product([model.lm_head], base.norm)
 
     def _product(self, modules, norm=None, order=None) -> PackedLinear:
         pack = not (self._single and modules[0].weight.numel() < SMALL)
-        return PackedLinear(modules, pack, norm.weight if norm is not None and self.fp32 else None, order)
+        return PackedLinear(modules, pack, norm if self.fp32 else None, order)
 
     def _layer_products(self, layer) -> list[PackedLinear]:
         a, m = layer.self_attn, layer.mlp
-        order = None
-        if self.fp32:
-            turned = torch.arange(self.q_heads + self.heads, device=self.device)[:, None] * self.size + self.halves
-            straight = turned.numel() + torch.arange(self.heads * self.size, device=self.device)
-            order = torch.cat((turned.view(-1), straight))
-        return [self._product([a.q_proj, a.k_proj, a.v_proj], layer.input_layernorm, order), self._product([a.o_proj]),
+        return [self._product([a.q_proj, a.k_proj, a.v_proj], layer.input_layernorm, self._qkv_order()),
+                self._product([a.o_proj]),
                 self._product([m.gate_proj, m.up_proj], layer.post_attention_layernorm), self._product([m.down_proj])]
+
+    def _qkv_order(self) -> torch.Tensor:
+        """Rows of the stacked q, k, v weights so that each key/value head has its g queries, its key and its value."""
+        heads, groups, size = self.heads, self.groups, self.size
+        rows = torch.arange(heads * (groups + 2) * size, device=self.device).view(-1, size)
+        turned = rows[:, self.halves] if self.fp32 else rows
+        q, k = turned[: heads * groups].view(heads, groups, size), turned[heads * groups: heads * (groups + 1), None]
+        return torch.cat((q, k, rows[heads * (groups + 1):, None]), 1).view(-1)
 
     def refresh(self) -> None:
         """Read the parameters anew into the packed copies."""
@@ -320,6 +337,7 @@ class LlamaEngine:
         keys, values = torch.zeros(*shape, self.size, width, **make), torch.zeros(*shape, width, self.size, **make)
         return SlotCache([keys, values], [-1, -2])
 
+    @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor | None, cache: SlotCache,
                 window: int) -> torch.Tensor:
         """Feed tokens (n, W) at positions start (n,) .. start + W - 1 into slots 0..n-1; extend their keys and values.
@@ -328,37 +346,44 @@ class LlamaEngine:
         write is padding, masked until real tokens overwrite it. Returns fp32 logits (n, V) after column `last` (n,).
         """
         n, width = tokens.shape
+        heads, groups, size, layout = self.heads, self.groups, self.size, (n, width)
         positions = start[:, None]
         if width > 1:
             positions = positions + torch.arange(width, device=self.device)
-        rotation = [t[positions.view(-1)] for t in self._rotations(window)]
+        rotation = [t.index_select(0, positions.reshape(-1)) for t in self._rotations(window)]
         bias = mask_bias(positions, window, self.dtype)
         if width == 1:
-            bias = bias.expand(n, self.heads, window).reshape(n * self.heads, 1, window)
-            write = self._step_writer(cache, start)
-        else:
-            bias, write = bias[:, None], self._prompt_writer(cache, positions)
-        keys, values = (t[:, :n] for t in cache.tensors)
-        keys, values = keys[..., :window], values[..., :window, :]
-        rotated = self.q_heads + self.heads
+            bias = bias.expand(n, heads, window).reshape(n * heads, 1, window)
+        row_heads, views = self._views(cache, n, window)
+        write_at = row_heads, positions[:, None].expand(n, heads, width).reshape(n * heads, width)
         x = F.embedding(tokens.reshape(-1), self.model.model.embed_tokens.weight)
-        for i, layer in enumerate(self.layers):
-            qkv, out, gate_up, down = self.products[i]
-            h = qkv(self._norm(x, layer.input_layernorm)).view(n * width, rotated + self.heads, self.size)
-            qk = h[:, :rotated]
+        for layer, products, (keys, values, all_keys, all_values) in zip(self.layers, self.products, views):
+            qkv, out, gate_up, down = products
+            h = qkv(self._norm(x, layer.input_layernorm)).view(n * width, heads, groups + 2, size)
             if self.normed:
-                qk = self._norm_heads(qk, layer.self_attn)
-            qk = self._rotate(qk, rotation)
-            write(i, qk[:, self.q_heads:], h[:, rotated:])
-            attended = self._attend(qk[:, : self.q_heads], keys[i], values[i], bias, n, width)
-            x = x + out(attended)
+                self._norm_heads(h, layer.self_attn)
+            self._rotate(h, rotation)
+            q, k, v = self._by_head(h, *layout)
+            all_keys.index_put_(write_at, k)
+            all_values.index_put_(write_at, v)
+            x.add_(out(self._attend(q, keys, values, bias, *layout)))
             gate, up = gate_up(self._norm(x, layer.post_attention_layernorm)).chunk(2, -1)
-            x = x + down(layer.mlp.act_fn(gate) * up)
+            x.add_(down(self.act(gate).mul_(up)))
         if width > 1:
             x = x.view(n, width, -1)[torch.arange(n, device=self.device), last]
         if n < self.min_rows:
             x = x.expand(self.min_rows, -1).contiguous()
         return self.head(self._norm(x, self.model.model.norm))[:n].float()
+
+    def _views(self, cache: SlotCache, n: int, window: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+        """0..n*H-1 as a column, and for each layer keys (n*H, D, T) and values (n*H, T, D) to read, and all of them by
+        (slot*H, time) to write."""
+        if cache.views is None or cache.views[0] != (n, window):
+            rows, layers = n * self.heads, []
+            for k, v in zip(*(t.flatten(1, 2) for t in cache.tensors)):
+                layers.append((k[:rows, :, :window], v[:rows, :window], k.transpose(1, 2), v))
+            cache.views = (n, window), torch.arange(rows, device=self.device)[:, None], layers
+        return cache.views[1:]
 
     def _norm(self, x: torch.Tensor, module) -> torch.Tensor:
         """RMSNorm; in fp32 without the weight, which the next product carries."""
@@ -366,77 +391,56 @@ class LlamaEngine:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return x * torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-        return module.weight * wide.to(x.dtype)
+        wide.mul_(wide.pow(2).mean(-1, keepdim=True).add_(module.variance_epsilon).rsqrt_())
+        return wide.to(x.dtype).mul_(module.weight)
 
-    def _norm_heads(self, qk: torch.Tensor, attention) -> torch.Tensor:
-        """Qwen3's norms over each head: qk (m, q_heads + H, D)."""
-        parts = []
-        for part, module in ((qk[:, : self.q_heads], attention.q_norm), (qk[:, self.q_heads:], attention.k_norm)):
+    def _norm_heads(self, h: torch.Tensor, attention) -> None:
+        """Qwen3's norms over each query and key of h (m, H, g + 2, D), in place."""
+        queries, keys = h[:, :, : self.groups], h[:, :, self.groups]
+        for part, module in ((queries, attention.q_norm), (keys, attention.k_norm)):
             normed = self._norm(part, module)
-            parts.append(normed * module.weight[self.halves] if self.fp32 else normed)
-        return torch.cat(parts, 1)
+            part.copy_(normed * module.weight[self.halves] if self.fp32 else normed)
 
     def _rotations(self, width: int) -> tuple[torch.Tensor, ...]:
-        """fp32: cos + i sin, (T, 1, D/2). Else cos and sin with the sign of rotate_half folded in, each (T, 1, D)."""
+        """fp32: cos + i sin, (T, 1, 1, D/2). Else cos and sin with rotate_half's sign folded in, each (T, 1, 1, D)."""
         if self.table is None or self.table[0].shape[0] < width:
             positions = torch.arange(round_up(width, 256), device=self.device)[None]
             rotary = self.model.model.rotary_emb
-            cos, sin = (t[0] for t in rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions))
+            cos, sin = (t[0, :, None, None] for t in rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions))
             half = self.size // 2
             if self.fp32:
-                self.table = (torch.complex(cos[:, :half], sin[:, :half])[:, None],)
+                self.table = (torch.complex(cos[..., :half], sin[..., :half]),)
             else:
-                self.table = cos[:, None].contiguous(), torch.cat((-sin[:, :half], sin[:, half:]), -1)[:, None]
+                self.table = cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
         return self.table
 
-    def _rotate(self, x: torch.Tensor, rotation) -> torch.Tensor:
-        """x (m, heads, D)."""
+    def _rotate(self, h: torch.Tensor, rotation) -> None:
+        """Turn the queries and keys of h (m, H, g + 2, D) by their positions, in place."""
         if self.fp32:
-            return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rotation[0]).flatten(-2)
-        cos, sin = rotation
-        return x * cos + x.roll(self.size // 2, -1) * sin
+            torch.view_as_complex(h.view(*h.shape[:3], -1, 2))[:, :, :-1].mul_(rotation[0])
+        else:
+            (cos, sin), turned = rotation, h[:, :, :-1]
+            across = turned.roll(self.size // 2, -1).mul_(sin)
+            turned.mul_(cos).add_(across)
 
-    def _step_writer(self, cache: SlotCache, start: torch.Tensor):
-        """Writes one key and value a row at its position, through flat indices that all layers share."""
-        keys, values = cache.tensors
-        shape = len(start), cache.width
-        if shape not in self.origins:
-            lines = torch.arange(shape[0] * self.heads * self.size, device=self.device) * cache.width
-            self.origins = {shape: (lines.view(shape[0], -1), lines[: shape[0] * self.heads].view(shape[0], -1))}
-        to_keys, to_values = ((origin + start[:, None]).view(-1) for origin in self.origins[shape])
-
-        def write(i: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            keys[i].view(-1).scatter_(0, to_keys, k.reshape(-1))
-            values[i].view(-1, self.size).index_copy_(0, to_values, v.reshape(-1, self.size))
-
-        return write
-
-    def _prompt_writer(self, cache: SlotCache, positions: torch.Tensor):
-        keys, values = cache.tensors
-        n, width = positions.shape
-        rows = torch.arange(n, device=self.device)[:, None]
-
-        def write(i: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            shape = (n, width, self.heads, self.size)
-            keys[i].permute(0, 3, 1, 2)[rows, positions] = k.reshape(shape)
-            values[i].permute(0, 2, 1, 3)[rows, positions] = v.reshape(shape)
-
-        return write
+    def _by_head(self, h: torch.Tensor, n: int, width: int) -> tuple[torch.Tensor, ...]:
+        """h (n*W, H, g + 2, D) -> queries, which a step keeps as (n*H, g, D), else (n, H, g, W, D); k, v (n*H, W, D)."""
+        if width == 1:
+            h = h.flatten(0, 1)
+            return h[:, :-2], h[:, -2:-1], h[:, -1:]
+        h = h.view(n, width, self.heads, self.groups + 2, self.size).permute(0, 2, 3, 1, 4)
+        return h[:, :, :-2], h[:, :, -2].flatten(0, 1), h[:, :, -1].flatten(0, 1)
 
     def _attend(self, q, keys, values, bias, n: int, width: int) -> torch.Tensor:
-        """q (n*W, q_heads, D), keys (n, H, D, T), values (n, H, T, D) -> (n*W, q_heads*D)."""
+        """Queries of `_by_head`, keys (n*H, D, T), values (n*H, T, D) -> (n*W, q_heads*D)."""
         if width > 1:
-            q = q.view(n, width, self.q_heads, self.size).transpose(1, 2)
-            mixed = matmul_attention(q, keys, values, bias, self.scaling)
-            return mixed.transpose(1, 2).reshape(n * width, self.q_heads * self.size)
-        q = q.reshape(n * self.heads, self.groups, self.size)
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+            q, keys, values = q.flatten(1, 2), keys.unflatten(0, (n, -1)), values.unflatten(0, (n, -1))
+            return matmul_attention(q, keys, values, bias[:, None], self.scaling).transpose(1, 2).reshape(n * width, -1)
         if self.fp32:
             weights = torch.baddbmm(bias, q, keys, alpha=self.scaling).softmax(-1)
         else:
             weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
-        return torch.bmm(weights, values).view(n, self.q_heads * self.size)
+        return torch.bmm(weights, values).view(n, -1)
 
 
 # --- attention that sampler and trainer share -------------------------------------------------------------------------
@@ -571,6 +575,21 @@ def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> 
 def _probe_lengths(model) -> list[int]:
     room = min(getattr(model.config, "max_position_embeddings", 64), 64) - 3
     return [max(1, min(length, room)) for length in (13, 5, 21)]
+
+
+@torch.no_grad()
+def seconds_a_step(engine, rows: int, numbers: Sequence[int], rounds: int = 5) -> dict[int, float]:
+    """Number of torch threads -> median seconds of a step of `rows` rows; they take turns, so that drift hits all."""
+    cache, start = engine.allocate(rows, 4 * WINDOW), torch.full((rows,), 4 * WINDOW - 1, device=engine.device)
+    tokens, seconds = torch.zeros(rows, 1, dtype=torch.long, device=engine.device), {n: [] for n in numbers}
+    common = torch.get_num_threads()
+    for n in [*numbers] * (rounds + 1):  # the first round warms up
+        torch.set_num_threads(n)
+        started = perf_counter()
+        engine.forward(tokens, start, None, cache, 4 * WINDOW)
+        seconds[n].append(perf_counter() - started)
+    torch.set_num_threads(common)
+    return {n: statistics.median(times[1:]) for n, times in seconds.items()}
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.files import atomic_folder, data_path
+from grpolab.sync import FairLock
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
@@ -22,14 +22,14 @@ NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smol
 class Policy:
     """A causal LM and what is needed to run it. `version` counts the optimiser steps taken on it: whoever changes the
     parameters adds one, and whoever keeps a copy of them compares. Whoever computes with the model in a thread holds
-    `lock`, so that a training step and a sampling step never overlap."""
+    `lock`, so that a training step and a sampling step never overlap; it goes to those who wait in order of arrival."""
 
     model: Any
     tokenizer: Any
     name: str
     eos_ids: tuple[int, ...]
     version: int = 0
-    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    lock: FairLock = field(default_factory=FairLock, repr=False)
 
     @property
     def device(self) -> torch.device:

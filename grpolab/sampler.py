@@ -18,10 +18,11 @@ from concurrent.futures import Future
 
 import torch
 
-from grpolab.engines import choose_engine, inexact_share, share_attention
+from grpolab.engines import choose_engine, inexact_share, seconds_a_step, share_attention
 from grpolab.rollouts import Group, Rollout
 from grpolab.sampling import SamplingParams, fold_seed
 from grpolab.scheduler import Kept, Request, Scheduler, Stats, settle
+from grpolab.sync import set_own_threads
 
 IDLE_SECONDS = 5.0  # after which the worker thread ends; the next request starts another
 
@@ -37,11 +38,16 @@ class Sampler:
     exact   make the model's own forward use the sampler's attention, so that trainer logps equal the sampler's in every
             bit; ValueError where the start-up probe finds a difference
     seed    what requests without a seed of their own draw theirs from
+    threads of torch in the worker; None takes the process's number, "auto" the quicker of one and that number, timed
+            over a few steps at the start (`sampler.threads` says which); last bits may then differ between two runs
     """
 
-    def __init__(self, policy, *, slots: int | None = None, engine: str = "auto", exact: bool = False, seed: int = 0):
+    def __init__(self, policy, *, slots: int | None = None, engine: str = "auto", exact: bool = False, seed: int = 0,
+                 threads: int | str | None = None):
         if slots is not None and slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}; None chooses by memory")
+        if threads not in (None, "auto") and not (isinstance(threads, int) and threads >= 1):
+            raise ValueError(f"threads must be at least 1, 'auto' or None, got {threads!r}")
         self.policy, self.seed, self.exact = policy, seed, exact
         if exact:
             share_attention(policy.model)
@@ -50,6 +56,7 @@ class Sampler:
             raise ValueError(f"exact mode is not to be had here: {share:.1%} of the probe's logps differ in some bit "
                              f"({self.engine.name} engine, {self.engine.dtype}); use exact=False, or bfloat16 on a CPU")
         self._scheduler = Scheduler(policy, self.engine, slots)
+        self.threads = self._quickest_threads() if threads == "auto" else threads or torch.get_num_threads()
         self._inbox: deque = deque()
         self._wake = threading.Condition()
         self._worker: threading.Thread | None = None
@@ -145,6 +152,13 @@ class Sampler:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
+    def _quickest_threads(self) -> int:
+        common = torch.get_num_threads()
+        if common == 1 or self.engine.device.type != "cpu":
+            return common
+        seconds = seconds_a_step(self.engine, max(self.engine.min_rows, min(self.slots, 32)), (1, common))
+        return min(seconds, key=seconds.get)
+
     # ------------------------------------------------------------- checks
 
     def _checked(self, prompt: Sequence[int], index: int) -> tuple[int, ...]:
@@ -199,7 +213,7 @@ class Sampler:
 
     def _work(self) -> None:
         scheduler = self._scheduler
-        torch.set_num_threads(torch.get_num_threads())  # a new thread would otherwise start with OpenMP's default
+        set_own_threads(self.threads)  # a new thread would otherwise start with OpenMP's default
         while True:
             with self._wake:
                 if not (scheduler.busy or self._inbox or self._closed):

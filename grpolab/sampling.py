@@ -106,7 +106,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """The first index at which the running sum of probs (n, V) exceeds u (n,) times the total: (n,) int64.
 
-    Two levels: chunk totals, then the cumulative sum inside the chosen chunk, both in double. `probs` need no
+    Two levels: the cumulative sum of chunk totals, then that inside the chosen chunk, both in double. `probs` need no
     normaliser; an index with probability 0 is never returned.
     """
     n, vocab = probs.shape
@@ -115,7 +115,7 @@ def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     if vocab % CHUNK:
         probs = F.pad(probs, (0, -vocab % CHUNK))
     chunks = probs.view(n, -1, CHUNK)
-    coarse = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
+    coarse = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
     chunk = _locate(coarse, u)
     before = coarse.gather(1, (chunk - 1).clamp_(min=0)[:, None]).squeeze(1) * (chunk > 0)
     inside = chunks[torch.arange(n, device=probs.device), chunk].cumsum(-1, dtype=torch.float64)

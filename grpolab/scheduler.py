@@ -13,18 +13,22 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from grpolab.engines import WINDOW, SlotCache, round_up
+from grpolab.graphs import static_step
 from grpolab.rollouts import Group, Rollout
 from grpolab.sampling import Draw, SamplingParams, draw_mixed, uniforms
 
 PREFILL_PAIRS = 2**22  # query-key pairs in one prefill call: rows times width times window
 PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens
 BUCKET = 8  # prompts are padded to multiples of this, so that a row's width depends on its own length alone
+ROOM = 128  # positions that a cache is allocated ahead of need
+AHEAD = 32  # steps whose uniforms are computed at once
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
 
 
@@ -146,6 +150,7 @@ class Scheduler:
         fitting = self.cache_bytes // (engine.bytes_per_token() * min(policy.context, 1024))
         self.slots = slots or 1 << (max(8, min(512, fitting)).bit_length() - 1)
         self.block = BLOCK if self.device.type == "cuda" else 1
+        self.static = static_step(engine)
         self.stats, self.rows = Stats(), Rows(self.slots + engine.min_rows)
         self.cache: SlotCache | None = None
         self.waiting: deque[Prompt] = deque()
@@ -186,6 +191,8 @@ class Scheduler:
         stamp = self._parameter_stamp()
         if stamp != self.stamp:
             self.engine.refresh()
+            if self.static is not None:
+                self.static.refreshed()
             self.stamp, self.epoch = stamp, self.epoch + 1
             self.stats.refreshes += 1
             for prompt in self.waiting:
@@ -276,8 +283,8 @@ class Scheduler:
         if not owners:
             return
         rows, first = self.rows, self.rows.n
-        self._fit(first + len(owners), round_up(max(o.length for o in owners), BUCKET))
         rows.append(owners)
+        self._fit(rows.n, max(o.length for o in owners))
         by_cache: dict[int, list[int]] = {}
         for i, owner in enumerate(owners):
             by_cache.setdefault(id(owner.prompt.cache), []).append(i)
@@ -290,27 +297,27 @@ class Scheduler:
         for owner in owners:
             if not owner.prompt.samples:
                 owner.prompt.cache = owner.prompt.logits = None
-        drawn = draw_mixed(logits, self._uniforms(slice(first, rows.n), 1)[0], kinds_of(owners, self.device))
+        drawn = draw_mixed(logits, torch.from_numpy(rows.uniforms(first, 1)[0]).to(self.device), kinds_of(owners, self.device))
         self._record(first, [drawn])
 
     def _fit(self, rows: int, width: int) -> None:
-        """Grow the cache to at least these rows and this width; by half at a time, so that growing stays rare."""
+        """Grow the cache to at least these rows and this width, with room ahead, so that growing stays rare."""
+        spare = self.engine.min_rows
         if self.cache is None:
-            self.cache = self.engine.allocate(rows + self.engine.min_rows, round_up(width + 1, BUCKET))
+            self.cache = self.engine.allocate(rows + spare, self._roomy(width, 0))
         slots, wide = self.cache.slots, self.cache.width
         if rows > slots:
-            slots = max(rows, min(2 * slots, self.slots + self.engine.min_rows))
+            slots = max(rows, min(2 * slots, self.slots + spare))
         if width > wide:
-            wide = max(round_up(width, BUCKET), round_up(min(wide * 3 // 2, self.rows.longest()), BUCKET))
+            wide = self._roomy(width, wide)
         if (slots, wide) != (self.cache.slots, self.cache.width):
             self.cache = self.cache.resized(slots, wide)
 
-    # -------------------------------------------------------------- decode
+    def _roomy(self, width: int, before: int) -> int:
+        """The width to allocate when `width` is needed: never more than the rows may come to use."""
+        return round_up(max(width, min(max(2 * before, width + ROOM), self.rows.longest())), WINDOW)
 
-    def _uniforms(self, span: slice, steps: int) -> torch.Tensor:
-        """One uniform for each of the next `steps` tokens of each row, (steps, n) double."""
-        positions = self.rows.position[span] + np.arange(1, steps + 1)[:, None]
-        return torch.from_numpy(uniforms(self.rows.seed[span], positions)).to(self.device)
+    # -------------------------------------------------------------- decode
 
     def _decode(self) -> None:
         rows, n = self.rows, self.rows.n
@@ -319,15 +326,16 @@ class Scheduler:
         steps = 1 if rows.limited else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, WINDOW)
         self._fit(padded, window)
-        u, kinds = self._uniforms(slice(0, n), steps), rows.kinds(self.device)
+        u, kinds = torch.from_numpy(rows.next_uniforms(steps)).to(self.device), rows.kinds(self.device)
         tokens, start = (torch.from_numpy(a[:padded]).to(self.device) for a in (rows.token, rows.position))
         drawn, forward_seconds, started = [], 0.0, time.perf_counter()
         for i in range(steps):
             before = time.perf_counter()
-            logits = self.engine.forward(tokens[:, None], start, None, self.cache, window)[:n]
+            logits = self._forward(tokens, start, window)[:n]
             forward_seconds += time.perf_counter() - before
             drawn.append(draw_mixed(logits, u[i], kinds))
-            tokens, start = F.pad(drawn[-1].tokens, (0, padded - n)), start + 1
+            if i + 1 < steps:
+                tokens, start = F.pad(drawn[-1].tokens, (0, padded - n)), start + 1
         synchronize(self.device)
         seconds = time.perf_counter() - started
         if self.device.type == "cuda":  # the clock sees launches only, the block is counted as forward as a whole
@@ -337,6 +345,11 @@ class Scheduler:
         self.stats.decode_seconds += forward_seconds
         self.stats.sample_seconds += seconds - forward_seconds
         self._record(0, drawn)
+
+    def _forward(self, tokens: torch.Tensor, start: torch.Tensor, window: int) -> torch.Tensor:
+        if self.static is not None:
+            return self.static(tokens, start, self.cache, window)
+        return self.engine.forward(tokens[:, None], start, None, self.cache, window)
 
     def _record(self, first: int, drawn: list[Draw]) -> None:
         """Append drawn tokens, one Draw a step, to rows first.. and finish those that are done."""
@@ -405,7 +418,7 @@ class Rows:
         requests = {id(o.request): o.request for o in self.owner[: self.n]}
         self.only = next(iter(requests.values())) if len(requests) == 1 else None
         self.limited = any(r.params.stop_strings or r.params.max_total_tokens for r in requests.values())
-        self._kinds = None
+        self._kinds, self._ahead = None, np.empty((0, 0))
 
     def longest(self) -> int:
         """The most tokens that any row may come to have, prompt included."""
@@ -419,6 +432,18 @@ class Rows:
             self.owner[i], self.position[i], self.count[i] = owner, owner.length - 1, 0
             self.limit[i], self.seed[i] = owner.limit, owner.seed
         self._changed()
+
+    def uniforms(self, first: int, steps: int) -> np.ndarray:
+        """One uniform for each of the next `steps` tokens of rows first.., (steps, n - first)."""
+        positions = self.position[first: self.n] + np.arange(1, steps + 1)[:, None]
+        return uniforms(self.seed[first: self.n], positions)
+
+    def next_uniforms(self, steps: int) -> np.ndarray:
+        """Those of the coming `steps` steps of all rows (steps, n); computed AHEAD at a time while the rows stay."""
+        if len(self._ahead) < steps:
+            self._ahead = self.uniforms(0, max(steps, AHEAD))
+        now, self._ahead = self._ahead[:steps], self._ahead[steps:]
+        return now
 
     def kinds(self, device) -> list[tuple[SamplingParams, torch.Tensor]]:
         if self._kinds is None:
@@ -538,6 +563,11 @@ def prefill_batches(prompts: list[Prompt], epoch: int) -> list[tuple[list[Prompt
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    try:  # what the kernel can give: its count of free pages leaves out the page cache, which it would drop
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not every system counts its free pages

@@ -1,20 +1,21 @@
-"""The one helper for calling a coroutine from synchronous code, also inside a running notebook.
-
-Prefer `await`: notebooks have it at the top level. `Sampler.sample_sync` and `MultiTurnEnvPool` need neither.
-"""
+"""Between threads and loops: a coroutine from synchronous code, a fair lock, a thread's own number of torch threads."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
 from collections.abc import Coroutine
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
 
 def run_sync(coroutine: Coroutine[object, object, T]) -> T:
     """The coroutine's result: through `asyncio.run`, or where a loop already runs (a notebook) inside that loop, which
-    nest_asyncio then patches for the rest of the process."""
+    nest_asyncio then patches for the rest of the process. Prefer `await`: notebooks have it at the top level."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -23,3 +24,62 @@ def run_sync(coroutine: Coroutine[object, object, T]) -> T:
 
     nest_asyncio.apply(loop)
     return loop.run_until_complete(coroutine)
+
+
+class FairLock:
+    """A reentrant lock that goes to those who wait in order of arrival.
+
+    A `threading.RLock` lets a thread that releases and takes it in a loop, as a decode loop does, starve all others.
+    """
+
+    def __init__(self):
+        self._guard = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiting: deque[tuple[int, threading.Lock]] = deque()
+
+    def __enter__(self) -> FairLock:
+        me = threading.get_ident()
+        with self._guard:
+            if self._owner is None or self._owner == me:
+                self._owner, self._depth = me, self._depth + 1
+                return self
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append((me, turn))
+        try:
+            turn.acquire()  # released by whoever hands the lock over
+        except BaseException:  # an interrupt while waiting
+            self._give_up(me, turn)
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        with self._guard:
+            self._depth -= 1
+            if self._depth == 0:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._owner = None
+        if self._waiting:
+            (self._owner, turn), self._depth = self._waiting.popleft(), 1
+            turn.release()
+
+    def _give_up(self, me: int, turn: threading.Lock) -> None:
+        with self._guard:
+            if (me, turn) in self._waiting:
+                self._waiting.remove((me, turn))
+            else:  # it had just been handed over
+                self._depth = 0
+                self._hand_over()
+
+
+def set_own_threads(number: int) -> None:
+    """`torch.set_num_threads` for the calling thread alone: threads that start later keep the process's number."""
+    common = torch.get_num_threads()  # asking ends the thread's own start-up, which would set its number once more
+    if number != common:
+        torch.set_num_threads(number)
+        restore = threading.Thread(target=torch.set_num_threads, args=(common,))
+        restore.start()
+        restore.join()

@@ -8,6 +8,7 @@ import ast
 import asyncio
 import dataclasses
 import inspect
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ import pandas as pd
 import pytest
 import torch
 
-from grpolab import chat, load_policy, losses, multiturn, sampling, train
+from grpolab import chat, engines, load_policy, losses, multiturn, sampling, train
 from grpolab.arithmetic import Task, generate
+from grpolab.audit import FAULTS
 from grpolab.evaluate import Interval
 from grpolab.gate import GateError
 from grpolab.pool import GrpoPool
@@ -155,203 +157,81 @@ def test_every_claim_of_the_sft_gate_can_fail(bad, name, tmp_path, monkeypatch):
     assert [n for n in judge("01_sft", measured | bad)] == [name.split(":")[0]]
 
 
-# --- 04 grpo ----------------------------------------------------------------------------------------------------------
+# --- 02 decode engine -------------------------------------------------------------------------------------------------
 
-GRPO_LEARNED = {
-    "overfit_reward": 0.995, "gain": Interval(0.1, 0.08, 0.12), "gain_sampled": Interval(0.2, 0.18, 0.22),
-    "before": Rates(0.46), "after": Rates(0.56), "before_sampled": Rates(0.3), "after_sampled": Rates(0.5),
-    "doomed": Rates(0.0),
-    "metrics": pd.DataFrame({"ratio": [1.0], "sampling_s": [1.0], "update_s": [1.0]}),
-}  # fmt: skip
+RACES = {"sweep": pd.DataFrame({"tokens/s": [1.0]}), "read": 1e9, "arithmetic": 1e9}
+FOUND = {"disagreements": 0, "tokens": 2000, "margin": 9.0, "max_error": 1e-5, "mean_error": 1e-6, "after_stop": 0,
+         "worst_ulps": 1.0}  # fmt: skip
+CAUGHT = {"none": {"caught": False}} | {fault: {"caught": True} for fault in FAULTS}
 
 
-@pytest.fixture(scope="module")
-def taught(tmp_path_factory):
-    """A folder with a policy that knows the format and gets some answers right."""
-    policy = load_policy("tiny", device="cpu")
-    examples = demonstrations(policy, generate(400, 0, seed=1, task=Task("+-", max_operand=99))[0])
-
-    async def learn():
-        async for _ in sft(policy, examples, SFTConfig(steps=60, lr=1e-3, batch_size=32, schedule="cosine")):
-            pass
-
-    asyncio.run(learn())
-    return policy.save(tmp_path_factory.mktemp("taught") / "policy")
+def let_the_slot_decide_the_draw(monkeypatch):
+    honest = sampling.uniforms
+    monkeypatch.setattr("grpolab.scheduler.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
 
 
-def report_logps_of_another_temperature(monkeypatch):
-    honest = sampling.draw_mixed
-
-    def wrong(*args, **kw):
-        drawn = honest(*args, **kw)
-        return dataclasses.replace(drawn, logps=drawn.logps * 1.3)
-
-    monkeypatch.setattr("grpolab.scheduler.draw_mixed", wrong)
-
-
-def give_equal_groups_a_gradient(monkeypatch):
-    monkeypatch.setattr("grpolab.advantages.advantages", lambda rewards, kind="centred": torch.full_like(rewards, 0.05))
-
-
-def move_the_policy_before_the_first_step(monkeypatch):
-    honest = losses.kl_penalty
-
-    def moved(logps, ref_logps, mask, **kw):
-        return honest(logps + 0.05, ref_logps, mask, **kw)
-
-    monkeypatch.setattr(losses, "kl_penalty", moved)
+def scale_the_attention_of_fp32(monkeypatch):
+    honest = engines.LlamaEngine._attend
+    monkeypatch.setattr(engines, "disagreement", lambda *_: None)  # the start-up check would choose another engine
+    monkeypatch.setattr(engines.LlamaEngine, "_attend",
+                        lambda self, q, *rest: honest(self, q * 1.02 if self.fp32 else q, *rest))
 
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     [
         (None, set()),
-        (report_logps_of_another_temperature, {"sampler − trainer, nats a token"}),
-        (give_equal_groups_a_gradient, {"gradient of groups with equal rewards", "advantages of a group sum to"}),
-        (move_the_policy_before_the_first_step, {"KL at step 0"}),
+        (report_logps_of_another_temperature, {"sampler's logps against the forward, largest"}),
+        (let_the_slot_decide_the_draw, {"rollouts changed by refill"}),
+        (scale_the_attention_of_fp32, {"sampler's logps against the forward, largest"}),
     ],
-    ids=["honest", "wrong logps", "equal rewards", "moved policy"],
+    ids=["honest", "wrong logps", "draw by slot", "wrong attention"],
 )
-def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
-    shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
-    failed = failures_under(sabotage, "04_grpo", "candidates = ", GRPO_LEARNED, tmp_path, monkeypatch)
+def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    failed = failures_under(sabotage, "02_decode_engine", "def best_seconds", RACES, tmp_path, monkeypatch)
     if failed is None:
-        assert sabotage is give_equal_groups_a_gradient
+        assert sabotage is scale_the_attention_of_fp32  # stopped by the notebook's own comparison with the naive loop
     else:
+        failed -= {"longest stall of the loop / time of the decode"}  # the clock's, on a busy machine
         assert failed == names if not names else names & failed
 
 
 @pytest.mark.parametrize(
     ("bad", "name"),
     [
-        ({"overfit_reward": 0.98}, "overfit"),
-        ({"gain": Interval(0.02, -0.001, 0.04)}, "greedy gain"),
-        ({"gain_sampled": Interval(0.0, -0.02, 0.02)}, "sampled gain"),
-        ({"after": Rates(0.56, form=0.9)}, "format after"),
-        ({"doomed": Rates(0.45)}, "no leash"),
-        ({"equal_gradient": 1e-9}, "gradient of groups with equal rewards"),
-        ({"kl0": 1e-3}, "KL at step 0"),
-        ({"naive": 0.6}, "naive loss − package loss"),
-        ({"metrics": pd.DataFrame({"ratio": [1.2], "sampling_s": [1.0], "update_s": [1.0]})}, "ratio at step 0"),
+        ({"exact_tokens": [True, False]}, "greedy rollouts equal to full recompute"),
+        ({"fp32": SimpleNamespace(**FOUND | {"disagreements": 1})}, "greedy tokens off the forward's argmax"),
+        ({"fp32": SimpleNamespace(**FOUND | {"tokens": 1000})}, "tokens compared"),
+        ({"fp32": SimpleNamespace(**FOUND | {"margin": 1.5})}, "margin"),
+        ({"sampled_audit": SimpleNamespace(**FOUND | {"max_error": 2e-4})}, "sampler's logps against the forward, largest"),
+        ({"sampled_audit": SimpleNamespace(**FOUND | {"mean_error": 2e-5})}, "sampler's logps against the forward, mean"),
+        ({"sampled_audit": SimpleNamespace(**FOUND | {"after_stop": 1})}, "tokens after an end token"),
+        ({"dialogue_audit": SimpleNamespace(**FOUND | {"max_error": 1.0})}, "three turns"),
+        ({"same_refilled": 59}, "rollouts changed by refill"),
+        ({"same_alone": 7}, "rollouts changed by company"),
+        ({"bf16": SimpleNamespace(**FOUND | {"worst_ulps": 3.0})}, "bf16"),
+        ({"unequal": 1}, "exact mode"),
+        ({"chi_square": 200.0}, "chi-square of the draw"),
+        ({"fed": 70}, "tokens that three turns fed"),
+        ({"stalls": [5.0]}, "longest stall of the loop / time of the decode"),
+        ({"gain": 0.9}, "cached / recompute, tokens a second"),
+        ({"speed": {"static": 1.0, "refilled": 0.9}}, "refilled / static, tokens a second"),
+        ({"caught": CAUGHT | {FAULTS[0]: {"caught": False}}}, "faults caught"),
+        ({"caught": CAUGHT | {"none": {"caught": True}}}, "false alarm without a fault"),
     ],
 )
-def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
+def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
     from grpolab.runs import Run
 
-    measured = {"naive": 0.5, "ours": torch.tensor(0.5), "a": torch.zeros(2, 8), "equal_gradient": 0.0, "logp_error": 1e-6,
-                "kl0": 0.0, "tiny": True, "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED  # fmt: skip
-    assert judge("04_grpo", dict(measured)) == []
-    assert judge("04_grpo", measured | bad) == [name]
-
-
-# --- 07 multi-turn grpo -----------------------------------------------------------------------------------------------
-
-MULTI_TURN_LEARNED = {
-    "head": Interval(0.0, 0.0, 0.01), "before": Interval(0.3, 0.26, 0.34), "after": Interval(0.98, 0.96, 0.99),
-    "called_before": Interval(0.3, 0.26, 0.34), "called_after": Interval(1.0, 0.99, 1.0),
-    "head_after": Interval(0.0, 0.0, 0.01),
-    "metrics": pd.DataFrame({"ratio": [1.0], "lost": [0], "turns": [2.0], "sampling_s": [1.0], "update_s": [1.0]}),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def warmed_up():
-    """In place of the notebook's warm-up: a short one, done once, of which each test takes the weights."""
-    weights, honest = {}, train.sft
-
-    async def warm_up(policy, examples, config, run=None):
-        if not weights:
-            async for _ in honest(policy, examples, config):
-                pass
-            weights.update({k: v.clone() for k, v in policy.model.state_dict().items()})
-        policy.model.load_state_dict(weights)
-        yield {"step": config.steps - 1}
-
-    return warm_up
-
-
-def count_the_environments_words_as_the_policys(monkeypatch):
-    honest = Conversation.rollout
-    monkeypatch.setattr(Conversation, "rollout", lambda self: dataclasses.replace(
-        honest(self), mask=(1,) * len(honest(self).tokens)))
-
-
-def say_something_else_to_the_policy(monkeypatch):
-    monkeypatch.setattr(multiturn, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
-
-
-def forget_the_cache_between_turns(monkeypatch):
-    honest = Conversation._submit
-
-    def forgetful(self, ids, params):
-        self._kept = Kept()
-        return honest(self, ids, params)
-
-    monkeypatch.setattr(Conversation, "_submit", forgetful)
-
-
-def draw_from_what_is_at_hand(monkeypatch):
-    monkeypatch.setattr(Sampler, "conversation", lambda self, seed=None: Conversation(self, self._fresh_seed()))
-
-
-def leave_sessions_open(monkeypatch):
-    async def nothing(self):
-        self.seats = []
-
-    monkeypatch.setattr(GrpoPool, "close", nothing)
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "names"),
-    [
-        (None, set()),
-        (report_logps_of_another_temperature, {"recorded − recomputed logps of whole episodes, nats"}),
-        (count_the_environments_words_as_the_policys, {"episodes whose mask 0 is not the environment's words"}),
-        (say_something_else_to_the_policy, {"episodes whose mask 0 is not the environment's words"}),
-        (forget_the_cache_between_turns, {"tokens prefilled beyond the new ones"}),
-        (draw_from_what_is_at_hand, {"episodes on one seat and on eight are the same"}),
-        (leave_sessions_open, {"sessions that the closed pool left, by the server's count"}),
-    ],
-    ids=["honest", "wrong logps", "no mask", "other words", "no cache", "no seeds", "leak"],
-)
-def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "sft", warmed_up)
-    failed = failures_under(sabotage, "07_multi_turn_grpo", "async def examine", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
-                            warm_up_steps=40, n_eval=8)
-    assert failed == names if not names else names & failed
-
-
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"after": Interval(0.94, 0.9, 0.96)}, "success after"),
-        ({"after": Interval(0.96, 0.33, 0.99)}, "success after"),
-        ({"before": Interval(0.8, 0.76, 0.84)}, "success before"),
-        ({"head": Interval(0.04, 0.02, 0.06)}, "right in the head"),
-        ({"called_after": Interval(0.35, 0.3, 0.4)}, "tool calls after"),
-        ({"misplaced": 1}, "episodes whose mask 0 is not the environment's words"),
-        ({"same": False}, "episodes on one seat and on eight are the same"),
-        ({"kept": 101}, "tokens prefilled beyond the new ones"),
-        ({"anew": 110}, "prefilled with the cache kept / without"),
-        ({"together": 3.0}, "wall clock on eight seats / on one"),
-        ({"checked": SimpleNamespace(max_error=0.1)}, "recorded − recomputed logps of whole episodes, nats"),
-        ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(ratio=1.1)}, "ratio at step 0"),
-        ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(lost=1)}, "episodes lost"),
-    ],
-)
-def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
-    from grpolab import gate
-    from grpolab.runs import Run
-
-    async def nothing(): ...
-
-    measured = {"stack": SimpleNamespace(aclose=nothing), "pool": SimpleNamespace(close=nothing), "tiny": True, "gate": gate,
-                "server": SimpleNamespace(status=lambda: {"sessions": 0}), "run": Run("07_multi_turn_grpo", root=tmp_path),
-                "checked": SimpleNamespace(max_error=1e-6), "misplaced": 0, "same": True, "kept": 100, "needed": 100,
-                "anew": 200, "together": 1.0, "alone": 5.0} | MULTI_TURN_LEARNED  # fmt: skip
-    assert judge("07_multi_turn_grpo", dict(measured)) == []
-    assert judge("07_multi_turn_grpo", measured | bad) == [name]
+    good = SimpleNamespace(**FOUND)
+    measured = {"exact_tokens": [True, True], "fp32": good, "sampled_audit": good, "dialogue_audit": good, "bf16": good,
+                "same_refilled": 60, "same_alone": 8, "alone": [None] * 8, "prompts": [None] * 15, "unequal": 0, "on_cpu": True,
+                "chi_square": 70.0, "chi_bound": 120.0, "fed": 71, "given": 69, "caught": CAUGHT, "FAULTS": FAULTS,
+                "stalls": [0.01], "elapsed": 1.0, "gain": 5.0, "speed": {"static": 1.0, "refilled": 2.0}, "tiny": True,
+                "gate": gate, "run": Run("02_decode_engine", root=tmp_path)} | RACES  # fmt: skip
+    assert judge("02_decode_engine", dict(measured)) == []
+    assert judge("02_decode_engine", measured | bad) == [name]
 
 
 # --- 03 dpo -----------------------------------------------------------------------------------------------------------
@@ -463,6 +343,96 @@ def test_every_claim_of_the_dpo_gate_can_fail(bad, name, tiny, tmp_path):
     assert judge("03_dpo", measured | bad | ({"cached_bytes": 3.5} if "resident_bytes" in bad else {})) == [name]
 
 
+# --- 04 grpo ----------------------------------------------------------------------------------------------------------
+
+GRPO_LEARNED = {
+    "overfit_reward": 0.995, "gain": Interval(0.1, 0.08, 0.12), "gain_sampled": Interval(0.2, 0.18, 0.22),
+    "before": Rates(0.46), "after": Rates(0.56), "before_sampled": Rates(0.3), "after_sampled": Rates(0.5),
+    "doomed": Rates(0.0),
+    "metrics": pd.DataFrame({"ratio": [1.0], "sampling_s": [1.0], "update_s": [1.0]}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A folder with a policy that knows the format and gets some answers right."""
+    policy = load_policy("tiny", device="cpu")
+    examples = demonstrations(policy, generate(400, 0, seed=1, task=Task("+-", max_operand=99))[0])
+
+    async def learn():
+        async for _ in sft(policy, examples, SFTConfig(steps=60, lr=1e-3, batch_size=32, schedule="cosine")):
+            pass
+
+    asyncio.run(learn())
+    return policy.save(tmp_path_factory.mktemp("taught") / "policy")
+
+
+def report_logps_of_another_temperature(monkeypatch):
+    honest = sampling.draw_mixed
+
+    def wrong(*args, **kw):
+        drawn = honest(*args, **kw)
+        return dataclasses.replace(drawn, logps=drawn.logps * 1.3)
+
+    monkeypatch.setattr("grpolab.scheduler.draw_mixed", wrong)
+
+
+def give_equal_groups_a_gradient(monkeypatch):
+    monkeypatch.setattr("grpolab.advantages.advantages", lambda rewards, kind="centred": torch.full_like(rewards, 0.05))
+
+
+def move_the_policy_before_the_first_step(monkeypatch):
+    honest = losses.kl_penalty
+
+    def moved(logps, ref_logps, mask, **kw):
+        return honest(logps + 0.05, ref_logps, mask, **kw)
+
+    monkeypatch.setattr(losses, "kl_penalty", moved)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (None, set()),
+        (report_logps_of_another_temperature, {"sampler − trainer, nats a token"}),
+        (give_equal_groups_a_gradient, {"gradient of groups with equal rewards", "advantages of a group sum to"}),
+        (move_the_policy_before_the_first_step, {"KL at step 0"}),
+    ],
+    ids=["honest", "wrong logps", "equal rewards", "moved policy"],
+)
+def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
+    shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
+    failed = failures_under(sabotage, "04_grpo", "candidates = ", GRPO_LEARNED, tmp_path, monkeypatch)
+    if failed is None:
+        assert sabotage is give_equal_groups_a_gradient
+    else:
+        assert failed == names if not names else names & failed
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"overfit_reward": 0.98}, "overfit"),
+        ({"gain": Interval(0.02, -0.001, 0.04)}, "greedy gain"),
+        ({"gain_sampled": Interval(0.0, -0.02, 0.02)}, "sampled gain"),
+        ({"after": Rates(0.56, form=0.9)}, "format after"),
+        ({"doomed": Rates(0.45)}, "no leash"),
+        ({"equal_gradient": 1e-9}, "gradient of groups with equal rewards"),
+        ({"kl0": 1e-3}, "KL at step 0"),
+        ({"naive": 0.6}, "naive loss − package loss"),
+        ({"metrics": pd.DataFrame({"ratio": [1.2], "sampling_s": [1.0], "update_s": [1.0]})}, "ratio at step 0"),
+    ],
+)
+def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
+    from grpolab import gate
+    from grpolab.runs import Run
+
+    measured = {"naive": 0.5, "ours": torch.tensor(0.5), "a": torch.zeros(2, 8), "equal_gradient": 0.0, "logp_error": 1e-6,
+                "kl0": 0.0, "tiny": True, "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED  # fmt: skip
+    assert judge("04_grpo", dict(measured)) == []
+    assert judge("04_grpo", measured | bad) == [name]
+
+
 # --- 05 reward model --------------------------------------------------------------------------------------------------
 
 LEARNED_RUNS = {
@@ -555,3 +525,112 @@ def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):
     } | REWARD_LEARNED  # fmt: skip
     assert judge("05_reward_model", dict(measured)) == []
     assert judge("05_reward_model", measured | bad) == [name]
+
+
+# --- 07 multi-turn grpo -----------------------------------------------------------------------------------------------
+
+MULTI_TURN_LEARNED = {
+    "head": Interval(0.0, 0.0, 0.01), "before": Interval(0.3, 0.26, 0.34), "after": Interval(0.98, 0.96, 0.99),
+    "called_before": Interval(0.3, 0.26, 0.34), "called_after": Interval(1.0, 0.99, 1.0),
+    "head_after": Interval(0.0, 0.0, 0.01),
+    "metrics": pd.DataFrame({"ratio": [1.0], "lost": [0], "turns": [2.0], "sampling_s": [1.0], "update_s": [1.0]}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def warmed_up():
+    """In place of the notebook's warm-up: a short one, done once, of which each test takes the weights."""
+    weights, honest = {}, train.sft
+
+    async def warm_up(policy, examples, config, run=None):
+        if not weights:
+            async for _ in honest(policy, examples, config):
+                pass
+            weights.update({k: v.clone() for k, v in policy.model.state_dict().items()})
+        policy.model.load_state_dict(weights)
+        yield {"step": config.steps - 1}
+
+    return warm_up
+
+
+def count_the_environments_words_as_the_policys(monkeypatch):
+    honest = Conversation.rollout
+    monkeypatch.setattr(Conversation, "rollout", lambda self: dataclasses.replace(
+        honest(self), mask=(1,) * len(honest(self).tokens)))
+
+
+def say_something_else_to_the_policy(monkeypatch):
+    monkeypatch.setattr(multiturn, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
+
+
+def forget_the_cache_between_turns(monkeypatch):
+    honest = Conversation._submit
+
+    def forgetful(self, ids, params):
+        self._kept = Kept()
+        return honest(self, ids, params)
+
+    monkeypatch.setattr(Conversation, "_submit", forgetful)
+
+
+def draw_from_what_is_at_hand(monkeypatch):
+    monkeypatch.setattr(Sampler, "conversation", lambda self, seed=None: Conversation(self, self._fresh_seed()))
+
+
+def leave_sessions_open(monkeypatch):
+    async def nothing(self):
+        self.seats = []
+
+    monkeypatch.setattr(GrpoPool, "close", nothing)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (None, set()),
+        (report_logps_of_another_temperature, {"recorded − recomputed logps of whole episodes, nats"}),
+        (count_the_environments_words_as_the_policys, {"episodes whose mask 0 is not the environment's words"}),
+        (say_something_else_to_the_policy, {"episodes whose mask 0 is not the environment's words"}),
+        (forget_the_cache_between_turns, {"tokens prefilled beyond the new ones"}),
+        (draw_from_what_is_at_hand, {"episodes on one seat and on eight are the same"}),
+        (leave_sessions_open, {"sessions that the closed pool left, by the server's count"}),
+    ],
+    ids=["honest", "wrong logps", "no mask", "other words", "no cache", "no seeds", "leak"],
+)
+def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "sft", warmed_up)
+    failed = failures_under(sabotage, "07_multi_turn_grpo", "async def examine", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
+                            warm_up_steps=40, n_eval=8)
+    assert failed == names if not names else names & failed
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"after": Interval(0.94, 0.9, 0.96)}, "success after"),
+        ({"after": Interval(0.96, 0.33, 0.99)}, "success after"),
+        ({"before": Interval(0.8, 0.76, 0.84)}, "success before"),
+        ({"head": Interval(0.04, 0.02, 0.06)}, "right in the head"),
+        ({"called_after": Interval(0.35, 0.3, 0.4)}, "tool calls after"),
+        ({"misplaced": 1}, "episodes whose mask 0 is not the environment's words"),
+        ({"same": False}, "episodes on one seat and on eight are the same"),
+        ({"kept": 101}, "tokens prefilled beyond the new ones"),
+        ({"anew": 110}, "prefilled with the cache kept / without"),
+        ({"together": 3.0}, "wall clock on eight seats / on one"),
+        ({"checked": SimpleNamespace(max_error=0.1)}, "recorded − recomputed logps of whole episodes, nats"),
+        ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(ratio=1.1)}, "ratio at step 0"),
+        ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(lost=1)}, "episodes lost"),
+    ],
+)
+def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
+    from grpolab import gate
+    from grpolab.runs import Run
+
+    async def nothing(): ...
+
+    measured = {"stack": SimpleNamespace(aclose=nothing), "pool": SimpleNamespace(close=nothing), "tiny": True, "gate": gate,
+                "server": SimpleNamespace(status=lambda: {"sessions": 0}), "run": Run("07_multi_turn_grpo", root=tmp_path),
+                "checked": SimpleNamespace(max_error=1e-6), "misplaced": 0, "same": True, "kept": 100, "needed": 100,
+                "anew": 200, "together": 1.0, "alone": 5.0} | MULTI_TURN_LEARNED  # fmt: skip
+    assert judge("07_multi_turn_grpo", dict(measured)) == []
+    assert judge("07_multi_turn_grpo", measured | bad) == [name]

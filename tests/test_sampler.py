@@ -10,6 +10,7 @@ from decode_helpers import VOCAB, flat, ragged_prompts, tiny_policy
 
 from grpolab import scheduler
 from grpolab.audit import FAULTS, audit, recompute, sabotage
+from grpolab.graphs import StaticStep, fault
 from grpolab.sampler import Sampler
 from grpolab.sampling import SamplingParams
 
@@ -116,6 +117,82 @@ def test_blocks_of_steps_change_nothing(policy):
         many._scheduler.block = 5
         expected = one.sample_sync(prompts, group_size=3, params=params)
         assert many.sample_sync(prompts, group_size=3, params=params) == expected
+
+
+@pytest.mark.parametrize("engine", ["llama", "general"])
+def test_a_step_from_fixed_buffers_changes_nothing(engine):
+    """What a GPU captures as a graph, run here without capture: rows and windows rounded up, refills, updates."""
+    policy = tiny_policy(eos=(3, 14, 15))
+    prompts, params = ragged_prompts(9), SamplingParams(max_new_tokens=37, seed=3)
+    with Sampler(policy, slots=6, engine=engine) as plain, Sampler(policy, slots=6, engine=engine) as static:
+        step = static._scheduler.static = StaticStep(static.engine, capture=False)
+        static._scheduler.block = 5
+        assert fault(step) is None
+        expected = plain.sample_sync(prompts, group_size=3, params=params)
+        found = static.sample_sync(prompts, group_size=3, params=params)
+        if engine == "llama":
+            assert found == expected
+        assert [r.tokens for r in flat(found)] == [r.tokens for r in flat(expected)]  # sdpa's bits vary with the batch
+        assert {rows for rows, _ in step.plans} >= {2, 4} and len(step.plans) < 8
+
+
+def test_a_static_step_that_is_wrong_is_found(policy, monkeypatch):
+    with Sampler(policy, slots=6) as sampler:
+        step = StaticStep(sampler.engine, capture=False)
+        monkeypatch.setattr(StaticStep, "_forward", lambda self, rows, window: self.engine.forward(
+            self.tokens[:rows, None], self.start[:rows] + 1, None, self.cache, window))
+        assert "not those of the plain step" in fault(step)
+        monkeypatch.setattr(StaticStep, "_forward", lambda *_: (_ for _ in ()).throw(RuntimeError("no capture")))
+        assert fault(step) == "RuntimeError: no capture"
+
+
+def test_new_weights_elsewhere_drop_the_graphs():
+    policy = tiny_policy()
+    with Sampler(policy, slots=6) as sampler:
+        step = sampler._scheduler.static = StaticStep(sampler.engine, capture=False)
+        before = sampler.sample_sync([[1, 2, 3]], params=GREEDY)
+        step.refreshed()
+        assert step.plans
+        norm = policy.model.model.norm
+        norm.weight = torch.nn.Parameter(torch.rand_like(norm.weight) + 0.5)
+        policy.version += 1
+        after = sampler.sample_sync([[1, 2, 3]], params=GREEDY)
+        assert step.addresses[-1] == policy.model.model.norm.weight.data_ptr()
+    assert audit(policy, flat(after)).disagreements == 0 and flat(after)[0].tokens != flat(before)[0].tokens
+
+
+def test_a_trainer_gets_the_model_between_two_steps(policy):
+    """The worker takes the model anew for every step; who waits for it gets it after the step in progress."""
+    with Sampler(policy) as sampler:
+        request, waited = sampler.submit(ragged_prompts(8), group_size=8, params=SamplingParams(max_new_tokens=200)), []
+        while not sampler.stats.steps:
+            time.sleep(0.001)
+        while not request.future.done():
+            before = sampler.stats.steps
+            with policy.lock:
+                waited.append(sampler.stats.steps - before)
+            time.sleep(0.001)
+    assert len(waited) > 20 and max(waited) <= 1
+
+
+def test_threads_are_chosen_or_refused(policy):
+    with Sampler(policy, threads=2) as two, Sampler(policy, threads="auto") as auto:
+        assert two.run_sync(torch.get_num_threads) == 2 and two.threads == 2
+        assert auto.run_sync(torch.get_num_threads) == auto.threads <= torch.get_num_threads()
+    with pytest.raises(ValueError, match="threads must be at least 1"):
+        Sampler(policy, threads=0)
+
+
+def test_auto_keeps_the_quicker_number_of_threads(policy, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for quicker in (1, 2):
+            monkeypatch.setattr("grpolab.sampler.seconds_a_step", lambda *_, q=quicker: {1: 0.1 * q, 2: 0.3 / q})
+            with Sampler(policy, threads="auto") as sampler:
+                assert sampler.run_sync(torch.get_num_threads) == quicker
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_long_prompts_are_prefilled_in_pieces(policy, monkeypatch):

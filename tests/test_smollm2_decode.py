@@ -35,6 +35,25 @@ def test_fp32_tokens_equal_recompute_and_logps_the_forward():
     assert second.max_error <= 1e-4 and second.mean_error <= 1e-5
 
 
+def test_a_thousand_tokens_of_one_rollout_equal_recompute():
+    """One greedy row across many windows while its neighbours' slots change hands; some prefixes anew from nothing."""
+    policy, new = load_policy("smollm2-135m", device="cpu"), 1100
+    prompts = prompts_of(policy)
+    with Sampler(policy, slots=2) as sampler:
+        long = sampler.submit([prompts[3]], params=SamplingParams(greedy=True, max_new_tokens=new, ignore_eos=True))
+        others = [sampler.submit([p], params=SamplingParams(greedy=True, max_new_tokens=n, ignore_eos=True))
+                  for p, n in zip(prompts * 2, (16, 48, 32, 25, 7, 64))]
+        rollout, *rest = (flat(request.result())[0] for request in (long, *others))
+    found = audit(policy, [rollout])
+    print(f"{found.tokens} tokens, least gap {found.min_gap:.2e}, largest error {found.raw_max_error:.2e}, "
+          f"margin {found.margin:.1f}")
+    assert found.tokens == new and found.disagreements == 0 and audit(policy, rest).disagreements == 0
+    for t in (0, 1, 700, 1023, new - 1):
+        ids = torch.tensor([rollout.prompt + rollout.tokens[:t]])
+        with torch.no_grad():
+            assert int(policy.model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].argmax()) == rollout.tokens[t]
+
+
 def test_bf16_is_within_two_ulps_and_exact_mode_within_nothing():
     policy = load_policy("smollm2-135m", device="cpu", dtype=torch.bfloat16)
     prompts = prompts_of(policy)

@@ -1,7 +1,12 @@
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+import torch
+
+from grpolab.sync import FairLock, set_own_threads
 
 PROGRAM = """
 import asyncio
@@ -27,3 +32,72 @@ def test_a_coroutine_from_synchronous_code(call):
     program = PROGRAM.replace("{call}", call)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "7", done.stderr
+
+
+def test_the_lock_goes_to_whoever_waits_longest():
+    """A thread that retakes it in a loop, as the decode loop does, starves nobody; and it is reentrant."""
+    lock, done, taken = FairLock(), threading.Event(), []
+
+    def greedy():
+        while not done.is_set():
+            with lock, lock:
+                taken.append("loop")
+                time.sleep(0.005)
+
+    def waits(name):
+        with lock:
+            taken.append(name)
+
+    loop = threading.Thread(target=greedy)
+    loop.start()
+    while not taken:
+        time.sleep(0.001)
+    waiters = []
+    for name in "abc":
+        waiters.append(threading.Thread(target=waits, args=(name,)))
+        waiters[-1].start()
+        while len(lock._waiting) == 0 and waiters[-1].is_alive():
+            time.sleep(0.0002)
+        time.sleep(0.001)
+    for thread in waiters:
+        thread.join(timeout=10)
+    done.set()
+    loop.join()
+    assert [t for t in taken if t != "loop"] == list("abc")
+    at = taken.index("a")
+    assert taken[at: at + 6].count("loop") <= 3  # never two turns of the loop between two who wait
+
+
+def test_an_interrupted_waiter_leaves_the_queue():
+    lock = FairLock()
+    with lock:
+        me, turn = 1, threading.Lock()
+        lock._waiting.append((me, turn))
+        lock._give_up(me, turn)
+        assert not lock._waiting
+    granted = threading.Lock()
+    granted.acquire()
+    lock._owner, lock._depth = 1, 1  # handed over to thread 1 just as it was interrupted
+    lock._give_up(1, granted)
+    with lock:
+        pass
+    assert lock._owner is None
+
+
+def test_a_thread_keeps_its_own_number_of_torch_threads():
+    numbers, before = {}, torch.get_num_threads()
+
+    def own(number):
+        set_own_threads(number)
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        numbers[number] = torch.get_num_threads()
+
+    for number in (1, 3):
+        thread = threading.Thread(target=own, args=(number,))
+        thread.start()
+        thread.join()
+    later = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert numbers == {1: 1, 3: 3} and later == [before] and torch.get_num_threads() == before
