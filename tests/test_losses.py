@@ -90,6 +90,11 @@ def test_entropy_comes_with_the_logps_and_carries_no_gradient():
         exactly(logps, theirs.log_prob(ids))
         assert logps.requires_grad and not entropy.requires_grad
         assert losses.target_logps(hidden, head, ids, temperature=1.3, chunk=chunk)[1] is None
+    impossible = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(V, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
+    bias = torch.tensor([0.0, 0.0] + [-INF] * (V - 2), dtype=torch.float64)
+    for chunk in (None, 2):  # tokens of probability 0 count nothing
+        entropy = losses.target_logps(*impossible, bias=bias, chunk=chunk, with_entropy=True)[1]
+        exactly(entropy, torch.full((3,), math.log(2), dtype=torch.float64))
     exactly(losses.entropy(torch.zeros(2, V)), torch.full((2,), V).log())
     exactly(losses.entropy(torch.tensor([0.0, 0.0, -INF])), torch.tensor(2.0).log(), atol=1e-7)
     assert torch.autograd.gradcheck(losses.entropy, (randn(3, V).requires_grad_(),))

@@ -139,7 +139,7 @@ def test_uninformative_groups_change_nothing(tiny):
     config = GRPOConfig(clip_eps=(10.0, 10.0))
     start = flat(tiny)
     optimizer = make_optimizer(tiny, config)
-    assert grpo_update(tiny, None, equal, config, optimizer, 0) == {"trained_groups": 0}
+    assert grpo_update(tiny, None, equal, config, optimizer, 0) == {"trained_groups": 0, "trained_tokens": 0}
     assert torch.equal(flat(tiny), start) and tiny.version == 0
     row = grpo_update(tiny, None, mixed + equal, config, optimizer, 0)
     assert row["trained_groups"] == 2 and tiny.version == 1 and not torch.equal(flat(tiny), start)
