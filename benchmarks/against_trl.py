@@ -9,8 +9,9 @@ dependencies replace it. SmolLM2 comes as in the README.
 
 Every measurement is a fresh process, so that its peak memory is its own; the peers take turns. Both get the same weights,
 prompts, batch, lengths (end tokens off while sampling), precision, threads and AdamW. TRL computes the batch at once and
-without checkpointing, which is its fastest form; `--micro N` makes it accumulate over micro-batches of N rows instead. DPO has its
-reference log-probs precomputed on both sides. The first step of a process is warm-up; the figures are medians of the rest.
+without checkpointing, which is its fastest form; `--micro N` makes it accumulate over micro-batches of N rows instead.
+DPO has its reference log-probs precomputed on both sides. The first step of a process is warm-up; the figures are medians
+of the rest.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def texts(tokenizer, n, tokens, seed):
 
     out = []
     for i in range(n):
-        words = random.Random(f"{seed}/{i}").choices("one two three four five six seven plus minus is not 10 20 7 31".split(), k=tokens)
+        words = random.Random(f"{seed}/{i}").choices("one two three four five six plus minus is not 10 20 7 31".split(), k=tokens)
         out.append(tokenizer.decode(tokenizer.encode(" ".join(words))[:tokens]))
     return out
 
