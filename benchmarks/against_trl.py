@@ -49,7 +49,7 @@ def texts(tokenizer, n, tokens, seed):
 
     out = []
     for i in range(n):
-        words = random.Random(f"{seed}/{i}").choices("one two three four five six plus minus is not 10 20 7 31".split(), k=tokens)
+        words = random.Random(f"{seed}/{i}").choices("one two three four five plus minus is not 10 20 7 31".split(), k=tokens)
         out.append(tokenizer.decode(tokenizer.encode(" ".join(words))[:tokens]))
     return out
 

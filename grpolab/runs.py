@@ -134,8 +134,9 @@ class Run:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _clear_partial(self) -> None:
-        for left in self.folder.glob(".checkpoint-*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
+        """Remove what a killed process was writing."""
+        for left in self.folder.glob(".*.partial"):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def _plain_config(config) -> dict:

@@ -99,7 +99,8 @@ whole, cut = root / "whole", root / "cut"
 assert not forked(whole)
 killed, saw_partial = [], False
 # the first and second file of a save, its description, its flush, its rename, the removal of the last one, a metrics row
-for place, at in (("save", 1), ("save", 4), ("sync", 5), ("rename", 1), ("drop", 6), ("replace", 2), ("save", 2), ("rename", 2)):
+deaths = [("save", 1), ("save", 4), ("sync", 5), ("rename", 1), ("drop", 6), ("replace", 2), ("save", 2), ("rename", 2)]
+for place, at in deaths:
     killed.append(forked(cut, place, at))
     saw_partial |= any((cut / "run").glob(".checkpoint-*.partial"))
 rng = random.Random(0)

@@ -273,10 +273,9 @@ def test_refills_replace_groups_without_signal_and_report_their_cost(tiny):
     for row in rows:
         assert row["refill_prompts"] > 0 and row["discarded_groups"] == row["refill_prompts"]  # 8 were drawn and 8 trained
         assert row["trained_tokens"] <= 8 * 4 * 6 and 0 < row["discarded_tokens"] <= row["discarded_groups"] * 4 * 6
-        assert row["refill_tokens"] == pytest.approx(row["trained_tokens"] + row["discarded_tokens"] - 32 * row["completion_length"])
+        drawn = 8 * 4 * row["completion_length"]
+        assert row["refill_tokens"] == pytest.approx(row["trained_tokens"] + row["discarded_tokens"] - drawn)
     assert rows[0]["mixed"] == plain[0]["mixed"]  # health and reward are those of the first draw
-    assert collect(grpo(fresh_copy(tiny), None, PROBLEMS, dataclasses.replace(config, refills=1), reward=sometimes))[0][
-        "trained_groups"] <= 8  # fmt: skip
 
 
 def test_refills_end_where_questions_do_and_a_step_without_signal_changes_nothing(tiny):
@@ -293,7 +292,7 @@ def test_a_row_tells_lengths_health_and_speed(tiny):
 
     row = collect(grpo(taught(tiny), None, PROBLEMS[:4], dataclasses.replace(FAST, steps=1, inner_epochs=2), reward=two))[0]
     assert {"all_wrong", "mixed", "all_right", "clip_low", "clip_high", "entropy", "logp_diff", "logp_diff_max", "ended_length",
-            "truncated_length", "truncated", "sampled_tokens_per_s", "updated_tokens_per_s", "grad_norm"} <= set(row)  # fmt: skip
+            "truncated_length", "truncated", "sampled_tokens_per_s", "updated_tokens_per_s"} <= set(row)  # fmt: skip
     n, cut = row["completion_length"], row["truncated"]
     longer = 0 if math.isnan(row["truncated_length"]) else row["truncated_length"]
     assert n == pytest.approx((1 - cut) * row["ended_length"] + cut * longer)
@@ -563,7 +562,8 @@ def test_bad_input_is_refused(tiny):
     ("config", "bad"),
     [
         (DPOConfig, {"beta": 0}), (DPOConfig, {"kind": "sigmoidal"}), (RewardConfig, {"centering": -1}),
-        (GRPOConfig, {"group_size": 0}), (GRPOConfig, {"minibatches": 65}), (GRPOConfig, {"refills": -1}), (SFTConfig, {"lr": 0}),
+        (GRPOConfig, {"group_size": 0}), (GRPOConfig, {"minibatches": 65}), (GRPOConfig, {"refills": -1}),
+        (SFTConfig, {"lr": 0}),
         (SFTConfig, {"schedule": "step"}),
     ],
 )
