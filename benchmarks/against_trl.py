@@ -33,7 +33,7 @@ CELLS = [(m, d, k) for m, d in (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-13
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
 EXAMPLES, PAIRS = 32, 16
 STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included
-BUDGET = {"tiny": 8192, "smollm2-135m": 1280}  # tokens that our loops forward at once
+BUDGET = {"tiny": 2048, "smollm2-135m": 1280}  # tokens that our loops forward at once
 GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
     ("tiny", "fp32", "grpo"): (4, None), ("tiny", "bf16", "grpo"): (4, None),
     ("smollm2-135m", "fp32", "grpo"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo"): (6, 1 / 3),
@@ -65,8 +65,11 @@ def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: i
     from grpolab.models import load_policy
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    if peer == "trl":
-        import trl  # noqa: F401  before the weights, so that what it needs itself does not count
+    if peer == "trl":  # before the weights, so that what a library needs itself does not count as the step's memory
+        import datasets  # noqa: F401
+        from trl import DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401
+    else:
+        import grpolab.train  # noqa: F401
     policy = load_policy(model, device="cpu", dtype="float32")
     loaded = peak_gb()
     seconds = (ours if peer == "grpolab" else theirs)(policy, model, dtype, method, steps, micro)
