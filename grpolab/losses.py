@@ -82,11 +82,14 @@ class _ChunkedLogps(torch.autograd.Function):
             x = _logits(h, head, bias, temperature)
             at_y, top = x.gather(1, y[:, None]), x.amax(1, keepdim=True)
             x = x.sub_(top)  # in place where it can be: a fresh buffer costs more than the arithmetic
-            if with_entropy:
-                entropies.append(entropy(x))
-            norms.append(top + x.exp_().sum(1, keepdim=True).log())
+            mass = x.exp() if with_entropy else x.exp_()
+            total = mass.sum(1, keepdim=True)
+            if with_entropy:  # log total - E[x]; what has no mass counts 0, not 0 * -inf
+                x = x.clamp_(min=torch.finfo(x.dtype).min)
+                entropies.append(total.log().squeeze(1) - torch.einsum("mv,mv->m", mass, x) / total.squeeze(1))
+            norms.append(top + total.log())
             logps.append(at_y - norms[-1])
-            del x  # or it would live beside the next chunk's
+            del x, mass  # or they would live beside the next chunk's
         ctx.save_for_backward(hidden, head, bias, targets, torch.cat(norms))
         ctx.temperature, ctx.chunk = temperature, chunk
         entropies = torch.cat(entropies) if with_entropy else None

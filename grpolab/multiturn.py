@@ -22,7 +22,7 @@ from grpolab.rollouts import Group, Rollout
 from grpolab.runs import Run
 from grpolab.sampler import Sampler
 from grpolab.sampling import SamplingParams
-from grpolab.train import GRPOConfig, check_reference, describe, grpo_update, timings
+from grpolab.train import GRPOConfig, check_reference, describe, grpo_update, timings, tokens_of
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Se
             groups, sampled = as_groups(episodes, config.group_size), time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
             waited = sum(s.end - s.start for s in pool.trace[traced:] if s.phase in ("reset", "step")) / len(tasks)
-            times = timings(groups, sampled - began, time.perf_counter() - sampled)
+            times = timings(tokens_of(groups), sampled - began, row["trained_tokens"] * config.inner_epochs,
+                            time.perf_counter() - sampled)
             return describe(groups) | row | times | _habits(episodes) | {"env_s": waited}
 
         async for row in loop(policy, config, run, one_step):

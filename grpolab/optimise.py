@@ -8,13 +8,18 @@ work runs in a thread that holds `policy.lock`, so the event loop keeps answerin
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpolab.models import Policy
 from grpolab.runs import Run
@@ -24,9 +29,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Optimisation:
-    """AdamW with linear warm-up, then constant or cosine to zero; `token_budget` is the most tokens (padding counted) in
-    one forward pass, and changes memory and speed but not the gradient. `autocast` names a lower dtype for the matrix
-    products of the update ("bfloat16"); parameters, logits and losses stay as they are."""
+    """An optimiser by name (`OPTIMISERS`) with linear warm-up, then constant or cosine to zero.
+
+    These change memory and speed but not the objective: `token_budget`, the most tokens (padding counted) in one forward
+    pass; `checkpoint_activations`, which keeps only the inputs of the layers and makes the rest again in the backward;
+    `autocast`, a lower dtype for the matrix products of the update ("bfloat16"), with parameters, logits and losses as
+    they are."""
 
     steps: int = 100
     lr: float = 1e-4
@@ -34,7 +42,9 @@ class Optimisation:
     schedule: str = "constant"
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    optimiser: str = "adamw"
     token_budget: int = 8192
+    checkpoint_activations: bool = False
     autocast: str | None = None
     save_every: int = 20
     seed: int = 0
@@ -42,6 +52,8 @@ class Optimisation:
     def __post_init__(self):
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
+        if self.optimiser not in OPTIMISERS:
+            raise ValueError(f"optimiser must be one of {tuple(OPTIMISERS)}, got {self.optimiser!r}")
         if self.autocast not in (None, "bfloat16"):
             raise ValueError(f"autocast must be None or 'bfloat16' (float16 would need loss scaling), got {self.autocast!r}")
         if self.steps < 1 or self.lr <= 0 or self.token_budget < 1 or self.save_every < 1:
@@ -53,8 +65,70 @@ class Optimisation:
         return self.lr * min(1.0, (step + 1) / max(1, self.warmup)) * decay
 
 
+# --- optimisers -------------------------------------------------------------------------------------------------------
+
+BETAS = (0.9, 0.99)
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose moments live in the processor's memory, where the step is taken too: the device holds parameters and
+    gradients alone. The parameters on the device stay the one truth; where they are on the processor nothing is copied."""
+
+    def __init__(self, parameters, **options):
+        self.live = list(parameters)
+        super().__init__([host_copy(p) for p in self.live], fused=True, **options)
+
+    @torch.no_grad()
+    def step(self):
+        pairs = list(zip(self.live, self.param_groups[0]["params"]))
+        for live, host in pairs:
+            host.copy_(live)
+            host.grad = None if live.grad is None else live.grad.to("cpu")
+        super().step()
+        for live, host in pairs:
+            live.copy_(host)
+
+    def zero_grad(self):
+        for p in (*self.live, *self.param_groups[0]["params"]):
+            p.grad = None
+
+
+def host_copy(p: torch.Tensor) -> torch.Tensor:
+    """The parameter in the processor's memory: itself, or a copy of one on a device."""
+    return p.detach().to("cpu")
+
+
+def adamw(parameters, **options):
+    """Fused: one pass over parameters, gradients and moments, also on a processor."""
+    return torch.optim.AdamW(parameters, fused=True, betas=BETAS, **options)
+
+
+def adamw_8bit(parameters, **options):
+    """AdamW with block-wise 8-bit moments (arXiv 2110.02861), two bytes a parameter in place of eight."""
+    try:
+        return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, betas=BETAS, **options)
+    except ImportError as error:
+        raise ImportError("optimiser 'adamw_8bit' needs bitsandbytes: pip install 'grpolab[8bit]'") from error
+
+
+def adafactor(parameters, **options):
+    """Factored second moments and no first one (arXiv 1804.04235), its relative step kept at lr."""
+    return torch.optim.Adafactor(parameters, **options)
+
+
+OPTIMISERS = {
+    "adamw": adamw,
+    "adamw_8bit": adamw_8bit,
+    "adafactor": adafactor,
+    "adamw_cpu": partial(OffloadedAdamW, betas=BETAS),
+}
+
+
 def make_optimizer(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(policy.model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay)
+    return OPTIMISERS[config.optimiser](policy.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
 
 
 async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
@@ -82,8 +156,25 @@ def draw(items: Sequence[T], n: int, step: int, seed: int) -> list[T]:
 
 
 def autocast(policy: Policy, config: Optimisation):
-    """The context of the update's forward passes."""
+    """The precision of the products in a forward pass."""
     return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.autocast is not None)
+
+
+@contextmanager
+def forward_passes(policy: Policy, config: Optimisation):
+    """The context of the update's forward passes: their precision, and what they keep for the backward."""
+    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if config.checkpoint_activations and not layers:
+        raise ValueError(f"{policy.name!r} has no layers that can be checkpointed: set checkpoint_activations=False")
+    layers = layers if config.checkpoint_activations else []
+    try:
+        for layer in layers:  # not the model's own switch, which works in training mode only, with its dropout
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        with autocast(policy, config):
+            yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:

@@ -134,8 +134,9 @@ class Run:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _clear_partial(self) -> None:
-        for left in self.folder.glob(".checkpoint-*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
+        """Remove what a killed process was writing."""
+        for left in self.folder.glob(".*.partial"):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def _plain_config(config) -> dict:
@@ -143,22 +144,24 @@ def _plain_config(config) -> dict:
 
 
 def _split(state: dict) -> tuple[dict[str, torch.Tensor], dict]:
-    """An optimiser's state dict -> tensors by name, and the rest as JSON."""
-    tensors = {
-        f"{i}.{name}": value.detach().cpu().contiguous()
-        for i, slots in state["state"].items()
-        for name, value in slots.items()
-        if isinstance(value, torch.Tensor)
-    }
-    scalars = {
-        str(i): {k: v for k, v in slots.items() if not isinstance(v, torch.Tensor)} for i, slots in state["state"].items()
-    }
-    return tensors, {"slots": scalars, "param_groups": state["param_groups"]}
+    """An optimiser's state dict -> tensors by the path of their keys, and the rest as JSON with None in their places."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def walk(value, path):
+        if isinstance(value, torch.Tensor):
+            tensors["/".join(path)] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            return None
+        return {str(k): walk(v, (*path, str(k))) for k, v in value.items()} if isinstance(value, dict) else value
+
+    return tensors, {"slots": walk(state["state"], ()), "param_groups": state["param_groups"]}
 
 
 def _join(tensors: dict[str, torch.Tensor], scalars: dict) -> dict:
-    slots: dict[int, dict] = {int(i): dict(values) for i, values in scalars["slots"].items()}
+    slots = {int(i): values for i, values in json.loads(json.dumps(scalars["slots"])).items()}
     for key, value in tensors.items():
-        i, _, name = key.partition(".")
-        slots[int(i)][name] = value
+        i, *path, name = key.split("/")
+        place = slots[int(i)]
+        for part in path:
+            place = place[part]
+        place[name] = value
     return {"state": slots, "param_groups": scalars["param_groups"]}

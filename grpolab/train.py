@@ -11,20 +11,20 @@ from dataclasses import dataclass
 import torch
 
 from grpolab import losses
-from grpolab.advantages import advantages, group_health, reward_tensor
+from grpolab.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.arithmetic import Problem
 from grpolab.chat import Example, encode_chat, pack, pad, prompt_ids, user
 from grpolab.checker import correct_reward
 from grpolab.forward import check_head, check_lengths, masked_logps, rollout_logps
 from grpolab.models import Policy
-from grpolab.optimise import Optimisation, apply_gradient, autocast, draw, in_thread, loop, micro_batches
+from grpolab.optimise import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches
 from grpolab.preferences import Pair
 from grpolab.reference import ReferenceLogps, pair_logps, reference_values
 from grpolab.reward import RewardModel
 from grpolab.rollouts import Batch, Group, Layout, Rollout, collate, lay_out
 from grpolab.runs import Run
 from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
+from grpolab.sampling import SamplingParams, fold_seed
 
 # --- supervised fine-tuning -------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) ->
     parts = []
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
         packed = pack(batch[part], config.pack_width, policy.pad_id) if config.pack_width else pad(batch[part], policy.pad_id)
-        with autocast(policy, config):
+        with forward_passes(policy, config):
             logps, mask = masked_logps(policy, packed)
         loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)
         loss.backward()
@@ -89,7 +89,11 @@ class GRPOConfig(Optimisation):
 
     The advantage is centred in the group (`advantage_kind`), the loss a sum over all kept tokens divided by their count
     (`aggregation`), the ratio clipped by `clip_eps` = (low, high), and the leash `kl_coef` times the KL to the reference
-    (`kl_kind`; a coefficient of 0 needs no reference). `max_grad_norm`, `lr` and the rest as in Optimisation.
+    (`kl_kind`; a coefficient of 0 needs no reference). `objective`, `ratio` and `dual_clip` as in `losses.policy_loss`;
+    `max_grad_norm`, `lr` and the rest as in Optimisation.
+
+    `refills` is dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): up to so many times a step, groups without a difference
+    in reward are replaced by groups of further questions. What that costs stands in the row.
     """
 
     prompts_per_step: int = 64
@@ -101,6 +105,10 @@ class GRPOConfig(Optimisation):
     advantage_kind: str = "centred"
     aggregation: str = "token"
     clip_eps: tuple[float, float] = (0.2, 0.2)
+    objective: str = "ppo"
+    ratio: str = "token"
+    dual_clip: float | None = None
+    refills: int = 0
     kl_coef: float = 0.0
     kl_kind: str = "unbiased"
     row_width: int = 512
@@ -109,6 +117,8 @@ class GRPOConfig(Optimisation):
         super().__post_init__()
         if self.group_size < 1 or self.prompts_per_step < 1 or self.inner_epochs < 1:
             raise ValueError(f"group_size, prompts_per_step and inner_epochs must be at least 1, got {self}")
+        if self.refills < 0:
+            raise ValueError(f"refills must be 0 (off) or more rounds of sampling, got {self.refills}")
         if not 1 <= self.minibatches <= self.prompts_per_step:
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
 
@@ -138,18 +148,22 @@ async def grpo(
 
     async with Sampler(policy) as sampler:
 
+        async def ask(asked, seed):
+            params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
+            groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
+            return score(policy, asked, groups, reward)
+
         async def one_step(step, optimizer):
             began = time.perf_counter()
             asked = draw(problems, config.prompts_per_step, step, config.seed)
-            params = SamplingParams(
-                temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=config.seed * 1_000_003 + step
-            )
-            groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
-            groups = score(policy, asked, groups, reward)
+            drawn = await ask(asked, config.seed * 1_000_003 + step)
+            groups, cost = await refill(ask, asked, drawn, list(prompts), config, step) if config.refills else (drawn, {})
             sampled = time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            row |= watched(policy, asked, groups, watch or {})
-            return describe(groups) | row | timings(groups, sampled - began, time.perf_counter() - sampled)
+            row |= watched(policy, asked, drawn, watch or {})
+            times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampled - began,
+                            row["trained_tokens"] * config.inner_epochs, time.perf_counter() - sampled)  # fmt: skip
+            return describe(drawn) | cost | row | times
 
         async for row in loop(policy, config, run, one_step):
             yield row
@@ -161,6 +175,38 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
         raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
     if reference is policy:
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
+
+
+async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems: Sequence[Problem], config, step: int):
+    """Dynamic sampling: (groups to train on, what it cost).
+
+    Each round asks as many questions, none of them twice in a step, as groups with a difference in reward are missing:
+    a function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or questions run out,
+    the step trains on fewer groups. `ask(problems, seed)` samples and scores.
+    """
+    left = [p for p in random.Random(f"{config.seed}/{step}/refill").sample(problems, len(problems)) if p not in set(asked)]
+    sampled, kept = list(drawn), with_signal(drawn)
+    for extra in range(config.refills):
+        more, left = left[: config.prompts_per_step - len(kept)], left[config.prompts_per_step - len(kept) :]
+        if not more:
+            break
+        fresh = await ask(more, fold_seed(config.seed, step, extra))
+        sampled, kept = sampled + fresh, kept + with_signal(fresh)
+    return kept, {
+        "refill_prompts": len(sampled) - len(drawn),
+        "refill_tokens": tokens_of(sampled) - tokens_of(drawn),
+        "discarded_groups": len(sampled) - len(kept),
+        "discarded_tokens": tokens_of(sampled) - tokens_of(kept),
+    }
+
+
+def with_signal(groups: Sequence[Group]) -> list[Group]:
+    """The groups whose rewards differ."""
+    return [g for g, keep in zip(groups, informative(reward_tensor([g.rewards for g in groups])).tolist()) if keep]
+
+
+def tokens_of(groups: Sequence[Group]) -> int:
+    return sum(len(r.tokens) for g in groups for r in g)
 
 
 def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
@@ -185,6 +231,8 @@ def watched(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group]
 def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:
     """All optimiser steps on one batch of groups. A group without a difference in reward carries no gradient, so without
     a leash it is left out of the forward pass and of the count."""
+    if not groups:
+        return {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind)
     kept = [i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())]
     rows = []
@@ -196,11 +244,12 @@ def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPO
             rollouts = [r for i in chosen for r in groups[i]]
             metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config)
             rows.append(metrics | apply_gradient(policy, optimizer, config, step))
+    size = {"trained_groups": len(kept), "trained_tokens": tokens_of([groups[i] for i in kept])}
     if not rows:
-        return {"trained_groups": 0}
-    means = {k: sum(r[k] for r in rows) / len(rows) for k in rows[0] if not k.endswith("_max")}
-    maxima = {k: max(r[k] for r in rows) for k in rows[0] if k.endswith("_max")}
-    return means | maxima | {"trained_groups": len(kept)}
+        return size
+    row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
+    before = {k: rows[0][k] for k in ("logp_diff", "logp_diff_max")}  # sampler against trainer: the policy has not moved yet
+    return row | before | size
 
 
 def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig) -> dict:
@@ -217,7 +266,7 @@ def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: tor
     for part in micro_batches(lengths, config.token_budget):
         batch = collate(rollouts[part], a[part])
         layout = lay_out(rollouts[part], width=config.row_width, pad_id=policy.pad_id)
-        with autocast(policy, config):
+        with forward_passes(policy, config):
             loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config)
         loss.backward()
         parts.append(metrics)
@@ -230,7 +279,8 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
     mask, old_logps, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
     logps, entropy = rollout_logps(policy, layout, mask.shape, config.temperature, with_entropy=True)
     loss, metrics = losses.policy_loss(
-        logps, old_logps, a, mask, denominator=denominator, aggregation=config.aggregation, clip_eps=config.clip_eps
+        logps, old_logps, a, mask, denominator=denominator, aggregation=config.aggregation, clip_eps=config.clip_eps,
+        objective=config.objective, ratio=config.ratio, dual_clip=config.dual_clip,
     )
     metrics["entropy"] = (entropy * mask).sum() / tokens
     if config.kl_coef:
@@ -245,24 +295,30 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
 
 
 def describe(groups: Sequence[Group]) -> dict:
-    """Reward, group health, and lengths by finish reason."""
+    """Reward, group health, and lengths by finish reason, of what the policy made of the questions drawn."""
     rewards = reward_tensor([g.rewards for g in groups])
     rollouts = [r for g in groups for r in g]
+    cut = [len(r.tokens) for r in rollouts if r.finish_reason == "length"]
     ended = [len(r.tokens) for r in rollouts if r.finish_reason != "length"]
     return {
         "reward": rewards.nanmean().item(),
         **group_health(rewards),
-        "completion_length": sum(len(r.tokens) for r in rollouts) / len(rollouts),
-        "ended_length": sum(ended) / len(ended) if ended else float("nan"),
-        "truncated": 1 - len(ended) / len(rollouts),
+        "completion_length": mean(cut + ended),
+        "ended_length": mean(ended),
+        "truncated_length": mean(cut),
+        "truncated": len(cut) / len(rollouts),
     }
 
 
-def timings(groups: Sequence[Group], sampling: float, update: float) -> dict:
-    tokens = sum(len(r.tokens) for g in groups for r in g)
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def timings(sampled: int, sampling: float, updated: int, update: float) -> dict:
+    """Seconds and tokens/s of generation (all `sampled` tokens) and of the update (the tokens trained on, once a pass)."""
     return {
         "sampling_s": sampling, "update_s": update,
-        "sampled_tokens_per_s": tokens / sampling, "updated_tokens_per_s": tokens / update,
+        "sampled_tokens_per_s": sampled / sampling, "updated_tokens_per_s": updated / update,
     }
 
 
@@ -335,7 +391,7 @@ def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor,
     parts = []
     for places in pair_batches(pairs, config):
         part = [pairs[i] for i in places]
-        with autocast(policy, config):
+        with forward_passes(policy, config):
             logps = pair_logps(policy, part, config.row_width)
         loss, metrics = losses.dpo_loss(
             *logps.T, *ref_logps[places].to(logps.device).T, beta=config.beta, denominator=len(pairs), kind=config.kind,
@@ -353,7 +409,7 @@ def implicit_rewards(
     """DPO's reward beta (log pi - log pi_ref) of each pair's chosen and rejected completion, and log pi: (P, 2) each."""
     check_pairs(policy, pairs)
     ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
-    with torch.no_grad(), policy.lock, autocast(policy, config):
+    with torch.no_grad(), policy.lock, forward_passes(policy, config):
         for places in pair_batches(pairs, config):
             logps[places] = pair_logps(policy, [pairs[i] for i in places], config.row_width).cpu()
     scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0
@@ -416,7 +472,7 @@ def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardCon
     parts = []
     for places in pair_batches(pairs, config):
         part = [pairs[i] for i in places]
-        with autocast(model, config):
+        with forward_passes(model, config):
             rewards = model.forward([r.prompt + r.tokens for p in part for r in p.sides]).view(-1, 2)
         margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
         loss, metrics = losses.bradley_terry_loss(

@@ -86,6 +86,16 @@ class Rates:
         self.exact, self.format = Interval(exact, exact - 0.05, exact + 0.05), Interval(form, form - 0.01, 1.0)
 
 
+def report_logps_of_another_temperature(monkeypatch):
+    honest = sampling.draw_mixed
+
+    def wrong(*args, **kw):
+        drawn = honest(*args, **kw)
+        return dataclasses.replace(drawn, logps=drawn.logps * 1.3)
+
+    monkeypatch.setattr("grpolab.scheduler.draw_mixed", wrong)
+
+
 # --- 01 sft -----------------------------------------------------------------------------------------------------------
 
 SFT_LEARNED = {
@@ -365,16 +375,6 @@ def taught(tmp_path_factory):
 
     asyncio.run(learn())
     return policy.save(tmp_path_factory.mktemp("taught") / "policy")
-
-
-def report_logps_of_another_temperature(monkeypatch):
-    honest = sampling.draw_mixed
-
-    def wrong(*args, **kw):
-        drawn = honest(*args, **kw)
-        return dataclasses.replace(drawn, logps=drawn.logps * 1.3)
-
-    monkeypatch.setattr("grpolab.scheduler.draw_mixed", wrong)
 
 
 def give_equal_groups_a_gradient(monkeypatch):

