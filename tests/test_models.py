@@ -62,7 +62,7 @@ def test_a_save_that_fails_leaves_the_old_policy(tiny, tmp_path, monkeypatch):
 
 
 def test_an_unknown_name_lists_what_there_is(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="'tiny'.*'smollm2-135m'"):
         load_policy("no-such-model")
     with pytest.raises(ValueError, match="no config.json"):
