@@ -16,7 +16,7 @@ from grpolab.notebooks import run_series
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "grpo_seeds.json"
-KEPT = ("exact_before", "exact_after", "gain", "sampled_before", "sampled_after", "gain_sampled", "doomed", "seconds")
+KEPT = ("exact_before", "exact_after", "gain", "sampled_before", "sampled_after", "gain_sampled", "doomed")
 
 
 def main(seeds: list[str]) -> int:
