@@ -609,7 +609,7 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
     [
         ({"after": Interval(0.94, 0.9, 0.96)}, "success after"),
         ({"after": Interval(0.96, 0.33, 0.99)}, "success after"),
-        ({"before": Interval(0.8, 0.76, 0.84)}, "success before"),
+        ({"before": Interval(0.84, 0.8, 0.88)}, "success before"),
         ({"head": Interval(0.04, 0.02, 0.06)}, "right in the head"),
         ({"called_after": Interval(0.35, 0.3, 0.4)}, "tool calls after"),
         ({"misplaced": 1}, "episodes whose mask 0 is not the environment's words"),
