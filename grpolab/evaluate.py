@@ -92,19 +92,16 @@ class Evaluation:
 
     @property
     def format(self) -> Interval:
-        return self._interval(self.format_rates)
+        return rate_interval(self.format_rates, self.greedy)
 
     @property
     def exact(self) -> Interval:
-        return self._interval(self.exact_rates)
+        return rate_interval(self.exact_rates, self.greedy)
 
     def pass_at(self, k: int) -> Interval:
         """The chance that one of k samples is right, its interval over questions."""
         right = [sum(check_answer(t, p.answer) for t in texts) for p, texts in zip(self.problems, self.texts)]
         return mean_interval([pass_at_k(len(texts), c, k) for c, texts in zip(right, self.texts)])
-
-    def _interval(self, rates: list[float]) -> Interval:
-        return rate_interval(rates, self.greedy)
 
 
 async def evaluate(

@@ -49,13 +49,27 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
     check_head(policy)
     check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
 
+    def gradient(batch):
+        return sft_gradient(policy, batch, config)
+
+    def tokens(batch):
+        return {"tokens_per_s": sum(len(e.ids) for e in batch)}
+
+    async for row in over_batches(policy, examples, gradient, tokens, config, run):
+        yield row
+
+
+async def over_batches(policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None):
+    """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
+    done(batch) names what the step did as a rate and counts it."""
+
     def update(step, optimizer):
         began = time.perf_counter()
-        batch = draw(examples, config.batch_size, step, config.seed)
-        row = sft_gradient(policy, batch, config)
+        batch = draw(items, config.batch_size, step, config.seed)
+        row = gradient(batch)
         row |= apply_gradient(policy, optimizer, config, step)
         seconds = time.perf_counter() - began
-        return row | {"tokens_per_s": sum(len(e.ids) for e in batch) / seconds, "seconds": seconds}
+        return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
 
     async def one_step(step, optimizer):
         return await in_thread(policy, lambda: update(step, optimizer))
@@ -160,7 +174,7 @@ async def grpo(
             groups, cost = await refill(ask, asked, drawn, list(prompts), config, step) if config.refills else (drawn, {})
             sampled = time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            row |= watched(policy, asked, drawn, watch or {})
+            row |= watched(policy, asked, drawn, reward, watch or {})
             times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampled - began,
                             row["trained_tokens"] * config.inner_epochs, time.perf_counter() - sampled)  # fmt: skip
             return describe(drawn) | cost | row | times
@@ -220,12 +234,12 @@ def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], 
     return [g.with_rewards([next(rewards) for _ in g]) for g in groups]
 
 
-def watched(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], watch: Mapping[str, Reward]) -> dict:
-    """The mean of each watched reward over all rollouts."""
-    return {
-        name: reward_tensor([g.rewards for g in score(policy, problems, groups, reward)]).nanmean().item()
-        for name, reward in watch.items()
-    }
+def watched(
+    policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward]
+) -> dict:
+    """The mean of each watched reward over all rollouts; the groups hold those of the `trained` one already."""
+    scored = {name: groups if r is trained else score(policy, problems, groups, r) for name, r in watch.items()}
+    return {name: reward_tensor([g.rewards for g in found]).nanmean().item() for name, found in scored.items()}
 
 
 def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:
@@ -363,26 +377,13 @@ async def dpo(
     def gradient(places):
         return dpo_gradient(policy, [pairs[i] for i in places], reference_at(places), config)
 
-    async for row in over_pairs(policy, pairs, gradient, config, run):
+    async for row in over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run):
         yield row
 
 
-async def over_pairs(policy: Policy, pairs: Sequence[Pair], gradient, config: DPOConfig | RewardConfig, run: Run | None):
-    """The loop of steps on `batch_size` pairs each: gradient(places) accumulates that of the pairs there, and returns its
-    metrics."""
-
-    def update(step, optimizer):
-        began = time.perf_counter()
-        row = gradient(draw(range(len(pairs)), config.batch_size, step, config.seed))
-        row |= apply_gradient(policy, optimizer, config, step)
-        seconds = time.perf_counter() - began
-        return row | {"pairs_per_s": config.batch_size / seconds, "seconds": seconds}
-
-    async def one_step(step, optimizer):
-        return await in_thread(policy, lambda: update(step, optimizer))
-
-    async for row in loop(policy, config, run, one_step):
-        yield row
+def pairs_per_s(batch: Sequence) -> dict:
+    """What a step on pairs did, for `over_batches`."""
+    return {"pairs_per_s": len(batch)}
 
 
 def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig) -> dict:
@@ -463,7 +464,7 @@ async def reward_model(
     def gradient(places):
         return reward_gradient(model, [pairs[i] for i in places], config)
 
-    async for row in over_pairs(model, pairs, gradient, config, run):
+    async for row in over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run):
         yield row
 
 
