@@ -411,8 +411,10 @@ def test_grpo_takes_a_learned_reward_and_watches_the_rule(tiny):
     honest = model.score
     model.score = lambda sequences: calls.append(len(sequences)) or honest(sequences)
     config = dataclasses.replace(FAST, steps=2)
-    rows = collect(grpo(tiny, None, PROBLEMS[:4], config, reward=model, watch={"exact": finished_and_correct}))
+    watch = {"exact": finished_and_correct, "learned": model}
+    rows = collect(grpo(tiny, None, PROBLEMS[:4], config, reward=model, watch=watch))
     assert calls == [64, 64] and all(r["exact"] == 0 and math.isfinite(r["reward"]) for r in rows)
+    assert all(r["learned"] == r["reward"] for r in rows)
 
 
 def test_a_batch_of_rewards_lands_where_each_belongs(tiny):
