@@ -26,6 +26,7 @@ class Audit:
     disagreements  tokens that are not the forward's argmax (meaningful for greedy rollouts)
     worst_ulps     how far below its top logit the worst of them is, in units of the top logit's last place
     min_gap        least distance between the forward's two best logits
+    margin         least ratio of that distance to the error of the token there: above 2, rounding has decided no greedy one
     max_error, mean_error          |sampler's logp - forward's logp| under the sampling temperature
     raw_max_error, raw_mean_error  the same at temperature 1
     after_stop     tokens that follow an end token inside a turn
@@ -35,16 +36,12 @@ class Audit:
     disagreements: int
     worst_ulps: float
     min_gap: float
+    margin: float
     max_error: float
     mean_error: float
     raw_max_error: float
     raw_mean_error: float
     after_stop: int
-
-    @property
-    def margin(self) -> float:
-        """min_gap over the largest error: above 2, rounding cannot have decided a greedy token."""
-        return self.min_gap / max(self.raw_max_error, 1e-12)
 
 
 @torch.no_grad()
@@ -68,7 +65,8 @@ def audit(policy, rollouts: Iterable[Rollout], temperature: float = 1.0) -> Audi
         after_stop += sum(end and m == 1 for end, m in zip(ends, r.mask[1:]))
     policy.model.train(training)
     gap, ulp, error, raw = (torch.cat(parts) for parts in (gaps, ulps, errors, raw_errors))
-    return Audit(len(gap), int((ulp > 0).sum()), float(ulp.max()), float(gap.min()), float(error.max()),
+    margin = (gap / raw.clamp(min=1e-12)).min()
+    return Audit(len(gap), int((ulp > 0).sum()), float(ulp.max()), float(gap.min()), float(margin), float(error.max()),
                  float(error.mean()), float(raw.max()), float(raw.mean()), after_stop)
 
 
@@ -114,9 +112,8 @@ def sabotage(sampler, fault: str):
 
     def swapped(tokens, start, last, cache, window):
         if tokens.shape[1] == 1:
-            for tensor in cache.tensors:
-                rows = tensor.narrow(-4, 0, len(tokens))
-                rows.copy_(rows.roll(1, -4))
+            rows = range(len(tokens))
+            sampler._scheduler.places.move(rows, [*rows[-1:], *rows[:-1]], window)
         return forward(tokens, start, last, cache, window)
 
     patches = dict(zip(FAULTS, (

@@ -1,6 +1,6 @@
-"""The forward passes of the sampler: slots of keys and values, and the step that reads and extends them.
+"""The forward passes of the sampler: prefill, and the step that reads and extends keys and values.
 
-An engine is model arithmetic alone; who sits in which slot is the business of `sampler.py`. `GeneralEngine` drives any
+An engine is model arithmetic alone; where rows keep theirs is the business of `slots.py`. `GeneralEngine` drives any
 causal LM of transformers through its own forward; `LlamaEngine` reads the parameters of Llama-shaped models straight.
 Shapes: n rows (row i is slot i), W new tokens a row, T cached positions, L layers, H key/value heads, g queries a
 key/value head, D head size, V vocabulary.
@@ -13,9 +13,9 @@ import logging
 import statistics
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -23,63 +23,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import eager_mask
 
+from grpolab.slots import PAGE, Pages, Prefilled, SlotCache, places_for, round_up
+
 log = logging.getLogger(__name__)
 
-WINDOW = 16  # cached positions are read in multiples of this
 EXACT = "grpolab_exact"  # the attention implementation that sampler and trainer share in exact mode
 SMALL = 2**17  # weights with fewer entries than this are read faster than a packed product is called
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-# --- slots ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SlotCache:
-    """Keys and values by slot. In every tensor the slot is dimension -4 and time is dimension `times[i]` (-1 or -2).
-
-    Zero-filled on purpose: a masked key has weight 0, but 0 times a NaN left over in memory would still be NaN.
-    """
-
-    tensors: list[torch.Tensor]
-    times: list[int]
-    views: tuple | None = None  # an engine's own views of the tensors
-
-    @property
-    def slots(self) -> int:
-        return self.tensors[0].shape[-4]
-
-    @property
-    def width(self) -> int:
-        return self.tensors[0].shape[self.times[0]]
-
-    def resized(self, slots: int, width: int) -> SlotCache:
-        """A larger cache that begins with what this one holds."""
-        fresh = []
-        for old, time in zip(self.tensors, self.times):
-            shape = list(old.shape)
-            shape[-4], shape[time] = slots, width
-            new = old.new_zeros(shape)
-            new.narrow(-4, 0, self.slots).narrow(time, 0, self.width).copy_(old)
-            fresh.append(new)
-        return SlotCache(fresh, self.times)
-
-    def put(self, slots: torch.Tensor, source: SlotCache, rows: torch.Tensor, width: int) -> None:
-        """Copy the first `width` positions of the source's rows (m,) into these slots (m,)."""
-        for to, of, time in zip(self.tensors, source.tensors, self.times):
-            to.narrow(time, 0, width)[..., slots, :, :, :] = of.narrow(time, 0, width)[..., rows, :, :, :]
-
-    def take(self, slot: int, width: int) -> SlotCache:
-        """A copy of one slot's first `width` positions, as a cache of one slot."""
-        parts = [t.narrow(-4, slot, 1).narrow(time, 0, width).clone() for t, time in zip(self.tensors, self.times)]
-        return SlotCache(parts, self.times)
-
-    def clear(self, slot: int) -> None:
-        for t in self.tensors:
-            t.narrow(-4, slot, 1).zero_()
+STRIP_BYTES = 128  # of a row of weights laid out in strips
 
 
 def mask_bias(positions: torch.Tensor, window: int, dtype: torch.dtype, span: int | None = None) -> torch.Tensor:
@@ -212,12 +162,12 @@ class PackedLinear:
     """y = (x * scale) W^T + b for stacked weights, copied from the live parameters by `refresh`.
 
     norm   the norm before it, whose weight is the scale, or None; order: a permutation of the output rows, or None.
-    On a CPU the copy is in oneDNN's blocked layout: MKL is weak at few rows on some machines, and oneDNN gives a row
-    the same bits at every row count.
+    layout None: as it is. "onednn": oneDNN's blocked layout; MKL is weak at few rows on some machines, and oneDNN gives
+    a row the same bits at every row count. "strips": for one row at a time, see `Strips`.
     """
 
-    def __init__(self, modules: list[nn.Linear], pack: bool, norm: nn.Module | None = None, order=None):
-        self.modules, self.pack, self.norm, self.order = modules, pack, norm, order
+    def __init__(self, modules: list[nn.Linear], layout: str | None, norm: nn.Module | None = None, order=None):
+        self.modules, self.layout, self.norm, self.order = modules, layout, norm, order
         self.weight = self.bias = None
         self.refresh()
 
@@ -230,13 +180,42 @@ class PackedLinear:
             weight, bias = weight[self.order], None if bias is None else bias[self.order]
         if self.norm is not None:
             weight = weight * self.norm.weight
-        self.bias, self.packed = _renewed(self.bias, bias), _pack(weight) if self.pack else None
+        self.bias, self.packed = _renewed(self.bias, bias), None
+        if self.layout is not None:
+            self.packed = Strips(weight) if self.layout == "strips" else _pack(weight)
         self.weight = _renewed(self.weight, weight) if self.packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
+        if self.layout == "strips":
+            y = self.packed(x)
+            return y if self.bias is None else y.add_(self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+class Strips:
+    """W (o, i) as o/s strips (i, s) of two cache lines a row, for products that wait for memory: one row x takes y, strip
+    by strip, as the sum of the strip's rows weighted by x, which reads memory faster than a matrix product of one row."""
+
+    def __init__(self, weight: torch.Tensor):
+        outputs, self.inputs = weight.shape
+        self.width = STRIP_BYTES // weight.element_size()
+        self.strips = outputs // self.width
+        self.table = weight.view(self.strips, self.width, -1).transpose(1, 2).reshape(-1, self.width)
+        self.members = torch.arange(len(self.table), dtype=torch.int32)
+        self.bags = self.members[:: self.inputs].clone()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            weights = x.expand(self.strips, self.inputs).reshape(-1)
+            return weighted_sums(self.table, self.members, self.bags, weights).view(1, -1)
+        return (x @ self.table.view(self.strips, self.inputs, -1)).transpose(0, 1).reshape(len(x), -1)
+
+
+def weighted_sums(table: torch.Tensor, members: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """For each bag the sum of its table rows times their weights: `members` lists rows, `bags` where each begins in it."""
+    return torch.embedding_bag(table, members, bags, False, 0, False, weights)[0]
 
 
 def _renewed(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
@@ -302,13 +281,24 @@ class LlamaEngine:
         self.normed = hasattr(self.layers[0].self_attn, "q_norm")
         self.act = F.silu if config.hidden_act in ("silu", "swish") else self.layers[0].mlp.act_fn
         self.halves = torch.arange(self.size, device=self.device).view(2, -1).t().reshape(-1)  # interleaves them
+        self.shape = len(self.layers), self.heads, self.size
         self.table, self._single = None, single
+        # where a weighted sum of table rows is a kernel of its own; exact mode has the kernels of the trainer instead
+        summing = self.device.type == "cpu" and "AVX" in torch.backends.cpu.get_cpu_capability()
+        self.summing = summing and config._attn_implementation != EXACT
+        self.paged = self.summing and not (single and self.fp32)
         self.products = [self._layer_products(layer) for layer in self.layers]
         self.head = self._product([model.lm_head], base.norm)
 
     def _product(self, modules, norm=None, order=None) -> PackedLinear:
-        pack = not (self._single and modules[0].weight.numel() < SMALL)
-        return PackedLinear(modules, pack, norm if self.fp32 else None, order)
+        outputs, strip = sum(m.out_features for m in modules), STRIP_BYTES // self.dtype.itemsize
+        if not self._single:
+            layout = "onednn"
+        elif modules[0].weight.numel() < SMALL:
+            layout = None
+        else:
+            layout = "strips" if self.summing and outputs % strip == 0 else "onednn"
+        return PackedLinear(modules, layout, norm if self.fp32 else None, order)
 
     def _layer_products(self, layer) -> list[PackedLinear]:
         a, m = layer.self_attn, layer.mlp
@@ -338,7 +328,7 @@ class LlamaEngine:
         return SlotCache([keys, values], [-1, -2])
 
     @torch.inference_mode()
-    def forward(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor | None, cache: SlotCache,
+    def forward(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor | None, cache: SlotCache | Pages,
                 window: int) -> torch.Tensor:
         """Feed tokens (n, W) at positions start (n,) .. start + W - 1 into slots 0..n-1; extend their keys and values.
 
@@ -346,27 +336,19 @@ class LlamaEngine:
         write is padding, masked until real tokens overwrite it. Returns fp32 logits (n, V) after column `last` (n,).
         """
         n, width = tokens.shape
-        heads, groups, size, layout = self.heads, self.groups, self.size, (n, width)
         positions = start[:, None]
         if width > 1:
             positions = positions + torch.arange(width, device=self.device)
         rotation = [t.index_select(0, positions.reshape(-1)) for t in self._rotations(window)]
         bias = mask_bias(positions, window, self.dtype)
-        if width == 1:
-            bias = bias.expand(n, heads, window).reshape(n * heads, 1, window)
-        row_heads, views = self._views(cache, n, window)
-        write_at = row_heads, positions[:, None].expand(n, heads, width).reshape(n * heads, width)
+        attention = self._paged(cache, start, bias) if isinstance(cache, Pages) else self._slotted(cache, positions, bias)
         x = F.embedding(tokens.reshape(-1), self.model.model.embed_tokens.weight)
-        for layer, products, (keys, values, all_keys, all_values) in zip(self.layers, self.products, views):
-            qkv, out, gate_up, down = products
-            h = qkv(self._norm(x, layer.input_layernorm)).view(n * width, heads, groups + 2, size)
+        for i, (layer, (qkv, out, gate_up, down)) in enumerate(zip(self.layers, self.products)):
+            h = qkv(self._norm(x, layer.input_layernorm)).view(n * width, self.heads, self.groups + 2, self.size)
             if self.normed:
                 self._norm_heads(h, layer.self_attn)
             self._rotate(h, rotation)
-            q, k, v = self._by_head(h, *layout)
-            all_keys.index_put_(write_at, k)
-            all_values.index_put_(write_at, v)
-            x.add_(out(self._attend(q, keys, values, bias, *layout)))
+            x.add_(out(attention(i, h)))
             gate, up = gate_up(self._norm(x, layer.post_attention_layernorm)).chunk(2, -1)
             x.add_(down(self.act(gate).mul_(up)))
         if width > 1:
@@ -374,6 +356,46 @@ class LlamaEngine:
         if n < self.min_rows:
             x = x.expand(self.min_rows, -1).contiguous()
         return self.head(self._norm(x, self.model.model.norm))[:n].float()
+
+    def _slotted(self, cache: SlotCache, positions: torch.Tensor, bias: torch.Tensor):
+        """The attention of layer i over slots 0..n-1, after writing its keys and values: h (n*W, H, g + 2, D) of queries,
+        key and value to (n*W, q_heads*D)."""
+        (n, width), window, heads = positions.shape, bias.shape[-1], self.heads
+        if width == 1:
+            bias = bias.expand(n, heads, window).reshape(n * heads, 1, window)
+        row_heads, views = self._views(cache, n, window)
+        write_at = row_heads, positions[:, None].expand(n, heads, width).reshape(n * heads, width)
+
+        def attention(i: int, h: torch.Tensor) -> torch.Tensor:
+            keys, values, all_keys, all_values = views[i]
+            q, k, v = self._by_head(h, n, width)
+            all_keys.index_put_(write_at, k)
+            all_values.index_put_(write_at, v)
+            return self._attend(q, keys, values, bias, n, width)
+
+        return attention
+
+    def _paged(self, pages: Pages, start: torch.Tensor, bias: torch.Tensor):
+        """As `_slotted` for one new token a row, on pages, as weighted sums of table rows: a page's scores are the rows of
+        its transposed keys weighted by a query, the result is the rows of values weighted by the softmax. A small matrix
+        product for each row and head is mostly call, and reads a shared prompt once for each sample."""
+        n, _, window = bias.shape
+        at, blocks = pages.places(start), window // PAGE
+        key_rows, key_bags, value_rows, value_bags = pages.reading(n, blocks, self.groups)
+
+        def attention(i: int, h: torch.Tensor) -> torch.Tensor:
+            all_keys, key_table, all_values, value_table = pages.layers[i]
+            all_keys.index_put_(at, h[:, :, -2])
+            all_values.index_put_(at, h[:, :, -1])
+            q = h[:, :, :-2, None].expand(-1, -1, -1, blocks, -1).reshape(-1)
+            scores = weighted_sums(key_table, key_rows, key_bags, q).view(n, -1, window)
+            if self.fp32:
+                weights = torch.add(bias, scores, alpha=self.scaling).softmax(-1)
+            else:
+                weights = scores.mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
+            return weighted_sums(value_table, value_rows, value_bags, weights.view(-1)).view(n, -1)
+
+        return attention
 
     def _views(self, cache: SlotCache, n: int, window: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
         """0..n*H-1 as a column, and for each layer keys (n*H, D, T) and values (n*H, T, D) to read, and all of them by
@@ -560,15 +582,16 @@ def _other_attention(model):
 
 def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> torch.Tensor:
     """Logits (n, steps + 1, V) after each of the last positions: ids (n, .), prefill to lengths, then `steps` steps."""
-    device, n = engine.device, len(lengths)
-    window = round_up(max(lengths) + steps, WINDOW)
-    cache = engine.allocate(n, window)
-    ends = torch.tensor(lengths, device=device)
-    prompts = ids[:, : max(lengths)]
+    n, ends = len(lengths), torch.tensor(lengths, device=engine.device)
+    places = places_for(engine, n)
+    window = round_up(max(lengths) + steps, places.unit)
+    prompts, cache = ids[:, : max(lengths)], engine.allocate(n, window)
     out = [engine.forward(prompts, torch.zeros_like(ends), ends - 1, cache, window)]
+    places.enter(0, [Prefilled(cache, i, length) for i, length in enumerate(lengths)], window)
+    places.fit(np.array(lengths), n, steps, window)
     for t in range(steps):
         tokens = ids.gather(1, (ends + t)[:, None])
-        out.append(engine.forward(tokens, ends + t, None, cache, window))
+        out.append(engine.forward(tokens, ends + t, None, places.cache, window))
     return torch.stack(out, 1)
 
 
@@ -580,13 +603,16 @@ def _probe_lengths(model) -> list[int]:
 @torch.no_grad()
 def seconds_a_step(engine, rows: int, numbers: Sequence[int], rounds: int = 5) -> dict[int, float]:
     """Number of torch threads -> median seconds of a step of `rows` rows; they take turns, so that drift hits all."""
-    cache, start = engine.allocate(rows, 4 * WINDOW), torch.full((rows,), 4 * WINDOW - 1, device=engine.device)
+    last, places = 2 * PAGE - 1, places_for(engine, rows)
+    places.enter(0, [Prefilled(engine.allocate(1, 2 * PAGE), 0, last)] * rows, 2 * PAGE)
+    places.fit(np.full(rows, last), rows, 1, 2 * PAGE)
+    start = torch.full((rows,), last, device=engine.device)
     tokens, seconds = torch.zeros(rows, 1, dtype=torch.long, device=engine.device), {n: [] for n in numbers}
     common = torch.get_num_threads()
     for n in [*numbers] * (rounds + 1):  # the first round warms up
         torch.set_num_threads(n)
         started = perf_counter()
-        engine.forward(tokens, start, None, cache, 4 * WINDOW)
+        engine.forward(tokens, start, None, places.cache, 2 * PAGE)
         seconds[n].append(perf_counter() - started)
     torch.set_num_threads(common)
     return {n: statistics.median(times[1:]) for n, times in seconds.items()}

@@ -1,8 +1,9 @@
-"""The decode loop behind the sampler: which rollout sits in which slot, what is prefilled when, and who is done.
+"""The decode loop behind the sampler: which rollout sits in which row, what is prefilled when, and who is done.
 
-A rollout in progress is a row; row i uses cache slot i, and the rows in progress are always 0..n-1: the last row moves
-into the gap of a finished one (compaction), waiting rollouts are appended (refill). A prompt is prefilled once for all
-its samples. Each row has its own position, so rows of any length sit side by side. No threads here: one caller a time.
+A rollout in progress is a row; the rows in progress are always 0..n-1: the last row moves into the gap of a finished one
+(compaction), waiting rollouts are appended (refill). Where a row keeps its keys and values is the business of `slots.py`.
+A prompt is prefilled once for all its samples. Each row has its own position, so rows of any length sit side by side.
+No threads here: one caller a time.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from grpolab.engines import WINDOW, SlotCache, round_up
 from grpolab.graphs import static_step
 from grpolab.rollouts import Group, Rollout
 from grpolab.sampling import Draw, SamplingParams, draw_mixed, uniforms
+from grpolab.slots import WINDOW, Prefilled, SlotCache, places_for, round_up
 
 PREFILL_PAIRS = 2**22  # query-key pairs in one prefill call: rows times width times window
 PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens
 BUCKET = 8  # prompts are padded to multiples of this, so that a row's width depends on its own length alone
-ROOM = 128  # positions that a cache is allocated ahead of need
 AHEAD = 32  # steps whose uniforms are computed at once
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
 
@@ -152,7 +152,7 @@ class Scheduler:
         self.block = BLOCK if self.device.type == "cuda" else 1
         self.static = static_step(engine)
         self.stats, self.rows = Stats(), Rows(self.slots + engine.min_rows)
-        self.cache: SlotCache | None = None
+        self.places = places_for(engine, self.slots)
         self.waiting: deque[Prompt] = deque()
         self.interrupted = False
         self.epoch, self.stamp = 0, self._parameter_stamp()
@@ -178,7 +178,7 @@ class Scheduler:
         requests |= {id(o.request): o.request for o in self.rows.owner[: self.rows.n]}
         self.waiting.clear()
         self.rows.clear()
-        self.cache = None
+        self.places = places_for(self.engine, self.slots)
         for request in requests.values():
             request.fail(error)
 
@@ -255,10 +255,10 @@ class Scheduler:
             tokens[i, : len(p.ids) - kept[i]] = torch.tensor(p.ids[kept[i]:])
         tokens, start = tokens.to(self.device), torch.tensor(kept, device=self.device)
         last = torch.tensor([len(p.ids) - 1 for p in prompts], device=self.device) - start
-        cache = self.engine.allocate(len(prompts), behind + width)
+        cache = self.engine.allocate(len(prompts), round_up(behind + width, self.places.unit))
         for i, p in enumerate(prompts):
             if kept[i]:
-                cache.put(torch.tensor([i]), p.request.kept.cache, torch.tensor([0]), kept[i])
+                cache.put([i], p.request.kept.cache, [0], kept[i])
         logits = None
         for c in range(0, width, PREFILL_COLUMNS):
             piece = tokens[:, c: c + PREFILL_COLUMNS]
@@ -284,38 +284,14 @@ class Scheduler:
             return
         rows, first = self.rows, self.rows.n
         rows.append(owners)
-        self._fit(rows.n, max(o.length for o in owners))
-        by_cache: dict[int, list[int]] = {}
-        for i, owner in enumerate(owners):
-            by_cache.setdefault(id(owner.prompt.cache), []).append(i)
-        for members in by_cache.values():
-            slots, sources = ([first + i for i in members], [owners[i].prompt.row for i in members])
-            width = max(owners[i].length for i in members)
-            self.cache.put(torch.tensor(slots, device=self.device), owners[members[0]].prompt.cache,
-                           torch.tensor(sources, device=self.device), width)
+        prompts = [Prefilled(o.prompt.cache, o.prompt.row, o.length) for o in owners]
+        self.places.enter(first, prompts, rows.longest())
         logits = torch.stack([o.prompt.logits for o in owners])
         for owner in owners:
             if not owner.prompt.samples:
                 owner.prompt.cache = owner.prompt.logits = None
         drawn = draw_mixed(logits, torch.from_numpy(rows.uniforms(first, 1)[0]).to(self.device), kinds_of(owners, self.device))
         self._record(first, [drawn])
-
-    def _fit(self, rows: int, width: int) -> None:
-        """Grow the cache to at least these rows and this width, with room ahead, so that growing stays rare."""
-        spare = self.engine.min_rows
-        if self.cache is None:
-            self.cache = self.engine.allocate(rows + spare, self._roomy(width, 0))
-        slots, wide = self.cache.slots, self.cache.width
-        if rows > slots:
-            slots = max(rows, min(2 * slots, self.slots + spare))
-        if width > wide:
-            wide = self._roomy(width, wide)
-        if (slots, wide) != (self.cache.slots, self.cache.width):
-            self.cache = self.cache.resized(slots, wide)
-
-    def _roomy(self, width: int, before: int) -> int:
-        """The width to allocate when `width` is needed: never more than the rows may come to use."""
-        return round_up(max(width, min(max(2 * before, width + ROOM), self.rows.longest())), WINDOW)
 
     # -------------------------------------------------------------- decode
 
@@ -324,8 +300,8 @@ class Scheduler:
         padded = max(n, self.engine.min_rows)
         rows.token[n:padded] = rows.position[n:padded] = 0
         steps = 1 if rows.limited else min(self.block, int((rows.limit - rows.count)[:n].min()))
-        window = round_up(int(rows.position[:n].max()) + steps, WINDOW)
-        self._fit(padded, window)
+        window = round_up(int(rows.position[:n].max()) + steps, self.places.unit)
+        self.places.fit(rows.position[:n], padded, steps, rows.longest())
         u, kinds = torch.from_numpy(rows.next_uniforms(steps)).to(self.device), rows.kinds(self.device)
         tokens, start = (torch.from_numpy(a[:padded]).to(self.device) for a in (rows.token, rows.position))
         drawn, forward_seconds, started = [], 0.0, time.perf_counter()
@@ -348,8 +324,8 @@ class Scheduler:
 
     def _forward(self, tokens: torch.Tensor, start: torch.Tensor, window: int) -> torch.Tensor:
         if self.static is not None:
-            return self.static(tokens, start, self.cache, window)
-        return self.engine.forward(tokens[:, None], start, None, self.cache, window)
+            return self.static(tokens, start, self.places.cache, window)
+        return self.engine.forward(tokens[:, None], start, None, self.places.cache, window)
 
     def _record(self, first: int, drawn: list[Draw]) -> None:
         """Append drawn tokens, one Draw a step, to rows first.. and finish those that are done."""
@@ -372,19 +348,19 @@ class Scheduler:
         for i, reason in zip(done, reasons):
             owner, request = rows.owner[i], rows.owner[i].request
             request.live -= 1
-            if isinstance(reason, Exception):
-                self.cache.clear(i)
-                request.fail(reason)
-                continue
-            if request.kept is not None:
+            broken = isinstance(reason, Exception)
+            if not broken and request.kept is not None:
                 length = int(rows.position[i])
-                request.kept.cache, request.kept.length = self.cache.take(i, length), length
+                request.kept.cache, request.kept.length = self.places.take(i, length), length
                 request.kept.epoch = self.epoch if owner.epoch == self.epoch else -1
-            request.deliver(owner.prompt.index, owner.sample, rows.rollout(i, reason, self))
+            self.places.leave(i, broken)
+            if broken:
+                request.fail(reason)
+            else:
+                request.deliver(owner.prompt.index, owner.sample, rows.rollout(i, reason, self))
         moves = rows.compact(done)
         if moves:
-            to, of = (torch.tensor(side, device=self.device) for side in zip(*moves))
-            self.cache.put(to, self.cache, of, int(rows.position[: rows.n].max()))
+            self.places.move(*zip(*moves), int(rows.position[: rows.n].max()))
 
 
 class Owner:

@@ -1,0 +1,138 @@
+"""Where rows keep their keys and values: pages and slots against each other, and what becomes of pages."""
+
+import numpy as np
+import pytest
+import torch
+from decode_helpers import flat, ragged_prompts, tiny_policy
+
+from grpolab import engines
+from grpolab.engines import LlamaEngine, Strips, choose_engine
+from grpolab.sampler import Sampler
+from grpolab.sampling import SamplingParams
+from grpolab.slots import FIRST, PAGE, Pages, Prefilled, Slots, places_for
+
+KINDS = {"pages": Pages, "slots": Slots}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = choose_engine(tiny_policy().model)
+    assert engine.paged, "this processor has no AVX: the pages are not tested here"
+    return engine
+
+
+def prefilled(engine, lengths, seed=0):
+    """Prompts of these lengths in one cache of random keys and values."""
+    torch.manual_seed(seed)
+    cache = engine.allocate(len(lengths), 4 * PAGE)
+    for t in cache.tensors:
+        t.normal_()
+    return cache, [Prefilled(cache, i, length) for i, length in enumerate(lengths)]
+
+
+def holds(places, row, prompt):
+    """Whether a row's keys and values are the prompt's, to the bit."""
+    taken = places.take(row, prompt.length)
+    return all(torch.equal(t.narrow(time, 0, prompt.length)[..., 0, :, :, :],
+                           of.narrow(time, 0, prompt.length)[..., prompt.row, :, :, :])
+               for t, of, time in zip(taken.tensors, prompt.cache.tensors, taken.times))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_hold_their_prompts_also_after_moves(engine, kind):
+    places = KINDS[kind](engine, 8)
+    _, prompts = prefilled(engine, [5, PAGE, 2 * PAGE + 7])
+    order = [2, 0, 1, 2, 2, 1]
+    places.enter(0, [prompts[i] for i in order[:4]], 4 * PAGE)
+    places.enter(4, [prompts[i] for i in order[4:]], 4 * PAGE)
+    assert all(holds(places, row, prompts[i]) for row, i in enumerate(order))
+    places.leave(1, broken=False)
+    places.move([1], [5], 3 * PAGE)
+    assert holds(places, 1, prompts[1])
+    places.move([0, 1, 2], [1, 2, 0], 3 * PAGE)  # at once, not one after the other
+    assert [holds(places, row, prompts[i]) for row, i in ((0, 1), (1, 1), (2, 2))] == [True] * 3
+
+
+def test_samples_of_a_prompt_share_its_full_pages_and_give_all_back(engine):
+    places = Pages(engine, 16)
+    _, (prompt, other) = prefilled(engine, [2 * PAGE + 7, PAGE])
+    places.enter(0, [prompt] * 8 + [other], 4 * PAGE)
+    assert (places.users >= 1).sum() == 2 + 8 + 1 and sorted(places.users)[-2:] == [8, 8]
+    assert len({tuple(row[:2]) for row in places.table[:8]}) == 1 and len(set(places.table[:8, 2])) == 8
+    places.fit(np.array([prompt.length] * 8 + [PAGE]), 10, 1, 4 * PAGE)
+    assert places.table[8, 1] >= FIRST and places.users[places.table[8, 1]] == 1, "a row at a page's end gets the next"
+    for row in range(9):
+        places.leave(row, broken=False)
+    assert not places.users.any() and len(set(places.free)) == len(places.free) == len(places.users) - FIRST
+
+
+def test_pages_of_a_broken_row_are_zeroed_once_nobody_reads_them(engine):
+    places = Pages(engine, 4)
+    cache, (prompt,) = prefilled(engine, [PAGE + 3])
+    for t in cache.tensors:
+        t.fill_(torch.nan)
+    places.enter(0, [prompt] * 2, 2 * PAGE)
+    shared, own = places.table[0, :2]
+    places.leave(0, broken=True)
+    assert torch.isnan(places.keys[:, shared]).any() and not places.keys[:, own].any()
+    places.leave(1, broken=True)
+    assert not places.keys.any() and not places.values.any()
+
+
+def test_the_page_of_zeros_is_never_written(engine):
+    policy = tiny_policy()
+    with Sampler(policy, slots=5) as sampler:
+        places = sampler._scheduler.places
+        sampler.sample_sync(ragged_prompts(7, 3, 70), group_size=3, params=SamplingParams(max_new_tokens=60, seed=0))
+        assert isinstance(places, Pages) and len(places.users) > 15
+        assert not places.keys[:, 0].any() and not places.values[:, 0].any()
+        assert not places.users.any(), "a page was not given back"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_and_slots_give_the_same_rollouts(dtype, monkeypatch):
+    policy = tiny_policy(eos=(3, 14, 15), dtype=dtype)
+    prompts, params = ragged_prompts(9, 3, 80), SamplingParams(max_new_tokens=70, seed=3)
+    with Sampler(policy, slots=6) as paged:
+        assert isinstance(paged._scheduler.places, Pages)
+        ours = flat(paged.sample_sync(prompts, group_size=4, params=params))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    with Sampler(policy, slots=6) as slotted:
+        assert isinstance(slotted._scheduler.places, Slots)
+        theirs = flat(slotted.sample_sync(prompts, group_size=4, params=params))
+    same = [(r, s) for r, s in zip(ours, theirs) if r.tokens == s.tokens]  # else a draw fell between the two roundings
+    least, bound = (0.9, 1e-4) if dtype == torch.float32 else (0.25, 0.5)
+    assert len(same) > least * len(ours)
+    assert max(abs(a - b) for r, s in same for a, b in zip(r.logps, s.logps)) < bound
+
+
+def test_exact_mode_keeps_the_kernels_of_the_trainer():
+    with Sampler(tiny_policy(dtype=torch.bfloat16), slots=4, exact=True) as sampler:
+        assert isinstance(places_for(sampler.engine, 4), Slots)
+
+
+# --- one row at a time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_strips_are_the_product(dtype, rows):
+    torch.manual_seed(0)
+    weight, x = torch.randn(192, 80).to(dtype), torch.randn(rows, 80).to(dtype)
+    expected = x.double() @ weight.double().T
+    assert (Strips(weight)(x) - expected).abs().max() <= expected.abs().max() * (1e-6 if dtype == torch.float32 else 2**-8)
+
+
+def test_a_sampler_of_one_row_reads_strips(monkeypatch):
+    monkeypatch.setattr(engines, "SMALL", 0)
+    policy = tiny_policy(eos=(3,), attention_bias=True)
+    params = SamplingParams(greedy=True, max_new_tokens=60)
+    with Sampler(policy, slots=1) as one, Sampler(policy, slots=4) as four:
+        assert isinstance(one.engine, LlamaEngine) and one.engine.products[0][0].layout == "strips"
+        assert one.engine.products[0][2].layout == "strips" and not one.engine.paged
+        found, expected = (flat(s.sample_sync(ragged_prompts(4), params=params)) for s in (one, four))
+    assert [r.tokens for r in found] == [r.tokens for r in expected]
+    policy.model.model.layers[0].mlp.gate_proj.weight.data.neg_()
+    policy.version += 1
+    with Sampler(policy, slots=1) as fresh:
+        assert flat(fresh.sample_sync(ragged_prompts(4), params=params)) != found
