@@ -104,7 +104,15 @@ def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.d
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
     shown = Path(name).name if Path(name).expanduser().is_dir() else name
-    return Policy(model.to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
+    return Policy(in_own_memory(model).to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
+
+
+def in_own_memory(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with its parameters moved out of the mapped checkpoint, where each lies as it happened to fall: a product
+    may sum in another order there, and a model saved and loaded would differ from itself in the last bit."""
+    for p in model.parameters():
+        p.data = p.data.clone()
+    return model
 
 
 def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:

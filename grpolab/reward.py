@@ -6,13 +6,14 @@ the hub serves as well.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from grpolab.chat import Example, pad
-from grpolab.models import Policy, choose_device
+from grpolab.models import Policy, choose_device, in_own_memory
 from grpolab.optimise import micro_batches
 
 
@@ -29,12 +30,14 @@ class RewardModel(Policy):
         from transformers import AutoModelForSequenceClassification
 
         config = type(policy.model.config).from_dict(policy.model.config.to_dict())
-        config.num_labels, config.pad_token_id = 1, policy.pad_id
+        tokenizer = copy.deepcopy(policy.tokenizer)
+        tokenizer.pad_token_id = config.pad_token_id = _filler(policy)
+        config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
         with policy.lock:
             model.base_model.load_state_dict(policy.model.get_decoder().state_dict())
         torch.nn.init.zeros_(_head(model).weight)
-        return cls(model.to(policy.device).eval(), policy.tokenizer, policy.name, policy.eos_ids)
+        return cls(model.to(policy.device).eval(), tokenizer, policy.name, policy.eos_ids)
 
     @classmethod
     def load(cls, name: str | Path, *, device: str | None = None, dtype=None) -> RewardModel:
@@ -54,7 +57,7 @@ class RewardModel(Policy):
                 f"{name} is no reward model: it has {model.config.num_labels} labels and lacks "
                 f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy"
             )
-        return cls(model.to(target).eval(), tokenizer, Path(name).name, (tokenizer.eos_token_id,))
+        return cls(in_own_memory(model).to(target).eval(), tokenizer, Path(name).name, (tokenizer.eos_token_id,))
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Token ids of N sequences -> rewards (N,) in fp32, with gradient; each read at its own last token."""
@@ -83,6 +86,18 @@ class RewardModel(Policy):
 
     def __call__(self, text, problem, rollout) -> float:
         return self.batch([text], [problem], [rollout])[0]
+
+
+def _filler(policy: Policy) -> int:
+    """A padding token that ends no answer. transformers reads a row at its last token other than padding, so where the
+    end token doubles as padding it would read every finished answer one token early."""
+    if policy.pad_id not in policy.eos_ids:
+        return policy.pad_id
+    spare = [i for i in policy.tokenizer.all_special_ids if i not in policy.eos_ids]
+    if not spare:
+        raise ValueError(f"{policy.name!r} pads with its end token and has no other special token to pad with: give its "
+                         "tokenizer a pad_token")  # fmt: skip
+    return min(spare, key=lambda i: i == policy.tokenizer.bos_token_id)
 
 
 def _head(model) -> torch.nn.Linear:

@@ -1,5 +1,8 @@
 """The reward model: zeros at first, one number from the last token, the same after the disk, one of the hub's kind."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_train import preferences, slopes, trained_scorer
@@ -68,3 +71,22 @@ def test_its_gradient_is_that_of_finite_differences(tiny):
     rows = sequences(preferences(tiny))[:4]
     by_gradient, by_differences = slopes(model, lambda: model.forward(rows).sum(), 1e-3)
     assert by_gradient == pytest.approx(by_differences, rel=2e-2)
+
+
+def test_others_read_it_right_where_the_end_token_was_the_padding(tiny, tmp_path):
+    """transformers finds a row's last token by what is not padding; SmolLM2 pads with its end token."""
+    policy = copy.copy(tiny)
+    policy.tokenizer = copy.deepcopy(tiny.tokenizer)
+    policy.tokenizer.pad_token_id = policy.eos_ids[0]
+    model = trained_scorer(policy)
+    assert model.pad_id not in model.eos_ids and policy.pad_id in policy.eos_ids
+    rows = sequences(preferences(tiny))
+    loaded = RewardModel.load(model.save(tmp_path / "reward"), device="cpu")
+    ids = loaded.tokenizer.pad({"input_ids": [list(r) for r in rows]}, return_tensors="pt", padding_side="right").input_ids
+    with torch.no_grad():
+        together = loaded.model(ids).logits.flatten().tolist()
+    assert together == pytest.approx(model.score(rows), abs=1e-5)
+    assert all(p.data_ptr() % 64 == 0 for p in loaded.model.parameters())
+    policy.tokenizer = SimpleNamespace(pad_token_id=1, all_special_ids=[1], bos_token_id=None)
+    with pytest.raises(ValueError, match="has no other special token to pad with"):
+        RewardModel.from_policy(policy)
