@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpolab.models import Policy
 from grpolab.runs import Run
+from grpolab.sync import rest_threads
 
 T = TypeVar("T")
 
@@ -136,9 +137,13 @@ async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
     whoever wants the model next waits for that."""
 
     def locked():
-        with policy.lock:
-            return work()
+        try:
+            with policy.lock:
+                return work()
+        finally:
+            rest_threads()
 
+    rest_threads()
     return await asyncio.to_thread(locked)
 
 
