@@ -134,9 +134,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tokens:
-    """M tokens in one line. Whoever attends to nothing before itself stands in a row of `lone` (A, P): prompts, and
-    rollouts with theirs. The rows of `completions` (S, T) also see theirs of `prompts` (S, P'). The tables hold token numbers, padded at the right
-    with 0; `*_real` is True where they are not padding."""
+    """M tokens in one line, ids and positions (M,), and tables of their numbers. What sees only itself is a row of `lone`
+    (A, P): shared prompts, and rollouts that share none. A row of `completions` (S, T) also sees its row of `prompts`
+    (S, P'). Tables are padded at the right with 0; `*_real` is True where they are not padding."""
 
     ids: torch.Tensor
     positions: torch.Tensor
