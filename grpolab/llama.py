@@ -59,14 +59,15 @@ def _layer(layer, x, cos, sin, attend, at):
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """softmax(q k^T scale) v of N rows: q (N, T, H, d), k and v (N, S, H', d) -> (N, T, H, d). mask: (N, 1, T, S), True
     where a query may look; None: causal. In fp32 on a processor, where attention in bf16 is slower as well as coarser."""
-    groups, exact = q.shape[2] // k.shape[2], q.device.type == "cpu"
+    groups, dtype, exact = q.shape[2] // k.shape[2], v.dtype, q.device.type == "cpu"
     if exact:
         q, k, v = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
     if groups > 1:
         k, v = (t[:, :, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with torch.autocast(q.device.type, enabled=not exact and torch.is_autocast_enabled(q.device.type)):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return mixed.transpose(1, 2).to(dtype)
 
 
 def in_rows(n: int, mask: Tensor | None) -> Attend:

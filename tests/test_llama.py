@@ -17,7 +17,8 @@ SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_lay
              num_key_value_heads=2, head_dim=8, max_position_embeddings=64)  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 CONFIGS = {
-    "llama": LlamaConfig(**SHAPE), "gelu and biases": LlamaConfig(**SHAPE, hidden_act="gelu", attention_bias=True, mlp_bias=True),
+    "llama": LlamaConfig(**SHAPE),
+    "gelu and biases": LlamaConfig(**SHAPE, hidden_act="gelu", attention_bias=True, mlp_bias=True),
     "yarn": LlamaConfig(**SHAPE, rope_parameters=YARN), "qwen2": Qwen2Config(**SHAPE), "qwen3": Qwen3Config(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
 }  # fmt: skip
@@ -125,14 +126,16 @@ def test_less_is_kept_for_the_backward_than_by_the_models_own_forward(tiny, monk
     assert alive[0] < 0.85 * alive[1]
 
 
-def test_autocast_stays_as_close_to_fp32_as_the_models_own_forward(tiny, monkeypatch):
+@pytest.mark.parametrize("how", ["autocast", "bf16 parameters"])
+def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how, monkeypatch):
     ids, positions = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64)
+    errors = []
     with torch.no_grad():
         exact = decoder_states(tiny, ids, positions, None)
-        errors = []
+        tiny.model.to(torch.float32 if how == "autocast" else torch.bfloat16)
         for fast in (True, False):
             monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
-            with forward_passes(tiny, Optimisation(autocast="bfloat16")):
+            with forward_passes(tiny, Optimisation(autocast="bfloat16" if how == "autocast" else None)):
                 errors.append((decoder_states(tiny, ids, positions, None).float() - exact).square().mean().sqrt().item())
     assert 0 < errors[0] < 1.1 * errors[1]
 
