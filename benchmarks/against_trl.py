@@ -36,7 +36,7 @@ CELLS = [(m, d, k) for m, d in (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-13
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
 EXAMPLES, PAIRS = 32, 16
 STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included
-BUDGET = {"tiny": 1024, "smollm2-135m": 1280}  # tokens that our loops forward at once
+BUDGET = {"grpo": 1280, "sft": 640, "dpo": 640}  # tokens that our loops forward at once, shared prompts counted each time
 GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
     ("tiny", "fp32", "grpo"): (4, None), ("tiny", "bf16", "grpo"): (4, None),
     ("smollm2-135m", "fp32", "grpo"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo"): (6, 1 / 3),
@@ -122,7 +122,7 @@ def ours(policy, model, dtype, method, steps):
     from grpolab.train import DPOConfig, GRPOConfig, SFTConfig, dpo, dpo_gradient, grpo_update, sft, sft_gradient
 
     encode, end = policy.tokenizer.encode, policy.eos_ids[0]
-    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[model], autocast="bfloat16" if dtype == "bf16" else None)
+    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[method], autocast="bfloat16" if dtype == "bf16" else None)
     prompt = lambda n, seed: [tuple(encode(t)) for t in texts(policy.tokenizer, n, PROMPT_TOKENS, seed)]  # noqa: E731
     answer = lambda n, seed: [(*encode(t), end) for t in texts(policy.tokenizer, n, NEW_TOKENS - 1, seed)]  # noqa: E731
     seconds, update_s = [], []
