@@ -13,7 +13,8 @@ Every measurement is a fresh process, so that its peak memory is its own; the pe
 prompts, batch, lengths (end tokens off while sampling), precision, threads and AdamW. TRL computes the batch at once and
 without checkpointing, which is its fastest form; `--micro N` makes it accumulate over micro-batches of N rows instead.
 DPO has its reference log-probs precomputed on both sides. The first step of a process is warm-up; the figures are medians
-of the rest.
+of the rest. Ours come with the seconds of the update within a step (the rest of a GRPO step is sampling) and with what one
+further update, after the memory is read, spends on matrix products, on attention, on other tensor operations, and outside.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CELLS = [(m, d, k) for m, d in (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-13
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
 EXAMPLES, PAIRS = 32, 16
 STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included
-BUDGET = {"tiny": 2048, "smollm2-135m": 1280}  # tokens that our loops forward at once
+BUDGET = {"grpo": 1280, "sft": 640, "dpo": 640}  # tokens that our loops forward at once, shared prompts counted each time
 GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
     ("tiny", "fp32", "grpo"): (4, None), ("tiny", "bf16", "grpo"): (4, None),
     ("smollm2-135m", "fp32", "grpo"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo"): (6, 1 / 3),
@@ -57,7 +58,11 @@ def texts(tokenizer, n, tokens, seed):
 
 
 def peak_gb():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1) / 1e9
+    """Of this process. Linux hands ru_maxrss on through exec, so that a child would begin with its parent's."""
+    if sys.platform == "linux":
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
 
 
 def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: int) -> dict:
@@ -74,64 +79,100 @@ def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: i
         import grpolab.train  # noqa: F401
     policy = load_policy(model, device="cpu", dtype="float32")
     loaded = peak_gb()
-    seconds = (ours if peer == "grpolab" else theirs)(policy, model, dtype, method, steps, micro)
-    return {"seconds": seconds[1:], "first": seconds[0], "loaded_gb": loaded, "peak_gb": peak_gb()}
+    if peer == "trl":
+        seconds, more = theirs(policy, model, dtype, method, steps, micro), {}
+    else:
+        seconds, update_s, update = ours(policy, model, dtype, method, steps)
+        more = {"update_s": update_s[1:]}
+    found = {"seconds": seconds[1:], "first": seconds[0], "loaded_gb": loaded, "peak_gb": peak_gb()} | more
+    return found | ({} if peer == "trl" else {"update_shares": shares(update)})
 
 
-def ours(policy, model, dtype, method, steps, micro) -> list[float]:
+def shares(work) -> dict[str, float]:
+    """What part of its time `work` spends in operators of each kind, and outside of all of them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    def kind(name):
+        if any(part in name for part in ("mm", "linear_pointwise")):
+            return "matrix products"
+        return "attention" if "scaled_dot_product" in name else "other operations"
+
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        with torch.profiler.record_function("all"):
+            work()
+    seconds = dict.fromkeys(("matrix products", "attention", "other operations"), 0.0)
+    for event in found.key_averages():
+        if event.key.startswith(("aten::", "mkldnn::")):
+            seconds[kind(event.key)] += event.self_cpu_time_total
+    total = next(e.cpu_time_total for e in found.key_averages() if e.key == "all")
+    return {k: s / total for k, s in seconds.items()} | {"outside": 1 - sum(seconds.values()) / total}
+
+
+def ours(policy, model, dtype, method, steps):
+    """Seconds of each step, of its update, and one more update as a function."""
     import asyncio
 
     from grpolab.chat import Example
-    from grpolab.optimise import make_optimizer
+    from grpolab.optimise import apply_gradient, in_thread, make_optimizer
     from grpolab.preferences import Pair
     from grpolab.reference import cache_logps
     from grpolab.sampler import Sampler
     from grpolab.sampling import SamplingParams
-    from grpolab.train import DPOConfig, GRPOConfig, SFTConfig, dpo, grpo_update, sft
+    from grpolab.train import DPOConfig, GRPOConfig, SFTConfig, dpo, dpo_gradient, grpo_update, sft, sft_gradient
 
     encode, end = policy.tokenizer.encode, policy.eos_ids[0]
-    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[model], autocast="bfloat16" if dtype == "bf16" else None)
+    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[method], autocast="bfloat16" if dtype == "bf16" else None)
     prompt = lambda n, seed: [tuple(encode(t)) for t in texts(policy.tokenizer, n, PROMPT_TOKENS, seed)]  # noqa: E731
     answer = lambda n, seed: [(*encode(t), end) for t in texts(policy.tokenizer, n, NEW_TOKENS - 1, seed)]  # noqa: E731
-    seconds, began = [], time.perf_counter()
-
-    def lap():
-        nonlocal began
-        now = time.perf_counter()
-        seconds.append(now - began)
-        began = now
+    seconds, update_s = [], []
 
     if method == "grpo":
         config = GRPOConfig(prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=NEW_TOKENS,
                             advantage_kind="standardised", **common)  # fmt: skip
         optimizer = make_optimizer(policy, config)
-        with Sampler(policy) as sampler:
-            began = time.perf_counter()
-            for step in range(steps):
-                params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=step)
-                groups = sampler.sample_sync(prompt(PROMPTS, step), group_size=GROUP, params=params)
-                groups = [g.with_rewards([float(i % 2) for i in range(GROUP)]) for g in groups]
-                grpo_update(policy, None, groups, config, optimizer, step)
-                lap()
-        return seconds
+
+        async def sample(sampler, step):
+            params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=step)
+            groups = await sampler.sample(prompt(PROMPTS, step), group_size=GROUP, params=params)
+            return [g.with_rewards([float(i % 2) for i in range(GROUP)]) for g in groups]
+
+        async def run():
+            async with Sampler(policy) as sampler:
+                for step in range(steps):
+                    began = time.perf_counter()
+                    groups = await sample(sampler, step)
+                    sampled = time.perf_counter()
+                    await in_thread(policy, lambda: grpo_update(policy, None, groups, config, optimizer, step))  # noqa: B023
+                    ended = time.perf_counter()
+                    seconds.append(ended - began)
+                    update_s.append(ended - sampled)
+            return groups
+
+        groups = asyncio.run(run())
+        return seconds, update_s, lambda: grpo_update(policy, None, groups, config, optimizer, steps)
     if method == "sft":
-        n = EXAMPLES * steps
-        examples = [Example(p + a, (0,) * len(p) + (1,) * len(a)) for p, a in zip(prompt(n, "p"), answer(n, "a"))]
-        loop = sft(policy, examples, SFTConfig(batch_size=EXAMPLES, **common))
+        n, config = EXAMPLES * steps, SFTConfig(batch_size=EXAMPLES, **common)
+        items = [Example(p + a, (0,) * len(p) + (1,) * len(a)) for p, a in zip(prompt(n, "p"), answer(n, "a"))]
+        loop, gradient = sft(policy, items, config), lambda: sft_gradient(policy, items[:EXAMPLES], config)
     else:
-        n, ones = PAIRS * steps, lambda ids: Example(ids, (1,) * len(ids))
-        pairs = [Pair(p, ones(c), ones(r)) for p, c, r in zip(prompt(n, "p"), answer(n, "c"), answer(n, "r"))]
-        config = DPOConfig(batch_size=PAIRS, **common)
-        loop = dpo(policy, cache_logps(policy, pairs), pairs, config)
+        n, ones, config = PAIRS * steps, lambda ids: Example(ids, (1,) * len(ids)), DPOConfig(batch_size=PAIRS, **common)
+        items = [Pair(p, ones(c), ones(r)) for p, c, r in zip(prompt(n, "p"), answer(n, "c"), answer(n, "r"))]
+        reference = cache_logps(policy, items)
+        loop = dpo(policy, reference, items, config)
+        gradient = lambda: dpo_gradient(policy, items[:PAIRS], reference.values[:PAIRS], config)  # noqa: E731
+    optimizer = make_optimizer(policy, config)
 
     async def run():
-        nonlocal began
         began = time.perf_counter()
-        async for _ in loop:
-            lap()
+        async for row in loop:
+            ended = time.perf_counter()
+            seconds.append(ended - began)
+            update_s.append(row["seconds"])
+            began = ended
 
     asyncio.run(run())
-    return seconds
+    return seconds, update_s, lambda: (gradient(), apply_gradient(policy, optimizer, config, steps - 1))
 
 
 def theirs(policy, model, dtype, method, steps, micro) -> list[float]:
@@ -199,6 +240,8 @@ def compare(model, dtype, method, rounds, steps, micro) -> dict:
                      "peak_gb": max(r["peak_gb"] for r in runs),
                      "above_weights_gb": max(r["peak_gb"] - r["loaded_gb"] for r in runs),
                      "seconds": [s for r in runs for s in r["seconds"]]}  # fmt: skip
+    for name in ("update_s", "update_shares"):
+        row["grpolab"][name] = median_of([r[name] for r in peers["grpolab"]])
     faster, share = GOALS[model, dtype, method]
     kind = "peak_gb" if method == "grpo" else "above_weights_gb"
     row["speed"] = row["trl"]["step_s"] / row["grpolab"]["step_s"]
@@ -206,6 +249,13 @@ def compare(model, dtype, method, rounds, steps, micro) -> dict:
     row["goal"] = {"speed": faster, "memory": share, "memory_of": kind}
     row["met"] = {"speed": row["speed"] >= faster, "memory": share is None or row["memory"] <= share}
     return row
+
+
+def median_of(runs: list):
+    """Of lists of seconds, or of dicts of shares by name."""
+    if isinstance(runs[0], dict):
+        return {k: statistics.median(r[k] for r in runs) for k in runs[0]}
+    return statistics.median([s for r in runs for s in r])
 
 
 def machine() -> dict:
@@ -244,7 +294,9 @@ def main() -> None:
             a, b = row["grpolab"], row["trl"]
             print(f"{model:13} {dtype} {method:5} {a['step_s']:8.3f} s against {b['step_s']:8.3f} s: {row['speed']:.2f}x   "
                   f"peak {a['peak_gb']:.2f} GB against {b['peak_gb']:.2f} GB, above weights "
-                  f"{a['above_weights_gb']:.2f} against {b['above_weights_gb']:.2f} GB   goals {row['met']}", flush=True)
+                  f"{a['above_weights_gb']:.2f} against {b['above_weights_gb']:.2f} GB   goals {row['met']}\n"
+                  f"{'':13} update {a['update_s']:.3f} s: "
+                  + ", ".join(f"{name} {share:.0%}" for name, share in a["update_shares"].items()), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from grpolab import losses
+from grpolab import llama, losses
 from grpolab.chat import Packed
 from grpolab.models import Policy
 from grpolab.rollouts import Layout
 
 
-def decoder_states(policy: Policy, ids, positions, attention) -> torch.Tensor:
-    """(R, W) ids -> (R, W, D) final hidden states, before the head."""
+def decoder_states(policy: Policy, ids, positions, attention, at=None) -> torch.Tensor:
+    """(R, W) ids -> (R, W, D) final hidden states, before the head; with flat indices `at` (K,) in (R, W), theirs: (K, D)."""
     d = policy.device
-    mask = None if attention is None else attention.to(d)
+    ids, positions, mask = ids.to(d), positions.to(d), None if attention is None else attention.to(d)
     decoder = policy.model.get_decoder()
-    return decoder(ids.to(d), position_ids=positions.to(d), attention_mask=mask, use_cache=False).last_hidden_state
+    if llama.readable(policy.model):
+        hidden = llama.states(decoder, ids.flatten(), positions.flatten(), llama.in_rows(len(ids), mask), at)
+        return hidden if at is not None else hidden.unflatten(0, ids.shape)
+    hidden = decoder(ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+    return hidden if at is None else hidden.flatten(0, 1).index_select(0, at)
 
 
 def head_of(policy: Policy) -> dict:
@@ -26,9 +30,11 @@ def head_of(policy: Policy) -> dict:
 
 def masked_logps(policy: Policy, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """log p of the tokens that the batch's mask marks, 0 elsewhere, and that mask on the policy's device: (N, T) each."""
-    hidden = decoder_states(policy, batch.ids, batch.positions, batch.attention)
-    ids, mask = batch.ids.to(hidden.device), batch.mask.to(hidden.device)
-    return losses.token_logps(hidden, ids=ids, mask=mask, **head_of(policy)), mask
+    ids, mask = batch.ids.to(policy.device), batch.mask.to(policy.device)
+    chosen = mask.flatten().nonzero().squeeze(1)  # flat index of each token; what predicts it stands in the column before
+    hidden = decoder_states(policy, ids, batch.positions, batch.attention, chosen - 1)
+    logps, _ = losses.target_logps(hidden, targets=ids.flatten()[chosen], **head_of(policy))
+    return logps.new_zeros(ids.numel()).index_put((chosen,), logps).view(ids.shape), mask
 
 
 def check_head(policy: Policy) -> None:
@@ -45,11 +51,16 @@ def check_head(policy: Policy) -> None:
 
 def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, with_entropy=False):
     """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
-    hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention).flatten(0, 1)
-    at, target = layout.predictor.to(hidden.device), layout.target.to(hidden.device)
+    d = policy.device
+    if llama.readable(policy.model):
+        tokens = layout.tokens.to(d)
+        decoder, attend = policy.model.get_decoder(), llama.with_prefixes(tokens)
+        hidden = llama.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor)
+    else:
+        hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention, layout.predictor.to(d))
     options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
-    values = losses.target_logps(hidden.index_select(0, at), targets=target, **options)
-    place = (layout.row.to(hidden.device), layout.column.to(hidden.device))
+    values = losses.target_logps(hidden, targets=layout.target.to(d), **options)
+    place = (layout.row.to(d), layout.column.to(d))
     return tuple(None if v is None else v.new_zeros(shape).index_put(place, v) for v in values)
 
 

@@ -12,6 +12,7 @@ import importlib
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpolab.models import Policy
 from grpolab.runs import Run
+from grpolab.sync import rest_threads
 
 T = TypeVar("T")
 
@@ -131,15 +133,22 @@ def make_optimizer(policy: Policy, config: Optimisation) -> torch.optim.Optimize
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 
+STEPS = ThreadPoolExecutor(1, "grpolab-steps")  # one thread, since each keeps freed memory of its own
+
+
 async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
     """Run `work` in a thread that holds the model. A cancelled await returns at once; the thread ends its step first, and
     whoever wants the model next waits for that."""
 
     def locked():
-        with policy.lock:
-            return work()
+        try:
+            with policy.lock:
+                return work()
+        finally:
+            rest_threads()
 
-    return await asyncio.to_thread(locked)
+    rest_threads()
+    return await asyncio.get_running_loop().run_in_executor(STEPS, locked)
 
 
 def draw(items: Sequence[T], n: int, step: int, seed: int) -> list[T]:

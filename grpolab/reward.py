@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from grpolab.chat import Example, pad
+from grpolab.forward import decoder_states
 from grpolab.models import Policy, choose_device, in_own_memory
 from grpolab.optimise import micro_batches
 
@@ -62,10 +63,8 @@ class RewardModel(Policy):
     def forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Token ids of N sequences -> rewards (N,) in fp32, with gradient; each read at its own last token."""
         rows = pad([Example(tuple(s), (0,) * len(s)) for s in sequences], self.pad_id)
-        ids, positions = rows.ids.to(self.device), rows.positions.to(self.device)
-        hidden = self.model.base_model(ids, position_ids=positions, use_cache=False).last_hidden_state
-        last = torch.tensor([len(s) - 1 for s in sequences], device=self.device)
-        states, head = hidden[torch.arange(len(sequences), device=self.device), last], _head(self.model)
+        last = torch.tensor([i * rows.ids.shape[1] + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
+        states, head = decoder_states(self, rows.ids, rows.positions, rows.attention, last), _head(self.model)
         with torch.autocast(self.device.type, enabled=False):  # the one number that everything hangs on stays in fp32
             return torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float().squeeze(1)
 

@@ -41,7 +41,7 @@ def caller(_tiny):
     examples = [demonstration(tiny, rng.choice(PROBLEMS), i % 3 != 0) for i in range(96)]
 
     async def teach():
-        async for _ in sft(tiny, examples, SFTConfig(steps=25, lr=2e-3, batch_size=32)):
+        async for _ in sft(tiny, examples, SFTConfig(steps=40, lr=2e-3, batch_size=32)):
             pass
 
     asyncio.run(teach())

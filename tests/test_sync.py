@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import threading
@@ -101,3 +102,34 @@ def test_a_thread_keeps_its_own_number_of_torch_threads():
     thread.start()
     thread.join()
     assert numbers == {1: 1, 3: 3} and later == [before] and torch.get_num_threads() == before
+
+
+RESTING = """
+import os, threading, torch
+from grpolab.sync import rest_threads
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def work():
+    before = threads()
+    x = torch.rand(2**20).exp().sum()
+    awake = threads()
+    rest_threads()
+    rested = threads()
+    assert torch.rand(2**20).exp().sum() > 0 and threads() == awake
+    print(awake - before, rested - before)
+
+rest_threads()
+work()
+other = threading.Thread(target=work)
+other.start()
+other.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_resting_thread_has_no_helpers_until_it_computes_again():
+    done = subprocess.run([sys.executable, "-c", RESTING], capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"OMP_NUM_THREADS": "3"})  # fmt: skip
+    assert done.stdout.splitlines() == ["2 0", "2 0"], done.stdout + done.stderr

@@ -1,0 +1,150 @@
+"""The decoder that training uses on Llama-shaped models is the model's own, value and gradient, and keeps less of it."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from grpolab import llama
+from grpolab.forward import decoder_states, rollout_logps
+from grpolab.models import Policy
+from grpolab.optimise import Optimisation, forward_passes
+from grpolab.rollouts import Rollout, collate, lay_out
+
+SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=64)  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "gelu and biases": LlamaConfig(**SHAPE, hidden_act="gelu", attention_bias=True, mlp_bias=True),
+    "yarn": LlamaConfig(**SHAPE, rope_parameters=YARN), "qwen2": Qwen2Config(**SHAPE), "qwen3": Qwen3Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+}  # fmt: skip
+
+
+def policy_of(config) -> Policy:
+    """A model with weights of every size, its own norms in float64 as well, which they leave for fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.3)
+    for m in model.modules():
+        if hasattr(m, "variance_epsilon"):
+            m.forward = lambda x, m=m: m.weight * x / (x.square().mean(-1, keepdim=True) + m.variance_epsilon).sqrt()
+    return Policy(model, None, "made", (1,))
+
+
+def gradients(policy) -> dict:
+    found = {name: p.grad for name, p in policy.model.named_parameters()}
+    policy.model.zero_grad()
+    return found
+
+
+def assert_same(ours, theirs):
+    for (hidden, grads), (expected, expected_grads) in [(ours, theirs)]:
+        assert expected.abs().max() > 0.1
+        torch.testing.assert_close(hidden, expected, atol=1e-11, rtol=1e-11)
+        for name, g in expected_grads.items():
+            if g is not None:
+                torch.testing.assert_close(grads[name], g, atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_value_and_gradient_are_the_models_own(name, dense, monkeypatch):
+    policy = policy_of(CONFIGS[name])
+    assert llama.readable(policy.model)
+    ids, positions = torch.randint(0, 61, (3, 14)), torch.arange(14).expand(3, 14)
+    mask = torch.rand(3, 1, 14, 14).lt(0.6).logical_or(torch.eye(14).bool()).tril() if dense else None
+    pull, results = torch.randn(3, 14, 32, dtype=torch.float64), []
+    for fast in (True, False):
+        monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
+        hidden = decoder_states(policy, ids, positions, mask)
+        (hidden * pull).sum().backward()
+        results.append((hidden.detach(), gradients(policy)))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("width", [0, 20, 64])
+def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width, monkeypatch):
+    """Groups of 3, 1 and 3 with completions of all lengths, also none, and tokens of an environment."""
+    policy, rollouts = policy_of(CONFIGS[name]), []
+    for prompt, lengths in (((5, 6, 7, 8), (3, 9, 1)), ((9,), (4,)), ((10, 11), (0, 2, 5))):
+        for n in lengths:
+            mask = tuple(int(i != 1) for i in range(n))
+            rollouts.append(Rollout(prompt, tuple(range(20, 20 + n)), mask, (-1.0,) * n, (-1.0,) * n, "eos"))
+    shape, results = collate(rollouts, torch.zeros(7)).mask.shape, []
+    for fast, w in ((True, width), (False, 0)):
+        monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
+        logps, _ = rollout_logps(policy, lay_out(rollouts, width=w), shape, 0.7)
+        (logps * torch.linspace(-1, 1, logps.numel(), dtype=torch.float64).view(shape)).sum().backward()
+        results.append((logps.detach(), gradients(policy)))
+    assert_same(*results)
+
+
+def test_no_padding_is_computed():
+    rollouts = [Rollout((5, 6), (7,) * n, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos") for n in (30, 1, 2)]
+    rollouts += [dataclasses.replace(r, prompt=(9,)) for r in rollouts[1:]]
+    layout = lay_out(rollouts)
+    assert layout.ids.numel() == 70 and len(layout.tokens.ids) == 2 + 33 + 1 + 3
+    assert layout.tokens.lone.shape == (2, 2) and layout.tokens.completions.shape == (5, 30)
+
+
+def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny):
+    ids, positions = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64)
+    found = []
+    for on in (False, True):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
+            with forward_passes(tiny, Optimisation(checkpoint_activations=on)):
+                hidden = decoder_states(tiny, ids, positions, None)
+        parameters = {p.data_ptr() for p in tiny.model.parameters()}
+        alive = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.data_ptr() not in parameters}
+        hidden.square().sum().backward()
+        found.append((sum(alive.values()), torch.cat([g.flatten() for g in gradients(tiny).values()])))
+    (all_of_it, plain), (inputs, again) = found
+    assert torch.equal(plain, again) and plain.abs().max() > 0
+    assert inputs < all_of_it / 4
+
+
+def test_less_is_kept_for_the_backward_than_by_the_models_own_forward(tiny, monkeypatch):
+    ids, positions, alive = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64), []
+    for fast in (True, False):
+        monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
+        kept = {}
+
+        def keep(x, kept=kept):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            assert decoder_states(tiny, ids, positions, None).requires_grad
+        alive.append(sum(s.nbytes() for s in kept.values()))
+    assert alive[0] < 0.85 * alive[1]
+
+
+@pytest.mark.parametrize("how", ["autocast", "bf16 parameters"])
+def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how, monkeypatch):
+    ids, positions = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64)
+    errors = []
+    with torch.no_grad():
+        exact = decoder_states(tiny, ids, positions, None)
+        tiny.model.to(torch.float32 if how == "autocast" else torch.bfloat16)
+        for fast in (True, False):
+            monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
+            with forward_passes(tiny, Optimisation(autocast="bfloat16" if how == "autocast" else None)):
+                errors.append((decoder_states(tiny, ids, positions, None).float() - exact).square().mean().sqrt().item())
+    assert 0 < errors[0] < 1.1 * errors[1]
+
+
+def test_other_attention_dropout_and_other_models_keep_their_own_forward(tiny):
+    assert llama.readable(tiny.model)
+    for change in (lambda m: m.set_attn_implementation("eager"), lambda m: m.train()):
+        model = copy.deepcopy(tiny.model)
+        change(model)
+        assert not llama.readable(model)
+    sliding = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=4)).eval()
+    assert not llama.readable(sliding)
