@@ -22,7 +22,7 @@ from grpolab.engines import choose_engine, inexact_share, seconds_a_step, share_
 from grpolab.rollouts import Group, Rollout
 from grpolab.sampling import SamplingParams, fold_seed
 from grpolab.scheduler import Kept, Request, Scheduler, Stats, settle
-from grpolab.sync import set_own_threads
+from grpolab.sync import rest_threads, set_own_threads
 
 IDLE_SECONDS = 5.0  # after which the worker thread ends; the next request starts another
 
@@ -193,6 +193,8 @@ class Sampler:
         if isinstance(item, Request) and not item.left:
             settle(item.future, [])
             return item
+        if threading.current_thread() is not self._worker:
+            rest_threads()
         with self._wake:
             if self._closed:
                 raise RuntimeError("the sampler is closed; make a new Sampler(policy)")
@@ -215,6 +217,8 @@ class Sampler:
         scheduler = self._scheduler
         set_own_threads(self.threads)  # a new thread would otherwise start with OpenMP's default
         while True:
+            if not scheduler.busy:
+                rest_threads()
             with self._wake:
                 if not (scheduler.busy or self._inbox or self._closed):
                     self._wake.wait(IDLE_SECONDS)
