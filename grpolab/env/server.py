@@ -21,12 +21,14 @@ import ipaddress
 import itertools
 import json
 import logging
+import os
 import queue
 import signal
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,7 +37,9 @@ from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websockets
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame, Opcode
 from websockets.http11 import Request, Response
+from websockets.protocol import State
 
 from grpolab.env import protocol
 from grpolab.env.backends import BackendPool, Lease
@@ -68,10 +72,10 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    async def call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Callable[[], Any]) -> asyncio.Future:
         future = self._loop.create_future()
-        self._jobs.put((future, function, args, kwargs))
-        return await future
+        self._jobs.put((future, function))
+        return future
 
     def stop(self, at_end: Callable[[], None] = lambda: None) -> None:
         """Let the thread end after the jobs that it has; `at_end` runs on the loop when it has."""
@@ -79,10 +83,10 @@ class Worker:
 
     def _work(self) -> None:
         while not callable(job := self._jobs.get()):
-            future, function, args, kwargs = job
+            future, function = job
             value = error = None
             try:
-                value = function(*args, **kwargs)
+                value = function()
             except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
                 error = raised if isinstance(raised, Exception) else RuntimeError(f"the environment raised {raised!r}")
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -102,8 +106,8 @@ def _settle(future: asyncio.Future, value: Any, error: Exception | None) -> None
 class _Session:
     """One connection's environment, from the factory to the backend's return."""
 
-    def __init__(self, number: int, server: EnvServer):
-        self.number, self.server = number, server
+    def __init__(self, number: int, server: EnvServer, connection: _Connection):
+        self.number, self.server, self.connection = number, server, connection
         self.started = False
         self.opened = time.monotonic()
         self.busy: str | None = None
@@ -125,7 +129,7 @@ class _Session:
                 self.lease = await asyncio.to_thread(server.backends.acquire)
             arguments = () if self.lease is None else (self.lease.resource,)
             self._worker = Worker(f"env-session-{self.number}")
-            await self._call("create", server.reset_timeout, self._create, *arguments)
+            await self._call("create", server.reset_timeout, partial(self._create, *arguments))
         except Exception as fault:
             log.exception("session %d: the environment factory %s failed", self.number, server.env_name)
             self.over = True
@@ -140,7 +144,7 @@ class _Session:
         self.env = self.server.env_factory(*arguments)
 
     async def answer(self, text: str | bytes) -> str | None:
-        """The reply to one message, or None after `close`."""
+        """The reply to one message; None after `close`, or when the reply has left already."""
         try:
             kind, data = protocol.parse_request(text)
             if kind == "close":
@@ -160,14 +164,14 @@ class _Session:
             log.info("session %d: %s raised %r", self.number, self.server.env_name, fault)
             return protocol.error(str(fault) or repr(fault), "EXECUTION_ERROR")
 
-    async def _reset(self, options: dict) -> str:
+    async def _reset(self, options: dict) -> str | None:
         self.episode_id, self.steps = options.get("episode_id"), 0
         known = protocol.declared(self.env.reset, options)
-        return self._observation(await self._call("reset", self.server.reset_timeout, self.env.reset, **known))
+        return await self._call("reset", self.server.reset_timeout, partial(self.env.reset, **known), self._reply)
 
-    async def _step(self, action: dict) -> str:
+    async def _step(self, action: dict) -> str | None:
         self.steps += 1
-        return self._observation(await self._call("step", self.server.step_timeout, self.env.step, action))
+        return await self._call("step", self.server.step_timeout, partial(self.env.step, action), self._reply)
 
     async def _state(self, _: dict) -> str:
         said = await self._call("state", self.server.step_timeout, self.env.state)
@@ -176,21 +180,23 @@ class _Session:
     async def _mcp(self, request: dict) -> str:
         return protocol.no_mcp(request)
 
-    def _observation(self, result: Any) -> str:
+    def _reply(self, result: Any) -> str | None:
+        """Send what reset or step returned, from the thread it was made in; the text, if the loop has to send it."""
         if not isinstance(result, StepResult):
             name = type(result).__name__
             raise TypeError(f"{self.server.env_name} returned a {name}; reset and step return a StepResult")
-        return protocol.observation(result)
+        return self.connection.reply(protocol.observation(result))
 
-    async def _call(self, phase: str, seconds: float, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """One environment call under its deadline: on the loop if it is `async`, else in the session's thread."""
+    async def _call(self, phase: str, seconds: float, function: Callable[[], Any],
+                    then: Callable[[Any], Any] = lambda result: result) -> Any:
+        """`then` of one environment call under its deadline: on the loop if it is `async`, else in the session's thread."""
         self.busy, start, fault = phase, time.time(), ""
         try:
             async with asyncio.timeout(seconds) as self._scope:
                 if self._worker is None:
-                    result = function(*args, **kwargs)
-                    return await result if inspect.isawaitable(result) else result
-                return await self._worker.call(function, *args, **kwargs)
+                    result = function()
+                    return then(await result if inspect.isawaitable(result) else result)
+                return await self._worker.call(lambda: then(function()))
         except TimeoutError as raised:
             if not self._scope.expired():
                 raise  # the environment's own
@@ -245,11 +251,46 @@ class _Session:
 
 
 class _Connection(ServerConnection):
-    """A connection that knows its session: a handshake that dies half-way still gives its slot back."""
+    """A connection that knows its session: a handshake that dies half-way still gives its slot back.
+
+    A reply leaves from the session's thread: the client has it one wake-up earlier than if the loop had to send it.
+    """
 
     session: _Session | None = None
+    _direct = False  # the socket may be written past the transport, which is open and holds nothing back
+    _rest = b""  # of a reply, what the socket did not take
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._descriptor = transport.get_extra_info("socket").fileno()
+        self._writing = threading.Lock()  # who holds it writes whole frames
+
+    def reply(self, text: str) -> str | None:
+        """Send `text` now, from any thread; returns it if it cannot leave now and the loop has to send it."""
+        frame = Frame(Opcode.TEXT, text.encode()).serialize(mask=False)
+        with self._writing:
+            if self.session.over or not self._direct:  # over: its deadline has passed, and the client knows
+                return text
+            try:
+                sent = os.write(self._descriptor, frame)
+            except OSError:
+                return text
+            self._rest, self._direct = frame[sent:], sent == len(frame)
+        if self._rest:
+            self.loop.call_soon_threadsafe(self.send_data)
+        return None
+
+    def send_data(self) -> None:
+        with self._writing:
+            if self._rest:
+                self.transport.write(self._rest)
+                self._rest = b""
+            super().send_data()
+            self._direct = self.protocol.state is State.OPEN and not self.transport.get_write_buffer_size()
 
     def connection_lost(self, fault: Exception | None) -> None:
+        with self._writing:  # the descriptor is closed after this
+            self._direct = False
         super().connection_lost(fault)
         if self.session is not None:
             if self.session.started:
@@ -353,7 +394,7 @@ class EnvServer:
                       f"Server at capacity: {active}/{self.max_sessions} sessions active")
             body = {"error": reason, "active_sessions": active, "max_sessions": self.max_sessions}
             return _json_response(503, body, ("Retry-After", "1"))
-        connection.session = session = _Session(next(self._numbers), self)
+        connection.session = session = _Session(next(self._numbers), self, connection)
         self._sessions[session.number] = session
         self._idle.clear()
         self._counts["opened"] += 1
