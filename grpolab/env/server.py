@@ -55,11 +55,11 @@ HANDSHAKE = 10.0  # s; how long a client may take to finish its HTTP request
 
 
 class Hung(Exception):
-    """An environment call outlasted its deadline; `phase` is create, reset, step, state or close."""
+    """An environment call outlasted its deadline: create, reset, step, state or close; `reply` is the error frame."""
 
     def __init__(self, phase: str, message: str):
         super().__init__(message)
-        self.phase = phase
+        self.reply = protocol.error(message, f"{phase.upper()}_TIMEOUT")
 
 
 class Worker:
@@ -72,10 +72,14 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, function: Callable[[], Any]) -> asyncio.Future:
+    def post(self, done: Callable[[Any, Exception | None], Any], function: Callable, *args: Any, **kwargs: Any) -> None:
+        """Call `function`, then, still in the thread, `done(value, error)`. Calls run in the order they came in."""
+        self._jobs.put((done, function, args, kwargs))
+
+    async def call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         future = self._loop.create_future()
-        self._jobs.put((future, function))
-        return future
+        self.post(partial(self._loop.call_soon_threadsafe, _settle, future), function, *args, **kwargs)
+        return await future
 
     def stop(self, at_end: Callable[[], None] = lambda: None) -> None:
         """Let the thread end after the jobs that it has; `at_end` runs on the loop when it has."""
@@ -83,14 +87,14 @@ class Worker:
 
     def _work(self) -> None:
         while not callable(job := self._jobs.get()):
-            future, function = job
+            done, function, args, kwargs = job
             value = error = None
             try:
-                value = function()
+                value = function(*args, **kwargs)
             except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
                 error = raised if isinstance(raised, Exception) else RuntimeError(f"the environment raised {raised!r}")
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(_settle, future, value, error)
+                done(value, error)
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(job)
 
@@ -118,6 +122,9 @@ class _Session:
         self.over = False
         self._worker: Worker | None = None
         self._scope: asyncio.Timeout | None = None
+        self._listening = False
+        self._due: float | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._hung = False
         self._asynchronous = False
 
@@ -129,7 +136,7 @@ class _Session:
                 self.lease = await asyncio.to_thread(server.backends.acquire)
             arguments = () if self.lease is None else (self.lease.resource,)
             self._worker = Worker(f"env-session-{self.number}")
-            await self._call("create", server.reset_timeout, partial(self._create, *arguments))
+            await self._call("create", server.reset_timeout, self._create, *arguments)
         except Exception as fault:
             log.exception("session %d: the environment factory %s failed", self.number, server.env_name)
             self.over = True
@@ -143,8 +150,64 @@ class _Session:
     def _create(self, *arguments: Any) -> None:
         self.env = self.server.env_factory(*arguments)
 
+    def take(self, event: Frame) -> bool:
+        """The short way of a step: from the socket to the thread, and from the thread to the socket (`_stepped`), while
+        the loop only watches its deadline. False if the message is none, or not alone: then `answer` gets it."""
+        connection = self.connection
+        if not (self._listening and self.busy is None and connection.direct and event.opcode is Opcode.TEXT and event.fin
+                and not connection.recv_messages.frames):
+            return False
+        try:
+            kind, action = protocol.parse_request(str(event.data, "utf-8"))
+        except (InvalidRequest, UnicodeDecodeError):
+            return False
+        if kind != "step":
+            return False
+        self.busy, self._due = "step", connection.loop.time() + self.server.step_timeout
+        self._worker.post(partial(self._stepped, time.time()), self._observed_step, action)
+        if self._watch is None:
+            self._watch = connection.loop.call_at(self._due, self._look)
+        return True
+
+    def _observed_step(self, action: dict) -> str:
+        self.steps += 1
+        return self._observation(self.env.step(action))
+
+    def _stepped(self, start: float, reply: str | None, fault: Exception | None) -> None:
+        """In the session's thread: the end of a step that took the short way."""
+        if not self.over:
+            self.busy = self._due = None
+            self.connection.reply(reply if fault is None else self._refusal(fault))
+            self.server.record("step", self, start, "" if fault is None else type(fault).__name__)
+
+    def _look(self) -> None:
+        """Whether a step on the short way is overdue; if it is not yet, look again when it would be."""
+        due, self._watch = self._due, None
+        if due is not None:
+            if due <= self.connection.loop.time():
+                self.hurry()
+            else:
+                self._watch = self.connection.loop.call_at(due, self._look)
+
+    async def listen(self) -> str | bytes | None:
+        """The next message that does not take the short way, once all before it are answered; None if the client left."""
+        text, start = None, time.time()
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                self._listening = self._worker is not None
+                with contextlib.suppress(ConnectionClosed):
+                    text = await self.connection.recv()
+                if self._worker is not None:
+                    await self._worker.call(lambda: None)
+                return text
+        except TimeoutError as raised:
+            self.server.record("step", self, start, "timeout")
+            raise self._hang("step", self.server.step_timeout) from raised
+        finally:
+            self._listening = False
+
     async def answer(self, text: str | bytes) -> str | None:
-        """The reply to one message; None after `close`, or when the reply has left already."""
+        """The reply to one message, or None after `close`; raises Hung."""
         try:
             kind, data = protocol.parse_request(text)
             if kind == "close":
@@ -154,24 +217,27 @@ class _Session:
         except InvalidRequest as fault:
             self.over = fault.ends
             return fault.reply
-        except InvalidAction as fault:
+        except Hung:
+            raise
+        except Exception as fault:
+            return self._refusal(fault)
+
+    def _refusal(self, fault: Exception) -> str:
+        """The reply to a request that the environment did not fulfil; the session goes on."""
+        if isinstance(fault, InvalidAction):
             return protocol.error("Invalid message", "VALIDATION_ERROR",
                                   errors=[{"type": "value_error", "loc": ["data"], "msg": str(fault)}])
-        except Hung as fault:
-            self.over = True
-            return protocol.error(str(fault), f"{fault.phase.upper()}_TIMEOUT")
-        except Exception as fault:
-            log.info("session %d: %s raised %r", self.number, self.server.env_name, fault)
-            return protocol.error(str(fault) or repr(fault), "EXECUTION_ERROR")
+        log.info("session %d: %s raised %r", self.number, self.server.env_name, fault)
+        return protocol.error(str(fault) or repr(fault), "EXECUTION_ERROR")
 
-    async def _reset(self, options: dict) -> str | None:
+    async def _reset(self, options: dict) -> str:
         self.episode_id, self.steps = options.get("episode_id"), 0
         known = protocol.declared(self.env.reset, options)
-        return await self._call("reset", self.server.reset_timeout, partial(self.env.reset, **known), self._reply)
+        return self._observation(await self._call("reset", self.server.reset_timeout, self.env.reset, **known))
 
-    async def _step(self, action: dict) -> str | None:
+    async def _step(self, action: dict) -> str:
         self.steps += 1
-        return await self._call("step", self.server.step_timeout, partial(self.env.step, action), self._reply)
+        return self._observation(await self._call("step", self.server.step_timeout, self.env.step, action))
 
     async def _state(self, _: dict) -> str:
         said = await self._call("state", self.server.step_timeout, self.env.state)
@@ -180,36 +246,36 @@ class _Session:
     async def _mcp(self, request: dict) -> str:
         return protocol.no_mcp(request)
 
-    def _reply(self, result: Any) -> str | None:
-        """Send what reset or step returned, from the thread it was made in; the text, if the loop has to send it."""
+    def _observation(self, result: Any) -> str:
         if not isinstance(result, StepResult):
             name = type(result).__name__
             raise TypeError(f"{self.server.env_name} returned a {name}; reset and step return a StepResult")
-        return self.connection.reply(protocol.observation(result))
+        return protocol.observation(result)
 
-    async def _call(self, phase: str, seconds: float, function: Callable[[], Any],
-                    then: Callable[[Any], Any] = lambda result: result) -> Any:
-        """`then` of one environment call under its deadline: on the loop if it is `async`, else in the session's thread."""
+    async def _call(self, phase: str, seconds: float, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """One environment call under its deadline: on the loop if it is `async`, else in the session's thread."""
         self.busy, start, fault = phase, time.time(), ""
         try:
             async with asyncio.timeout(seconds) as self._scope:
                 if self._worker is None:
-                    result = function()
-                    return then(await result if inspect.isawaitable(result) else result)
-                return await self._worker.call(lambda: then(function()))
+                    result = function(*args, **kwargs)
+                    return await result if inspect.isawaitable(result) else result
+                return await self._worker.call(function, *args, **kwargs)
         except TimeoutError as raised:
             if not self._scope.expired():
                 raise  # the environment's own
             fault = "timeout"
-            self._hung = self._worker is not None
-            raise Hung(phase, f"{phase} of {self.server.env_name} took longer than {seconds:g} s; "
-                              "the session is over") from raised
+            raise self._hang(phase, seconds) from raised
         except BaseException as raised:
             fault = type(raised).__name__
             raise
         finally:
             self.busy = None
             self.server.record(phase, self, start, fault)
+
+    def _hang(self, phase: str, seconds: float) -> Hung:
+        self._hung, self.over = self._worker is not None, True
+        return Hung(phase, f"{phase} of {self.server.env_name} took longer than {seconds:g} s; the session is over")
 
     def hurry(self) -> None:
         """End the request in flight now, as if its deadline had passed."""
@@ -225,6 +291,8 @@ class _Session:
     async def close(self) -> None:
         """Close the environment, then give the backend back; bounded, and complete when it returns."""
         server, poisoned = self.server, self._hung
+        if self._watch is not None:
+            self._watch.cancel()
         if self._hung and self.lease is not None:
             # Killing what the environment waits for is what makes most hung threads return.
             await asyncio.to_thread(server.backends.kill, self.lease)
@@ -253,32 +321,35 @@ class _Session:
 class _Connection(ServerConnection):
     """A connection that knows its session: a handshake that dies half-way still gives its slot back.
 
-    A reply leaves from the session's thread: the client has it one wake-up earlier than if the loop had to send it.
+    The session's thread replies past the transport (`reply`), so the client has its answer one wake-up earlier. `direct`
+    says that this may be done: the connection is open, and neither it nor its transport holds anything back.
     """
 
     session: _Session | None = None
-    _direct = False  # the socket may be written past the transport, which is open and holds nothing back
-    _rest = b""  # of a reply, what the socket did not take
+    direct = False
+    _rest = b""  # of the last reply, what the socket did not take
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self._writing = threading.Lock()
         self._descriptor = transport.get_extra_info("socket").fileno()
-        self._writing = threading.Lock()  # who holds it writes whole frames
 
-    def reply(self, text: str) -> str | None:
-        """Send `text` now, from any thread; returns it if it cannot leave now and the loop has to send it."""
+    def process_event(self, event: Any) -> None:
+        if self.session is None or not self.session.take(event):
+            super().process_event(event)
+
+    def reply(self, text: str) -> None:
+        """Send `text`, from any thread; nothing if the session is over: then an error frame was the last reply."""
         frame = Frame(Opcode.TEXT, text.encode()).serialize(mask=False)
         with self._writing:
-            if self.session.over or not self._direct:  # over: its deadline has passed, and the client knows
-                return text
-            try:
-                sent = os.write(self._descriptor, frame)
-            except OSError:
-                return text
-            self._rest, self._direct = frame[sent:], sent == len(frame)
-        if self._rest:
+            if self.session.over:
+                return
+            if self.direct:
+                with contextlib.suppress(OSError):
+                    frame = frame[os.write(self._descriptor, frame):]
+            self._rest, self.direct = frame, self.direct and not frame
+        if frame:
             self.loop.call_soon_threadsafe(self.send_data)
-        return None
 
     def send_data(self) -> None:
         with self._writing:
@@ -286,11 +357,11 @@ class _Connection(ServerConnection):
                 self.transport.write(self._rest)
                 self._rest = b""
             super().send_data()
-            self._direct = self.protocol.state is State.OPEN and not self.transport.get_write_buffer_size()
+            self.direct = self.protocol.state is State.OPEN and not self.transport.get_write_buffer_size()
 
     def connection_lost(self, fault: Exception | None) -> None:
-        with self._writing:  # the descriptor is closed after this
-            self._direct = False
+        with self._writing:  # the descriptor is closed next
+            self.direct = False
         super().connection_lost(fault)
         if self.session is not None:
             if self.session.started:
@@ -408,12 +479,12 @@ class EnvServer:
         try:
             try:
                 await session.open()
-            except InvalidRequest as fault:
+                while not (session.over or self._stopping) and (text := await session.listen()) is not None:
+                    reply = await session.answer(text)
+                    if reply is not None:
+                        await connection.send(reply)
+            except (InvalidRequest, Hung) as fault:
                 await connection.send(fault.reply)
-            while not (session.over or self._stopping):
-                reply = await session.answer(await connection.recv())
-                if reply is not None:
-                    await connection.send(reply)
         except ConnectionClosed:
             pass
         finally:
