@@ -123,6 +123,7 @@ class _Session:
         self._worker: Worker | None = None
         self._scope: asyncio.Timeout | None = None
         self._listening = False
+        self._since = 0.0
         self._due: float | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._hung = False
@@ -163,8 +164,8 @@ class _Session:
             return False
         if kind != "step":
             return False
-        self.busy, self._due = "step", connection.loop.time() + self.server.step_timeout
-        self._worker.post(partial(self._stepped, time.time()), self._observed_step, action)
+        self.busy, self._since, self._due = "step", time.time(), connection.loop.time() + self.server.step_timeout
+        self._worker.post(partial(self._stepped, self._since), self._observed_step, action)
         if self._watch is None:
             self._watch = connection.loop.call_at(self._due, self._look)
         return True
@@ -176,7 +177,8 @@ class _Session:
     def _stepped(self, start: float, reply: str | None, fault: Exception | None) -> None:
         """In the session's thread: the end of a step that took the short way."""
         if not self.over:
-            self.busy = self._due = None
+            self._due = None
+            self.busy = None  # from here on the next step may come
             self.connection.reply(reply if fault is None else self._refusal(fault))
             self.server.record("step", self, start, "" if fault is None else type(fault).__name__)
 
@@ -191,7 +193,7 @@ class _Session:
 
     async def listen(self) -> str | bytes | None:
         """The next message that does not take the short way, once all before it are answered; None if the client left."""
-        text, start = None, time.time()
+        text = None
         try:
             async with asyncio.timeout(None) as self._scope:
                 self._listening = self._worker is not None
@@ -201,7 +203,7 @@ class _Session:
                     await self._worker.call(lambda: None)
                 return text
         except TimeoutError as raised:
-            self.server.record("step", self, start, "timeout")
+            self.server.record("step", self, self._since, "timeout")
             raise self._hang("step", self.server.step_timeout) from raised
         finally:
             self._listening = False
@@ -327,7 +329,7 @@ class _Connection(ServerConnection):
 
     session: _Session | None = None
     direct = False
-    _rest = b""  # of the last reply, what the socket did not take
+    _rest = b""  # what the socket did not take
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -342,14 +344,16 @@ class _Connection(ServerConnection):
         """Send `text`, from any thread; nothing if the session is over: then an error frame was the last reply."""
         frame = Frame(Opcode.TEXT, text.encode()).serialize(mask=False)
         with self._writing:
-            if self.session.over:
+            if self.session.over or self.protocol.state is not State.OPEN:
                 return
             if self.direct:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # full, or lost, which the loop will find out
                     frame = frame[os.write(self._descriptor, frame):]
-            self._rest, self.direct = frame, self.direct and not frame
-        if frame:
-            self.loop.call_soon_threadsafe(self.send_data)
+            if not frame:
+                return
+            self._rest += frame
+            self.direct = False
+        self.loop.call_soon_threadsafe(self.send_data)
 
     def send_data(self) -> None:
         with self._writing:
