@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 import time
 
@@ -342,6 +343,33 @@ def test_a_step_of_a_plain_environment_goes_straight_to_its_thread(monkeypatch):
                 assert (await session.state())["step_count"] == 3
 
     run(main())
+
+
+def test_a_step_may_end_before_the_loop_goes_on():
+    """With threads that are switched at every chance, pipelined steps of many sessions all get their own reply."""
+    async def play(url):
+        async with connect(url + "/ws", proxy=None) as raw:
+            turns = []
+            for _ in range(5):
+                for _ in range(3):  # the first is alone, the others find it under way or just done
+                    await raw.send('{"type":"step","data":{}}')
+                turns += [json.loads(await raw.recv())["data"]["observation"]["turn"] for _ in range(3)]
+            return turns
+
+    async def main():
+        async with serve(EchoEnv, max_sessions=16) as server:
+            for _ in range(12):
+                played = await asyncio.gather(*(play(server.url) for _ in range(16)))
+                assert played == 16 * [list(range(1, 16))]
+                await eventually(lambda: server.status()["sessions"] == 0, SOON)
+        assert [e["error"] for e in server.trace if e["phase"] == "step"] == 12 * 16 * 15 * [""]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run(main())
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_replies_larger_than_a_socket_takes_are_whole_and_in_order():

@@ -93,8 +93,11 @@ class Worker:
                 value = function(*args, **kwargs)
             except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
                 error = raised if isinstance(raised, Exception) else RuntimeError(f"the environment raised {raised!r}")
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            try:
                 done(value, error)
+            except Exception:
+                if not self._loop.is_closed():  # then nobody waits any more
+                    log.exception("%s: no reply could be sent", self._thread.name)
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(job)
 
@@ -165,9 +168,9 @@ class _Session:
         if kind != "step":
             return False
         self.busy, self._since, self._due = "step", time.time(), connection.loop.time() + self.server.step_timeout
-        self._worker.post(partial(self._stepped, self._since), self._observed_step, action)
         if self._watch is None:
             self._watch = connection.loop.call_at(self._due, self._look)
+        self._worker.post(partial(self._stepped, self._since), self._observed_step, action)
         return True
 
     def _observed_step(self, action: dict) -> str:
@@ -176,11 +179,13 @@ class _Session:
 
     def _stepped(self, start: float, reply: str | None, fault: Exception | None) -> None:
         """In the session's thread: the end of a step that took the short way."""
-        if not self.over:
-            self._due = None
-            self.busy = None  # from here on the next step may come
-            self.connection.reply(reply if fault is None else self._refusal(fault))
-            self.server.record("step", self, start, "" if fault is None else type(fault).__name__)
+        if self.over:
+            return
+        text = reply if fault is None else self._refusal(fault)
+        self.server.record("step", self, start, "" if fault is None else type(fault).__name__)
+        self._due = None
+        self.busy = None  # from here on the next step may come
+        self.connection.reply(text)
 
     def _look(self) -> None:
         """Whether a step on the short way is overdue; if it is not yet, look again when it would be."""
