@@ -158,8 +158,8 @@ class _Session:
         """The short way of a step: from the socket to the thread, and from the thread to the socket (`_stepped`), while
         the loop only watches its deadline. False if the message is none, or not alone: then `answer` gets it."""
         connection = self.connection
-        if not (self._listening and self.busy is None and connection.direct and event.opcode is Opcode.TEXT and event.fin
-                and not connection.recv_messages.frames):
+        if not (self._listening and self.busy is None and not self.server.stopping and connection.direct
+                and event.opcode is Opcode.TEXT and event.fin and not connection.recv_messages.frames):
             return False
         try:
             kind, action = protocol.parse_request(str(event.data, "utf-8"))
@@ -197,7 +197,8 @@ class _Session:
                 self._watch = self.connection.loop.call_at(due, self._look)
 
     async def listen(self) -> str | bytes | None:
-        """The next message that does not take the short way, once all before it are answered; None if the client left."""
+        """The next message that does not take the short way, once all before it are answered; None if there is no more:
+        the client has left, or the server stops."""
         text = None
         try:
             async with asyncio.timeout(None) as self._scope:
@@ -206,7 +207,7 @@ class _Session:
                     text = await self.connection.recv()
                 if self._worker is not None:
                     await self._worker.call(lambda: None)
-                return text
+                return None if self.server.stopping else text
         except TimeoutError as raised:
             self.server.record("step", self, self._since, "timeout")
             raise self._hang("step", self.server.step_timeout) from raised
@@ -402,7 +403,7 @@ class EnvServer:
         self._numbers = itertools.count()
         self._counts: Counter = Counter()
         self._started = time.monotonic()
-        self._stopping = False
+        self.stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -418,7 +419,7 @@ class EnvServer:
             "closed": self._counts["closed"],
             "refused": self._counts["refused"],
             "most_sessions": self._counts["most"],
-            "stopping": self._stopping,
+            "stopping": self.stopping,
             "uptime_s": now - self._started,
             "session_list": [
                 {"session": s.number, "episode_id": s.episode_id, "steps": s.steps, "busy": s.busy,
@@ -467,9 +468,9 @@ class EnvServer:
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             return None
         active, hung = len(self._sessions), self.abandoned >= self.max_sessions
-        if active >= self.max_sessions or hung or self._stopping:
+        if active >= self.max_sessions or hung or self.stopping:
             self._counts["refused"] += 1
-            reason = ("the server is shutting down" if self._stopping else
+            reason = ("the server is shutting down" if self.stopping else
                       f"{self.abandoned} environments hang, restart the server" if hung else
                       f"Server at capacity: {active}/{self.max_sessions} sessions active")
             body = {"error": reason, "active_sessions": active, "max_sessions": self.max_sessions}
@@ -488,7 +489,7 @@ class EnvServer:
         try:
             try:
                 await session.open()
-                while not (session.over or self._stopping) and (text := await session.listen()) is not None:
+                while not (session.over or self.stopping) and (text := await session.listen()) is not None:
                     reply = await session.answer(text)
                     if reply is not None:
                         await connection.send(reply)
@@ -504,7 +505,7 @@ class EnvServer:
 
     async def stop(self, listener: Any, drain: float) -> None:
         """Refuse newcomers, give requests in flight `drain` s, then end every session and wait for it."""
-        self._stopping = True
+        self.stopping = True
         finished = time.monotonic() + drain
         while any(s.busy for s in self._sessions.values()) and time.monotonic() < finished:
             await asyncio.sleep(0.01)
