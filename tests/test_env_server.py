@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 import time
 
@@ -21,7 +22,7 @@ from grpolab.env.protocol import (
     SessionLost,
     StepResult,
 )
-from grpolab.env.server import load_factory, serve
+from grpolab.env.server import _Session, load_factory, serve
 
 
 def run(coroutine):
@@ -325,6 +326,125 @@ def test_the_wire_as_it_was_recorded():
             with pytest.raises(ConnectionClosed):
                 await raw.recv()
             assert raw.close_code == 1000 and server.status()["sessions"] == 0
+
+    run(main())
+
+
+def test_a_step_of_a_plain_environment_goes_straight_to_its_thread(monkeypatch):
+    async def never(*_):
+        raise AssertionError("this step went through the loop")
+
+    async def main():
+        monkeypatch.setattr(_Session, "_step", never)
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            for _ in range(2):
+                await session.reset()
+                assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(3)] == [1, 2, 3]
+                assert (await session.state())["step_count"] == 3
+
+    run(main())
+
+
+def test_a_step_may_end_before_the_loop_goes_on():
+    """With threads that are switched at every chance, pipelined steps of many sessions all get their own reply."""
+    async def play(url):
+        async with connect(url + "/ws", proxy=None) as raw:
+            turns = []
+            for _ in range(5):
+                for _ in range(3):  # the first is alone, the others find it under way or just done
+                    await raw.send('{"type":"step","data":{}}')
+                turns += [json.loads(await raw.recv())["data"]["observation"]["turn"] for _ in range(3)]
+            return turns
+
+    async def main():
+        async with serve(EchoEnv, max_sessions=16) as server:
+            for _ in range(12):
+                played = await asyncio.gather(*(play(server.url) for _ in range(16)))
+                assert played == 16 * [list(range(1, 16))]
+                await eventually(lambda: server.status()["sessions"] == 0, SOON)
+        assert [e["error"] for e in server.trace if e["phase"] == "step"] == 12 * 16 * 15 * [""]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run(main())
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_replies_larger_than_a_socket_takes_are_whole_and_in_order():
+    """Steps one by one and many at once, while pings leave from the loop; a small one after each large one."""
+    sizes = [5_000_000, 1, 3_000_000, 70_000] * 2
+
+    async def main():
+        async with serve(EchoEnv, ping_interval=0.001) as server, connect(server.url + "/ws", proxy=None, max_size=None) as raw:
+            async def ask(number):
+                await raw.send(json.dumps({"type": "step", "data": {"text": str(number), "big": sizes[number]}}))
+
+            async def answered(number):
+                seen = json.loads(await raw.recv())["data"]["observation"]
+                assert (seen["echo"], len(seen["big"])) == (str(number), sizes[number])
+
+            for number in range(len(sizes)):
+                await ask(number)
+                await answered(number)
+            for number in range(len(sizes)):
+                await ask(number)
+            for number in range(len(sizes)):
+                await answered(number)
+
+    run(main())
+
+
+def test_what_follows_a_step_is_answered_after_it():
+    async def main():
+        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
+            for text in ('{"type":"step","data":{"text":"slow","sleep":0.2}}', "{", '{"type":"mcp","data":{}}',
+                         '{"type":"state"}', '{"type":"close"}'):
+                await raw.send(text)
+            replies = [json.loads(text) async for text in raw]
+        assert [reply["type"] for reply in replies] == ["observation", "error", "mcp", "state"]
+        assert replies[3]["data"]["step_count"] == 1
+
+    run(main())
+
+
+def test_each_step_has_its_deadline_to_itself():
+    async def main():
+        async with serve(EchoEnv, step_timeout=0.8, close_timeout=0.1) as server, EnvSession(server.url) as session:
+            for _ in range(3):
+                await session.step({"text": "in time", "sleep": 0.5})
+            start = time.monotonic()
+            with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
+                await session.step({"hang": True})
+            assert 0.75 < time.monotonic() - start < SOON
+        assert [e["error"] for e in server.trace if e["phase"] == "step"] == ["", "", "", "timeout"]
+        assert all(0.5 <= e["seconds"] < SOON for e in server.trace if e["phase"] == "step")
+
+    run(main())
+
+
+def test_a_step_that_returns_after_its_deadline_says_nothing():
+    async def main():
+        async with serve(EchoEnv, step_timeout=0.1) as server, connect(server.url + "/ws", proxy=None) as raw:
+            await raw.send('{"type":"step","data":{"sleep":0.6}}')
+            replies = [json.loads(text)["data"] async for text in raw]
+        assert [reply.get("code") for reply in replies] == ["STEP_TIMEOUT"]
+        assert server.status()["abandoned"] == 0 == EchoEnv.live
+        assert [e["error"] for e in server.trace if e["phase"] == "step"] == ["timeout"]
+
+    run(main())
+
+
+def test_a_step_whose_client_left_is_waited_for_and_then_its_environment_closes():
+    async def main():
+        async with serve(EchoEnv, close_timeout=0.1) as server:
+            raw = await connect(server.url + "/ws", proxy=None)
+            await raw.send('{"type":"step","data":{"sleep":0.8}}')
+            await asyncio.sleep(0.1)
+            raw.transport.abort()
+            await eventually(lambda: server.status()["sessions"] == 0, SOON)
+            assert server.status()["abandoned"] == 0 == EchoEnv.live
 
     run(main())
 

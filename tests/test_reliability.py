@@ -181,12 +181,16 @@ def test_06_an_episode_survives_the_death_of_its_connection_by_replay():
     with server_process("guess", "--max-sessions", "4") as (_, url):
         async def play(pool_url, cut):
             async with GrpoPool(pool_url, size=2, on_failure="retry", seed=3) as pool:
+                midway = asyncio.Barrier(2)  # or the cut might come when the other has finished
+
                 async def rollout(seat):
                     await seat.reset(seed=seat.group_seed)
                     said = []
                     for i in range(5):
-                        if i == 3 and seat.index == 0:
-                            cut()
+                        if i == 3:
+                            await midway.wait()
+                            if seat.index == 0:
+                                cut()
                         said.append((await seat.step({"text": f"{10 * i + 1}"})).observation["text"])
                     return said
 

@@ -240,6 +240,10 @@ class EnvSession:
             self._socket.transport.abort()
         return cause
 
+    def _expire(self, phase: str, seconds: float) -> None:
+        """The deadline of a request: without its connection, who waits for the reply wakes up at once."""
+        self._drop(DeadlineExceeded(phase, seconds, f"session {self.index}"))
+
     def _result(self, kind: str, data: dict) -> StepResult:
         if kind != "observation":
             raise self._drop(SessionLost(f"a request was answered with {kind!r}: the connection is out of step"))
@@ -257,18 +261,15 @@ class EnvSession:
         if self._busy:
             raise RuntimeError("a request is in flight on this session; one at a time, or open a session for each task")
         self._busy = True
+        deadline = self._socket.loop.call_later(seconds, self._expire, phase, seconds)
         try:
             with self.span(phase):
-                async with asyncio.timeout(seconds):
-                    # A server that refuses may have hung up already; what it said is then still there to be read.
-                    with suppress(ConnectionClosed):
-                        await self._socket.send(text)
-                    reply = await self._socket.recv()
-                return protocol.parse_reply(reply)
-        except TimeoutError as fault:
-            raise self._drop(DeadlineExceeded(phase, seconds, f"session {self.index}")) from fault
+                # A server that refuses may have hung up already; what it said is then still there to be read.
+                with suppress(ConnectionClosed):
+                    await self._socket.send(text)
+                return protocol.parse_reply(await self._socket.recv())
         except ConnectionClosed as fault:
-            raise self._drop(SessionLost(f"the server closed the connection during {phase}: {fault}")) from fault
+            raise self.lost or self._drop(SessionLost(f"the server closed the connection during {phase}: {fault}")) from fault
         except ServerError:
             raise
         except asyncio.CancelledError as fault:
@@ -279,4 +280,5 @@ class EnvSession:
             self._drop(fault)
             raise
         finally:
+            deadline.cancel()
             self._busy = False

@@ -21,12 +21,14 @@ import ipaddress
 import itertools
 import json
 import logging
+import os
 import queue
 import signal
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,7 +37,9 @@ from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websockets
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame, Opcode
 from websockets.http11 import Request, Response
+from websockets.protocol import State
 
 from grpolab.env import protocol
 from grpolab.env.backends import BackendPool, Lease
@@ -51,11 +55,11 @@ HANDSHAKE = 10.0  # s; how long a client may take to finish its HTTP request
 
 
 class Hung(Exception):
-    """An environment call outlasted its deadline; `phase` is create, reset, step, state or close."""
+    """An environment call outlasted its deadline: create, reset, step, state or close; `reply` is the error frame."""
 
     def __init__(self, phase: str, message: str):
         super().__init__(message)
-        self.phase = phase
+        self.reply = protocol.error(message, f"{phase.upper()}_TIMEOUT")
 
 
 class Worker:
@@ -68,9 +72,13 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
+    def post(self, done: Callable[[Any, Exception | None], Any], function: Callable, *args: Any, **kwargs: Any) -> None:
+        """Call `function`, then, still in the thread, `done(value, error)`. Calls run in the order they came in."""
+        self._jobs.put((done, function, args, kwargs))
+
     async def call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         future = self._loop.create_future()
-        self._jobs.put((future, function, args, kwargs))
+        self.post(partial(self._loop.call_soon_threadsafe, _settle, future), function, *args, **kwargs)
         return await future
 
     def stop(self, at_end: Callable[[], None] = lambda: None) -> None:
@@ -79,14 +87,17 @@ class Worker:
 
     def _work(self) -> None:
         while not callable(job := self._jobs.get()):
-            future, function, args, kwargs = job
+            done, function, args, kwargs = job
             value = error = None
             try:
                 value = function(*args, **kwargs)
             except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
                 error = raised if isinstance(raised, Exception) else RuntimeError(f"the environment raised {raised!r}")
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(_settle, future, value, error)
+            try:
+                done(value, error)
+            except Exception:
+                if not self._loop.is_closed():  # then nobody waits any more
+                    log.exception("%s: no reply could be sent", self._thread.name)
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(job)
 
@@ -102,8 +113,8 @@ def _settle(future: asyncio.Future, value: Any, error: Exception | None) -> None
 class _Session:
     """One connection's environment, from the factory to the backend's return."""
 
-    def __init__(self, number: int, server: EnvServer):
-        self.number, self.server = number, server
+    def __init__(self, number: int, server: EnvServer, connection: _Connection):
+        self.number, self.server, self.connection = number, server, connection
         self.started = False
         self.opened = time.monotonic()
         self.busy: str | None = None
@@ -114,6 +125,10 @@ class _Session:
         self.over = False
         self._worker: Worker | None = None
         self._scope: asyncio.Timeout | None = None
+        self._listening = False
+        self._since = 0.0
+        self._due: float | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._hung = False
         self._asynchronous = False
 
@@ -139,8 +154,68 @@ class _Session:
     def _create(self, *arguments: Any) -> None:
         self.env = self.server.env_factory(*arguments)
 
+    def take(self, event: Frame) -> bool:
+        """The short way of a step: from the socket to the thread, and from the thread to the socket (`_stepped`), while
+        the loop only watches its deadline. False if the message is none, or not alone: then `answer` gets it."""
+        connection = self.connection
+        if not (self._listening and self.busy is None and not self.server.stopping and connection.direct
+                and event.opcode is Opcode.TEXT and event.fin and not connection.recv_messages.frames):
+            return False
+        try:
+            kind, action = protocol.parse_request(str(event.data, "utf-8"))
+        except (InvalidRequest, UnicodeDecodeError):
+            return False
+        if kind != "step":
+            return False
+        self.busy, self._since, self._due = "step", time.time(), connection.loop.time() + self.server.step_timeout
+        if self._watch is None:
+            self._watch = connection.loop.call_at(self._due, self._look)
+        self._worker.post(partial(self._stepped, self._since), self._observed_step, action)
+        return True
+
+    def _observed_step(self, action: dict) -> str:
+        self.steps += 1
+        return self._observation(self.env.step(action))
+
+    def _stepped(self, start: float, reply: str | None, fault: Exception | None) -> None:
+        """In the session's thread: the end of a step that took the short way."""
+        if self.over:
+            return
+        text = reply if fault is None else self._refusal(fault)
+        self.server.record("step", self, start, "" if fault is None else type(fault).__name__)
+        self._due = None
+        self.busy = None  # from here on the next step may come
+        self.connection.reply(text)
+
+    def _look(self) -> None:
+        """Whether a step on the short way is overdue; if it is not yet, look again when it would be."""
+        due, self._watch = self._due, None
+        if due is not None:
+            if due <= self.connection.loop.time():
+                self.hurry()
+            else:
+                self._watch = self.connection.loop.call_at(due, self._look)
+
+    async def listen(self) -> str | bytes | None:
+        """The next message that does not take the short way, once all before it are answered; None if there is no more:
+        the client has left, or the server stops."""
+        text = None
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                self._listening = self._worker is not None
+                with contextlib.suppress(ConnectionClosed):
+                    text = await self.connection.recv()
+                if self._worker is not None:
+                    await self._worker.call(lambda: None)
+                return None if self.server.stopping else text
+        except TimeoutError as raised:
+            self.server.record("step", self, self._since, "timeout")
+            raise self._hang("step", self.server.step_timeout) from raised
+        finally:
+            self._listening = False
+
     async def answer(self, text: str | bytes) -> str | None:
-        """The reply to one message, or None after `close`."""
+        """The reply to one message, or None after `close`; raises Hung."""
         try:
             kind, data = protocol.parse_request(text)
             if kind == "close":
@@ -150,15 +225,18 @@ class _Session:
         except InvalidRequest as fault:
             self.over = fault.ends
             return fault.reply
-        except InvalidAction as fault:
+        except Hung:
+            raise
+        except Exception as fault:
+            return self._refusal(fault)
+
+    def _refusal(self, fault: Exception) -> str:
+        """The reply to a request that the environment did not fulfil; the session goes on."""
+        if isinstance(fault, InvalidAction):
             return protocol.error("Invalid message", "VALIDATION_ERROR",
                                   errors=[{"type": "value_error", "loc": ["data"], "msg": str(fault)}])
-        except Hung as fault:
-            self.over = True
-            return protocol.error(str(fault), f"{fault.phase.upper()}_TIMEOUT")
-        except Exception as fault:
-            log.info("session %d: %s raised %r", self.number, self.server.env_name, fault)
-            return protocol.error(str(fault) or repr(fault), "EXECUTION_ERROR")
+        log.info("session %d: %s raised %r", self.number, self.server.env_name, fault)
+        return protocol.error(str(fault) or repr(fault), "EXECUTION_ERROR")
 
     async def _reset(self, options: dict) -> str:
         self.episode_id, self.steps = options.get("episode_id"), 0
@@ -195,15 +273,17 @@ class _Session:
             if not self._scope.expired():
                 raise  # the environment's own
             fault = "timeout"
-            self._hung = self._worker is not None
-            raise Hung(phase, f"{phase} of {self.server.env_name} took longer than {seconds:g} s; "
-                              "the session is over") from raised
+            raise self._hang(phase, seconds) from raised
         except BaseException as raised:
             fault = type(raised).__name__
             raise
         finally:
             self.busy = None
             self.server.record(phase, self, start, fault)
+
+    def _hang(self, phase: str, seconds: float) -> Hung:
+        self._hung, self.over = self._worker is not None, True
+        return Hung(phase, f"{phase} of {self.server.env_name} took longer than {seconds:g} s; the session is over")
 
     def hurry(self) -> None:
         """End the request in flight now, as if its deadline had passed."""
@@ -219,6 +299,8 @@ class _Session:
     async def close(self) -> None:
         """Close the environment, then give the backend back; bounded, and complete when it returns."""
         server, poisoned = self.server, self._hung
+        if self._watch is not None:
+            self._watch.cancel()
         if self._hung and self.lease is not None:
             # Killing what the environment waits for is what makes most hung threads return.
             await asyncio.to_thread(server.backends.kill, self.lease)
@@ -245,11 +327,51 @@ class _Session:
 
 
 class _Connection(ServerConnection):
-    """A connection that knows its session: a handshake that dies half-way still gives its slot back."""
+    """A connection that knows its session: a handshake that dies half-way still gives its slot back.
+
+    The session's thread replies past the transport (`reply`), so the client has its answer one wake-up earlier. `direct`
+    says that this may be done: the connection is open, and neither it nor its transport holds anything back.
+    """
 
     session: _Session | None = None
+    direct = False
+    _rest = b""  # what the socket did not take
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._writing = threading.Lock()
+        self._descriptor = transport.get_extra_info("socket").fileno()
+
+    def process_event(self, event: Any) -> None:
+        if self.session is None or not self.session.take(event):
+            super().process_event(event)
+
+    def reply(self, text: str) -> None:
+        """Send `text`, from any thread; nothing if the session is over: then an error frame was the last reply."""
+        frame = Frame(Opcode.TEXT, text.encode()).serialize(mask=False)
+        with self._writing:
+            if self.session.over or self.protocol.state is not State.OPEN:
+                return
+            if self.direct:
+                with contextlib.suppress(OSError):  # full, or lost, which the loop will find out
+                    frame = frame[os.write(self._descriptor, frame):]
+            if not frame:
+                return
+            self._rest += frame
+            self.direct = False
+        self.loop.call_soon_threadsafe(self.send_data)
+
+    def send_data(self) -> None:
+        with self._writing:
+            if self._rest:
+                self.transport.write(self._rest)
+                self._rest = b""
+            super().send_data()
+            self.direct = self.protocol.state is State.OPEN and not self.transport.get_write_buffer_size()
 
     def connection_lost(self, fault: Exception | None) -> None:
+        with self._writing:  # the descriptor is closed next
+            self.direct = False
         super().connection_lost(fault)
         if self.session is not None:
             if self.session.started:
@@ -281,7 +403,7 @@ class EnvServer:
         self._numbers = itertools.count()
         self._counts: Counter = Counter()
         self._started = time.monotonic()
-        self._stopping = False
+        self.stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -297,7 +419,7 @@ class EnvServer:
             "closed": self._counts["closed"],
             "refused": self._counts["refused"],
             "most_sessions": self._counts["most"],
-            "stopping": self._stopping,
+            "stopping": self.stopping,
             "uptime_s": now - self._started,
             "session_list": [
                 {"session": s.number, "episode_id": s.episode_id, "steps": s.steps, "busy": s.busy,
@@ -346,14 +468,14 @@ class EnvServer:
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             return None
         active, hung = len(self._sessions), self.abandoned >= self.max_sessions
-        if active >= self.max_sessions or hung or self._stopping:
+        if active >= self.max_sessions or hung or self.stopping:
             self._counts["refused"] += 1
-            reason = ("the server is shutting down" if self._stopping else
+            reason = ("the server is shutting down" if self.stopping else
                       f"{self.abandoned} environments hang, restart the server" if hung else
                       f"Server at capacity: {active}/{self.max_sessions} sessions active")
             body = {"error": reason, "active_sessions": active, "max_sessions": self.max_sessions}
             return _json_response(503, body, ("Retry-After", "1"))
-        connection.session = session = _Session(next(self._numbers), self)
+        connection.session = session = _Session(next(self._numbers), self, connection)
         self._sessions[session.number] = session
         self._idle.clear()
         self._counts["opened"] += 1
@@ -367,12 +489,12 @@ class EnvServer:
         try:
             try:
                 await session.open()
-            except InvalidRequest as fault:
+                while not (session.over or self.stopping) and (text := await session.listen()) is not None:
+                    reply = await session.answer(text)
+                    if reply is not None:
+                        await connection.send(reply)
+            except (InvalidRequest, Hung) as fault:
                 await connection.send(fault.reply)
-            while not (session.over or self._stopping):
-                reply = await session.answer(await connection.recv())
-                if reply is not None:
-                    await connection.send(reply)
         except ConnectionClosed:
             pass
         finally:
@@ -383,7 +505,7 @@ class EnvServer:
 
     async def stop(self, listener: Any, drain: float) -> None:
         """Refuse newcomers, give requests in flight `drain` s, then end every session and wait for it."""
-        self._stopping = True
+        self.stopping = True
         finished = time.monotonic() + drain
         while any(s.busy for s in self._sessions.values()) and time.monotonic() < finished:
             await asyncio.sleep(0.01)
