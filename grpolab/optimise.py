@@ -137,18 +137,27 @@ STEPS = ThreadPoolExecutor(1, "grpolab-steps")  # one thread, since each keeps f
 
 
 async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
-    """Run `work` in a thread that holds the model. A cancelled await returns at once; the thread ends its step first, and
-    whoever wants the model next waits for that."""
+    """Run `work` in the thread of the steps, holding the model. A cancelled await returns at once; the thread ends its
+    step first, and whoever wants the model next waits for that."""
 
     def locked():
+        with policy.lock:
+            return work()
+
+    return await off_loop(locked)
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """Run `work` in the thread of the steps, so that the event loop keeps answering."""
+
+    def rested():
         try:
-            with policy.lock:
-                return work()
+            return work()
         finally:
             rest_threads()
 
     rest_threads()
-    return await asyncio.get_running_loop().run_in_executor(STEPS, locked)
+    return await asyncio.get_running_loop().run_in_executor(STEPS, rested)
 
 
 def draw(items: Sequence[T], n: int, step: int, seed: int) -> list[T]:

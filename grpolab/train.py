@@ -17,7 +17,7 @@ from grpolab.chat import Example, encode_chat, pack, pad, prompt_ids, user
 from grpolab.checker import correct_reward
 from grpolab.forward import check_head, check_lengths, masked_logps, rollout_logps
 from grpolab.models import Policy
-from grpolab.optimise import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches
+from grpolab.optimise import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches, off_loop
 from grpolab.preferences import Pair
 from grpolab.reference import ReferenceLogps, pair_logps, reference_values
 from grpolab.reward import RewardModel
@@ -165,7 +165,7 @@ async def grpo(
         async def ask(asked, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
             groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
-            return score(policy, asked, groups, reward)
+            return await off_loop(lambda: score(policy, asked, groups, reward))
 
         async def one_step(step, optimizer):
             began = time.perf_counter()
@@ -174,7 +174,7 @@ async def grpo(
             groups, cost = await refill(ask, asked, drawn, list(prompts), config, step) if config.refills else (drawn, {})
             sampled = time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            row |= watched(policy, asked, drawn, reward, watch or {})
+            row |= await off_loop(lambda: watched(policy, asked, drawn, reward, watch or {}))
             times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampled - began,
                             row["trained_tokens"] * config.inner_epochs, time.perf_counter() - sampled)  # fmt: skip
             return describe(drawn) | cost | row | times

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import random
+import threading
 
 import pytest
 import torch
@@ -415,6 +416,19 @@ def test_grpo_takes_a_learned_reward_and_watches_the_rule(tiny):
     rows = collect(grpo(tiny, None, PROBLEMS[:4], config, reward=model, watch=watch))
     assert calls == [64, 64] and all(r["exact"] == 0 and math.isfinite(r["reward"]) for r in rows)
     assert all(r["learned"] == r["reward"] for r in rows)
+
+
+def test_rewards_are_given_off_the_event_loop(tiny):
+    """A learned reward computes for long; the loop must go on answering meanwhile."""
+    threads = set()
+
+    def reward(text, problem, rollout):
+        threads.add(threading.current_thread())
+        return float(len(rollout.tokens))
+
+    collect(grpo(tiny, None, PROBLEMS[:2], GRPOConfig(steps=1, prompts_per_step=2, group_size=2), reward=reward,
+                 watch={"length": reward}))  # fmt: skip
+    assert len(threads) == 1 and threading.current_thread() not in threads
 
 
 def test_a_batch_of_rewards_lands_where_each_belongs(tiny):
