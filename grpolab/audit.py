@@ -1,7 +1,7 @@
 """Rollouts against the policy's own forward: what the gates of the decode engine measure, and the ways to break them.
 
 `audit` teacher-forces finished rollouts through the unmodified model, one row, no cache, no padding. `sabotage` puts
-one known fault into a sampler; a gate that stays green under it measures nothing.
+one known fault into a sampler, which is spoilt by it; a gate that stays green under it measures nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def sabotage(sampler, fault: str):
 
     def swapped(tokens, start, last, cache, window):
         if tokens.shape[1] == 1:
-            rows = range(len(tokens))
+            rows = range(sampler._scheduler.rows.n)  # without a row of padding
             sampler._scheduler.places.move(rows, [*rows[-1:], *rows[:-1]], window)
         return forward(tokens, start, last, cache, window)
 

@@ -2,7 +2,7 @@
 
 An engine is model arithmetic alone; where rows keep theirs is the business of `slots.py`. `GeneralEngine` drives any
 causal LM of transformers through its own forward; `LlamaEngine` reads the parameters of Llama-shaped models straight.
-Shapes: n rows (row i is slot i), W new tokens a row, T cached positions, L layers, H key/value heads, g queries a
+Shapes: n rows, W new tokens a row, T cached positions, L layers, H key/value heads, g queries a
 key/value head, D head size, V vocabulary.
 """
 
@@ -258,11 +258,12 @@ def llama_obstacle(model) -> str | None:
 class LlamaEngine:
     """Llama-shaped models (RMSNorm, rotary positions, grouped queries, gated MLP) read straight from their parameters.
 
-    Fused QKV and gate/up products; keys are stored transposed, (L, slots, H, D, T), so that a step's scores are one
-    batched product over contiguous time. In fp32 norm weights are folded into the products and the two halves of a head
-    are interleaved, so that a rotation is one complex product. In bf16 and fp16 every rounding is that of transformers,
-    in the same order, which is what makes exact mode possible. `single`: a batch of one row, for which calls matter
-    more than throughput; otherwise one row is computed as two, since alone it takes kernels with other last bits.
+    Fused QKV and gate/up products. A step reads pages on a processor with AVX (`_paged`), else slots whose keys are stored
+    transposed, (L, slots, H, D, T), so that the scores are one batched product over contiguous time. In fp32 norm weights
+    are folded into the products and the two halves of a head are interleaved, so that a rotation is one complex product.
+    In bf16 and fp16 slots round as transformers does, in the same order, which is what makes exact mode possible.
+    `single`: a batch of one row, for which calls matter more than throughput; otherwise one row is computed as two, since
+    alone it takes kernels with other last bits.
     """
 
     name = "llama"
@@ -597,7 +598,7 @@ def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> 
 
 def _probe_lengths(model) -> list[int]:
     room = min(getattr(model.config, "max_position_embeddings", 64), 64) - 3
-    return [max(1, min(length, room)) for length in (13, 5, 21)]
+    return [max(1, min(length, room)) for length in (13, 5, PAGE - 1)]  # the last one's steps cross into a second page
 
 
 @torch.no_grad()

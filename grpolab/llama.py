@@ -23,8 +23,17 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, val
 
 
 def readable(model) -> bool:
-    """Whether `states` computes what this model's own forward does: not under another attention, nor with its dropout."""
-    return model.config._attn_implementation == "sdpa" and not model.training and llama_obstacle(model) is None
+    """Whether `states` computes what this model's own forward does: not under another attention, nor with its dropout,
+    nor where somebody hooked or replaced the forward of a part."""
+    plain = model.config._attn_implementation == "sdpa" and not model.training and llama_obstacle(model) is None
+    return plain and not any(map(_altered, model.modules()))
+
+
+def _altered(module) -> bool:
+    own = vars(module).get("forward")
+    ours = isinstance(own, partial) and own.func is checkpoint  # see forward_passes
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or (own is not None and not ours)
 
 
 def states(decoder, ids: Tensor, positions: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
@@ -34,7 +43,7 @@ def states(decoder, ids: Tensor, positions: Tensor, attend: Attend, at: Tensor |
     for layer in decoder.layers:
         step = partial(checkpoint, _layer, use_reentrant=False) if "forward" in vars(layer) else _layer  # see forward_passes
         x = step(layer, x, cos, sin, attend, at if layer is decoder.layers[-1] else None)
-    return norm(x, decoder.norm)
+    return norm(x, decoder.norm, products=False)
 
 
 def _layer(layer, x, cos, sin, attend, at):
@@ -106,10 +115,10 @@ def with_prefixes(tokens: Tokens) -> Attend:
 # --- norm, rotation, gate ---------------------------------------------------------------------------------------------
 
 
-def norm(x: Tensor, module) -> Tensor:
-    """RMSNorm over the last dimension, in the dtype of the products that follow."""
+def norm(x: Tensor, module, products: bool = True) -> Tensor:
+    """RMSNorm over the last dimension, in the dtype of the products that follow, if any."""
     dtype = torch.promote_types(x.dtype, module.weight.dtype)
-    if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
+    if products and torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
     return _Norm.apply(x, module.weight, module.variance_epsilon, dtype)
 

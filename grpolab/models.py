@@ -56,7 +56,7 @@ class Policy:
 
     def save(self, folder: str | Path) -> Path:
         """Model (safetensors) and tokenizer in one folder that `load_policy` reads; replaced as a whole or not at all."""
-        with atomic_folder(folder) as partial:
+        with self.lock, atomic_folder(folder) as partial:  # never in the middle of a step
             self.model.save_pretrained(partial)
             self.tokenizer.save_pretrained(partial)
         return Path(folder)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import math
+import os
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -24,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpolab.models import Policy
 from grpolab.runs import Run
-from grpolab.sync import rest_threads
+from grpolab.sync import rest_threads, set_own_threads
 
 T = TypeVar("T")
 
@@ -133,7 +135,7 @@ def make_optimizer(policy: Policy, config: Optimisation) -> torch.optim.Optimize
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 
-STEPS = ThreadPoolExecutor(1, "grpolab-steps")  # one thread, since each keeps freed memory of its own
+STEPS = "grpolab-steps"  # the name of the thread
 
 
 async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
@@ -148,16 +150,30 @@ async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
 
 
 async def off_loop(work: Callable[[], T]) -> T:
-    """Run `work` in the thread of the steps, so that the event loop keeps answering."""
+    """Run `work` in the thread of the steps, with as many torch threads as the caller has, so that the event loop keeps
+    answering. One thread takes all of them, since each thread keeps freed memory of its own."""
+    if threading.current_thread().name.startswith(STEPS):
+        raise RuntimeError("a training step waits for another training step in its own thread: await both from one loop")
+    threads = torch.get_num_threads()
 
     def rested():
+        if torch.get_num_threads() != threads:
+            set_own_threads(threads)
         try:
             return work()
+        except StopIteration as error:  # a future cannot carry it
+            raise RuntimeError("StopIteration left a training step or a reward: give `next` a default") from error
         finally:
             rest_threads()
 
     rest_threads()
-    return await asyncio.get_running_loop().run_in_executor(STEPS, rested)
+    return await asyncio.get_running_loop().run_in_executor(_steps(os.getpid()), rested)
+
+
+@cache
+def _steps(process: int) -> ThreadPoolExecutor:
+    """The thread of the steps; a forked process gets one of its own."""
+    return ThreadPoolExecutor(1, STEPS)
 
 
 def draw(items: Sequence[T], n: int, step: int, seed: int) -> list[T]:

@@ -243,7 +243,7 @@ class Scheduler:
     def _capacity(self) -> int:
         """Rows that the memory for keys and values holds if each grows to the longest that any may become."""
         longest = max(self.rows.longest(), *(len(p.ids) + p.limit(self.policy.context) for p in self.waiting))
-        per_row = self.engine.bytes_per_token() * round_up(longest, BUCKET)
+        per_row = self.engine.bytes_per_token() * self.places.longest(longest)
         return max(1, min(self.slots, self.cache_bytes // per_row))
 
     def _prefill(self, prompts: list[Prompt], width: int, behind: int) -> None:
@@ -377,7 +377,7 @@ class Owner:
 
 
 class Rows:
-    """The rows in progress as a structure of arrays; entries 0..n-1 are live and entry i is cache slot i."""
+    """The rows in progress as a structure of arrays; entries 0..n-1 are live."""
 
     arrays = ("token", "position", "count", "limit", "seed", "tokens", "logps", "raw_logps", "mass")
 

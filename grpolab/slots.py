@@ -16,7 +16,7 @@ import torch
 
 WINDOW = 16  # cached positions are read in multiples of this
 PAGE = 32  # positions of a page
-AHEAD = 16  # a row this close to the end of its page gets the next one together with a row that needs it
+NEAR = 16  # a row this close to the end of its page gets the next one together with a row that needs it
 ROOM = 128  # positions that a cache is allocated ahead of need
 ZEROS, SPILL, FIRST = 0, 1, 2  # the page where a row has none; that which padding rows write; the first of the others
 
@@ -80,6 +80,10 @@ class Slots:
     def __init__(self, engine, most: int):
         self.engine, self.most = engine, most + engine.min_rows
         self.cache: SlotCache | None = None
+
+    def longest(self, tokens: int) -> int:
+        """The positions that a row of `tokens` may come to occupy."""
+        return round_up(tokens, WINDOW)
 
     def fit(self, positions: np.ndarray, rows: int, steps: int, longest: int) -> None:
         """Room for `rows` rows, of which the first ones write at `positions` and `steps` - 1 further; none will come to be
@@ -151,9 +155,12 @@ class Pages:
     def cache(self) -> Pages:
         return self
 
+    def longest(self, tokens: int) -> int:
+        return round_up(tokens + NEAR, PAGE)
+
     def fit(self, positions: np.ndarray, rows: int, steps: int, longest: int) -> None:
         n = len(positions)
-        blocks = (positions + np.array([[0], [steps - 1], [AHEAD]])) // PAGE
+        blocks = (positions + np.array([[0], [steps - 1], [NEAR]])) // PAGE
         self._widen(int(blocks.max()) + 1)
         if not self.table[np.arange(n), blocks[:2]].all():
             for block in blocks:
@@ -232,13 +239,13 @@ class Pages:
         self.users[pages] += 1
 
     def _give(self, count: int) -> np.ndarray:
-        """Pages that nobody reads; where too few are left, half as many more are made as there are."""
+        """Pages that nobody reads; where too few are left, a quarter more are made."""
         size = len(self.users)
         if count > len(self.free):
-            more = max(count - len(self.free), size // 2)
-            self.keys, self.values = (
-                torch.cat([t, t.new_zeros(len(t), more, *t.shape[2:])], 1) for t in (self.keys, self.values)
-            )
+            more = max(count - len(self.free), size // 4)
+            self.layers = []  # views of what goes: the two grow one after the other, so that only one is there twice
+            self.keys = _grown(self.keys, more)
+            self.values = _grown(self.values, more)
             self.users = np.pad(self.users, (0, more))
             self.free += range(size, size + more)
             self.layers = [(k.permute(0, 3, 1, 2), k.view(-1, PAGE), v, v.view(-1, self.size))
@@ -250,6 +257,11 @@ class Pages:
         missing = blocks - self.table.shape[1]
         if missing > 0:
             self.table, self.picked = np.pad(self.table, ((0, 0), (0, missing))), None
+
+
+def _grown(pages: torch.Tensor, more: int) -> torch.Tensor:
+    """(L, pages, ...) with so many more pages of zeros."""
+    return torch.cat([pages, pages.new_zeros(len(pages), more, *pages.shape[2:])], 1)
 
 
 def places_for(engine, most: int) -> Slots | Pages:

@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -103,4 +104,8 @@ def _libgomp() -> list[ctypes.CDLL]:
     """The loaded copies of libgomp; none where another OpenMP serves, which has no such habit."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    return [ctypes.CDLL(path) for path in sorted({line.split()[-1] for line in lines if "/libgomp" in line})]
+    found = []
+    for path in sorted({line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}):
+        with suppress(OSError):  # the file is gone, after an upgrade under a running process
+            found.append(ctypes.CDLL(path))
+    return [library for library in found if hasattr(library, "omp_pause_resource_all")]  # since OpenMP 5

@@ -165,7 +165,7 @@ async def grpo(
         async def ask(asked, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
             groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
-            return await off_loop(lambda: score(policy, asked, groups, reward))
+            return await scored(lambda: score(policy, asked, groups, reward), [reward])
 
         async def one_step(step, optimizer):
             began = time.perf_counter()
@@ -174,7 +174,7 @@ async def grpo(
             groups, cost = await refill(ask, asked, drawn, list(prompts), config, step) if config.refills else (drawn, {})
             sampled = time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            row |= await off_loop(lambda: watched(policy, asked, drawn, reward, watch or {}))
+            row |= await scored(lambda: watched(policy, asked, drawn, reward, watch or {}), (watch or {}).values())
             times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampled - began,
                             row["trained_tokens"] * config.inner_epochs, time.perf_counter() - sampled)  # fmt: skip
             return describe(drawn) | cost | row | times
@@ -223,6 +223,11 @@ def tokens_of(groups: Sequence[Group]) -> int:
     return sum(len(r.tokens) for g in groups for r in g)
 
 
+async def scored(work, rewards):
+    """work(), off the event loop where a reward takes whole batches: a learned one, which computes for long."""
+    return await off_loop(work) if any(hasattr(r, "batch") for r in rewards) else work()
+
+
 def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
     """Groups with a reward for each rollout. A reward with a method `batch(texts, problems, rollouts)` gives all of a
     step in one call, as a learned one should."""
@@ -230,8 +235,11 @@ def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], 
         return [g.with_rewards([reward(policy.decode(r.tokens), p, r) for r in g]) for p, g in zip(problems, groups)]
     rollouts = [r for g in groups for r in g]
     asked = [p for p, g in zip(problems, groups) for _ in g]
-    rewards = iter(reward.batch([policy.decode(r.tokens) for r in rollouts], asked, rollouts))
-    return [g.with_rewards([next(rewards) for _ in g]) for g in groups]
+    rewards = list(reward.batch([policy.decode(r.tokens) for r in rollouts], asked, rollouts))
+    if len(rewards) != len(rollouts):
+        raise ValueError(f"{reward!r} gave {len(rewards)} rewards for {len(rollouts)} rollouts: give each its own, or None")
+    left = iter(rewards)
+    return [g.with_rewards([next(left) for _ in g]) for g in groups]
 
 
 def watched(

@@ -29,13 +29,18 @@ def gradient(policy, packed, scale=1.0):
     return loss.item(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
 
 
+def wide_norm(self, x):
+    """RMSNorm without transformers' detour through fp32."""
+    return self.weight * x / (x.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+
+
 @pytest.fixture
 def exact(tiny):
     """In float64 throughout: the model's own norms would compute in fp32 whatever they are given."""
     tiny.model.double()
     for m in tiny.model.modules():
         if hasattr(m, "variance_epsilon"):
-            m.forward = lambda x, m=m: m.weight * x / (x.square().mean(-1, keepdim=True) + m.variance_epsilon).sqrt()
+            m.__class__ = type("Wide", (type(m),), {"forward": wide_norm})
     return tiny
 
 

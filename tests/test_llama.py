@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from grpolab import llama
-from grpolab.forward import decoder_states, rollout_logps
+from grpolab.chat import Packed
+from grpolab.forward import decoder_states, masked_logps, rollout_logps
 from grpolab.models import Policy
 from grpolab.optimise import Optimisation, forward_passes
 from grpolab.rollouts import Rollout, collate, lay_out
@@ -24,6 +25,11 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def wide_norm(self, x):
+    """RMSNorm without transformers' detour through fp32."""
+    return self.weight * x / (x.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+
+
 def policy_of(config) -> Policy:
     """A model with weights of every size, its own norms in float64 as well, which they leave for fp32."""
     torch.manual_seed(0)
@@ -32,7 +38,7 @@ def policy_of(config) -> Policy:
         torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.3)
     for m in model.modules():
         if hasattr(m, "variance_epsilon"):
-            m.forward = lambda x, m=m: m.weight * x / (x.square().mean(-1, keepdim=True) + m.variance_epsilon).sqrt()
+            m.__class__ = type("Wide", (type(m),), {"forward": wide_norm})
     return Policy(model, None, "made", (1,))
 
 
@@ -43,12 +49,12 @@ def gradients(policy) -> dict:
 
 
 def assert_same(ours, theirs):
-    for (hidden, grads), (expected, expected_grads) in [(ours, theirs)]:
-        assert expected.abs().max() > 0.1
-        torch.testing.assert_close(hidden, expected, atol=1e-11, rtol=1e-11)
-        for name, g in expected_grads.items():
-            if g is not None:
-                torch.testing.assert_close(grads[name], g, atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    (hidden, grads), (expected, expected_grads) = ours, theirs
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(hidden, expected, atol=1e-11, rtol=1e-11)
+    for name, g in expected_grads.items():
+        if g is not None:
+            torch.testing.assert_close(grads[name], g, atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -148,3 +154,22 @@ def test_other_attention_dropout_and_other_models_keep_their_own_forward(tiny):
         assert not llama.readable(model)
     sliding = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=4)).eval()
     assert not llama.readable(sliding)
+
+
+def test_a_model_that_somebody_altered_keeps_its_own_forward(tiny):
+    layer = tiny.model.model.layers[1]
+    handle = layer.mlp.register_forward_hook(lambda *_: None)
+    assert not llama.readable(tiny.model)
+    handle.remove()
+    assert llama.readable(tiny.model)
+    layer.forward = lambda *a, **k: None
+    try:
+        assert not llama.readable(tiny.model)
+    finally:
+        del layer.forward
+
+
+def test_a_mask_on_the_first_column_is_refused(tiny):
+    one = torch.ones(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="which nothing predicts"):
+        masked_logps(tiny, Packed(one, one, torch.arange(3)[None], None))

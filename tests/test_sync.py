@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from grpolab import sync
 from grpolab.sync import FairLock, set_own_threads
 
 PROGRAM = """
@@ -133,3 +134,19 @@ def test_a_resting_thread_has_no_helpers_until_it_computes_again():
     done = subprocess.run([sys.executable, "-c", RESTING], capture_output=True, text=True, timeout=60,
                           env=os.environ | {"OMP_NUM_THREADS": "3"})  # fmt: skip
     assert done.stdout.splitlines() == ["2 0", "2 0"], done.stdout + done.stderr
+
+
+def test_libraries_without_the_call_or_gone_are_left_alone(monkeypatch, tmp_path):
+    """A path with a space, one that was upgraded under the process, and a libgomp too old for the call."""
+    maps = "7f00-7f01 r-xp 00000000 fe:00 1  /a b/libgomp.so.1 (deleted)\n7f02-7f03 r-xp 00000000 fe:00 2  /c d/libgomp.so.1\n"
+    opened = []
+
+    def open_library(path):
+        opened.append(path)
+        if "deleted" in path:
+            raise OSError("no such file")
+        return object()
+
+    monkeypatch.setattr(sync.Path, "read_text", lambda self: maps)
+    monkeypatch.setattr(sync.ctypes, "CDLL", open_library)
+    assert sync._libgomp.__wrapped__() == [] and opened == ["/a b/libgomp.so.1 (deleted)", "/c d/libgomp.so.1"]

@@ -418,17 +418,46 @@ def test_grpo_takes_a_learned_reward_and_watches_the_rule(tiny):
     assert all(r["learned"] == r["reward"] for r in rows)
 
 
-def test_rewards_are_given_off_the_event_loop(tiny):
-    """A learned reward computes for long; the loop must go on answering meanwhile."""
-    threads = set()
+class Lengths:
+    """A reward for whole batches, as a learned one is; `short` leaves out the last."""
 
-    def reward(text, problem, rollout):
-        threads.add(threading.current_thread())
-        return float(len(rollout.tokens))
+    def __init__(self, short=0):
+        self.threads, self.short = set(), short
 
-    collect(grpo(tiny, None, PROBLEMS[:2], GRPOConfig(steps=1, prompts_per_step=2, group_size=2), reward=reward,
-                 watch={"length": reward}))  # fmt: skip
-    assert len(threads) == 1 and threading.current_thread() not in threads
+    def batch(self, texts, problems, rollouts):
+        self.threads.add(threading.current_thread())
+        return [float(len(r.tokens)) for r in rollouts][: len(rollouts) - self.short]
+
+    def __call__(self, text, problem, rollout):
+        raise AssertionError("a batch was to be asked")
+
+
+ONE_STEP = GRPOConfig(steps=1, prompts_per_step=2, group_size=2, max_new_tokens=4)
+
+
+def test_rewards_of_batches_are_given_off_the_event_loop_and_others_on_it(tiny):
+    """A learned reward computes for long; the loop must go on answering. A user's own may be bound to the main thread."""
+    own, learned = [], Lengths()
+    rule = lambda *_: own.append(threading.current_thread()) or 0.0  # noqa: E731
+    collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=learned))
+    collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=rule))
+    assert threading.current_thread() not in learned.threads and set(own) == {threading.current_thread()}
+
+
+def test_a_reward_too_few_and_a_stray_stop_iteration_are_errors(tiny):
+    with pytest.raises(ValueError, match="gave 3 rewards for 4 rollouts"):
+        collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=Lengths(short=1)))
+    careless = Lengths()
+    careless.batch = lambda *_: next(iter(()))
+    with pytest.raises(RuntimeError, match="StopIteration left"):
+        collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=careless))
+
+
+def test_a_step_that_waits_for_a_step_is_refused(tiny):
+    inner = Lengths()
+    inner.batch = lambda *_: collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=Lengths()))
+    with pytest.raises(RuntimeError, match="await both from one loop"):
+        collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=inner))
 
 
 def test_a_batch_of_rewards_lands_where_each_belongs(tiny):
