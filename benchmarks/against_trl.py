@@ -15,6 +15,7 @@ without checkpointing, which is its fastest form; `--micro N` makes it accumulat
 DPO has its reference log-probs precomputed on both sides. The first step of a process is warm-up; the figures are medians
 of the rest. Ours come with the seconds of the update within a step (the rest of a GRPO step is sampling) and with what one
 further update, after the memory is read, spends on matrix products, on attention, on other tensor operations, and outside.
+The record keeps one row a model, precision and method, with the machine that measured it.
 """
 
 from __future__ import annotations
@@ -282,14 +283,19 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(*args.one, args.steps, args.micro)))
         return
-    record = {"machine": machine(), "workload": {
+    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    known = {(r["model"], r["precision"], r["method"]): r for r in rows}
+    workload = {
         "grpo": f"{PROMPTS} prompts x {GROUP} rollouts x {NEW_TOKENS} new tokens, prompts of {PROMPT_TOKENS} tokens",
-        "sft": f"{EXAMPLES} examples of {PROMPT_TOKENS} + {NEW_TOKENS} tokens", "dpo": f"{PAIRS} pairs of the same lengths",
-        "trl_micro_batch": args.micro or "all rows"}, "rows": []}  # fmt: skip
-    for model, dtype, method in CELLS:
+        "sft": f"{EXAMPLES} examples of {PROMPT_TOKENS} + {NEW_TOKENS} tokens",
+        "dpo": f"{PAIRS} pairs of the same lengths",
+    }
+    for cell in CELLS:
+        model, dtype, method = cell
         if model in args.models and dtype in args.precisions and method in args.methods:
             row = compare(model, dtype, method, args.rounds, args.steps, args.micro)
-            record["rows"].append(row)
+            known[cell] = row | {"machine": machine(), "trl_micro_batch": args.micro or "all rows"}
+            record = {"workload": workload, "rows": [known[c] for c in CELLS if c in known]}
             args.out.write_text(json.dumps(record, indent=1) + "\n")
             a, b = row["grpolab"], row["trl"]
             print(f"{model:13} {dtype} {method:5} {a['step_s']:8.3f} s against {b['step_s']:8.3f} s: {row['speed']:.2f}x   "
