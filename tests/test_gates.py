@@ -220,7 +220,7 @@ def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
         ({"sampled_audit": SimpleNamespace(**FOUND | {"mean_error": 2e-5})}, "sampler's logps against the forward, mean"),
         ({"sampled_audit": SimpleNamespace(**FOUND | {"after_stop": 1})}, "tokens after an end token"),
         ({"dialogue_audit": SimpleNamespace(**FOUND | {"max_error": 1.0})}, "three turns"),
-        ({"rounding": 2.5}, "distance from float64, mean"),
+        ({"rounding": 3.5}, "distance from float64, mean"),
         ({"same_refilled": 59}, "rollouts changed by refill"),
         ({"same_alone": 7}, "rollouts changed by company"),
         ({"bf16": SimpleNamespace(mean_error=4e-3)}, "bf16"),
