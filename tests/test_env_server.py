@@ -22,7 +22,7 @@ from grpolab.env.protocol import (
     SessionLost,
     StepResult,
 )
-from grpolab.env.server import _Session, load_factory, serve
+from grpolab.env.server import _Connection, _Session, load_factory, serve
 
 
 def run(coroutine):
@@ -405,6 +405,148 @@ def test_what_follows_a_step_is_answered_after_it():
             replies = [json.loads(text) async for text in raw]
         assert [reply["type"] for reply in replies] == ["observation", "error", "mcp", "state"]
         assert replies[3]["data"]["step_count"] == 1
+
+    run(main())
+
+
+async def short_way(raw, server):
+    """The one session of `server`, once its next step is sure to take the short way: all before it is answered."""
+    await raw.send('{"type":"state"}')
+    await raw.recv()
+    session, = server._sessions.values()
+    await eventually(lambda: session._listening, SOON)
+    return session
+
+
+def finish(session):
+    """Hold the loop until the session's thread has done all that it was given."""
+    done = threading.Event()
+    session._worker.post(lambda *_: done.set(), int)
+    assert done.wait(SOON)
+
+
+@pytest.mark.parametrize("first, kind", [('{"type":"state"}', "state"), ('{"type":"reset"}', "observation"), ("{", "error")])
+def test_a_step_does_not_overtake_the_message_before_it(first, kind):
+    async def main():
+        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
+            session = await short_way(raw, server)
+            session._worker.post(lambda *_: None, time.sleep, 0.3)  # so that the step comes before the first is answered
+            await raw.send(first)
+            await asyncio.sleep(0.05)  # it is read, and waits for the thread
+            await raw.send('{"type":"step","data":{"text":"second"}}')
+            replies = [json.loads(await raw.recv()) for _ in range(2)]
+            assert [reply["type"] for reply in replies] == [kind, "observation"]
+            assert replies[1]["data"]["observation"]["echo"] == "second"
+
+    run(main())
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_step_at_its_deadline_is_answered_once(in_time):
+    """Its thread ends it and the loop finds it overdue, in either order and with nothing between."""
+    gate = threading.Event()
+
+    class Gated(EchoEnv):
+        def step(self, action):
+            gate.wait(SOON)
+            return super().step(action)
+
+    async def main():
+        async with serve(Gated) as server, connect(server.url + "/ws", proxy=None) as raw:
+            session = await short_way(raw, server)
+            await raw.send('{"type":"step","data":{"text":"a"}}')
+            await eventually(lambda: session._due is not None, SOON)
+            if not in_time:
+                session.hurry()
+            gate.set()
+            finish(session)
+            session.hurry()
+            if in_time:
+                await raw.send('{"type":"step","data":{"text":"b"}}')
+                assert [json.loads(await raw.recv())["data"]["observation"]["echo"] for _ in range(2)] == ["a", "b"]
+            else:
+                assert [json.loads(text)["data"].get("code") async for text in raw] == ["STEP_TIMEOUT"]
+        assert [e["error"] for e in server.trace if e["phase"] == "step"] == (["", ""] if in_time else ["timeout"])
+        assert server.status()["sessions"] == 0 == EchoEnv.live
+
+    run(main())
+
+
+def test_a_stopping_server_lets_a_finished_step_be_answered(monkeypatch):
+    """However long it takes from the end of a step to its reply."""
+    replying, reply = threading.Event(), _Connection.reply
+
+    def slowly(*args):
+        replying.set()
+        time.sleep(0.3)
+        reply(*args)
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            server = await stack.enter_async_context(serve(EchoEnv))
+            raw = await connect(server.url + "/ws", proxy=None)
+            await short_way(raw, server)
+            monkeypatch.setattr(_Connection, "reply", slowly)
+            await raw.send('{"type":"step","data":{"text":"last"}}')
+            await eventually(replying.is_set, SOON)
+            await stack.aclose()
+            assert json.loads(await raw.recv())["data"]["observation"]["echo"] == "last"
+            with pytest.raises(ConnectionClosed):
+                await raw.recv()
+
+    run(main())
+
+
+def test_an_error_that_cannot_tell_itself_is_answered_at_once():
+    class Mute(Exception):
+        def __str__(self):
+            return self.text
+
+        __repr__ = __str__
+
+    class Raises(EchoEnv):
+        def step(self, action):
+            if "text" in action:
+                return super().step(action)
+            raise Mute
+
+        def state(self):
+            raise Mute
+
+    async def main():
+        async with serve(Raises) as server, EnvSession(server.url, deadlines=Deadlines(step=SOON)) as session:
+            for call in (session.state(), session.step({})):
+                with pytest.raises(ServerError, match="Mute, whose text could not be made: AttributeError"):
+                    await call
+            assert (await session.step({"text": "goes on"})).observation["echo"] == "goes on"
+
+    run(main())
+
+
+def test_a_trace_that_cannot_be_written_costs_no_step(caplog):
+    class Full:
+        def write(self, _):
+            raise OSError(28, "No space left on device")
+
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=SOON)) as session:
+            server._trace_file = Full()
+            await session.reset()
+            assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(2)] == [1, 2]
+        assert EchoEnv.live == 0 and [e["phase"] for e in server.trace][-4:] == ["reset", "step", "step", "close"]
+        assert sum("No space left" in str(r.exc_info) for r in caplog.records) == 4
+
+    run(main())
+
+
+def test_the_trace_may_be_read_while_sessions_write_it():
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            await session.reset()
+            (of_session,), before = server._sessions.values(), len(server.trace)
+            for _ in server.trace:
+                server.record("step", of_session, 0.0, "")
+            assert len(server.trace) == 2 * before
 
     run(main())
 
