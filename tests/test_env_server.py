@@ -1,15 +1,18 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, get
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from grpolab.env import server as server_module
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
 from grpolab.env.faults import Faulty
@@ -293,6 +296,36 @@ def test_a_cancelled_request_loses_its_session():
     run(main())
 
 
+def test_the_trace_names_what_ended_a_step():
+    async def main():
+        async with serve(EchoEnv) as server:
+            session = EnvSession(server.url, deadlines=Deadlines(step=0.1))
+            await session.connect()
+            with pytest.raises(DeadlineExceeded):
+                await session.step({"sleep": 0.5})
+            assert [(span.phase, span.error) for span in session.trace[-2:]] == [("admit", ""), ("step", "DeadlineExceeded")]
+            await session.close()
+
+    run(main())
+
+
+def test_a_reply_that_is_read_after_the_deadline_is_too_late():
+    """The loop stood still: reply and deadline were both there when it went on. The session is lost, and the step with it."""
+    async def main():
+        async with serve(EchoEnv) as server:
+            session = EnvSession(server.url, deadlines=Deadlines(step=0.2))
+            await session.connect()
+            step = asyncio.create_task(session.step({"sleep": 0.1}))
+            await eventually(lambda: session._busy and server.status()["session_list"][0]["busy"] == "step", SOON)
+            time.sleep(0.4)
+            with pytest.raises(DeadlineExceeded):
+                await step
+            assert not session.open and session.trace[-1].error == "DeadlineExceeded"
+            await session.close()
+
+    run(main())
+
+
 def test_one_request_at_a_time():
     async def main():
         async with serve(EchoEnv) as server, EnvSession(server.url) as session:
@@ -392,6 +425,63 @@ def test_replies_larger_than_a_socket_takes_are_whole_and_in_order():
                 await ask(number)
             for number in range(len(sizes)):
                 await answered(number)
+
+    run(main())
+
+
+@pytest.mark.parametrize("case", ["plain", "encrypted", "Windows"])
+def test_a_reply_goes_past_the_transport_only_where_the_socket_is_the_wire(case, monkeypatch):
+    written, info = [], asyncio.BaseTransport.get_extra_info
+
+    def write(descriptor, frame):
+        written.append(frame)
+        return os.write(descriptor, frame)
+
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(3)] == [1, 2, 3]
+
+    name = "nt" if case == "Windows" else "posix"
+    monkeypatch.setattr(server_module, "os", SimpleNamespace(name=name, write=write))
+    if case == "encrypted":
+        monkeypatch.setattr(asyncio.BaseTransport, "get_extra_info",
+                            lambda self, key, default=None: "TLS" if key == "sslcontext" else info(self, key, default))
+    run(main())
+    assert len(written) == (3 if case == "plain" else 0)
+
+
+@pytest.mark.parametrize("env", [EchoEnv, AsyncEchoEnv])
+def test_a_client_that_reads_nothing_loses_its_session(env):
+    async def main():
+        async with serve(env, ping_interval=0.1, ping_timeout=0.1) as server:
+            raw = await connect(server.url + "/ws", proxy=None)
+            raw.transport.pause_reading()
+            await raw.send('{"type":"step","data":{"big":20000000}}')
+            await eventually(lambda: server.status()["session_list"][0]["steps"] == 1, SOON)
+            await eventually(lambda: server.status()["sessions"] == 0 == EchoEnv.live, SOON, "its slot is free")
+            raw.transport.abort()
+
+    run(main())
+
+
+def test_a_client_that_reads_slowly_keeps_its_session():
+    async def main():
+        async with serve(EchoEnv, ping_interval=0.3, ping_timeout=0.2) as server:
+            async with connect(server.url + "/ws", proxy=None, max_size=None, ping_interval=None) as raw:
+                session = await short_way(raw, server)
+                raw.transport.pause_reading()
+                await raw.send('{"type":"step","data":{"big":40000000}}')
+                await eventually(lambda: session.connection.paused, SOON)
+                until = time.monotonic() + 1.5
+                while time.monotonic() < until:
+                    raw.transport.resume_reading()
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # one piece is read
+                    raw.transport.pause_reading()
+                    await asyncio.sleep(0.03)
+                assert session.connection.paused  # it has not caught up
+                raw.transport.resume_reading()
+                assert len(await raw.recv()) > 40_000_000
 
     run(main())
 

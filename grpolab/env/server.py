@@ -341,16 +341,19 @@ class _Connection(ServerConnection):
 
     The session's thread replies past the transport (`reply`), so the client has its answer one wake-up earlier. `direct`
     says that this may be done: the connection is open, and neither it nor its transport holds anything back.
+    A client that reads nothing is cut off: websockets' pings would wait behind what it does not read, for ever.
     """
 
     session: _Session | None = None
     direct = False
     _rest = b""  # what the socket did not take
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.writing = threading.Lock()
-        self._descriptor = transport.get_extra_info("socket").fileno()
+        plain = os.name == "posix" and transport.get_extra_info("sslcontext") is None
+        self._descriptor = transport.get_extra_info("socket").fileno() if plain else None
 
     def process_event(self, event: Any) -> None:
         if self.session is None or not self.session.take(event):
@@ -375,11 +378,32 @@ class _Connection(ServerConnection):
                 self.transport.write(self._rest)
                 self._rest = b""
             super().send_data()
-            self.direct = self.protocol.state is State.OPEN and not self.transport.get_write_buffer_size()
+            self.direct = (self._descriptor is not None and self.protocol.state is State.OPEN
+                           and not self.transport.get_write_buffer_size())
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.ping_interval is not None and self.ping_timeout is not None:
+            self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _watch_reader(self, before: float = float("inf")) -> None:
+        """Abort once the client takes nothing for as long as it may leave a ping unanswered."""
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._unread = self.loop.call_later(self.ping_interval + self.ping_timeout, self._watch_reader, left)
+        else:
+            self.transport.abort()
 
     def connection_lost(self, fault: Exception | None) -> None:
         with self.writing:  # the descriptor is closed next
             self.direct = False
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(fault)
         if self.session is not None:
             if self.session.started:
@@ -555,8 +579,9 @@ async def serve(env_factory: Callable[..., Any], *, max_sessions: int = 8, host:
     """Serve `env_factory()` (or `env_factory(resource)` with `backends`) to at most `max_sessions` sessions at once.
 
     Times in seconds. `port=0` takes a free one. A client that answers no ping for `ping_interval + ping_timeout` is
-    gone, however long its step takes; None turns pings off. `token` asks every client for it, and is required on an
-    address that other machines reach. `drain` is what a request in flight gets at shutdown. `trace` is a JSONL file.
+    gone, however long its step takes, and so is one that reads nothing of a reply for that long; None turns both off.
+    `token` asks every client for it, and is required on an address that other machines reach. `drain` is what a request
+    in flight gets at shutdown. `trace` is a JSONL file.
     Browsers are refused (a page of any site could connect to a loopback address): clients must send no Origin.
     """
     if not token and not _is_loopback(host):
