@@ -668,15 +668,20 @@ def test_a_step_that_returns_after_its_deadline_says_nothing():
     run(main())
 
 
-def test_a_step_whose_client_left_is_waited_for_and_then_its_environment_closes():
+@pytest.mark.parametrize("politely", [True, False])
+def test_a_step_whose_client_left_is_waited_for_and_then_its_environment_closes(politely):
     async def main():
         async with serve(EchoEnv, close_timeout=0.1) as server:
             raw = await connect(server.url + "/ws", proxy=None)
+            session = await short_way(raw, server)
             await raw.send('{"type":"step","data":{"sleep":0.8}}')
-            await asyncio.sleep(0.1)
+            await eventually(lambda: session.busy == "step", SOON)
+            if politely:
+                await raw.close()
             raw.transport.abort()
             await eventually(lambda: server.status()["sessions"] == 0, SOON)
             assert server.status()["abandoned"] == 0 == EchoEnv.live
+            assert [e["error"] for e in server.trace if e["phase"] == "step"] == [""] and session._due is None
 
     run(main())
 

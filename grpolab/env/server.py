@@ -581,8 +581,8 @@ async def serve(env_factory: Callable[..., Any], *, max_sessions: int = 8, host:
     Times in seconds. `port=0` takes a free one. A client that answers no ping for `ping_interval + ping_timeout` is
     gone, however long its step takes, and so is one that reads nothing of a reply for that long; None turns both off.
     `token` asks every client for it, and is required on an address that other machines reach. `drain` is what a request
-    in flight gets at shutdown. `trace` is a JSONL file.
-    Browsers are refused (a page of any site could connect to a loopback address): clients must send no Origin.
+    in flight gets at shutdown. `trace` is a JSONL file. Browsers are refused (a page of any site could connect to a
+    loopback address): clients must send no Origin.
     """
     if not token and not _is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines: pass token=..., or stay on 127.0.0.1")
