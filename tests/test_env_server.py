@@ -1,15 +1,18 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, get
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from grpolab.env import server as server_module
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
 from grpolab.env.faults import Faulty
@@ -22,7 +25,7 @@ from grpolab.env.protocol import (
     SessionLost,
     StepResult,
 )
-from grpolab.env.server import _Session, load_factory, serve
+from grpolab.env.server import _Connection, _Session, load_factory, serve
 
 
 def run(coroutine):
@@ -293,6 +296,36 @@ def test_a_cancelled_request_loses_its_session():
     run(main())
 
 
+def test_the_trace_names_what_ended_a_step():
+    async def main():
+        async with serve(EchoEnv) as server:
+            session = EnvSession(server.url, deadlines=Deadlines(step=0.1))
+            await session.connect()
+            with pytest.raises(DeadlineExceeded):
+                await session.step({"sleep": 0.5})
+            assert [(span.phase, span.error) for span in session.trace[-2:]] == [("admit", ""), ("step", "DeadlineExceeded")]
+            await session.close()
+
+    run(main())
+
+
+def test_a_reply_that_is_read_after_the_deadline_is_too_late():
+    """The loop stood still: reply and deadline were both there when it went on. The session is lost, and the step with it."""
+    async def main():
+        async with serve(EchoEnv) as server:
+            session = EnvSession(server.url, deadlines=Deadlines(step=0.2))
+            await session.connect()
+            step = asyncio.create_task(session.step({"sleep": 0.1}))
+            await eventually(lambda: session._busy and server.status()["session_list"][0]["busy"] == "step", SOON)
+            time.sleep(0.4)
+            with pytest.raises(DeadlineExceeded):
+                await step
+            assert not session.open and session.trace[-1].error == "DeadlineExceeded"
+            await session.close()
+
+    run(main())
+
+
 def test_one_request_at_a_time():
     async def main():
         async with serve(EchoEnv) as server, EnvSession(server.url) as session:
@@ -396,6 +429,63 @@ def test_replies_larger_than_a_socket_takes_are_whole_and_in_order():
     run(main())
 
 
+@pytest.mark.parametrize("case", ["plain", "encrypted", "Windows"])
+def test_a_reply_goes_past_the_transport_only_where_the_socket_is_the_wire(case, monkeypatch):
+    written, info = [], asyncio.BaseTransport.get_extra_info
+
+    def write(descriptor, frame):
+        written.append(frame)
+        return os.write(descriptor, frame)
+
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(3)] == [1, 2, 3]
+
+    name = "nt" if case == "Windows" else "posix"
+    monkeypatch.setattr(server_module, "os", SimpleNamespace(name=name, write=write))
+    if case == "encrypted":
+        monkeypatch.setattr(asyncio.BaseTransport, "get_extra_info",
+                            lambda self, key, default=None: "TLS" if key == "sslcontext" else info(self, key, default))
+    run(main())
+    assert len(written) == (3 if case == "plain" else 0)
+
+
+@pytest.mark.parametrize("env", [EchoEnv, AsyncEchoEnv])
+def test_a_client_that_reads_nothing_loses_its_session(env):
+    async def main():
+        async with serve(env, ping_interval=0.1, ping_timeout=0.1) as server:
+            raw = await connect(server.url + "/ws", proxy=None)
+            raw.transport.pause_reading()
+            await raw.send('{"type":"step","data":{"big":20000000}}')
+            await eventually(lambda: server.status()["session_list"][0]["steps"] == 1, SOON)
+            await eventually(lambda: server.status()["sessions"] == 0 == EchoEnv.live, SOON, "its slot is free")
+            raw.transport.abort()
+
+    run(main())
+
+
+def test_a_client_that_reads_slowly_keeps_its_session():
+    async def main():
+        async with serve(EchoEnv, ping_interval=0.5, ping_timeout=0.5) as server:
+            async with connect(server.url + "/ws", proxy=None, max_size=None, ping_interval=None) as raw:
+                session = await short_way(raw, server)
+                raw.transport.pause_reading()
+                await raw.send('{"type":"step","data":{"big":40000000}}')
+                await eventually(lambda: session.connection.paused, SOON)
+                until = time.monotonic() + 2.5
+                while time.monotonic() < until:
+                    raw.transport.resume_reading()
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # one piece is read
+                    raw.transport.pause_reading()
+                    await asyncio.sleep(0.05)
+                assert session.connection.paused  # it has not caught up
+                raw.transport.resume_reading()
+                assert len(await raw.recv()) > 40_000_000
+
+    run(main())
+
+
 def test_what_follows_a_step_is_answered_after_it():
     async def main():
         async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
@@ -405,6 +495,148 @@ def test_what_follows_a_step_is_answered_after_it():
             replies = [json.loads(text) async for text in raw]
         assert [reply["type"] for reply in replies] == ["observation", "error", "mcp", "state"]
         assert replies[3]["data"]["step_count"] == 1
+
+    run(main())
+
+
+async def short_way(raw, server):
+    """The one session of `server`, once its next step is sure to take the short way: all before it is answered."""
+    await raw.send('{"type":"state"}')
+    await raw.recv()
+    session, = server._sessions.values()
+    await eventually(lambda: session._listening, SOON)
+    return session
+
+
+def finish(session):
+    """Hold the loop until the session's thread has done all that it was given."""
+    done = threading.Event()
+    session._worker.post(lambda *_: done.set(), int)
+    assert done.wait(SOON)
+
+
+@pytest.mark.parametrize("first, kind", [('{"type":"state"}', "state"), ('{"type":"reset"}', "observation"), ("{", "error")])
+def test_a_step_does_not_overtake_the_message_before_it(first, kind):
+    async def main():
+        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
+            session = await short_way(raw, server)
+            session._worker.post(lambda *_: None, time.sleep, 0.3)  # so that the step comes before the first is answered
+            await raw.send(first)
+            await asyncio.sleep(0.05)  # it is read, and waits for the thread
+            await raw.send('{"type":"step","data":{"text":"second"}}')
+            replies = [json.loads(await raw.recv()) for _ in range(2)]
+            assert [reply["type"] for reply in replies] == [kind, "observation"]
+            assert replies[1]["data"]["observation"]["echo"] == "second"
+
+    run(main())
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_step_at_its_deadline_is_answered_once(in_time):
+    """Its thread ends it and the loop finds it overdue, in either order and with nothing between."""
+    gate = threading.Event()
+
+    class Gated(EchoEnv):
+        def step(self, action):
+            gate.wait(SOON)
+            return super().step(action)
+
+    async def main():
+        async with serve(Gated) as server, connect(server.url + "/ws", proxy=None) as raw:
+            session = await short_way(raw, server)
+            await raw.send('{"type":"step","data":{"text":"a"}}')
+            await eventually(lambda: session._due is not None, SOON)
+            if not in_time:
+                session.hurry()
+            gate.set()
+            finish(session)
+            session.hurry()
+            if in_time:
+                await raw.send('{"type":"step","data":{"text":"b"}}')
+                assert [json.loads(await raw.recv())["data"]["observation"]["echo"] for _ in range(2)] == ["a", "b"]
+            else:
+                assert [json.loads(text)["data"].get("code") async for text in raw] == ["STEP_TIMEOUT"]
+        assert [e["error"] for e in server.trace if e["phase"] == "step"] == (["", ""] if in_time else ["timeout"])
+        assert server.status()["sessions"] == 0 == EchoEnv.live
+
+    run(main())
+
+
+def test_a_stopping_server_lets_a_finished_step_be_answered(monkeypatch):
+    """However long it takes from the end of a step to its reply."""
+    replying, reply = threading.Event(), _Connection.reply
+
+    def slowly(*args):
+        replying.set()
+        time.sleep(0.3)
+        reply(*args)
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            server = await stack.enter_async_context(serve(EchoEnv))
+            raw = await connect(server.url + "/ws", proxy=None)
+            await short_way(raw, server)
+            monkeypatch.setattr(_Connection, "reply", slowly)
+            await raw.send('{"type":"step","data":{"text":"last"}}')
+            await eventually(replying.is_set, SOON)
+            await stack.aclose()
+            assert json.loads(await raw.recv())["data"]["observation"]["echo"] == "last"
+            with pytest.raises(ConnectionClosed):
+                await raw.recv()
+
+    run(main())
+
+
+def test_an_error_that_cannot_tell_itself_is_answered_at_once():
+    class Mute(Exception):
+        def __str__(self):
+            return self.text
+
+        __repr__ = __str__
+
+    class Raises(EchoEnv):
+        def step(self, action):
+            if "text" in action:
+                return super().step(action)
+            raise Mute
+
+        def state(self):
+            raise Mute
+
+    async def main():
+        async with serve(Raises) as server, EnvSession(server.url, deadlines=Deadlines(step=SOON)) as session:
+            for call in (session.state(), session.step({})):
+                with pytest.raises(ServerError, match="Mute, whose text could not be made: AttributeError"):
+                    await call
+            assert (await session.step({"text": "goes on"})).observation["echo"] == "goes on"
+
+    run(main())
+
+
+def test_a_trace_that_cannot_be_written_costs_no_step(caplog):
+    class Full:
+        def write(self, _):
+            raise OSError(28, "No space left on device")
+
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=SOON)) as session:
+            server._trace_file = Full()
+            await session.reset()
+            assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(2)] == [1, 2]
+        assert EchoEnv.live == 0 and [e["phase"] for e in server.trace][-4:] == ["reset", "step", "step", "close"]
+        assert sum("No space left" in str(r.exc_info) for r in caplog.records) == 4
+
+    run(main())
+
+
+def test_the_trace_may_be_read_while_sessions_write_it():
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            await session.reset()
+            (of_session,), before = server._sessions.values(), len(server.trace)
+            for _ in server.trace:
+                server.record("step", of_session, 0.0, "")
+            assert len(server.trace) == 2 * before
 
     run(main())
 
@@ -436,15 +668,20 @@ def test_a_step_that_returns_after_its_deadline_says_nothing():
     run(main())
 
 
-def test_a_step_whose_client_left_is_waited_for_and_then_its_environment_closes():
+@pytest.mark.parametrize("politely", [True, False])
+def test_a_step_whose_client_left_is_waited_for_and_then_its_environment_closes(politely):
     async def main():
         async with serve(EchoEnv, close_timeout=0.1) as server:
             raw = await connect(server.url + "/ws", proxy=None)
+            session = await short_way(raw, server)
             await raw.send('{"type":"step","data":{"sleep":0.8}}')
-            await asyncio.sleep(0.1)
+            await eventually(lambda: session.busy == "step", SOON)
+            if politely:
+                await raw.close()
             raw.transport.abort()
             await eventually(lambda: server.status()["sessions"] == 0, SOON)
             assert server.status()["abandoned"] == 0 == EchoEnv.live
+            assert [e["error"] for e in server.trace if e["phase"] == "step"] == [""] and session._due is None
 
     run(main())
 
@@ -589,15 +826,15 @@ def test_the_server_trace_and_the_client_trace_share_ids(tmp_path):
 
 
 def test_sessions_leave_no_thread_and_no_task():
-    before = set(threading.enumerate())  # threads that hang for good in other tests
+    before = set(threading.enumerate())  # threads of other tests: some hang for good, some are about to end
 
     async def main():
         async with serve(EchoEnv) as server:
             for _ in range(5):
                 async with EnvSession(server.url) as session:
                     await session.reset()
-            await eventually(lambda: set(threading.enumerate()) == before, 1, "no thread is left")
-        await eventually(lambda: len(asyncio.all_tasks()) == 1, 1, "only this task is left")
+            await eventually(lambda: set(threading.enumerate()) <= before, SOON, "no thread is left")
+        await eventually(lambda: len(asyncio.all_tasks()) == 1, SOON, "only this task is left")
 
     asyncio.run(main())
 

@@ -264,12 +264,16 @@ class EnvSession:
         deadline = self._socket.loop.call_later(seconds, self._expire, phase, seconds)
         try:
             with self.span(phase):
-                # A server that refuses may have hung up already; what it said is then still there to be read.
-                with suppress(ConnectionClosed):
-                    await self._socket.send(text)
-                return protocol.parse_reply(await self._socket.recv())
-        except ConnectionClosed as fault:
-            raise self.lost or self._drop(SessionLost(f"the server closed the connection during {phase}: {fault}")) from fault
+                try:
+                    # A server that refuses may have hung up already; what it said is then still there to be read.
+                    with suppress(ConnectionClosed):
+                        await self._socket.send(text)
+                    reply = await self._socket.recv()
+                except ConnectionClosed as fault:
+                    raise self.lost or SessionLost(f"the server closed the connection during {phase}: {fault}") from fault
+                if self.lost is not None:  # the reply was there, and its deadline too: the connection is dropped already
+                    raise self.lost
+                return protocol.parse_reply(reply)
         except ServerError:
             raise
         except asyncio.CancelledError as fault:

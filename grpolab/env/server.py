@@ -126,11 +126,12 @@ class _Session:
         self._worker: Worker | None = None
         self._scope: asyncio.Timeout | None = None
         self._listening = False
+        # A step on the short way: the loop begins it (`take`: busy, _since, _due, and _watch, which only the loop writes);
+        # its thread ends it (`_stepped`: _due, then busy) under `connection.writing`, unless the loop did so before (`hurry`).
         self._since = 0.0
         self._due: float | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._hung = False
-        self._asynchronous = False
 
     async def open(self) -> None:
         """Lease a backend if there are any, and make the environment; raises InvalidRequest(FACTORY_ERROR)."""
@@ -146,8 +147,7 @@ class _Session:
             self.over = True
             raise InvalidRequest(f"Environment factory '{server.env_name}' failed to create instance: {fault}",
                                  "FACTORY_ERROR") from None
-        self._asynchronous = inspect.iscoroutinefunction(self.env.step)
-        if self._asynchronous:
+        if inspect.iscoroutinefunction(self.env.step):
             self._worker.stop()
             self._worker = None
 
@@ -178,14 +178,15 @@ class _Session:
         return self._observation(self.env.step(action))
 
     def _stepped(self, start: float, reply: str | None, fault: Exception | None) -> None:
-        """In the session's thread: the end of a step that took the short way."""
-        if self.over:
-            return
+        """In the session's thread: the end of a step that took the short way; it is in time, or `hurry` ended it."""
         text = reply if fault is None else self._refusal(fault)
-        self.server.record("step", self, start, "" if fault is None else type(fault).__name__)
-        self._due = None
-        self.busy = None  # from here on the next step may come
-        self.connection.reply(text)
+        with self.connection.writing:
+            if self.over:
+                return
+            self._due = None
+            self.busy = None  # from here on the next step may come
+            self.server.record("step", self, start, "" if fault is None else type(fault).__name__)
+            self.connection.reply(text)
 
     def _look(self) -> None:
         """Whether a step on the short way is overdue; if it is not yet, look again when it would be."""
@@ -205,12 +206,14 @@ class _Session:
                 self._listening = self._worker is not None
                 with contextlib.suppress(ConnectionClosed):
                     text = await self.connection.recv()
+                self._listening = False  # the next step waits for the reply to this message
                 if self._worker is not None:
                     await self._worker.call(lambda: None)
-                return None if self.server.stopping else text
+                return None if self.over or self.server.stopping else text
         except TimeoutError as raised:
+            hung = self._hang("step", self.server.step_timeout)
             self.server.record("step", self, self._since, "timeout")
-            raise self._hang("step", self.server.step_timeout) from raised
+            raise hung from raised
         finally:
             self._listening = False
 
@@ -232,11 +235,15 @@ class _Session:
 
     def _refusal(self, fault: Exception) -> str:
         """The reply to a request that the environment did not fulfil; the session goes on."""
+        try:
+            said = str(fault) or repr(fault)
+        except Exception as second:  # a reply is owed all the same
+            said = f"{type(fault).__name__}, whose text could not be made: {type(second).__name__}"
         if isinstance(fault, InvalidAction):
             return protocol.error("Invalid message", "VALIDATION_ERROR",
-                                  errors=[{"type": "value_error", "loc": ["data"], "msg": str(fault)}])
-        log.info("session %d: %s raised %r", self.number, self.server.env_name, fault)
-        return protocol.error(str(fault) or repr(fault), "EXECUTION_ERROR")
+                                  errors=[{"type": "value_error", "loc": ["data"], "msg": said}])
+        log.info("session %d: %s raised %s: %s", self.number, self.server.env_name, type(fault).__name__, said)
+        return protocol.error(said, "EXECUTION_ERROR")
 
     async def _reset(self, options: dict) -> str:
         self.episode_id, self.steps = options.get("episode_id"), 0
@@ -287,13 +294,16 @@ class _Session:
 
     def hurry(self) -> None:
         """End the request in flight now, as if its deadline had passed."""
+        with self.connection.writing:
+            if self._due is not None:
+                self.over = True  # its thread says nothing any more
         if self.busy in ("create", "reset", "step", "state"):
             with contextlib.suppress(RuntimeError):  # the call has just ended by itself
                 self._scope.reschedule(asyncio.get_running_loop().time())
 
     def peer_gone(self) -> None:
         """The connection dropped: nobody waits for what an `async` environment is doing, so it stops now."""
-        if self._asynchronous:
+        if self._worker is None:
             self.hurry()
 
     async def close(self) -> None:
@@ -331,47 +341,69 @@ class _Connection(ServerConnection):
 
     The session's thread replies past the transport (`reply`), so the client has its answer one wake-up earlier. `direct`
     says that this may be done: the connection is open, and neither it nor its transport holds anything back.
+    A client that reads nothing is cut off: websockets' pings would wait behind what it does not read, for ever.
     """
 
     session: _Session | None = None
     direct = False
     _rest = b""  # what the socket did not take
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._writing = threading.Lock()
-        self._descriptor = transport.get_extra_info("socket").fileno()
+        self.writing = threading.Lock()
+        plain = os.name == "posix" and transport.get_extra_info("sslcontext") is None
+        self._descriptor = transport.get_extra_info("socket").fileno() if plain else None
 
     def process_event(self, event: Any) -> None:
         if self.session is None or not self.session.take(event):
             super().process_event(event)
 
     def reply(self, text: str) -> None:
-        """Send `text`, from any thread; nothing if the session is over: then an error frame was the last reply."""
+        """Send `text` if the client still listens. From any thread that holds `writing`."""
+        if self.protocol.state is not State.OPEN:
+            return
         frame = Frame(Opcode.TEXT, text.encode()).serialize(mask=False)
-        with self._writing:
-            if self.session.over or self.protocol.state is not State.OPEN:
-                return
-            if self.direct:
-                with contextlib.suppress(OSError):  # full, or lost, which the loop will find out
-                    frame = frame[os.write(self._descriptor, frame):]
-            if not frame:
-                return
+        if self.direct:
+            with contextlib.suppress(OSError):  # full, or lost, which the loop will find out
+                frame = frame[os.write(self._descriptor, frame):]
+        if frame:
             self._rest += frame
             self.direct = False
-        self.loop.call_soon_threadsafe(self.send_data)
+            self.loop.call_soon_threadsafe(self.send_data)
 
     def send_data(self) -> None:
-        with self._writing:
+        with self.writing:
             if self._rest:
                 self.transport.write(self._rest)
                 self._rest = b""
             super().send_data()
-            self.direct = self.protocol.state is State.OPEN and not self.transport.get_write_buffer_size()
+            self.direct = (self._descriptor is not None and self.protocol.state is State.OPEN
+                           and not self.transport.get_write_buffer_size())
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.ping_interval is not None and self.ping_timeout is not None:
+            self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _watch_reader(self, before: float = float("inf")) -> None:
+        """Abort once the client takes nothing for as long as it may leave a ping unanswered."""
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._unread = self.loop.call_later(self.ping_interval + self.ping_timeout, self._watch_reader, left)
+        else:
+            self.transport.abort()
 
     def connection_lost(self, fault: Exception | None) -> None:
-        with self._writing:  # the descriptor is closed next
+        with self.writing:  # the descriptor is closed next
             self.direct = False
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(fault)
         if self.session is not None:
             if self.session.started:
@@ -384,8 +416,7 @@ class EnvServer:
     """What `serve` yields. `url` is what clients connect to; `status()` is the server's own count of everything."""
 
     def __init__(self, env_factory: Callable[..., Any], *, max_sessions: int, backends: BackendPool | None,
-                 token: str | None, reset_timeout: float, step_timeout: float, close_timeout: float,
-                 trace: str | Path | None):
+                 token: str | None, reset_timeout: float, step_timeout: float, close_timeout: float):
         if max_sessions < 1:
             raise ValueError(f"max_sessions={max_sessions}: a server holds at least one session")
         if backends is not None and backends.size < max_sessions:
@@ -396,8 +427,7 @@ class EnvServer:
         self.reset_timeout, self.step_timeout, self.close_timeout = reset_timeout, step_timeout, close_timeout
         self.url = ""
         self.abandoned = 0
-        self.trace: deque[dict] = deque(maxlen=100_000)
-        self._trace_path = trace
+        self._trace: deque[dict] = deque(maxlen=100_000)
         self._trace_file: TextIO | None = None
         self._sessions: dict[int, _Session] = {}
         self._numbers = itertools.count()
@@ -406,6 +436,11 @@ class EnvServer:
         self.stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def trace(self) -> list[dict]:
+        """The last 100,000 calls, oldest first: a copy, since the sessions' threads go on writing theirs."""
+        return list(self._trace)
 
     def status(self) -> dict:
         """Slots, sessions, leases and generations, as JSON-able numbers. `sessions` are the slots that are taken."""
@@ -433,9 +468,12 @@ class EnvServer:
         event = {"time": start, "phase": phase, "seconds": time.time() - start, "session": session.number,
                  "episode_id": session.episode_id, "turn": session.steps, "error": error,
                  "backend": session.lease and session.lease.name}
-        self.trace.append(event)
+        self._trace.append(event)
         if self._trace_file is not None:
-            self._trace_file.write(json.dumps(event) + "\n")
+            try:
+                self._trace_file.write(json.dumps(event) + "\n")
+            except (OSError, ValueError):  # a full disk, a closed file: it costs the trace its line, not a client its reply
+                log.exception("session %d: a %s could not be written to the trace", session.number, phase)
 
     def thread_returned(self) -> None:
         """A thread that was left behind has come back."""
@@ -541,14 +579,15 @@ async def serve(env_factory: Callable[..., Any], *, max_sessions: int = 8, host:
     """Serve `env_factory()` (or `env_factory(resource)` with `backends`) to at most `max_sessions` sessions at once.
 
     Times in seconds. `port=0` takes a free one. A client that answers no ping for `ping_interval + ping_timeout` is
-    gone, however long its step takes; None turns pings off. `token` asks every client for it, and is required on an
-    address that other machines reach. `drain` is what a request in flight gets at shutdown. `trace` is a JSONL file.
-    Browsers are refused (a page of any site could connect to a loopback address): clients must send no Origin.
+    gone, however long its step takes, and so is one that reads nothing of a reply for that long; None turns both off.
+    `token` asks every client for it, and is required on an address that other machines reach. `drain` is what a request
+    in flight gets at shutdown. `trace` is a JSONL file. Browsers are refused (a page of any site could connect to a
+    loopback address): clients must send no Origin.
     """
     if not token and not _is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines: pass token=..., or stay on 127.0.0.1")
     server = EnvServer(env_factory, max_sessions=max_sessions, backends=backends, token=token,
-                       reset_timeout=reset_timeout, step_timeout=step_timeout, close_timeout=close_timeout, trace=trace)
+                       reset_timeout=reset_timeout, step_timeout=step_timeout, close_timeout=close_timeout)
     async with contextlib.AsyncExitStack() as stack:
         if trace is not None:
             server._trace_file = stack.enter_context(open(trace, "a", buffering=1))
