@@ -30,9 +30,10 @@ openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 run: install
 	$(PY) -m grpolab run
 
+# One thread: a run's rounding, and so its path, hangs on their number, and on busy cores several wait for one another.
 test: install .venv/smollm2 openenv
-	REQUIRE_OPENENV=1 $(PY) -m pytest tests
-	$(PY) -m pytest -p no:python --nbval-lax --nbval-current-env --nbval-cell-timeout=1200 notebooks
+	OMP_NUM_THREADS=1 REQUIRE_OPENENV=1 $(PY) -m pytest tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -p no:python --nbval-lax --nbval-current-env --nbval-cell-timeout=1200 notebooks
 
 notebooks: install
 	$(PY) -m grpolab run --store
