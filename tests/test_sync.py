@@ -150,3 +150,15 @@ def test_libraries_without_the_call_or_gone_are_left_alone(monkeypatch, tmp_path
     monkeypatch.setattr(sync.Path, "read_text", lambda self: maps)
     monkeypatch.setattr(sync.ctypes, "CDLL", open_library)
     assert sync._libgomp.__wrapped__() == [] and opened == ["/a b/libgomp.so.1 (deleted)", "/c d/libgomp.so.1"]
+
+
+SPINS = [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "")]
+
+
+@pytest.mark.parametrize(("given", "expected"), SPINS)
+def test_idle_threads_give_up_soon_unless_the_user_says_otherwise(given, expected):
+    """And before torch is there, since libgomp reads it then."""
+    program = "import grpolab, os, sys; print(os.environ.get('GOMP_SPINCOUNT', ''), 'torch' in sys.modules)"
+    plain = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=plain | given)
+    assert done.stdout == f"{expected} False\n", done.stderr
