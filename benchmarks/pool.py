@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from grpolab.env.client import EnvSession  # noqa: E402
 from grpolab.env.protocol import StepResult  # noqa: E402
+from grpolab.files import atomic_write  # noqa: E402
 from grpolab.pool import GrpoPool  # noqa: E402
 
 SESSIONS = {1: 2000, 8: 500, 64: 80}  # steps of each session
@@ -167,7 +168,7 @@ def main():
     print(f"group of {group['sessions']} x {group['turns']} turns of 50 ms: {1e3 * group['wall_s']:.0f} ms against "
           f"{1e3 * group['env_s']:.0f} ms, {100 * group['overhead']:.1f} % more; {group['speedup']:.1f}x one by one")
     result = {"machine": described, "rounds": args.rounds, "table": table, "ratios": ratios, "group": group}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    atomic_write(args.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Audit:
     disagreements  tokens that are not the forward's argmax (meaningful for greedy rollouts)
     worst_ulps     how far below its top logit the worst of them is, in units of the top logit's last place
     min_gap        least distance between the forward's two best logits
-    margin         least ratio of that distance to the error of the token there: above 2, rounding has decided no greedy one
+    margin         least ratio of that distance to the error of the token there: above 2, rounding hardly decided a greedy one
     max_error, mean_error          |sampler's logp - forward's logp| under the sampling temperature
     raw_max_error, raw_mean_error  the same at temperature 1
     after_stop     tokens that follow an end token inside a turn

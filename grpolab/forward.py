@@ -31,12 +31,10 @@ def head_of(policy: Policy) -> dict:
 def masked_logps(policy: Policy, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """log p of the tokens that the batch's mask marks, 0 elsewhere, and that mask on the policy's device: (N, T) each."""
     ids, mask = batch.ids.to(policy.device), batch.mask.to(policy.device)
-    if batch.mask[:, 0].any():
-        raise ValueError("the mask marks the first token of a row, which nothing predicts: set mask[:, 0] to 0")
-    chosen = mask.flatten().nonzero().squeeze(1)  # flat index of each token; what predicts it stands in the column before
+    chosen = losses.chosen_places(mask)
     hidden = decoder_states(policy, ids, batch.positions, batch.attention, chosen - 1)
     logps, _ = losses.target_logps(hidden, targets=ids.flatten()[chosen], **head_of(policy))
-    return logps.new_zeros(ids.numel()).index_put((chosen,), logps).view(ids.shape), mask
+    return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape), mask
 
 
 def check_head(policy: Policy) -> None:

@@ -33,12 +33,17 @@ def token_logps(hidden, head, ids, mask, *, bias=None, temperature=1.0, chunk=No
     if hidden.shape[:2] != ids.shape or mask.shape != ids.shape:
         shapes = f"hidden {tuple(hidden.shape)}, ids {tuple(ids.shape)}, mask {tuple(mask.shape)}"
         raise ValueError(f"hidden (N, T, D), ids (N, T) and mask (N, T) must agree in N and T, got {shapes}")
-    if bool(mask[:, 0].any()):
-        raise ValueError("mask asks for column 0, which has no logp because nothing precedes it: set mask[:, 0] to 0")
-    chosen = mask.flatten().nonzero().squeeze(1)  # flat index of each token; its logits are those of the column before
+    chosen = chosen_places(mask)
     rows = hidden.flatten(0, 1).index_select(0, chosen - 1)
     logps, _ = target_logps(rows, head, ids.flatten()[chosen], bias=bias, temperature=temperature, chunk=chunk)
     return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape)
+
+
+def chosen_places(mask) -> Tensor:
+    """The flat index in (N, T) of each token that the mask asks for; its logits are those of the column before."""
+    if bool(mask[:, 0].any()):
+        raise ValueError("mask asks for column 0, which nothing predicts: set mask[:, 0] to 0")
+    return mask.flatten().nonzero().squeeze(1)
 
 
 def target_logps(hidden, head, targets, *, bias=None, temperature=1.0, chunk=None, with_entropy=False):

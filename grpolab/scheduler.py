@@ -243,7 +243,7 @@ class Scheduler:
     def _capacity(self) -> int:
         """Rows that the memory for keys and values holds if each grows to the longest that any may become."""
         longest = max(self.rows.longest(), *(len(p.ids) + p.limit(self.policy.context) for p in self.waiting))
-        per_row = self.engine.bytes_per_token() * self.places.longest(longest)
+        per_row = self.engine.bytes_per_token() * self.places.room(longest)
         return max(1, min(self.slots, self.cache_bytes // per_row))
 
     def _prefill(self, prompts: list[Prompt], width: int, behind: int) -> None:

@@ -81,7 +81,7 @@ class Slots:
         self.engine, self.most = engine, most + engine.min_rows
         self.cache: SlotCache | None = None
 
-    def longest(self, tokens: int) -> int:
+    def room(self, tokens: int) -> int:
         """The positions that a row of `tokens` may come to occupy."""
         return round_up(tokens, WINDOW)
 
@@ -155,7 +155,7 @@ class Pages:
     def cache(self) -> Pages:
         return self
 
-    def longest(self, tokens: int) -> int:
+    def room(self, tokens: int) -> int:
         return round_up(tokens + NEAR, PAGE)
 
     def fit(self, positions: np.ndarray, rows: int, steps: int, longest: int) -> None:

@@ -246,8 +246,8 @@ def watched(
     policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward]
 ) -> dict:
     """The mean of each watched reward over all rollouts; the groups hold those of the `trained` one already."""
-    scored = {name: groups if r is trained else score(policy, problems, groups, r) for name, r in watch.items()}
-    return {name: reward_tensor([g.rewards for g in found]).nanmean().item() for name, found in scored.items()}
+    found = {name: groups if r is trained else score(policy, problems, groups, r) for name, r in watch.items()}
+    return {name: reward_tensor([g.rewards for g in of]).nanmean().item() for name, of in found.items()}
 
 
 def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:

@@ -248,24 +248,20 @@ def test_a_hung_async_environment_is_cancelled_and_closed():
 
 def test_a_client_that_leaves_stops_its_async_step_at_once():
     async def main():
-        async with serve(AsyncEchoEnv, step_timeout=60) as server:
-            session = EnvSession(server.url, deadlines=Deadlines(step=0.1))
-            await session.connect()
+        deadlines = Deadlines(step=0.1)
+        async with serve(AsyncEchoEnv, step_timeout=60) as server, EnvSession(server.url, deadlines=deadlines) as session:
             with pytest.raises(DeadlineExceeded) as caught:
                 await session.step({"hang": True})
             assert caught.value.phase == "step" and isinstance(caught.value, TimeoutError)
             await eventually(lambda: server.status()["sessions"] == 0, SOON)
             assert AsyncEchoEnv.cancelled == 1 and EchoEnv.live == 0
-            await session.close()
 
     run(main())
 
 
 def test_a_lost_session_stays_lost():
     async def main():
-        async with serve(EchoEnv) as server:
-            session = EnvSession(server.url, deadlines=Deadlines(step=0.1))
-            await session.connect()
+        async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=0.1)) as session:
             await session.reset()
             with pytest.raises(DeadlineExceeded):
                 await session.step({"text": "slow", "sleep": 1.5})
@@ -273,7 +269,6 @@ def test_a_lost_session_stays_lost():
                 with pytest.raises(SessionLost, match="over"):
                     await session.step({"text": "next"})
             assert not session.open
-            await session.close()
 
     run(main())
 
@@ -298,13 +293,10 @@ def test_a_cancelled_request_loses_its_session():
 
 def test_the_trace_names_what_ended_a_step():
     async def main():
-        async with serve(EchoEnv) as server:
-            session = EnvSession(server.url, deadlines=Deadlines(step=0.1))
-            await session.connect()
+        async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=0.1)) as session:
             with pytest.raises(DeadlineExceeded):
                 await session.step({"sleep": 0.5})
             assert [(span.phase, span.error) for span in session.trace[-2:]] == [("admit", ""), ("step", "DeadlineExceeded")]
-            await session.close()
 
     run(main())
 
@@ -312,16 +304,13 @@ def test_the_trace_names_what_ended_a_step():
 def test_a_reply_that_is_read_after_the_deadline_is_too_late():
     """The loop stood still: reply and deadline were both there when it went on. The session is lost, and the step with it."""
     async def main():
-        async with serve(EchoEnv) as server:
-            session = EnvSession(server.url, deadlines=Deadlines(step=0.2))
-            await session.connect()
+        async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=0.2)) as session:
             step = asyncio.create_task(session.step({"sleep": 0.1}))
             await eventually(lambda: session._busy and server.status()["session_list"][0]["busy"] == "step", SOON)
             time.sleep(0.4)
             with pytest.raises(DeadlineExceeded):
                 await step
             assert not session.open and session.trace[-1].error == "DeadlineExceeded"
-            await session.close()
 
     run(main())
 
