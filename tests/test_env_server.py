@@ -10,8 +10,11 @@ from types import SimpleNamespace
 import pytest
 from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, get
 from websockets.asyncio.client import connect
+from websockets.asyncio.server import serve as serve_websockets
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
 
+from grpolab.env import protocol
 from grpolab.env import server as server_module
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
@@ -306,7 +309,7 @@ def test_a_reply_that_is_read_after_the_deadline_is_too_late():
     async def main():
         async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=0.2)) as session:
             step = asyncio.create_task(session.step({"sleep": 0.1}))
-            await eventually(lambda: session._busy and server.status()["session_list"][0]["busy"] == "step", SOON)
+            await eventually(lambda: session._wait and server.status()["session_list"][0]["busy"] == "step", SOON)
             time.sleep(0.4)
             with pytest.raises(DeadlineExceeded):
                 await step
@@ -431,7 +434,7 @@ def test_a_reply_goes_past_the_transport_only_where_the_socket_is_the_wire(case,
             assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(3)] == [1, 2, 3]
 
     name = "nt" if case == "Windows" else "posix"
-    monkeypatch.setattr(server_module, "os", SimpleNamespace(name=name, write=write))
+    monkeypatch.setattr(server_module, "os", SimpleNamespace(**{**vars(os), "name": name, "write": write}))
     if case == "encrypted":
         monkeypatch.setattr(asyncio.BaseTransport, "get_extra_info",
                             lambda self, key, default=None: "TLS" if key == "sslcontext" else info(self, key, default))
@@ -495,6 +498,164 @@ async def short_way(raw, server):
     session, = server._sessions.values()
     await eventually(lambda: session._listening, SOON)
     return session
+
+
+def wire(text, *, fin=True, mask=True, opcode=Opcode.TEXT):
+    """The bytes of one frame of a client."""
+    return Frame(opcode, text if isinstance(text, bytes) else text.encode(), fin).serialize(mask=mask)
+
+
+STEP, STATE = '{"type":"step","data":{"text":"b"}}', '{"type":"state"}'
+LONG = wire(json.dumps({"type": "step", "data": {"text": "x" * 300_000}}))
+
+
+@contextlib.asynccontextmanager
+async def at_heel(monkeypatch, seconds=60.0, **options):
+    """A server, its session and its client, whose next message the session's thread reads if it comes within `seconds`."""
+    monkeypatch.setattr(server_module, "AT_HEEL", seconds)
+    async with (serve(EchoEnv, ping_interval=None, **options) as server,  # a pong would end the thread's wait
+                connect(server.url + "/ws", proxy=None) as raw):
+        session = await short_way(raw, server)
+        await raw.send(STEP)
+        await raw.recv()
+        assert session.connection.lent is not None
+        yield server, session, raw
+
+
+def test_a_step_at_heel_is_read_by_its_thread(monkeypatch):
+    read, data_received = [], _Connection.data_received
+    monkeypatch.setattr(_Connection, "data_received", lambda self, data: (read.append(data), data_received(self, data)))
+
+    async def main():
+        async with at_heel(monkeypatch) as (_, session, raw):
+            before = len(read)
+            for turn in range(2, 30):
+                await raw.send(STEP)
+                assert json.loads(await raw.recv())["data"]["observation"]["turn"] == turn
+            assert len(read) == before
+            await raw.send(STATE)
+            assert json.loads(await raw.recv())["data"]["step_count"] == 29
+            assert len(read) == before + 1 and session.connection.lent is None
+
+    run(main())
+
+
+@pytest.mark.parametrize("pieces, kinds", [
+    ([wire(STATE)], ["state"]),
+    ([wire("{")], ["error"]),
+    ([wire(STEP) + wire(STATE)], ["observation", "state"]),
+    ([3 * wire(STEP)], 3 * ["observation"]),
+    ([wire(STEP) + LONG[:9], LONG[9:]], ["observation", "observation"]),
+    ([LONG[:9], LONG[9:100_000], LONG[100_000:]], ["observation"]),
+    ([wire(STEP[:9], fin=False), wire(STEP[9:], opcode=Opcode.CONT)], ["observation"]),
+    ([wire(STEP[:9], fin=False), wire(b"", opcode=Opcode.PING), wire(STEP[9:], opcode=Opcode.CONT) + wire(STATE)],
+     ["observation", "state"]),
+])
+def test_what_the_thread_reads_beside_a_step_goes_to_the_loop(pieces, kinds, monkeypatch):
+    """At once, and in order; the step after it is answered too."""
+    async def main():
+        async with at_heel(monkeypatch) as (_, _, raw):
+            for _ in range(3):
+                for piece in pieces:
+                    raw.transport.write(piece)
+                    await asyncio.sleep(0.02)
+                assert [json.loads(await asyncio.wait_for(raw.recv(), SOON))["type"] for _ in kinds] == kinds
+                await raw.send(STEP)  # alone: the socket is lent again
+                await asyncio.wait_for(raw.recv(), SOON)
+
+    run(main())
+
+
+@pytest.mark.parametrize("data, code", [
+    (wire(STEP, mask=False), 1002), (wire(b'{"type":"\xff"}'), 1007), (wire(STEP.replace("b", 2000 * "b")), 1009),
+    (wire(b"\x03\xe8", opcode=Opcode.CLOSE), 1000), (wire(STEP, opcode=Opcode.CONT), 1002)])
+def test_frames_that_end_the_connection_end_it_where_the_thread_reads_them_too(data, code, monkeypatch):
+    async def main():
+        async with at_heel(monkeypatch, max_message_bytes=1000) as (server, _, raw):
+            raw.transport.write(data)
+            await asyncio.wait_for(raw.wait_closed(), SOON)
+            assert raw.close_code == code
+            await eventually(lambda: server.status()["sessions"] == 0 == EchoEnv.live, SOON)
+
+    run(main())
+
+
+@pytest.mark.parametrize("end", ["abort", "stop"])
+def test_a_thread_that_listens_holds_nothing_up(end, monkeypatch):
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            server, _, raw = await stack.enter_async_context(at_heel(monkeypatch))
+            start = time.monotonic()
+            if end == "abort":
+                raw.transport.abort()
+                await eventually(lambda: server.status()["sessions"] == 0 == EchoEnv.live, SOON)
+            await stack.aclose()
+            assert server.status()["sessions"] == 0 == EchoEnv.live and time.monotonic() - start < SOON
+
+    run(main())
+
+
+@pytest.mark.parametrize("before", [[], [1, 0], 5 * [0]], ids=["at once", "after a long one", "after many"])
+def test_a_long_step_that_the_thread_took_leaves_the_loop_to_listen(before, monkeypatch):
+    async def main():
+        async with at_heel(monkeypatch, 0.6) as (_, session, raw):
+            for seconds in before:
+                await raw.send(f'{{"type":"step","data":{{"sleep":{seconds}}}}}')
+                await raw.recv()
+                await asyncio.sleep(0.2)
+            await raw.send('{"type":"step","data":{"text":"long","sleep":3}}')
+            await eventually(lambda: session.busy == "step", SOON)
+            pong = await raw.ping()
+            await asyncio.wait_for(pong, SOON)
+            assert session.busy == "step" and session.connection.lent is None
+            await raw.send(STATE)
+            assert [json.loads(await raw.recv())["type"] for _ in range(2)] == ["observation", "state"]
+
+    run(main())
+
+
+def test_a_step_that_the_thread_took_has_its_deadline(monkeypatch):
+    async def main():
+        async with at_heel(monkeypatch, 0.3, step_timeout=0.8, close_timeout=0.1) as (_, session, raw):
+            lent = session.connection.lent
+            start = time.monotonic()
+            await raw.send('{"type":"step","data":{"hang":true}}')
+            await eventually(lambda: session.busy == "step", 0.2)
+            assert session.connection.lent is lent  # it did not pass through the loop
+            assert [json.loads(text)["data"]["code"] async for text in raw] == ["STEP_TIMEOUT"]
+            assert 0.75 < time.monotonic() - start < SOON
+
+    run(main())
+
+
+def test_a_client_that_pauses_is_heard_by_the_loop_again():
+    async def main():
+        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
+            session = await short_way(raw, server)
+            for turn in range(1, 4):
+                await raw.send(STEP)
+                assert json.loads(await raw.recv())["data"]["observation"]["turn"] == turn
+                await eventually(lambda: session.connection.lent is None, SOON)
+
+    run(main())
+
+
+@pytest.mark.parametrize("fails", ["dup", "heed"])
+def test_a_session_without_a_descriptor_of_its_own_goes_on(fails, monkeypatch, caplog):
+    def broken(*_):
+        raise {"dup": OSError(24, "Too many open files"), "heed": RuntimeError("a fault of ours")}[fails]
+
+    if fails == "dup":
+        monkeypatch.setattr(server_module, "os", SimpleNamespace(**{**vars(os), "dup": broken}))
+    else:
+        monkeypatch.setattr(_Connection, "heed", broken)
+
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(3)] == [1, 2, 3]
+
+    run(main())
+    assert ("a fault of ours" in caplog.text) == (fails == "heed")
 
 
 def finish(session):
@@ -736,6 +897,74 @@ def test_a_browser_is_refused_and_takes_no_slot():
                 await connect(server.url + "/ws", proxy=None, origin="https://evil.example")
             assert caught.value.response.status_code == 403
             assert server.status()["sessions"] == 0 == server.status()["opened"]
+
+    run(main())
+
+
+@contextlib.asynccontextmanager
+async def scripted(script):
+    """The session of a client at a server that answers its first message, and then does as `script(connection)` says."""
+    async def handle(connection):
+        await connection.recv()
+        await connection.send(protocol.state({}))
+        await script(connection)
+
+    async with serve_websockets(handle, "127.0.0.1", 0) as listener:
+        async with EnvSession(f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}") as session:
+            yield session
+
+
+SEEN = protocol.observation(StepResult({"echo": "ä"}, 1.0))
+
+
+@pytest.mark.parametrize("reply", [SEEN, [SEEN[:9], SEEN[9:30], SEEN[30:]]], ids=["whole", "pieces"])
+def test_a_reply_may_come_in_any_frames(reply):
+    async def script(connection):
+        async for _ in connection:
+            await connection.ping()
+            await connection.send(reply)
+
+    async def main():
+        async with scripted(script) as session:
+            for _ in range(3):
+                assert (await asyncio.wait_for(session.step({}), SOON)).observation == {"echo": "ä"}
+
+    run(main())
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_the_server_said_before_it_was_asked_is_its_answer(stays):
+    async def script(connection):
+        await connection.send(protocol.error("no more", "CAPACITY_REACHED", active_sessions=1, max_sessions=1))
+        if stays:
+            await connection.wait_closed()
+
+    async def main():
+        async with scripted(script) as session:
+            await eventually(lambda: session._socket.recv_messages.frames, SOON)
+            if not stays:
+                await session._socket.wait_closed()
+            with pytest.raises(CapacityError, match="no more"):
+                await asyncio.wait_for(session.step({}), SOON)
+
+    run(main())
+
+
+def test_a_reply_that_is_no_text_ends_the_session():
+    codes = []
+
+    async def script(connection):
+        await connection.recv()
+        connection.protocol.send_text(b'{"type":"\xff"}')
+        connection.send_data()
+        await connection.wait_closed()
+        codes.append(connection.close_code)
+
+    async def main():
+        async with scripted(script) as session:
+            with pytest.raises(SessionLost):
+                await asyncio.wait_for(session.step({}), SOON)
+            await eventually(lambda: codes == [1007], SOON)
 
     run(main())
 

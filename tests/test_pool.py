@@ -34,7 +34,7 @@ def run(coroutine):
 
     before = descriptors()
     asyncio.run(main())
-    assert descriptors() == before
+    assert descriptors() <= before  # an earlier test's garbage may go meanwhile
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidState, InvalidStatus
+from websockets.frames import Frame, Opcode
 
 from grpolab.env import protocol
 from grpolab.env.protocol import (
@@ -52,8 +53,7 @@ class Deadlines:
                 raise ValueError(f"deadline {name}={seconds}: every wait needs a positive, finite bound in seconds")
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One phase of one session: times are perf_counter seconds. `error` names what ended it, '' if nothing did.
 
     `episode` and `turn` identify a step on both sides of the wire: the server's trace carries the same two.
@@ -93,6 +93,45 @@ def _refused(status: InvalidStatus, url: str) -> ConnectError:
                          float(wait) if wait.isdigit() else None)
 
 
+class _Connection(ClientConnection):
+    """A connection that hands a reply of one frame straight to who asked: websockets' ways of sending and receiving, made
+    for many tasks and for streams, take as long as a short step."""
+
+    _asked: asyncio.Future | None = None
+
+    async def ask(self, text: str) -> str | bytes:
+        """Send `text` and wait for the next message; raises ConnectionClosed. One at a time."""
+        # A server that refuses may have hung up already; what it said is then still there to be read.
+        with suppress(InvalidState):
+            self.protocol.send_text(text.encode())
+            self.send_data()
+            if not self.recv_messages.frames:
+                self._asked = self.loop.create_future()
+                if (reply := await self._asked) is not None:
+                    return reply
+        return await self.recv()
+
+    def _answer(self, reply: str | None) -> bool:
+        """Wake who waits, with the reply or to `recv` it; False if nobody does."""
+        waits = self._asked is not None and not self._asked.done()
+        if waits:
+            self._asked.set_result(reply)
+        return waits
+
+    def process_event(self, event: Any) -> None:
+        if isinstance(event, Frame) and event.opcode is Opcode.TEXT and event.fin and not self.recv_messages.frames:
+            with suppress(UnicodeDecodeError):  # `recv` knows what to do about it
+                if self._answer(str(event.data, "utf-8")):
+                    return
+        super().process_event(event)
+        if self.recv_messages.frames:
+            self._answer(None)
+
+    def connection_lost(self, fault: Exception | None) -> None:
+        super().connection_lost(fault)
+        self._answer(None)
+
+
 class EnvSession:
     """`async with EnvSession(url) as session: await session.reset(seed=1); await session.step({"text": "..."})`.
 
@@ -114,7 +153,8 @@ class EnvSession:
         self._token = token
         self._pings = {"ping_interval": ping_interval, "ping_timeout": ping_timeout}
         self._socket = None
-        self._busy = False
+        self._wait: tuple[float, str, float] | None = None  # of the request in flight: when it is due, phase and seconds
+        self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> EnvSession:
         await self.connect()
@@ -175,8 +215,8 @@ class EnvSession:
         local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         try:
             async with asyncio.timeout(self.deadlines.connect):
-                return await connect(self.url, additional_headers=headers, compression=None, open_timeout=None,
-                                     close_timeout=self.deadlines.close, max_size=protocol.MAX_REPLY_BYTES,
+                return await connect(self.url, create_connection=_Connection, additional_headers=headers, compression=None,
+                                     open_timeout=None, close_timeout=self.deadlines.close, max_size=protocol.MAX_REPLY_BYTES,
                                      proxy=None if local else True, **self._pings)
         except TimeoutError as fault:
             raise DeadlineExceeded("connect", self.deadlines.connect, self.url) from fault
@@ -218,6 +258,8 @@ class EnvSession:
                         await socket.send(protocol.CLOSE)
                         await socket.wait_closed()
         finally:
+            if self._watch is not None:
+                self._watch.cancel()
             socket.transport.abort()
         await socket.wait_closed()
 
@@ -240,9 +282,21 @@ class EnvSession:
             self._socket.transport.abort()
         return cause
 
-    def _expire(self, phase: str, seconds: float) -> None:
-        """The deadline of a request: without its connection, who waits for the reply wakes up at once."""
-        self._drop(DeadlineExceeded(phase, seconds, f"session {self.index}"))
+    def _look_at(self, due: float) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = self._socket.loop.call_at(due, self._look)
+
+    def _look(self) -> None:
+        """Whether the request that waits is overdue: without its connection, it wakes up at once. One timer serves all
+        requests, and looks again when the present one is due."""
+        self._watch = None
+        if self._wait is not None:
+            due, phase, seconds = self._wait
+            if due <= self._socket.loop.time():
+                self._drop(DeadlineExceeded(phase, seconds, f"session {self.index}"))
+            else:
+                self._look_at(due)
 
     def _result(self, kind: str, data: dict) -> StepResult:
         if kind != "observation":
@@ -258,31 +312,28 @@ class EnvSession:
             raise RuntimeError("this session is not connected: use `async with EnvSession(url) as session`")
         if self.lost is not None:
             raise SessionLost(f"this session is over ({self.lost}); open a new one") from self.lost
-        if self._busy:
+        if self._wait is not None:
             raise RuntimeError("a request is in flight on this session; one at a time, or open a session for each task")
-        self._busy = True
-        deadline = self._socket.loop.call_later(seconds, self._expire, phase, seconds)
+        due = self._socket.loop.time() + seconds
+        self._wait = due, phase, seconds
+        if self._watch is None or self._watch.when() > due:
+            self._look_at(due)
+        start, ended_by = perf_counter(), ""
         try:
-            with self.span(phase):
-                try:
-                    # A server that refuses may have hung up already; what it said is then still there to be read.
-                    with suppress(ConnectionClosed):
-                        await self._socket.send(text)
-                    reply = await self._socket.recv()
-                except ConnectionClosed as fault:
-                    raise self.lost or SessionLost(f"the server closed the connection during {phase}: {fault}") from fault
-                if self.lost is not None:  # the reply was there, and its deadline too: the connection is dropped already
-                    raise self.lost
-                return protocol.parse_reply(reply)
-        except ServerError:
-            raise
-        except asyncio.CancelledError as fault:
-            if phase != "admit":  # there, connect says goodbye instead
+            try:
+                reply = await self._socket.ask(text)
+            except ConnectionClosed as fault:
+                raise self.lost or SessionLost(f"the server closed the connection during {phase}: {fault}") from fault
+            if self.lost is not None:  # the reply was there, and its deadline too: the connection is dropped already
+                raise self.lost
+            return protocol.parse_reply(reply)
+        except BaseException as fault:
+            ended_by = type(fault).__name__
+            # A ServerError leaves the session as it is; when `admit` is cancelled, connect says goodbye instead.
+            if isinstance(fault, EnvError) and not isinstance(fault, ServerError) \
+                    or isinstance(fault, asyncio.CancelledError) and phase != "admit":
                 self._drop(fault)
             raise
-        except EnvError as fault:
-            self._drop(fault)
-            raise
         finally:
-            deadline.cancel()
-            self._busy = False
+            self._wait = None
+            self.trace.append(Span(phase, start, perf_counter(), self.index, self.episode_id, self.turn, ended_by))

@@ -24,6 +24,7 @@ import logging
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections import Counter, deque
@@ -36,10 +37,11 @@ from typing import Any, TextIO
 from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websockets
 from websockets.datastructures import Headers
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, PayloadTooBig, ProtocolError
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.protocol import State
+from websockets.streams import StreamReader
 
 from grpolab.env import protocol
 from grpolab.env.backends import BackendPool, Lease
@@ -52,6 +54,7 @@ _wire_log.setLevel(logging.CRITICAL)  # refused handshakes and dropped peers are
 
 CLOSE_HANDSHAKE = 1.0  # s; how long a client may take to answer the close frame before its connection is cut
 HANDSHAKE = 10.0  # s; how long a client may take to finish its HTTP request
+AT_HEEL = 0.02  # s; how long a session's thread listens for the next step, or keeps the loop from listening by one
 
 
 class Hung(Exception):
@@ -126,8 +129,9 @@ class _Session:
         self._worker: Worker | None = None
         self._scope: asyncio.Timeout | None = None
         self._listening = False
-        # A step on the short way: the loop begins it (`take`: busy, _since, _due, and _watch, which only the loop writes);
-        # its thread ends it (`_stepped`: _due, then busy) under `connection.writing`, unless the loop did so before (`hurry`).
+        # A step on the short way: the loop begins it, or the thread if it follows at heel (busy, _since, _due); the thread
+        # ends it (`_stepped`: _due, then busy) under `connection.writing`, unless the loop did so before (`hurry`). Only the
+        # loop writes _watch.
         self._since = 0.0
         self._due: float | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -158,26 +162,36 @@ class _Session:
         """The short way of a step: from the socket to the thread, and from the thread to the socket (`_stepped`), while
         the loop only watches its deadline. False if the message is none, or not alone: then `answer` gets it."""
         connection = self.connection
-        if not (self._listening and self.busy is None and not self.server.stopping and connection.direct
-                and event.opcode is Opcode.TEXT and event.fin and not connection.recv_messages.frames):
+        if self.busy is not None or connection.recv_messages.frames or (action := self._short(event)) is None:
             return False
-        try:
-            kind, action = protocol.parse_request(str(event.data, "utf-8"))
-        except (InvalidRequest, UnicodeDecodeError):
-            return False
-        if kind != "step":
-            return False
-        self.busy, self._since, self._due = "step", time.time(), connection.loop.time() + self.server.step_timeout
-        if self._watch is None:
-            self._watch = connection.loop.call_at(self._due, self._look)
-        self._worker.post(partial(self._stepped, self._since), self._observed_step, action)
+        now = self._begin()
+        look = min(self._due, now + AT_HEEL) if connection.lend() else self._due
+        if self._watch is None or self._watch.when() > look:
+            self._look_at(look)
+        self._worker.post(self._stepped, self._observed_step, action)
         return True
+
+    def _short(self, frame: Frame | None) -> dict | None:
+        """The action of a frame that holds a step which may take the short way."""
+        if not (frame is not None and frame.opcode is Opcode.TEXT and frame.fin
+                and self._listening and self.connection.direct and not self.over and not self.server.stopping):
+            return None
+        try:
+            kind, action = protocol.parse_request(str(frame.data, "utf-8"))
+        except (InvalidRequest, UnicodeDecodeError):
+            return None
+        return action if kind == "step" else None
+
+    def _begin(self) -> float:
+        now = self.connection.loop.time()
+        self.busy, self._since, self._due = "step", time.time(), now + self.server.step_timeout
+        return now
 
     def _observed_step(self, action: dict) -> str:
         self.steps += 1
         return self._observation(self.env.step(action))
 
-    def _stepped(self, start: float, reply: str | None, fault: Exception | None) -> None:
+    def _stepped(self, reply: str | None, fault: Exception | None) -> None:
         """In the session's thread: the end of a step that took the short way; it is in time, or `hurry` ended it."""
         text = reply if fault is None else self._refusal(fault)
         with self.connection.writing:
@@ -185,17 +199,45 @@ class _Session:
                 return
             self._due = None
             self.busy = None  # from here on the next step may come
-            self.server.record("step", self, start, "" if fault is None else type(fault).__name__)
+            self.server.record("step", self, self._since, "" if fault is None else type(fault).__name__)
             self.connection.reply(text)
+            if self.connection.lent is None:
+                return
+        self._heed()
+
+    def _heed(self) -> None:
+        """In the session's thread: take the next step from the socket if it comes soon; all else is the loop's to read."""
+        data, action = b"", None
+        try:
+            data = self.connection.heed()
+            with self.connection.writing:
+                if (action := self._short(sole_frame(data, self.server.max_message_bytes))) is not None:
+                    self._begin()
+                    self._worker.post(self._stepped, self._observed_step, action)
+        finally:
+            if action is None:
+                self.connection.loop.call_soon_threadsafe(self.connection.take_back, data)
+
+    def _look_at(self, due: float) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = self.connection.loop.call_at(due, self._look)
 
     def _look(self) -> None:
-        """Whether a step on the short way is overdue; if it is not yet, look again when it would be."""
-        due, self._watch = self._due, None
-        if due is not None:
-            if due <= self.connection.loop.time():
-                self.hurry()
-            else:
-                self._watch = self.connection.loop.call_at(due, self._look)
+        """Whether a step on the short way is overdue; if it is not yet, look again when it would be. While the thread
+        has the socket, look often: nobody reads it during a step, so a step that takes long gives it back to the loop."""
+        connection, self._watch, now = self.connection, None, self.connection.loop.time()
+        with connection.writing:
+            due = self._due
+            if due is not None:
+                connection.take_back()
+        if due is None:
+            if connection.lent is not None:
+                self._look_at(now + AT_HEEL)
+        elif due <= now:
+            self.hurry()
+        else:
+            self._look_at(due)
 
     async def listen(self) -> str | bytes | None:
         """The next message that does not take the short way, once all before it are answered; None if there is no more:
@@ -297,6 +339,7 @@ class _Session:
         with self.connection.writing:
             if self._due is not None:
                 self.over = True  # its thread says nothing any more
+                self.connection.take_back()
         if self.busy in ("create", "reset", "step", "state"):
             with contextlib.suppress(RuntimeError):  # the call has just ended by itself
                 self._scope.reschedule(asyncio.get_running_loop().time())
@@ -340,13 +383,17 @@ class _Connection(ServerConnection):
     """A connection that knows its session: a handshake that dies half-way still gives its slot back.
 
     The session's thread replies past the transport (`reply`), so the client has its answer one wake-up earlier. `direct`
-    says that this may be done: the connection is open, and neither it nor its transport holds anything back.
+    says that this may be done: the connection is open, and neither it nor its transport holds anything back. And where
+    steps follow each other closely, the thread reads the next one itself (`heed`): while the socket is `lent`, the loop
+    reads nothing. It lends it between two frames, and has it back from the thread, or when a step takes long.
     A client that reads nothing is cut off: websockets' pings would wait behind what it does not read, for ever.
     """
 
     session: _Session | None = None
     direct = False
+    lent: socket.socket | None = None
     _rest = b""  # what the socket did not take
+    _unparsed = 0  # bytes received of which no frame has come
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -355,9 +402,40 @@ class _Connection(ServerConnection):
         plain = os.name == "posix" and transport.get_extra_info("sslcontext") is None
         self._descriptor = transport.get_extra_info("socket").fileno() if plain else None
 
+    def data_received(self, data: bytes) -> None:
+        self._unparsed += len(data)
+        super().data_received(data)
+
     def process_event(self, event: Any) -> None:
+        self._unparsed = self._unparsed - _wire_bytes(event) if isinstance(event, Frame) else 0
         if self.session is None or not self.session.take(event):
             super().process_event(event)
+
+    def lend(self) -> bool:
+        """Leave the socket to the session's thread, if all that came from it has been understood."""
+        if self._unparsed == 0:
+            with contextlib.suppress(OSError):  # no descriptor to be had
+                # One of its own: the loop may close the other, whose number is then another connection's.
+                self.lent = socket.socket(fileno=os.dup(self._descriptor))
+                self.lent.settimeout(AT_HEEL)
+                self.transport.pause_reading()
+        return self.lent is not None
+
+    def take_back(self, data: bytes = b"") -> None:
+        """Read the socket again, after `data`, which the thread has read. On the loop, while the thread does not read."""
+        if self.lent is not None:
+            self.lent.close()
+            self.lent = None
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
+                if data:
+                    self.data_received(data)
+
+    def heed(self) -> bytes:
+        """In the session's thread, to which the socket is lent: what comes from it soon, or nothing."""
+        with contextlib.suppress(OSError):  # nothing came, or the connection is lost, which the loop will find out
+            return self.lent.recv(2**16)
+        return b""
 
     def reply(self, text: str) -> None:
         """Send `text` if the client still listens. From any thread that holds `writing`."""
@@ -412,11 +490,31 @@ class _Connection(ServerConnection):
                 self.session.server.free(self.session)
 
 
+def _wire_bytes(frame: Frame) -> int:
+    """The least length of a client's frame on the wire: header, length, mask and data (RFC 6455, section 5.2)."""
+    size = len(frame.data)
+    return 6 + (0 if size < 126 else 2 if size < 2**16 else 8) + size
+
+
+def sole_frame(data: bytes, max_bytes: int) -> Frame | None:
+    """The frame that a client sent, if `data` is that frame, well-formed and within `max_bytes`, and nothing else."""
+    reader = StreamReader()
+    reader.feed_data(data)
+    try:
+        next(Frame.parse(reader.read_exact, mask=True, max_size=max_bytes))
+    except StopIteration as parsed:
+        return None if reader.buffer else parsed.value
+    except (ProtocolError, PayloadTooBig):  # which is the loop's to answer
+        pass
+    return None
+
+
 class EnvServer:
     """What `serve` yields. `url` is what clients connect to; `status()` is the server's own count of everything."""
 
     def __init__(self, env_factory: Callable[..., Any], *, max_sessions: int, backends: BackendPool | None,
-                 token: str | None, reset_timeout: float, step_timeout: float, close_timeout: float):
+                 token: str | None, reset_timeout: float, step_timeout: float, close_timeout: float,
+                 max_message_bytes: int):
         if max_sessions < 1:
             raise ValueError(f"max_sessions={max_sessions}: a server holds at least one session")
         if backends is not None and backends.size < max_sessions:
@@ -425,6 +523,7 @@ class EnvServer:
         self.env_name = getattr(env_factory, "__name__", type(env_factory).__name__)
         self.max_sessions, self.backends, self.token = max_sessions, backends, token
         self.reset_timeout, self.step_timeout, self.close_timeout = reset_timeout, step_timeout, close_timeout
+        self.max_message_bytes = max_message_bytes
         self.url = ""
         self.abandoned = 0
         self._trace: deque[dict] = deque(maxlen=100_000)
@@ -587,7 +686,8 @@ async def serve(env_factory: Callable[..., Any], *, max_sessions: int = 8, host:
     if not token and not _is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines: pass token=..., or stay on 127.0.0.1")
     server = EnvServer(env_factory, max_sessions=max_sessions, backends=backends, token=token,
-                       reset_timeout=reset_timeout, step_timeout=step_timeout, close_timeout=close_timeout)
+                       reset_timeout=reset_timeout, step_timeout=step_timeout, close_timeout=close_timeout,
+                       max_message_bytes=max_message_bytes)
     async with contextlib.AsyncExitStack() as stack:
         if trace is not None:
             server._trace_file = stack.enter_context(open(trace, "a", buffering=1))
