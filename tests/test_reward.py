@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_train import preferences, slopes, trained_scorer
+from transformers import AutoModelForSequenceClassification
 
 from grpolab.reward import RewardModel
 
@@ -57,6 +58,11 @@ def test_it_scores_identically_after_the_disk(tiny, tmp_path):
 def test_what_is_no_reward_model_is_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="is no reward model"):
         RewardModel.load(tiny.save(tmp_path / "policy"))
+    config = tiny.model.config.__class__(**{**tiny.model.config.to_dict(), "num_labels": 2})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "two")
+    tiny.tokenizer.save_pretrained(tmp_path / "two")
+    with pytest.raises(ValueError, match="it has 2 labels and lacks nothing"):
+        RewardModel.load(tmp_path / "two")
     with pytest.raises(ValueError, match="not a readable reward model"):
         RewardModel.load(tmp_path / "nothing")
     with pytest.raises(ValueError, match="a sequence needs 1 to 512 tokens, got 0"):

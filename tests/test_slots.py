@@ -14,11 +14,17 @@ from grpolab.slots import FIRST, PAGE, Pages, Prefilled, Slots, places_for
 KINDS = {"pages": Pages, "slots": Slots}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def on_any_processor():
+    """Pages and strips work without AVX too; only their speed asks for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        yield
+
+
 @pytest.fixture(scope="module")
 def engine():
-    engine = choose_engine(tiny_policy().model)
-    assert engine.paged, "this processor has no AVX: the pages are not tested here"
-    return engine
+    return choose_engine(tiny_policy().model)
 
 
 def prefilled(engine, lengths, seed=0):
@@ -51,6 +57,19 @@ def test_rows_hold_their_prompts_also_after_moves(engine, kind):
     assert holds(places, 1, prompts[1])
     places.move([0, 1, 2], [1, 2, 0], 3 * PAGE)  # at once, not one after the other
     assert [holds(places, row, prompts[i]) for row, i in ((0, 1), (1, 1), (2, 2))] == [True] * 3
+
+
+def test_a_moved_row_is_read_where_it_came_and_leaves_nothing_behind(engine):
+    places = Pages(engine, 4)
+    _, (gone, prompt) = prefilled(engine, [2 * PAGE, PAGE + 9])
+    places.enter(0, [gone, prompt], 4 * PAGE)
+    pages = places.table[1, :2].tolist()
+    places.leave(0, broken=False)
+    assert places.reading(1, 2, 1)[0].max() < FIRST * engine.shape[1] * engine.shape[2], "an empty row reads zeros"
+    places.move([0], [1], 2 * PAGE)
+    read = places.reading(1, 2, 1)[0] // (engine.shape[1] * engine.shape[2])
+    assert read.unique().tolist() == sorted(pages)
+    assert not places.table[1].any()
 
 
 def test_samples_of_a_prompt_share_its_full_pages_and_give_all_back(engine):
