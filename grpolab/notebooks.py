@@ -72,6 +72,7 @@ def _execute(path: Path, output: Path, parameters: dict) -> str | None:
     try:
         papermill.execute_notebook(
             str(path), str(output), parameters, kernel_name="python3", cwd=str(path.parent), progress_bar={"desc": path.stem},
+            extra_arguments=["--log-level=ERROR"],  # ipykernel warns of unencrypted TCP, which does not leave the machine
         )
     except papermill.PapermillExecutionError as error:
         return f"{error.ename}: {error.evalue}".splitlines()[0]
