@@ -614,6 +614,80 @@ def test_a_long_step_that_the_thread_took_leaves_the_loop_to_listen(before, monk
     run(main())
 
 
+def test_a_step_that_waits_behind_one_is_not_lost_while_the_thread_listens(monkeypatch):
+    """Two steps in one go: the loop comes to the second while the thread ends the first."""
+    replying, seen = threading.Event(), threading.Event()
+    reply, process_event = _Connection.reply, _Connection.process_event
+
+    def pausing_reply(*args):
+        replying.set()
+        seen.wait(1)
+        reply(*args)
+
+    def pausing_event(self, event):
+        if event.opcode is Opcode.PING:  # between the two steps
+            assert replying.wait(SOON)
+        process_event(self, event)
+        if replying.is_set() and event.opcode is Opcode.TEXT:
+            seen.set()
+
+    async def main():
+        async with at_heel(monkeypatch) as (_, _, raw):
+            await raw.send(STATE)  # the loop listens again
+            await raw.recv()
+            monkeypatch.setattr(_Connection, "reply", pausing_reply)
+            monkeypatch.setattr(_Connection, "process_event", pausing_event)
+            raw.transport.write(wire(STEP) + wire(b"", opcode=Opcode.PING) + wire(STEP))
+            turns = [json.loads(await asyncio.wait_for(raw.recv(), SOON))["data"]["observation"]["turn"] for _ in range(2)]
+            assert seen.is_set() and turns == [2, 3]
+
+    run(main())
+
+
+def test_a_socket_is_lent_between_frames_also_if_the_first_came_with_the_handshake(monkeypatch):
+    monkeypatch.setattr(server_module, "AT_HEEL", 60.0)
+    state = wire(STATE)
+    inner = b"y" * (len(state) - 6) + wire(STEP)  # no UTF-8; and in it, from outer[len(state)] on, a step
+    outer = bytes([0x81, 0x80 | len(inner)]) + bytes(4) + inner
+
+    async def main():
+        async with serve(EchoEnv, ping_interval=None) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+
+            async def said():
+                frame = await asyncio.wait_for(reader.readexactly(2), SOON)
+                size = frame[1] if frame[1] < 126 else int.from_bytes(await reader.readexactly(2))
+                return json.loads(await reader.readexactly(size))["type"]
+
+            writer.write(b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                         b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n" + state)
+            await reader.readuntil(b"\r\n\r\n")
+            assert await said() == "state"
+            session, = server._sessions.values()
+            await eventually(lambda: session._listening, SOON)
+            writer.write(wire(STEP) + outer[:len(state)])
+            assert await said() == "observation"
+            writer.write(outer[len(state):])
+            ends = await asyncio.wait_for(reader.read(4), SOON)
+            assert ends[0] == 0x88 and int.from_bytes(ends[2:]) == 1007
+            writer.transport.abort()
+
+    run(main())
+
+
+def test_a_step_that_ends_after_its_deadline_is_late_however_late_that_is_seen():
+    async def main():
+        async with serve(EchoEnv, step_timeout=0.3) as server, connect(server.url + "/ws", proxy=None) as raw:
+            session = await short_way(raw, server)
+            await raw.send('{"type":"step","data":{"sleep":0.4}}')
+            await eventually(lambda: session.busy == "step", SOON)
+            time.sleep(0.6)  # the loop stands still: nobody watches
+            assert [json.loads(text)["data"].get("code") async for text in raw] == ["STEP_TIMEOUT"]
+        assert [e["error"] for e in server.trace if e["phase"] == "step"] == ["timeout"]
+
+    run(main())
+
+
 def test_a_step_that_the_thread_took_has_its_deadline(monkeypatch):
     async def main():
         async with at_heel(monkeypatch, 0.3, step_timeout=0.8, close_timeout=0.1) as (_, session, raw):
@@ -946,6 +1020,24 @@ def test_what_the_server_said_before_it_was_asked_is_its_answer(stays):
                 await session._socket.wait_closed()
             with pytest.raises(CapacityError, match="no more"):
                 await asyncio.wait_for(session.step({}), SOON)
+
+    run(main())
+
+
+def test_a_session_that_is_refused_or_lost_leaves_no_timer():
+    async def refuse(connection):
+        await connection.recv()
+        await connection.send(protocol.error("no more", "CAPACITY_REACHED"))
+
+    async def main():
+        async with serve_websockets(refuse, "127.0.0.1", 0) as listener:
+            refused = EnvSession(f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+            with pytest.raises(CapacityError):
+                await refused.connect()
+        async with serve(EchoEnv) as server, EnvSession(server.url) as lost:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(lost.step({"sleep": 0.5}), 0.05)
+            assert refused._watch.cancelled() and lost._watch.cancelled()
 
     run(main())
 

@@ -251,6 +251,8 @@ class EnvSession:
         if socket is None:
             return
         self.lost = self.lost or SessionLost("this session was closed")
+        if self._watch is not None:
+            self._watch.cancel()
         try:
             if was_open:
                 with self.span("close"), suppress(TimeoutError, ConnectionClosed):
@@ -258,8 +260,6 @@ class EnvSession:
                         await socket.send(protocol.CLOSE)
                         await socket.wait_closed()
         finally:
-            if self._watch is not None:
-                self._watch.cancel()
             socket.transport.abort()
         await socket.wait_closed()
 
@@ -278,6 +278,8 @@ class EnvSession:
     def _drop(self, cause: BaseException) -> BaseException:
         """Give the connection up, at once and for ever; returns `cause`."""
         self.lost = self.lost or cause
+        if self._watch is not None:
+            self._watch.cancel()
         if self._socket is not None:
             self._socket.transport.abort()
         return cause

@@ -129,9 +129,9 @@ class _Session:
         self._worker: Worker | None = None
         self._scope: asyncio.Timeout | None = None
         self._listening = False
-        # A step on the short way: the loop begins it, or the thread if it follows at heel (busy, _since, _due); the thread
-        # ends it (`_stepped`: _due, then busy) under `connection.writing`, unless the loop did so before (`hurry`). Only the
-        # loop writes _watch.
+        # A step on the short way: the loop begins it, or the thread if it follows at heel (busy, _since, _due). The thread
+        # ends it (`_stepped`: _due first, busy last) under `connection.writing`, unless the loop did so before (`hurry`).
+        # Only the loop writes _watch.
         self._since = 0.0
         self._due: float | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -192,18 +192,18 @@ class _Session:
         return self._observation(self.env.step(action))
 
     def _stepped(self, reply: str | None, fault: Exception | None) -> None:
-        """In the session's thread: the end of a step that took the short way; it is in time, or `hurry` ended it."""
+        """In the session's thread: the end of a step that took the short way, unless it is too late: then `_look` ends it."""
         text = reply if fault is None else self._refusal(fault)
         with self.connection.writing:
-            if self.over:
+            if self.over or self.connection.loop.time() >= self._due:
                 return
             self._due = None
-            self.busy = None  # from here on the next step may come
             self.server.record("step", self, self._since, "" if fault is None else type(fault).__name__)
             self.connection.reply(text)
-            if self.connection.lent is None:
-                return
-        self._heed()
+            heeds = self.connection.lent is not None
+            self.busy = None  # from here on the loop may begin the next step, and lend the socket for it
+        if heeds:
+            self._heed()
 
     def _heed(self) -> None:
         """In the session's thread: take the next step from the socket if it comes soon; all else is the loop's to read."""
@@ -385,7 +385,8 @@ class _Connection(ServerConnection):
     The session's thread replies past the transport (`reply`), so the client has its answer one wake-up earlier. `direct`
     says that this may be done: the connection is open, and neither it nor its transport holds anything back. And where
     steps follow each other closely, the thread reads the next one itself (`heed`): while the socket is `lent`, the loop
-    reads nothing. It lends it between two frames, and has it back from the thread, or when a step takes long.
+    reads nothing. It lends it between two frames, and has it back from the thread, or when a step takes long. (A client that
+    writes lengths in more bytes than they need is not counted right, and read by the loop alone.)
     A client that reads nothing is cut off: websockets' pings would wait behind what it does not read, for ever.
     """
 
@@ -393,7 +394,8 @@ class _Connection(ServerConnection):
     direct = False
     lent: socket.socket | None = None
     _rest = b""  # what the socket did not take
-    _unparsed = 0  # bytes received of which no frame has come
+    _head = b""  # what came before the HTTP request was whole
+    _unparsed = 0  # bytes received of which no request and no frame has come
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -404,10 +406,12 @@ class _Connection(ServerConnection):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += len(data)
+        if self.request is None:
+            self._head += data
         super().data_received(data)
 
     def process_event(self, event: Any) -> None:
-        self._unparsed = self._unparsed - _wire_bytes(event) if isinstance(event, Frame) else 0
+        self._unparsed -= _wire_bytes(event) if isinstance(event, Frame) else self._head.index(b"\r\n\r\n") + 4
         if self.session is None or not self.session.take(event):
             super().process_event(event)
 
