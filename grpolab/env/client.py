@@ -284,21 +284,19 @@ class EnvSession:
             self._socket.transport.abort()
         return cause
 
-    def _look_at(self, due: float) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = self._socket.loop.call_at(due, self._look)
+    def _look_by(self, due: float) -> None:
+        self._watch = protocol.watch_until(due, self._look, self._watch, self._socket.loop)
 
     def _look(self) -> None:
-        """Whether the request that waits is overdue: without its connection, it wakes up at once. One timer serves all
-        requests, and looks again when the present one is due."""
+        """Whether the request that waits is overdue: without its connection, it wakes up at once. If it is not yet, look
+        again when it would be."""
         self._watch = None
         if self._wait is not None:
             due, phase, seconds = self._wait
             if due <= self._socket.loop.time():
                 self._drop(DeadlineExceeded(phase, seconds, f"session {self.index}"))
             else:
-                self._look_at(due)
+                self._look_by(due)
 
     def _result(self, kind: str, data: dict) -> StepResult:
         if kind != "observation":
@@ -318,8 +316,7 @@ class EnvSession:
             raise RuntimeError("a request is in flight on this session; one at a time, or open a session for each task")
         due = self._socket.loop.time() + seconds
         self._wait = due, phase, seconds
-        if self._watch is None or self._watch.when() > due:
-            self._look_at(due)
+        self._look_by(due)
         start, ended_by = perf_counter(), ""
         try:
             try:

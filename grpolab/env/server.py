@@ -165,9 +165,7 @@ class _Session:
         if self.busy is not None or connection.recv_messages.frames or (action := self._short(event)) is None:
             return False
         now = self._begin()
-        look = min(self._due, now + AT_HEEL) if connection.lend() else self._due
-        if self._watch is None or self._watch.when() > look:
-            self._look_at(look)
+        self._look_by(min(self._due, now + AT_HEEL) if connection.lend() else self._due)
         self._worker.post(self._stepped, self._observed_step, action)
         return True
 
@@ -210,18 +208,17 @@ class _Session:
         data, action = b"", None
         try:
             data = self.connection.heed()
+            frame = sole_frame(data, self.server.max_message_bytes)
             with self.connection.writing:
-                if (action := self._short(sole_frame(data, self.server.max_message_bytes))) is not None:
+                if (action := self._short(frame)) is not None:
                     self._begin()
                     self._worker.post(self._stepped, self._observed_step, action)
         finally:
             if action is None:
                 self.connection.loop.call_soon_threadsafe(self.connection.take_back, data)
 
-    def _look_at(self, due: float) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = self.connection.loop.call_at(due, self._look)
+    def _look_by(self, due: float) -> None:
+        self._watch = protocol.watch_until(due, self._look, self._watch, self.connection.loop)
 
     def _look(self) -> None:
         """Whether a step on the short way is overdue; if it is not yet, look again when it would be. While the thread
@@ -233,11 +230,11 @@ class _Session:
                 connection.take_back()
         if due is None:
             if connection.lent is not None:
-                self._look_at(now + AT_HEEL)
+                self._look_by(now + AT_HEEL)
         elif due <= now:
             self.hurry()
         else:
-            self._look_at(due)
+            self._look_by(due)
 
     async def listen(self) -> str | bytes | None:
         """The next message that does not take the short way, once all before it are answered; None if there is no more:
