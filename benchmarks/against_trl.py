@@ -115,12 +115,14 @@ def ours(policy, model, dtype, method, steps):
     import asyncio
 
     from grpolab.chat import Example
-    from grpolab.optimise import apply_gradient, in_thread, make_optimizer
-    from grpolab.preferences import Pair
-    from grpolab.reference import cache_logps
-    from grpolab.sampler import Sampler
-    from grpolab.sampling import SamplingParams
-    from grpolab.train import DPOConfig, GRPOConfig, SFTConfig, dpo, dpo_gradient, grpo_update, sft, sft_gradient
+    from grpolab.decode.sampler import Sampler
+    from grpolab.decode.sampling import SamplingParams
+    from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient
+    from grpolab.train.grpo import GRPOConfig, grpo_update
+    from grpolab.train.loop import apply_gradient, in_thread, make_optimizer
+    from grpolab.train.preferences import Pair
+    from grpolab.train.reference import cache_logps
+    from grpolab.train.sft import SFTConfig, sft, sft_gradient
 
     encode, end = policy.tokenizer.encode, policy.eos_ids[0]
     common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[method], autocast="bfloat16" if dtype == "bf16" else None)

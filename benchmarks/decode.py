@@ -31,11 +31,11 @@ import transformers
 from llama_peer import LlamaPeer, bf16_gguf
 from llama_peer import obstacle as llama_obstacle
 
-from grpolab.audit import audit
+from grpolab.decode.audit import audit
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models import load_policy
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
 
 MODELS = {"tiny": ("tiny", "float32"), "smollm2-fp32": ("smollm2-135m", "float32"),
           "smollm2-bf16": ("smollm2-135m", "bfloat16")}

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from grpolab.files import atomic_write
-from grpolab.notebooks import run_series
+from grpolab.lab.notebooks import run_series
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "grpo_seeds.json"

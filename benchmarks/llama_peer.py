@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpolab.sampling import SamplingParams, draw
+from grpolab.decode.sampling import SamplingParams, draw
 
 BF16_GGUF = Path(__file__).parent.parent / "build" / "smollm2-bf16.gguf"
 

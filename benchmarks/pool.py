@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpolab.env.client import EnvSession  # noqa: E402
+from grpolab.env.pool import GrpoPool  # noqa: E402
 from grpolab.env.protocol import StepResult  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
-from grpolab.pool import GrpoPool  # noqa: E402
 
 SESSIONS = {1: 2000, 8: 500, 64: 80}  # steps of each session
 

@@ -67,7 +67,7 @@ def _task(args) -> arithmetic.Task:
 
 
 def _run(args) -> int:
-    from grpolab.notebooks import run_series
+    from grpolab.lab.notebooks import run_series
 
     return run_series(args.notebooks, {name: _literal(value) for name, value in args.parameters}, store=args.store)
 

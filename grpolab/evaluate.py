@@ -12,11 +12,11 @@ from pathlib import Path
 from grpolab.arithmetic import Problem
 from grpolab.chat import Message, prompt_ids
 from grpolab.checker import check_answer, parse_boxed_answer
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 from grpolab.files import data_path
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
 
 Z95 = 1.959964  # the standard normal quantile of a two-sided 95 % interval
 

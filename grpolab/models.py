@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.files import atomic_folder, data_path
@@ -193,3 +194,24 @@ def _dequantise_wheel(target: Path, hub_error: Exception) -> str:
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
     return str(target)
+
+
+def llama_obstacle(model) -> str | None:
+    """Why `LlamaEngine` cannot read this model, or None where it can."""
+    config = model.config
+    if config.model_type not in ("llama", "qwen2", "qwen3", "mistral"):
+        return f"model type {config.model_type!r} is not one that the llama engine knows"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window):
+        return "it has sliding-window layers"
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope not in ("default", "linear", "llama3", "yarn"):
+        return f"its rotary positions of type {rope!r} change with the length"
+    for layer in model.model.layers:
+        a, m = layer.self_attn, layer.mlp
+        for linear in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj):
+            if type(linear) is not nn.Linear:
+                return f"a projection is a {type(linear).__name__}, not a plain Linear"
+    if len({(p.dtype, p.device) for p in model.parameters()}) != 1:
+        return "its parameters differ in dtype or device"
+    return None

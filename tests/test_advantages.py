@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpolab import advantages as adv
+from grpolab.train import advantages as adv
 
 KINDS = ("centred", "standardised", "leave_one_out", "batch_standardised")
 NAN = float("nan")

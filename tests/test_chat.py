@@ -9,8 +9,8 @@ import torch
 from grpolab import losses
 from grpolab.arithmetic import Problem, generate
 from grpolab.chat import CHAT_TEMPLATE, Example, encode_chat, pack, pad, prompt_ids, user
-from grpolab.forward import decoder_states, head_of
-from grpolab.train import demonstrations
+from grpolab.train.logps import decoder_states, head_of
+from grpolab.train.sft import demonstrations
 
 TURNS = user("What is 1 + 2?") + [
     {"role": "assistant", "content": "3"},

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from grpolab.curriculum import Curriculum, CurriculumConfig
+from grpolab.env.curriculum import Curriculum, CurriculumConfig
 
 TIERS = [[f"{level}-{i}" for i in range(6)] for level in range(4)]
 TASKS = [task for tier in TIERS for task in tier]

@@ -8,12 +8,14 @@ from decode_helpers import flat, ragged_prompts, tiny_policy
 from transformers import AutoModelForCausalLM
 from transformers import models as families
 
-from grpolab import engines
-from grpolab.audit import audit, recompute
-from grpolab.engines import GeneralEngine, LlamaEngine, choose_engine
-from grpolab.losses import token_logps
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
+from grpolab.decode import attention
+from grpolab.decode.agreement import choose_engine
+from grpolab.decode.audit import audit, recompute
+from grpolab.decode.general import GeneralEngine
+from grpolab.decode.llama import LlamaEngine
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.train.losses import token_logps
 
 SHAPE = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
              vocab_size=100, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -90,8 +92,8 @@ def test_auto_takes_the_general_engine_when_the_check_fails(monkeypatch, caplog)
 
 
 def test_a_general_engine_that_is_wrong_is_refused(monkeypatch):
-    true = engines.mask_bias
-    monkeypatch.setattr(engines, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))
+    true = attention.mask_bias
+    monkeypatch.setattr(attention, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))
     with pytest.raises(ValueError, match="cached step is not its own forward"):
         choose_engine(policy_of("gpt2").model)
 

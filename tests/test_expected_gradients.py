@@ -10,8 +10,8 @@ import itertools
 import pytest
 import torch
 
-from grpolab import advantages as adv
 from grpolab import losses
+from grpolab.train import advantages as adv
 
 V, T = 3, 3
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from grpolab.gate import GateError, gate
+from grpolab.lab.gate import GateError, gate
 
 
 def results(folder):

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import math
 import shutil
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,15 +20,17 @@ import pandas as pd
 import pytest
 import torch
 
-from grpolab import chat, engines, load_policy, losses, multiturn, sampling, train
+from grpolab import chat, load_policy, losses, train
 from grpolab.arithmetic import Task, generate
-from grpolab.audit import FAULTS
+from grpolab.decode import llama, sampling
+from grpolab.decode.audit import FAULTS
+from grpolab.decode.sampler import Conversation, Sampler
+from grpolab.decode.scheduler import Kept
+from grpolab.env.pool import GrpoPool
 from grpolab.evaluate import Interval
-from grpolab.gate import GateError
-from grpolab.pool import GrpoPool
-from grpolab.sampler import Conversation, Sampler
-from grpolab.scheduler import Kept
-from grpolab.train import SFTConfig, demonstrations, sft
+from grpolab.lab.gate import GateError
+from grpolab.train import multiturn
+from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
 REPOSITORY = Path(__file__).parent.parent
@@ -93,7 +96,7 @@ def report_logps_of_another_temperature(monkeypatch):
         drawn = honest(*args, **kw)
         return dataclasses.replace(drawn, logps=drawn.logps * 1.3)
 
-    monkeypatch.setattr("grpolab.scheduler.draw_mixed", wrong)
+    monkeypatch.setattr("grpolab.decode.scheduler.draw_mixed", wrong)
 
 
 # --- 01 sft -----------------------------------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
 def test_every_claim_of_the_sft_gate_can_fail(bad, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     from grpolab import gate
-    from grpolab.runs import Run
+    from grpolab.lab.run import Run
 
     measured = {"naive": 1.0, "ours": 1.0, "prompt_pull": 0.0, "answer_pull": 0.1, "loss_packed": 1.0, "loss_padded": 1.0,
                 "packing_error": 1e-6, "gate": gate, "run": Run("01_sft", root=tmp_path)} | SFT_LEARNED  # fmt: skip
@@ -176,18 +179,18 @@ CAUGHT = {"none": {"caught": False}} | {fault: {"caught": True} for fault in FAU
 
 def let_the_slot_decide_the_draw(monkeypatch):
     honest = sampling.uniforms
-    monkeypatch.setattr("grpolab.scheduler.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
+    monkeypatch.setattr("grpolab.decode.scheduler.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
 
 
 def scale_the_attention_of_fp32(monkeypatch):
-    honest = engines.LlamaEngine.__init__
+    honest = llama.LlamaEngine.__init__
 
     def crooked(self, *args):
         honest(self, *args)
         self.scaling *= 1.02 if self.fp32 else 1
 
-    monkeypatch.setattr(engines, "disagreement", lambda *_: None)  # the start-up check would choose another engine
-    monkeypatch.setattr(engines.LlamaEngine, "__init__", crooked)
+    monkeypatch.setattr("grpolab.decode.agreement.disagreement", lambda *_: None)  # it would choose another
+    monkeypatch.setattr(llama.LlamaEngine, "__init__", crooked)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
 )
 def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.runs import Run
+    from grpolab.lab.run import Run
 
     good = SimpleNamespace(**FOUND)
     measured = {"exact_tokens": [True, True], "fp32": good, "sampled_audit": good, "dialogue_audit": good,
@@ -287,14 +290,14 @@ def average_over_the_tokens(monkeypatch):
 
 
 def round_the_cache(monkeypatch):
-    from grpolab import reference
+    from grpolab.train import reference
 
     honest = reference._compute
     monkeypatch.setattr(reference, "_compute", lambda *args: honest(*args).round(decimals=2))
 
 
 def keep_the_reference_beside_the_cache(monkeypatch):
-    from grpolab import reference
+    from grpolab.train import reference
 
     honest = reference._compute
 
@@ -319,7 +322,7 @@ def keep_the_reference_beside_the_cache(monkeypatch):
     ids=["honest", "swapped", "no reference", "means for sums", "rounded cache", "kept reference"],
 )
 def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
-    from grpolab import preferences
+    from grpolab.train import preferences
 
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
@@ -346,7 +349,7 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
 )
 def test_every_claim_of_the_dpo_gate_can_fail(bad, name, tiny, tmp_path):
     from grpolab import gate
-    from grpolab.runs import Run
+    from grpolab.lab.run import Run
 
     measured = {
         "naive": 0.8, "ours": {"loss": 0.8}, "gradient_error": 1e-6, "checked": True, "vanishing": 1e-6, "bits": 0,
@@ -383,7 +386,7 @@ def taught(tmp_path_factory):
 
 
 def give_equal_groups_a_gradient(monkeypatch):
-    monkeypatch.setattr("grpolab.advantages.advantages", lambda rewards, kind="centred": torch.full_like(rewards, 0.05))
+    monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind="centred": torch.full_like(rewards, 0.05))
 
 
 def move_the_policy_before_the_first_step(monkeypatch):
@@ -430,7 +433,7 @@ def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypa
 )
 def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.runs import Run
+    from grpolab.lab.run import Run
 
     measured = {"naive": 0.5, "ours": torch.tensor(0.5), "a": torch.zeros(2, 8), "equal_gradient": 0.0, "logp_error": 1e-6,
                 "kl0": 0.0, "tiny": True, "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED  # fmt: skip
@@ -452,7 +455,7 @@ REWARD_LEARNED = {
 
 
 def read_the_reward_at_the_padding(monkeypatch):
-    from grpolab import reward
+    reward = import_module("grpolab.train.reward_model")
 
     honest = reward.pad
 
@@ -463,7 +466,7 @@ def read_the_reward_at_the_padding(monkeypatch):
 
 
 def begin_with_a_random_head(monkeypatch):
-    monkeypatch.setattr("grpolab.reward.torch.nn.init.zeros_", torch.nn.init.normal_)
+    monkeypatch.setattr("torch.nn.init.zeros_", torch.nn.init.normal_)
 
 
 def judge_each_reward_alone(monkeypatch):
@@ -491,7 +494,7 @@ def rank_the_wrong_way_round(monkeypatch):
     ids=["honest", "read at the padding", "random head", "no pairs", "wrong way round"],
 )
 def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
-    from grpolab import preferences
+    from grpolab.train import preferences
 
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")
     fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
@@ -522,7 +525,7 @@ def another_end(name, **values):
 )
 def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.runs import Run
+    from grpolab.lab.run import Run
 
     measured = {
         "naive": 0.8, "ours": 0.8, "gradient_error": 1e-6, "checked": True, "at_zero": math.log(2), "shift_error": 1e-16,
@@ -629,7 +632,7 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
 )
 def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.runs import Run
+    from grpolab.lab.run import Run
 
     async def nothing(): ...
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpolab import advantages as adv
 from grpolab import losses
-from grpolab.rollouts import Rollout, collate, lay_out
+from grpolab.rollouts import Rollout, collate
+from grpolab.train import advantages as adv
+from grpolab.train.layout import lay_out
 
 N, T, D, V = 8, 9, 6, 13
 KINDS = ["token", "sequence", "constant", "gspo", "cispo", "dual", "sampler", "sft", "kl", "kl sequence", "dpo", "rm"]

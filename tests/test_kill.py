@@ -17,11 +17,12 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from grpolab import optimise
+from grpolab.train import loop as optimise
 from grpolab.arithmetic import Task, generate
 from grpolab.models import load_policy
-from grpolab.runs import Run
-from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
+from grpolab.lab.run import Run
+from grpolab.train.grpo import GRPOConfig, grpo
+from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 method, root = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpolab import advantages as adv
 from grpolab import losses
+from grpolab.train import advantages as adv
 
 N, T, D, V = 4, 7, 5, 11
 INF, NAN = float("inf"), float("nan")

@@ -6,20 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpolab.advantages import advantages, reward_tensor
 from grpolab.arithmetic import Problem
-from grpolab.audit import audit
 from grpolab.chat import encode_chat, observation_ids, prompt_ids, user
+from grpolab.decode.audit import audit
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines
 from grpolab.env.faults import Faulty
+from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serve
 from grpolab.models import Policy
-from grpolab.multiturn import Limits, as_groups, demonstrate, evaluate_episodes, multi_turn_grpo, play, play_all
-from grpolab.pool import GrpoPool
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
-from grpolab.train import GRPOConfig, SFTConfig, grpo_gradient, sft
+from grpolab.train.advantages import advantages, reward_tensor
+from grpolab.train.grpo import GRPOConfig, grpo_gradient
+from grpolab.train.multiturn import Limits, as_groups, demonstrate, evaluate_episodes, multi_turn_grpo, play, play_all
+from grpolab.train.sft import SFTConfig, sft
 
 PROBLEMS = [Problem(a, "+", b) for a in range(4) for b in range(4)]
 

@@ -14,7 +14,7 @@ import test_expected_gradients
 import test_invariance
 import test_losses
 
-from grpolab import advantages, losses
+from grpolab.train import advantages, losses
 
 LOSSES = [
     # log-probabilities

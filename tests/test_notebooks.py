@@ -7,9 +7,9 @@ import re
 import nbformat
 import pytest
 
-from grpolab import notebooks
 from grpolab.__main__ import _literal, main
-from grpolab.runs import repository
+from grpolab.lab import notebooks
+from grpolab.lab.run import repository
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))
 
@@ -107,8 +107,8 @@ def small(source: str) -> dict:
     return notebook
 
 
-GATE = """from grpolab.gate import gate
-from grpolab.runs import Run
+GATE = """from grpolab import gate
+from grpolab.lab.run import Run
 with gate("x", Run("{name}", model).folder) as g:
     g.equal("n", n, 1)"""
 
@@ -161,9 +161,9 @@ def test_unknown_notebooks_and_parameters_are_refused(series, capsys):
 def test_from_elsewhere_the_installed_copy_is_run(series, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert [p.name for p in notebooks.find(["01"])] == ["01_sft.ipynb"]
-    monkeypatch.setattr(notebooks, "__file__", str(series.parent / "grpolab" / "notebooks.py"))
+    monkeypatch.setattr(notebooks, "__file__", str(series.parent / "grpolab" / "lab" / "notebooks.py"))
     assert main(["run"]) == 0 and (series.parent / "runs" / "02_other" / "tiny" / "results.json").exists()
-    monkeypatch.setattr(notebooks, "__file__", str(tmp_path / "site-packages" / "grpolab" / "notebooks.py"))
+    monkeypatch.setattr(notebooks, "__file__", str(tmp_path / "site-packages" / "grpolab" / "lab" / "notebooks.py"))
     assert main(["run"]) == 1 and "inside a copy of the grpolab repository" in capsys.readouterr().err
 
 

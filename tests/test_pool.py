@@ -10,6 +10,7 @@ from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, proxy, wait_for
 
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession
+from grpolab.env.pool import GroupFailed, GrpoPool, MultiTurnEnvPool, ReplayDiverged, rollout_seed
 from grpolab.env.protocol import (
     CapacityError,
     ConnectError,
@@ -20,7 +21,6 @@ from grpolab.env.protocol import (
     StepResult,
 )
 from grpolab.env.server import serve
-from grpolab.pool import GroupFailed, GrpoPool, MultiTurnEnvPool, ReplayDiverged, rollout_seed
 
 
 def run(coroutine):

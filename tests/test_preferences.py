@@ -7,7 +7,9 @@ import pytest
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import Example, encode_chat, prompt_ids, user
-from grpolab.preferences import (
+from grpolab.rollouts import Group, Rollout
+from grpolab.sync import run_sync
+from grpolab.train.preferences import (
     Pair,
     PairRules,
     content_key,
@@ -18,8 +20,6 @@ from grpolab.preferences import (
     sample_pairs,
     write_pairs,
 )  # fmt: skip
-from grpolab.rollouts import Group, Rollout
-from grpolab.sync import run_sync
 
 ASK = {"role": "user", "content": "What is 1 + 2?"}
 
@@ -119,7 +119,7 @@ def test_sampled_pairs_repeat_with_their_seed(tiny):
     problems = [Problem(a, "+", 1) for a in range(12)]
 
     with pytest.MonkeyPatch.context() as patch:  # an untaught policy is never right
-        patch.setattr("grpolab.preferences._kind", lambda text, p, r: "right" if sum(r.tokens) % 2 else "far")
+        patch.setattr("grpolab.train.preferences._kind", lambda text, p, r: "right" if sum(r.tokens) % 2 else "far")
         first, second, other = (
             run_sync(sample_pairs(tiny, problems, samples=6, max_new_tokens=12, seed=s))[0] for s in (0, 0, 1)
         )

@@ -9,9 +9,9 @@ import torch
 from test_train import collect, flat, fresh, gradient, preferences, slopes, untimed
 
 from grpolab import losses
-from grpolab.optimise import Optimisation
-from grpolab.reference import ReferenceLogps, cache_logps, pair_logps, reference_values, weights_key
-from grpolab.train import DPOConfig, dpo
+from grpolab.train.dpo import DPOConfig, dpo
+from grpolab.train.loop import Optimisation
+from grpolab.train.reference import ReferenceLogps, cache_logps, pair_logps, reference_values, weights_key
 
 
 def test_pair_logps_equal_one_plain_forward_a_sequence(tiny):
@@ -48,7 +48,7 @@ def test_resident_and_cached_reference_train_alike_in_every_bit(tiny, tmp_path, 
 
 
 def test_a_resident_model_scores_each_block_once_and_gives_what_the_cache_holds(tiny, monkeypatch):
-    from grpolab import reference
+    from grpolab.train import reference
 
     honest, seen = reference._score_block, []
     monkeypatch.setattr(reference, "BLOCK", 4)

@@ -17,9 +17,9 @@ from test_backends import store
 
 from grpolab.env.backends import BackendPool
 from grpolab.env.client import Deadlines, EnvSession
+from grpolab.env.pool import GrpoPool
 from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, SessionLost
 from grpolab.env.server import serve
-from grpolab.pool import GrpoPool
 
 
 def run(coroutine, seconds=30):
@@ -109,7 +109,7 @@ def test_03_no_reply_is_ever_paired_with_another_request():
 
 # 4 ------------------------------------------------------------------------------------------- structured cancellation
 KERNEL_CELLS = [
-    "import asyncio, psutil; from grpolab.pool import GrpoPool; pool = GrpoPool({url!r}, size=4)\n"
+    "import asyncio, psutil; from grpolab.env.pool import GrpoPool; pool = GrpoPool({url!r}, size=4)\n"
     "def count(): return len(asyncio.all_tasks()), sum(\n"
     "    bool(c.raddr) and c.raddr.port == int({url!r}.split(':')[-1]) for c in psutil.Process().net_connections())\n"
     "await pool.connect(); await pool.reset_group(); before = count()",

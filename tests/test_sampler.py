@@ -8,12 +8,12 @@ import pytest
 import torch
 from decode_helpers import VOCAB, flat, ragged_prompts, tiny_policy
 
-from grpolab import scheduler
-from grpolab.audit import FAULTS, audit, recompute, sabotage
-from grpolab.graphs import StaticStep, fault
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
-from grpolab.slots import FIRST
+from grpolab.decode import scheduler
+from grpolab.decode.audit import FAULTS, audit, recompute, sabotage
+from grpolab.decode.cache import FIRST
+from grpolab.decode.graphs import StaticStep, fault
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 
 GREEDY = SamplingParams(greedy=True, max_new_tokens=40, seed=0)
 
@@ -195,7 +195,7 @@ def test_auto_keeps_the_quicker_number_of_threads(policy, monkeypatch):
     torch.set_num_threads(2)
     try:
         for quicker in (1, 2):
-            monkeypatch.setattr("grpolab.sampler.seconds_a_step", lambda *_, q=quicker: {1: 0.1 * q, 2: 0.3 / q})
+            monkeypatch.setattr("grpolab.decode.sampler.seconds_a_step", lambda *_, q=quicker: {1: 0.1 * q, 2: 0.3 / q})
             with Sampler(policy, threads="auto") as sampler:
                 assert sampler.run_sync(torch.get_num_threads) == quicker
     finally:
@@ -577,7 +577,7 @@ def test_a_closed_sampler_refuses_and_fails_what_waits():
 
 
 def test_the_worker_ends_when_idle_and_comes_back(policy, monkeypatch):
-    monkeypatch.setattr("grpolab.sampler.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("grpolab.decode.sampler.IDLE_SECONDS", 0.05)
     with Sampler(policy) as sampler:
         first = sampler.sample_sync([[1, 2]], params=GREEDY)
         worker = sampler._worker

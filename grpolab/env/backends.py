@@ -42,7 +42,6 @@ class Backend(Protocol):
 class BackendError(RuntimeError):
     """A backend could not be started, leased or given back."""
 
-
 class ProcessBackend:
     """A child process as a backend. It prints its address as its first line, and dies with us however we die.
 

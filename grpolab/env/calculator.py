@@ -26,7 +26,6 @@ _SAME = {"\u2212": "-", "\u00d7": "*"}
 class ExpressionError(ValueError):
     """The expression is not integers joined by + - * and parentheses within the bounds."""
 
-
 def calculate(expression: str) -> int:
     """The value of an expression of integers, + - * and parentheses (also the signs − and ×).
 

@@ -63,10 +63,8 @@ def declared(reset: Callable, options: dict) -> dict:
 class EnvError(Exception):
     """Anything that went wrong between a session and its server. Failures are errors, never rewards."""
 
-
 class ConnectError(EnvError):
     """No session came to be: nothing listens there, the handshake was refused, or the server hung up."""
-
 
 class CapacityError(ConnectError):
     """All the server's sessions are taken. `active` and `max_sessions` as the server said, or None."""
@@ -80,10 +78,8 @@ class CapacityError(ConnectError):
 class FactoryError(ConnectError):
     """The server admitted the session and could not make its environment."""
 
-
 class SessionLost(EnvError):
     """The session is gone, and with it the episode: the connection dropped, or a request on it was abandoned."""
-
 
 class DeadlineExceeded(SessionLost, TimeoutError):
     """A phase (connect, admit, reset, step, state, episode, group) outlasted its deadline of `seconds`."""
@@ -104,7 +100,6 @@ class ServerError(EnvError):
 
 class InvalidAction(ValueError):
     """Raised by an environment for an action that it cannot read; the session goes on."""
-
 
 class InvalidRequest(Exception):
     """A message that the server cannot serve; `reply` is the error frame, `ends` says that the session ends with it."""

@@ -9,12 +9,12 @@ import importlib.util
 import pytest
 import torch
 
-from grpolab import optimise
 from grpolab.arithmetic import Task, generate
+from grpolab.lab.run import Run
 from grpolab.models import Policy
-from grpolab.optimise import OPTIMISERS, Optimisation, forward_passes, make_optimizer
-from grpolab.runs import Run
-from grpolab.train import SFTConfig, demonstrations, sft, sft_gradient
+from grpolab.train import loop as optimise
+from grpolab.train.loop import OPTIMISERS, Optimisation, forward_passes, make_optimizer
+from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = SFTConfig(steps=5, batch_size=6, lr=1e-3, save_every=1, weight_decay=0.1)

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from grpolab.graphs import static_step
+from grpolab.decode.cache import WINDOW, Prefilled, SlotCache, places_for, round_up
+from grpolab.decode.graphs import static_step
+from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed, uniforms
 from grpolab.rollouts import Group, Rollout
-from grpolab.sampling import Draw, SamplingParams, draw_mixed, uniforms
-from grpolab.slots import WINDOW, Prefilled, SlotCache, places_for, round_up
 
 PREFILL_PAIRS = 2**22  # query-key pairs in one prefill call: rows times width times window
 PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens

@@ -15,7 +15,6 @@ from grpolab.files import atomic_write
 class GateError(AssertionError):
     """At least one check of a gate failed; the message names each with its measured value and its bound."""
 
-
 @dataclass(frozen=True)
 class Check:
     name: str
@@ -37,7 +36,7 @@ class gate:
     def __init__(self, name: str, folder: str | Path | None = None):
         self.name = name
         if folder is None:
-            from grpolab.runs import runs_folder  # here, since it brings torch along
+            from grpolab.lab.run import runs_folder  # here, since it brings torch along
 
             folder = runs_folder() / name.replace(" ", "_")
         self.path = Path(folder) / "results.json"

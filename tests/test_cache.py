@@ -5,11 +5,13 @@ import pytest
 import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
 
-from grpolab import engines
-from grpolab.engines import LlamaEngine, Strips, choose_engine
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
-from grpolab.slots import FIRST, PAGE, Pages, Prefilled, Slots, places_for
+from grpolab.decode import llama
+from grpolab.decode.agreement import choose_engine
+from grpolab.decode.cache import FIRST, PAGE, Pages, Prefilled, Slots, places_for
+from grpolab.decode.linear import Strips
+from grpolab.decode.llama import LlamaEngine
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 
 KINDS = {"pages": Pages, "slots": Slots}
 
@@ -143,7 +145,7 @@ def test_strips_are_the_product(dtype, rows):
 
 
 def test_a_sampler_of_one_row_reads_strips(monkeypatch):
-    monkeypatch.setattr(engines, "SMALL", 0)
+    monkeypatch.setattr(llama, "SMALL", 0)
     policy = tiny_policy(eos=(3,), attention_bias=True)
     params = SamplingParams(greedy=True, max_new_tokens=60)
     with Sampler(policy, slots=1) as one, Sampler(policy, slots=4) as four:

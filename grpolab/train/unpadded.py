@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from grpolab.engines import llama_obstacle
-from grpolab.rollouts import Tokens
+from grpolab.models import llama_obstacle
+from grpolab.train.layout import Tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, values (M, H, d), scale -> (M, H, d)
 

@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, replace
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import Example, encode_chat, observation_ids, prompt_ids, user
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.env.pool import GrpoPool, Seat, rollout_seed
 from grpolab.env.protocol import Environment
-from grpolab.forward import check_head
+from grpolab.lab.run import Run
 from grpolab.models import Policy
-from grpolab.optimise import draw, in_thread, loop
-from grpolab.pool import GrpoPool, Seat, rollout_seed
 from grpolab.rollouts import Group, Rollout
-from grpolab.runs import Run
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
-from grpolab.train import GRPOConfig, check_reference, describe, grpo_update, timings, tokens_of
+from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, timings, tokens_of
+from grpolab.train.logps import check_head
+from grpolab.train.loop import draw, in_thread, loop
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from grpolab.files import atomic_write
-from grpolab.runs import repository
+from grpolab.lab.run import repository
 
 
 def find(numbers: list[str]) -> list[Path]:
     """The notebooks with these numbers (all for none), in order; raises ValueError for a number that does not exist."""
-    here, home = repository(), Path(__file__).parent.parent  # called from elsewhere: the copy that is installed
+    here, home = repository(), Path(__file__).parents[2]  # called from elsewhere: the copy that is installed
     folder = (here if (here / "notebooks").is_dir() else home) / "notebooks"
     series = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     if not series:

@@ -87,10 +87,10 @@ def recompute(policy, prompt, new_tokens: int) -> tuple[int, ...]:
 @contextmanager
 def sabotage(sampler, fault: str):
     """Run with one of FAULTS in the sampler (the keys of its rows shifted, masks widened, a logp mislabelled, ...)."""
-    from grpolab import engines, scheduler
+    from grpolab.decode import attention, scheduler
 
     engine, forward = sampler.engine, sampler.engine.forward
-    mask_bias, draw_mixed, ended = engines.mask_bias, scheduler.draw_mixed, scheduler.Rows.ended
+    mask_bias, draw_mixed, ended = attention.mask_bias, scheduler.draw_mixed, scheduler.Rows.ended
 
     def earlier(tokens, start, last, cache, window):
         return forward(tokens, (start - int(tokens.shape[1] == 1)).clamp(min=0), last, cache, window)
@@ -117,8 +117,8 @@ def sabotage(sampler, fault: str):
         return forward(tokens, start, last, cache, window)
 
     patches = dict(zip(FAULTS, (
-        mock.patch.object(engine, "forward", earlier), mock.patch.object(engines, "mask_bias", one_more),
-        mock.patch.object(engines, "mask_bias", everything), mock.patch.object(scheduler.Rows, "ended", deaf),
+        mock.patch.object(engine, "forward", earlier), mock.patch.object(attention, "mask_bias", one_more),
+        mock.patch.object(attention, "mask_bias", everything), mock.patch.object(scheduler.Rows, "ended", deaf),
         mock.patch.object(scheduler, "draw_mixed", mislabelled), mock.patch.object(engine, "forward", swapped))))
     if fault not in patches:
         raise ValueError(f"fault must be one of {FAULTS}, got {fault!r}")

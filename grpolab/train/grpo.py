@@ -1,99 +1,28 @@
-"""The training methods: one short async generator each, which yields one row of metrics a step (the loop: optimise.py)."""
+"""Group-relative policy optimisation: sample groups, score them, push probability towards what beat its group."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from grpolab import losses
-from grpolab.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.arithmetic import Problem
-from grpolab.chat import Example, encode_chat, pack, pad, prompt_ids, user
+from grpolab.chat import prompt_ids
 from grpolab.checker import correct_reward
-from grpolab.forward import check_head, check_lengths, masked_logps, rollout_logps
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams, fold_seed
+from grpolab.lab.run import Run
 from grpolab.models import Policy
-from grpolab.optimise import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches, off_loop
-from grpolab.preferences import Pair
-from grpolab.reference import ReferenceLogps, pair_logps, reference_values
-from grpolab.reward import RewardModel
-from grpolab.rollouts import Batch, Group, Layout, Rollout, collate, lay_out
-from grpolab.runs import Run
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams, fold_seed
-
-# --- supervised fine-tuning -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SFTConfig(Optimisation):
-    """`batch_size` examples a step; `pack_width` packs them into rows of so many tokens (0: one example a row)."""
-
-    batch_size: int = 64
-    pack_width: int = 0
-
-
-def demonstrations(policy: Policy, problems: Sequence[Problem]) -> list[Example]:
-    """Each problem's question and target as one tokenised conversation."""
-    return [
-        encode_chat(policy.tokenizer, user(p.question) + [{"role": "assistant", "content": p.target}]) for p in problems
-    ]
-
-
-async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *, run: Run | None = None) -> AsyncIterator[dict]:
-    """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included."""
-    check_head(policy)
-    check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
-
-    def gradient(batch):
-        return sft_gradient(policy, batch, config)
-
-    def tokens(batch):
-        return {"tokens_per_s": sum(len(e.ids) for e in batch)}
-
-    async for row in over_batches(policy, examples, gradient, tokens, config, run):
-        yield row
-
-
-async def over_batches(policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None):
-    """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
-    done(batch) names what the step did as a rate and counts it."""
-
-    def update(step, optimizer):
-        began = time.perf_counter()
-        batch = draw(items, config.batch_size, step, config.seed)
-        row = gradient(batch)
-        row |= apply_gradient(policy, optimizer, config, step)
-        seconds = time.perf_counter() - began
-        return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
-
-    async def one_step(step, optimizer):
-        return await in_thread(policy, lambda: update(step, optimizer))
-
-    async for row in loop(policy, config, run, one_step):
-        yield row
-
-
-def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) -> dict:
-    """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics."""
-    batch = sorted(batch, key=lambda e: len(e.ids))
-    denominator = sum(sum(e.mask) for e in batch)
-    parts = []
-    for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
-        packed = pack(batch[part], config.pack_width, policy.pad_id) if config.pack_width else pad(batch[part], policy.pad_id)
-        with forward_passes(policy, config):
-            logps, mask = masked_logps(policy, packed)
-        loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)
-        loss.backward()
-        parts.append(metrics)
-    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": denominator}
-
-
-# --- group-relative policy optimisation -------------------------------------------------------------------------------
+from grpolab.rollouts import Batch, Group, Rollout, collate
+from grpolab.train import losses
+from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
+from grpolab.train.layout import Layout, lay_out
+from grpolab.train.logps import check_head, check_lengths, rollout_logps
+from grpolab.train.loop import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches, off_loop
 
 
 @dataclass(frozen=True)
@@ -342,152 +271,3 @@ def timings(sampled: int, sampling: float, updated: int, update: float) -> dict:
         "sampling_s": sampling, "update_s": update,
         "sampled_tokens_per_s": sampled / sampling, "updated_tokens_per_s": updated / update,
     }
-
-
-# --- direct preference optimisation -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DPOConfig(Optimisation):
-    """`batch_size` pairs a step; `beta`, `kind` and `label_smoothing` as in `losses.dpo_loss`, `length_normalised` divides
-    each completion's log-prob by its kept tokens. `row_width` > 0 lets chosen and rejected share their prompt."""
-
-    batch_size: int = 32
-    beta: float = 0.1
-    kind: str = "sigmoid"
-    label_smoothing: float = 0.0
-    length_normalised: bool = False
-    row_width: int = 512
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.batch_size < 1 or not self.beta > 0:
-            raise ValueError(f"batch_size must be at least 1 and beta positive, got {self}")
-        if self.kind not in losses.DPO_KINDS:
-            raise ValueError(f"kind must be one of {losses.DPO_KINDS}, got {self.kind!r}")
-
-
-async def dpo(
-    policy: Policy, reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: DPOConfig, *, run: Run | None = None
-) -> AsyncIterator[dict]:
-    """Direct preference optimisation (arXiv 2305.18290): raise the chosen completions against the rejected ones, both
-    measured from the reference.
-
-    `reference` is a resident model, or its log-probs from `cache_logps`, which need none; the steps are the same in
-    every bit on a CPU.
-    """
-    if reference is policy:
-        raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
-    check_pairs(policy, pairs)
-    check_head(policy)
-    reference_at = reference_values(reference, pairs, config)
-
-    def gradient(places):
-        return dpo_gradient(policy, [pairs[i] for i in places], reference_at(places), config)
-
-    async for row in over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run):
-        yield row
-
-
-def pairs_per_s(batch: Sequence) -> dict:
-    """What a step on pairs did, for `over_batches`."""
-    return {"pairs_per_s": len(batch)}
-
-
-def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig) -> dict:
-    """Accumulate the gradient of the batch's mean pair loss, whatever the micro-batches; returns the metrics.
-    ref_logps: (P, 2), chosen and rejected."""
-    parts = []
-    for places in pair_batches(pairs, config):
-        part = [pairs[i] for i in places]
-        with forward_passes(policy, config):
-            logps = pair_logps(policy, part, config.row_width)
-        loss, metrics = losses.dpo_loss(
-            *logps.T, *ref_logps[places].to(logps.device).T, beta=config.beta, denominator=len(pairs), kind=config.kind,
-            label_smoothing=config.label_smoothing, lengths=pair_lengths(part, logps) if config.length_normalised else None,
-        )
-        loss.backward()
-        parts.append(metrics)
-    metrics = {k: v.item() for k, v in losses.combine(parts).items()}
-    return {"loss": metrics.pop("dpo_loss")} | metrics
-
-
-def implicit_rewards(
-    policy: Policy, reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: DPOConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """DPO's reward beta (log pi - log pi_ref) of each pair's chosen and rejected completion, and log pi: (P, 2) each."""
-    check_pairs(policy, pairs)
-    ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
-    with torch.no_grad(), policy.lock, forward_passes(policy, config):
-        for places in pair_batches(pairs, config):
-            logps[places] = pair_logps(policy, [pairs[i] for i in places], config.row_width).cpu()
-    scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0
-    return config.beta * (logps - ref_logps) / scale, logps
-
-
-def pair_batches(pairs: Sequence[Pair], config: Optimisation) -> Iterator[list[int]]:
-    """The places of the pairs of each micro-batch, pairs of similar length together; a pair counts as two rows."""
-    order = sorted(range(len(pairs)), key=lambda i: (pairs[i].longest, pairs[i].prompt))
-    for part in micro_batches([2 * pairs[i].longest for i in order], config.token_budget):
-        yield order[part]
-
-
-def pair_lengths(pairs: Sequence[Pair], like: torch.Tensor) -> torch.Tensor:
-    """Kept tokens of chosen and rejected: (2, P)."""
-    return like.new_tensor([[sum(s.mask) for s in (p.chosen, p.rejected)] for p in pairs]).T
-
-
-def check_pairs(policy: Policy, pairs: Sequence[Pair]) -> None:
-    """Refuse pairs that do not fit the policy's context or vocabulary."""
-    check_lengths(policy, max((p.longest for p in pairs), default=0), "pair")
-    top, size = max((max(p.prompt + p.chosen.ids + p.rejected.ids) for p in pairs), default=0), policy.model.config.vocab_size
-    if top >= size:
-        raise ValueError(f"the pairs hold token id {top}, beyond the vocabulary of {size}: they are of another tokenizer")
-
-
-# --- reward model -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RewardConfig(Optimisation):
-    """`batch_size` pairs a step. `margin` is asked for between chosen and rejected, times a pair's own `meta["margin"]`
-    where it has one; `centering` pulls the two rewards' sum to zero (`losses.bradley_terry_loss`)."""
-
-    batch_size: int = 32
-    margin: float = 0.0
-    centering: float = 0.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.batch_size < 1 or self.centering < 0:
-            raise ValueError(f"batch_size must be at least 1 and centering at least 0, got {self}")
-
-
-async def reward_model(
-    model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, run: Run | None = None
-) -> AsyncIterator[dict]:
-    """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
-    check_pairs(model, pairs)
-
-    def gradient(places):
-        return reward_gradient(model, [pairs[i] for i in places], config)
-
-    async for row in over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run):
-        yield row
-
-
-def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:
-    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics."""
-    parts = []
-    for places in pair_batches(pairs, config):
-        part = [pairs[i] for i in places]
-        with forward_passes(model, config):
-            rewards = model.forward([r.prompt + r.tokens for p in part for r in p.sides]).view(-1, 2)
-        margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
-        loss, metrics = losses.bradley_terry_loss(
-            *rewards.T, denominator=len(pairs), margin=margin, centering=config.centering
-        )
-        loss.backward()
-        parts.append(metrics)
-    metrics = {k: v.item() for k, v in losses.combine(parts).items()}
-    return {"loss": metrics.pop("bradley_terry_loss")} | metrics

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from grpolab.plots import POLICY
+from grpolab.lab.plots import POLICY
 
 
 class Dashboard:

@@ -9,8 +9,8 @@ import pytest
 
 from grpolab import load_policy, plots
 from grpolab.evaluate import Interval
-from grpolab.runs import Run
-from grpolab.widgets import Dashboard, sparkline, tokens_html
+from grpolab.lab.live import Dashboard, sparkline, tokens_html
+from grpolab.lab.run import Run
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,6 @@ POLICIES = ("fail", "drop", "retry")
 class ReplayDiverged(EnvError):
     """A replayed episode did not go as the lost one: the environment is not deterministic, so nothing is resumed."""
 
-
 class GroupFailed(EnvError):
     """Too few rollouts of a group survived; `failures` says what became of the others."""
 

@@ -7,15 +7,24 @@ the hub serves as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from grpolab.chat import Example, pad
-from grpolab.forward import decoder_states
+from grpolab.lab.run import Run
 from grpolab.models import Policy, choose_device, in_own_memory
-from grpolab.optimise import micro_batches
+from grpolab.train import losses
+from grpolab.train.logps import decoder_states
+from grpolab.train.loop import (
+    Optimisation,
+    forward_passes,
+    micro_batches,
+    over_batches,
+)
+from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
 
 
 class RewardModel(Policy):
@@ -103,3 +112,48 @@ def _head(model) -> torch.nn.Linear:
     """The head of a sequence-classification model: the module beside its decoder."""
     (head,) = [m for name, m in model.named_children() if name != model.base_model_prefix]
     return head
+
+
+@dataclass(frozen=True)
+class RewardConfig(Optimisation):
+    """`batch_size` pairs a step. `margin` is asked for between chosen and rejected, times a pair's own `meta["margin"]`
+    where it has one; `centering` pulls the two rewards' sum to zero (`losses.bradley_terry_loss`)."""
+
+    batch_size: int = 32
+    margin: float = 0.0
+    centering: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch_size < 1 or self.centering < 0:
+            raise ValueError(f"batch_size must be at least 1 and centering at least 0, got {self}")
+
+
+async def reward_model(
+    model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, run: Run | None = None
+) -> AsyncIterator[dict]:
+    """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
+    check_pairs(model, pairs)
+
+    def gradient(places):
+        return reward_gradient(model, [pairs[i] for i in places], config)
+
+    async for row in over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run):
+        yield row
+
+
+def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:
+    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics."""
+    parts = []
+    for places in pair_batches(pairs, config):
+        part = [pairs[i] for i in places]
+        with forward_passes(model, config):
+            rewards = model.forward([r.prompt + r.tokens for p in part for r in p.sides]).view(-1, 2)
+        margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
+        loss, metrics = losses.bradley_terry_loss(
+            *rewards.T, denominator=len(pairs), margin=margin, centering=config.centering
+        )
+        loss.backward()
+        parts.append(metrics)
+    metrics = {k: v.item() for k, v in losses.combine(parts).items()}
+    return {"loss": metrics.pop("bradley_terry_loss")} | metrics

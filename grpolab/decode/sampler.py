@@ -18,10 +18,11 @@ from concurrent.futures import Future
 
 import torch
 
-from grpolab.engines import choose_engine, inexact_share, seconds_a_step, share_attention
+from grpolab.decode.agreement import choose_engine, inexact_share, seconds_a_step
+from grpolab.decode.attention import share_attention
+from grpolab.decode.sampling import SamplingParams, fold_seed
+from grpolab.decode.scheduler import Kept, Request, Scheduler, Stats, settle
 from grpolab.rollouts import Group, Rollout
-from grpolab.sampling import SamplingParams, fold_seed
-from grpolab.scheduler import Kept, Request, Scheduler, Stats, settle
 from grpolab.sync import rest_threads, set_own_threads
 
 IDLE_SECONDS = 5.0  # after which the worker thread ends; the next request starts another

@@ -13,8 +13,8 @@ import pytest
 from env_harness import ROOT, server_process, start_process
 
 from grpolab.env.client import Deadlines, EnvSession
+from grpolab.env.pool import GrpoPool
 from grpolab.env.protocol import CapacityError, DeadlineExceeded, ServerError, SessionLost
-from grpolab.pool import GrpoPool
 
 PEER = str(ROOT / "tests" / "openenv_peer.py")
 

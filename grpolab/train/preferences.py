@@ -9,18 +9,22 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import Example, Message, encode_chat, prompt_ids
 from grpolab.checker import check_answer, parse_boxed_answer
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.sampler import Sampler
-from grpolab.sampling import SamplingParams
+from grpolab.train.logps import check_lengths
+from grpolab.train.loop import Optimisation, micro_batches
 
 
 @dataclass(frozen=True)
@@ -274,3 +278,28 @@ def _encode(tokenizer, prompt: list[Message], completion: list[Message]) -> tupl
     earlier = len(encode_chat(tokenizer, prompt[:answered]).ids) if answered else 0
     cut = earlier + whole.mask[earlier:].index(1)
     return whole.ids[:cut], Example(whole.ids[cut:], whole.mask[cut:])
+
+
+def pairs_per_s(batch: Sequence) -> dict:
+    """What a step on pairs did, for `over_batches`."""
+    return {"pairs_per_s": len(batch)}
+
+
+def pair_batches(pairs: Sequence[Pair], config: Optimisation) -> Iterator[list[int]]:
+    """The places of the pairs of each micro-batch, pairs of similar length together; a pair counts as two rows."""
+    order = sorted(range(len(pairs)), key=lambda i: (pairs[i].longest, pairs[i].prompt))
+    for part in micro_batches([2 * pairs[i].longest for i in order], config.token_budget):
+        yield order[part]
+
+
+def pair_lengths(pairs: Sequence[Pair], like: torch.Tensor) -> torch.Tensor:
+    """Kept tokens of chosen and rejected: (2, P)."""
+    return like.new_tensor([[sum(s.mask) for s in (p.chosen, p.rejected)] for p in pairs]).T
+
+
+def check_pairs(policy: Policy, pairs: Sequence[Pair]) -> None:
+    """Refuse pairs that do not fit the policy's context or vocabulary."""
+    check_lengths(policy, max((p.longest for p in pairs), default=0), "pair")
+    top, size = max((max(p.prompt + p.chosen.ids + p.rejected.ids) for p in pairs), default=0), policy.model.config.vocab_size
+    if top >= size:
+        raise ValueError(f"the pairs hold token id {top}, beyond the vocabulary of {size}: they are of another tokenizer")

@@ -16,13 +16,14 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from grpolab import losses
 from grpolab.files import atomic_write
-from grpolab.forward import rollout_logps
 from grpolab.models import Policy
-from grpolab.optimise import Optimisation, autocast
-from grpolab.preferences import Pair, content_key
-from grpolab.rollouts import collate, lay_out
+from grpolab.rollouts import collate
+from grpolab.train import losses
+from grpolab.train.layout import lay_out
+from grpolab.train.logps import rollout_logps
+from grpolab.train.loop import Optimisation, autocast
+from grpolab.train.preferences import Pair, content_key
 
 BLOCK = 8
 SHARED = 512  # a row of so many tokens holds a prompt once and its two completions

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from grpolab.slots import SlotCache, round_up
+from grpolab.decode.cache import SlotCache, round_up
 
 log = logging.getLogger(__name__)
 

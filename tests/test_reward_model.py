@@ -8,7 +8,7 @@ import torch
 from test_train import preferences, slopes, trained_scorer
 from transformers import AutoModelForSequenceClassification
 
-from grpolab.reward import RewardModel
+from grpolab.train.reward_model import RewardModel
 
 
 def sequences(pairs):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from grpolab import llama, losses
 from grpolab.chat import Packed
 from grpolab.models import Policy
-from grpolab.rollouts import Layout
+from grpolab.train import losses, unpadded
+from grpolab.train.layout import Layout
 
 
 def decoder_states(policy: Policy, ids, positions, attention, at=None) -> torch.Tensor:
@@ -15,8 +15,8 @@ def decoder_states(policy: Policy, ids, positions, attention, at=None) -> torch.
     d = policy.device
     ids, positions, mask = ids.to(d), positions.to(d), None if attention is None else attention.to(d)
     decoder = policy.model.get_decoder()
-    if llama.readable(policy.model):
-        hidden = llama.states(decoder, ids.flatten(), positions.flatten(), llama.in_rows(len(ids), mask), at)
+    if unpadded.readable(policy.model):
+        hidden = unpadded.states(decoder, ids.flatten(), positions.flatten(), unpadded.in_rows(len(ids), mask), at)
         return hidden if at is not None else hidden.unflatten(0, ids.shape)
     hidden = decoder(ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
     return hidden if at is None else hidden.flatten(0, 1).index_select(0, at)
@@ -52,10 +52,10 @@ def check_head(policy: Policy) -> None:
 def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, with_entropy=False):
     """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
     d = policy.device
-    if llama.readable(policy.model):
+    if unpadded.readable(policy.model):
         tokens = layout.tokens.to(d)
-        decoder, attend = policy.model.get_decoder(), llama.with_prefixes(tokens)
-        hidden = llama.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor)
+        decoder, attend = policy.model.get_decoder(), unpadded.with_prefixes(tokens)
+        hidden = unpadded.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor)
     else:
         hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention, layout.predictor.to(d))
     options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)

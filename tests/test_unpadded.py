@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from grpolab import llama
 from grpolab.chat import Packed
-from grpolab.forward import decoder_states, masked_logps, rollout_logps
 from grpolab.models import Policy
-from grpolab.optimise import Optimisation, forward_passes
-from grpolab.rollouts import Rollout, collate, lay_out
+from grpolab.rollouts import Rollout, collate
+from grpolab.train import unpadded
+from grpolab.train.layout import lay_out
+from grpolab.train.logps import decoder_states, masked_logps, rollout_logps
+from grpolab.train.loop import Optimisation, forward_passes
 
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=64)  # fmt: skip
@@ -61,12 +62,12 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("dense", [False, True])
 def test_value_and_gradient_are_the_models_own(name, dense, monkeypatch):
     policy = policy_of(CONFIGS[name])
-    assert llama.readable(policy.model)
+    assert unpadded.readable(policy.model)
     ids, positions = torch.randint(0, 61, (3, 14)), torch.arange(14).expand(3, 14)
     mask = torch.rand(3, 1, 14, 14).lt(0.6).logical_or(torch.eye(14).bool()).tril() if dense else None
     pull, results = torch.randn(3, 14, 32, dtype=torch.float64), []
     for fast in (True, False):
-        monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
+        monkeypatch.setattr(unpadded, "readable", lambda model, fast=fast: fast)
         hidden = decoder_states(policy, ids, positions, mask)
         (hidden * pull).sum().backward()
         results.append((hidden.detach(), gradients(policy)))
@@ -84,7 +85,7 @@ def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width, m
             rollouts.append(Rollout(prompt, tuple(range(20, 20 + n)), mask, (-1.0,) * n, (-1.0,) * n, "eos"))
     shape, results = collate(rollouts, torch.zeros(7)).mask.shape, []
     for fast, w in ((True, width), (False, 0)):
-        monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
+        monkeypatch.setattr(unpadded, "readable", lambda model, fast=fast: fast)
         logps, _ = rollout_logps(policy, lay_out(rollouts, width=w), shape, 0.7)
         (logps * torch.linspace(-1, 1, logps.numel(), dtype=torch.float64).view(shape)).sum().backward()
         results.append((logps.detach(), gradients(policy)))
@@ -119,7 +120,7 @@ def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny
 def test_less_is_kept_for_the_backward_than_by_the_models_own_forward(tiny, monkeypatch):
     ids, positions, alive = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64), []
     for fast in (True, False):
-        monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
+        monkeypatch.setattr(unpadded, "readable", lambda model, fast=fast: fast)
         kept = {}
 
         def keep(x, kept=kept):
@@ -140,31 +141,31 @@ def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how, mon
         exact = decoder_states(tiny, ids, positions, None)
         tiny.model.to(torch.float32 if how == "autocast" else torch.bfloat16)
         for fast in (True, False):
-            monkeypatch.setattr(llama, "readable", lambda model, fast=fast: fast)
+            monkeypatch.setattr(unpadded, "readable", lambda model, fast=fast: fast)
             with forward_passes(tiny, Optimisation(autocast="bfloat16" if how == "autocast" else None)):
                 errors.append((decoder_states(tiny, ids, positions, None).float() - exact).square().mean().sqrt().item())
     assert 0 < errors[0] < 1.1 * errors[1]
 
 
 def test_other_attention_dropout_and_other_models_keep_their_own_forward(tiny):
-    assert llama.readable(tiny.model)
+    assert unpadded.readable(tiny.model)
     for change in (lambda m: m.set_attn_implementation("eager"), lambda m: m.train()):
         model = copy.deepcopy(tiny.model)
         change(model)
-        assert not llama.readable(model)
+        assert not unpadded.readable(model)
     sliding = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=4)).eval()
-    assert not llama.readable(sliding)
+    assert not unpadded.readable(sliding)
 
 
 def test_a_model_that_somebody_altered_keeps_its_own_forward(tiny):
     layer = tiny.model.model.layers[1]
     handle = layer.mlp.register_forward_hook(lambda *_: None)
-    assert not llama.readable(tiny.model)
+    assert not unpadded.readable(tiny.model)
     handle.remove()
-    assert llama.readable(tiny.model)
+    assert unpadded.readable(tiny.model)
     layer.forward = lambda *a, **k: None
     try:
-        assert not llama.readable(tiny.model)
+        assert not unpadded.readable(tiny.model)
     finally:
         del layer.forward
 

@@ -13,6 +13,7 @@ import math
 import os
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpolab.lab.run import Run
 from grpolab.models import Policy
-from grpolab.runs import Run
 from grpolab.sync import rest_threads, set_own_threads
 
 T = TypeVar("T")
@@ -255,3 +256,22 @@ async def loop(policy: Policy, config: Optimisation, run: Run | None, one_step) 
         yield row
     if run is not None:
         run.drop_checkpoint()
+
+
+async def over_batches(policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None):
+    """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
+    done(batch) names what the step did as a rate and counts it."""
+
+    def update(step, optimizer):
+        began = time.perf_counter()
+        batch = draw(items, config.batch_size, step, config.seed)
+        row = gradient(batch)
+        row |= apply_gradient(policy, optimizer, config, step)
+        seconds = time.perf_counter() - began
+        return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
+
+    async def one_step(step, optimizer):
+        return await in_thread(policy, lambda: update(step, optimizer))
+
+    async for row in loop(policy, config, run, one_step):
+        yield row

@@ -1,0 +1,93 @@
+"""Direct preference optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from grpolab.lab.run import Run
+from grpolab.models import Policy
+from grpolab.train import losses
+from grpolab.train.logps import check_head
+from grpolab.train.loop import (
+    Optimisation,
+    forward_passes,
+    over_batches,
+)
+from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
+from grpolab.train.reference import ReferenceLogps, pair_logps, reference_values
+
+
+@dataclass(frozen=True)
+class DPOConfig(Optimisation):
+    """`batch_size` pairs a step; `beta`, `kind` and `label_smoothing` as in `losses.dpo_loss`, `length_normalised` divides
+    each completion's log-prob by its kept tokens. `row_width` > 0 lets chosen and rejected share their prompt."""
+
+    batch_size: int = 32
+    beta: float = 0.1
+    kind: str = "sigmoid"
+    label_smoothing: float = 0.0
+    length_normalised: bool = False
+    row_width: int = 512
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch_size < 1 or not self.beta > 0:
+            raise ValueError(f"batch_size must be at least 1 and beta positive, got {self}")
+        if self.kind not in losses.DPO_KINDS:
+            raise ValueError(f"kind must be one of {losses.DPO_KINDS}, got {self.kind!r}")
+
+
+async def dpo(
+    policy: Policy, reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: DPOConfig, *, run: Run | None = None
+) -> AsyncIterator[dict]:
+    """Direct preference optimisation (arXiv 2305.18290): raise the chosen completions against the rejected ones, both
+    measured from the reference.
+
+    `reference` is a resident model, or its log-probs from `cache_logps`, which need none; the steps are the same in
+    every bit on a CPU.
+    """
+    if reference is policy:
+        raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
+    check_pairs(policy, pairs)
+    check_head(policy)
+    reference_at = reference_values(reference, pairs, config)
+
+    def gradient(places):
+        return dpo_gradient(policy, [pairs[i] for i in places], reference_at(places), config)
+
+    async for row in over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run):
+        yield row
+
+
+def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig) -> dict:
+    """Accumulate the gradient of the batch's mean pair loss, whatever the micro-batches; returns the metrics.
+    ref_logps: (P, 2), chosen and rejected."""
+    parts = []
+    for places in pair_batches(pairs, config):
+        part = [pairs[i] for i in places]
+        with forward_passes(policy, config):
+            logps = pair_logps(policy, part, config.row_width)
+        loss, metrics = losses.dpo_loss(
+            *logps.T, *ref_logps[places].to(logps.device).T, beta=config.beta, denominator=len(pairs), kind=config.kind,
+            label_smoothing=config.label_smoothing, lengths=pair_lengths(part, logps) if config.length_normalised else None,
+        )
+        loss.backward()
+        parts.append(metrics)
+    metrics = {k: v.item() for k, v in losses.combine(parts).items()}
+    return {"loss": metrics.pop("dpo_loss")} | metrics
+
+
+def implicit_rewards(
+    policy: Policy, reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: DPOConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DPO's reward beta (log pi - log pi_ref) of each pair's chosen and rejected completion, and log pi: (P, 2) each."""
+    check_pairs(policy, pairs)
+    ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
+    with torch.no_grad(), policy.lock, forward_passes(policy, config):
+        for places in pair_batches(pairs, config):
+            logps[places] = pair_logps(policy, [pairs[i] for i in places], config.row_width).cpu()
+    scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0
+    return config.beta * (logps - ref_logps) / scale, logps

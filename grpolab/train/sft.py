@@ -1,0 +1,64 @@
+"""Supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from grpolab.arithmetic import Problem
+from grpolab.chat import Example, encode_chat, pack, pad, user
+from grpolab.lab.run import Run
+from grpolab.models import Policy
+from grpolab.train import losses
+from grpolab.train.logps import check_head, check_lengths, masked_logps
+from grpolab.train.loop import (
+    Optimisation,
+    forward_passes,
+    micro_batches,
+    over_batches,
+)
+
+
+@dataclass(frozen=True)
+class SFTConfig(Optimisation):
+    """`batch_size` examples a step; `pack_width` packs them into rows of so many tokens (0: one example a row)."""
+
+    batch_size: int = 64
+    pack_width: int = 0
+
+
+def demonstrations(policy: Policy, problems: Sequence[Problem]) -> list[Example]:
+    """Each problem's question and target as one tokenised conversation."""
+    return [
+        encode_chat(policy.tokenizer, user(p.question) + [{"role": "assistant", "content": p.target}]) for p in problems
+    ]
+
+
+async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *, run: Run | None = None) -> AsyncIterator[dict]:
+    """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included."""
+    check_head(policy)
+    check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
+
+    def gradient(batch):
+        return sft_gradient(policy, batch, config)
+
+    def tokens(batch):
+        return {"tokens_per_s": sum(len(e.ids) for e in batch)}
+
+    async for row in over_batches(policy, examples, gradient, tokens, config, run):
+        yield row
+
+
+def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) -> dict:
+    """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics."""
+    batch = sorted(batch, key=lambda e: len(e.ids))
+    denominator = sum(sum(e.mask) for e in batch)
+    parts = []
+    for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
+        packed = pack(batch[part], config.pack_width, policy.pad_id) if config.pack_width else pad(batch[part], policy.pad_id)
+        with forward_passes(policy, config):
+            logps, mask = masked_logps(policy, packed)
+        loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)
+        loss.backward()
+        parts.append(metrics)
+    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": denominator}
