@@ -119,7 +119,7 @@ def ours(policy, model, dtype, method, steps):
     from grpolab.decode.sampling import SamplingParams
     from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient
     from grpolab.train.grpo import GRPOConfig, grpo_update
-    from grpolab.train.loop import apply_gradient, in_thread, make_optimizer
+    from grpolab.train.loop import apply_gradient, in_thread, make_optimiser
     from grpolab.train.preferences import Pair
     from grpolab.train.reference import cache_logps
     from grpolab.train.sft import SFTConfig, sft, sft_gradient
@@ -133,7 +133,7 @@ def ours(policy, model, dtype, method, steps):
     if method == "grpo":
         config = GRPOConfig(prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=NEW_TOKENS,
                             advantage_kind="standardised", **common)  # fmt: skip
-        optimizer = make_optimizer(policy, config)
+        optimizer = make_optimiser(policy, config)
 
         async def sample(sampler, step):
             params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=step)
@@ -164,7 +164,7 @@ def ours(policy, model, dtype, method, steps):
         reference = cache_logps(policy, items)
         loop = dpo(policy, reference, items, config)
         gradient = lambda: dpo_gradient(policy, items[:PAIRS], reference.values[:PAIRS], config)  # noqa: E731
-    optimizer = make_optimizer(policy, config)
+    optimizer = make_optimiser(policy, config)
 
     async def run():
         began = time.perf_counter()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -22,13 +23,23 @@ from grpolab.train import losses
 from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.train.layout import Layout, lay_out
 from grpolab.train.logps import check_head, check_lengths, rollout_logps
-from grpolab.train.loop import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches, off_loop
+from grpolab.train.loop import (
+    Optimisation,
+    apply_gradient,
+    epoch_batches,
+    forward_passes,
+    in_thread,
+    loop,
+    micro_batches,
+    off_loop,
+    shuffled,
+)
 
 
 @dataclass(frozen=True)
 class GRPOConfig(Optimisation):
-    """One step: `prompts_per_step` questions, `group_size` rollouts each, `inner_epochs` passes over them in
-    `minibatches` optimiser steps a pass.
+    """One step: `prompts_per_step` questions, `group_size` rollouts each, `inner_epochs` passes over them in `minibatches`
+    optimiser steps a pass, each on nearly equally many whole groups (in fewer steps where fewer groups have a signal).
 
     The advantage is centred in the group (`advantage_kind`), the loss a sum over all kept tokens divided by their count
     (`aggregation`), the ratio clipped by `clip_eps` = (low, high), and the leash `kl_coef` times the KL to the reference
@@ -66,7 +77,8 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
 
 
-Reward = Callable[[str, Problem, Rollout], float | None]  # or an object that also has `batch`, see `score`
+# Called in the thread of the steps, never on the event loop; or an object that also has `batch`, see `score`.
+Reward = Callable[[str, Problem, Rollout], float | None]
 
 
 def finished_and_correct(text: str, problem: Problem, rollout: Rollout) -> float:
@@ -85,30 +97,41 @@ async def grpo(
     rewards in `watch` are not trained on: their means stand in each row under their names.
     """
     check_reference(policy, reference, config)
-    prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
-    check_head(policy)
-    check_lengths(policy, max(map(len, prompts.values()), default=0) + config.max_new_tokens, "prompt and completion")
+    batch_of = epoch_batches(problems, config.prompts_per_step, config.seed)
 
-    async with Sampler(policy) as sampler:
+    def start():
+        prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
+        check_head(policy)
+        check_lengths(policy, max(map(len, prompts.values()), default=0) + config.max_new_tokens, "prompt and completion")
+        return prompts, list(prompts)
 
-        async def ask(asked, seed):
-            params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
-            return await scored(lambda: score(policy, asked, groups, reward), [reward])
+    prompts, distinct = await in_thread(policy, start)
+    sampler = await off_loop(lambda: Sampler(policy))
 
-        async def one_step(step, optimizer):
+    async def ask(asked, seed):
+        params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
+        groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
+        return await off_loop(lambda: score(policy, asked, groups, reward))
+
+    async def gather(step):
+        began = time.perf_counter()
+        asked = await off_loop(lambda: batch_of(step))
+        drawn = await ask(asked, config.seed * 1_000_003 + step)
+        groups, cost = await refill(ask, asked, drawn, distinct, config, step) if config.refills else (drawn, {})
+        sampling = time.perf_counter() - began
+        seen = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
+
+        def update(optimiser):
             began = time.perf_counter()
-            asked = draw(problems, config.prompts_per_step, step, config.seed)
-            drawn = await ask(asked, config.seed * 1_000_003 + step)
-            groups, cost = await refill(ask, asked, drawn, list(prompts), config, step) if config.refills else (drawn, {})
-            sampled = time.perf_counter()
-            row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            row |= await scored(lambda: watched(policy, asked, drawn, reward, watch or {}), (watch or {}).values())
-            times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampled - began,
-                            row["trained_tokens"] * config.inner_epochs, time.perf_counter() - sampled)  # fmt: skip
-            return describe(drawn) | cost | row | times
+            row = grpo_update(policy, reference, groups, config, optimiser, step)
+            times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampling,
+                            row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)  # fmt: skip
+            return describe(drawn) | cost | row | seen | times
 
-        async for row in loop(policy, config, run, one_step):
+        return update
+
+    async with sampler, aclosing(loop(policy, config, run, gather)) as rows:
+        async for row in rows:
             yield row
 
 
@@ -127,10 +150,11 @@ async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems
     a function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or questions run out,
     the step trains on fewer groups. `ask(problems, seed)` samples and scores.
     """
-    left = [p for p in random.Random(f"{config.seed}/{step}/refill").sample(problems, len(problems)) if p not in set(asked)]
+    used = set(asked)
+    left = (p for p in (problems[i] for i in shuffled(len(problems), f"{config.seed}/{step}/refill")) if p not in used)
     sampled, kept = list(drawn), with_signal(drawn)
     for extra in range(config.refills):
-        more, left = left[: config.prompts_per_step - len(kept)], left[config.prompts_per_step - len(kept) :]
+        more = list(islice(left, max(0, config.prompts_per_step - len(kept))))
         if not more:
             break
         fresh = await ask(more, fold_seed(config.seed, step, extra))
@@ -150,11 +174,6 @@ def with_signal(groups: Sequence[Group]) -> list[Group]:
 
 def tokens_of(groups: Sequence[Group]) -> int:
     return sum(len(r.tokens) for g in groups for r in g)
-
-
-async def scored(work, rewards):
-    """work(), off the event loop where a reward takes whole batches: a learned one, which computes for long."""
-    return await off_loop(work) if any(hasattr(r, "batch") for r in rewards) else work()
 
 
 def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
@@ -189,9 +208,7 @@ def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPO
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(kept, len(kept))
-        size = math.ceil(len(order) / config.minibatches) or 1
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
+        for chosen in nearly_equal(order, config.minibatches):
             rollouts = [r for i in chosen for r in groups[i]]
             metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config)
             rows.append(metrics | apply_gradient(policy, optimizer, config, step))
@@ -201,6 +218,12 @@ def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPO
     row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
     before = {k: rows[0][k] for k in ("logp_diff", "logp_diff_max")}  # sampler against trainer: the policy has not moved yet
     return row | before | size
+
+
+def nearly_equal(items: Sequence, parts: int) -> list[Sequence]:
+    """Consecutive parts whose lengths differ by at most one; fewer than `parts` where there are fewer items."""
+    cuts = [len(items) * i // parts for i in range(parts + 1)]
+    return [items[a:b] for a, b in zip(cuts, cuts[1:]) if a < b]
 
 
 def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig) -> dict:

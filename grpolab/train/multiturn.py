@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 
 from grpolab.arithmetic import Problem
@@ -22,7 +23,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, timings, tokens_of
 from grpolab.train.logps import check_head
-from grpolab.train.loop import draw, in_thread, loop
+from grpolab.train.loop import epoch_batches, in_thread, loop, off_loop
 
 
 @dataclass(frozen=True)
@@ -156,25 +157,30 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Se
     """
     limits = limits or Limits()
     check_reference(policy, reference, config)
-    check_head(policy)
+    batch_of = epoch_batches(problems, config.prompts_per_step, config.seed)
+    await in_thread(policy, lambda: check_head(policy))
+    sampler = await off_loop(lambda: Sampler(policy))
 
-    async with Sampler(policy) as sampler:
+    async def gather(step):
+        began, traced = time.perf_counter(), len(pool.trace)
+        tasks = [asdict(p) for p in batch_of(step) for _ in range(config.group_size)]
+        seeds = [rollout_seed(config.seed, step, i) for i in range(len(tasks))]
+        params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
+        episodes = await play_all(pool, sampler, tasks, seeds=seeds, params=params, limits=limits)
+        groups, sampling = as_groups(episodes, config.group_size), time.perf_counter() - began
+        waited = sum(s.end - s.start for s in pool.trace[traced:] if s.phase in ("reset", "step")) / len(tasks)
 
-        async def one_step(step, optimizer):
-            began, traced = time.perf_counter(), len(pool.trace)
-            asked = draw(problems, config.prompts_per_step, step, config.seed)
-            tasks = [asdict(p) for p in asked for _ in range(config.group_size)]
-            seeds = [rollout_seed(config.seed, step, i) for i in range(len(tasks))]
-            params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
-            episodes = await play_all(pool, sampler, tasks, seeds=seeds, params=params, limits=limits)
-            groups, sampled = as_groups(episodes, config.group_size), time.perf_counter()
-            row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            waited = sum(s.end - s.start for s in pool.trace[traced:] if s.phase in ("reset", "step")) / len(tasks)
-            times = timings(tokens_of(groups), sampled - began, row["trained_tokens"] * config.inner_epochs,
-                            time.perf_counter() - sampled)
+        def update(optimiser):
+            began = time.perf_counter()
+            row = grpo_update(policy, reference, groups, config, optimiser, step)
+            times = timings(tokens_of(groups), sampling, row["trained_tokens"] * config.inner_epochs,
+                            time.perf_counter() - began)
             return describe(groups) | row | times | _habits(episodes) | {"env_s": waited}
 
-        async for row in loop(policy, config, run, one_step):
+        return update
+
+    async with sampler, aclosing(loop(policy, config, run, gather)) as rows:
+        async for row in rows:
             yield row
 
 

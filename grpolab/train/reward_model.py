@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,7 @@ from grpolab.lab.run import Run
 from grpolab.models import Policy, choose_device, in_own_memory
 from grpolab.train import losses
 from grpolab.train.logps import decoder_states
-from grpolab.train.loop import (
-    Optimisation,
-    forward_passes,
-    micro_batches,
-    over_batches,
-)
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
 
 
@@ -74,7 +70,7 @@ class RewardModel(Policy):
         rows = pad([Example(tuple(s), (0,) * len(s)) for s in sequences], self.pad_id)
         last = torch.tensor([i * rows.ids.shape[1] + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
         states, head = decoder_states(self, rows.ids, rows.positions, rows.attention, last), _head(self.model)
-        with torch.autocast(self.device.type, enabled=False):  # the one number that everything hangs on stays in fp32
+        with torch.autocast(self.device.type, enabled=False):  # the one number that everything depends on stays in fp32
             return torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float().squeeze(1)
 
     def score(self, sequences: Sequence[Sequence[int]], *, token_budget: int = 8192) -> list[float]:
@@ -133,13 +129,14 @@ async def reward_model(
     model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, run: Run | None = None
 ) -> AsyncIterator[dict]:
     """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
-    check_pairs(model, pairs)
+    await in_thread(model, lambda: check_pairs(model, pairs))
 
     def gradient(places):
         return reward_gradient(model, [pairs[i] for i in places], config)
 
-    async for row in over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run):
-        yield row
+    async with aclosing(over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run)) as rows:
+        async for row in rows:
+            yield row
 
 
 def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:

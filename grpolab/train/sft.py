@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from grpolab.arithmetic import Problem
@@ -11,12 +12,7 @@ from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train import losses
 from grpolab.train.logps import check_head, check_lengths, masked_logps
-from grpolab.train.loop import (
-    Optimisation,
-    forward_passes,
-    micro_batches,
-    over_batches,
-)
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,10 @@ def demonstrations(policy: Policy, problems: Sequence[Problem]) -> list[Example]
 
 async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *, run: Run | None = None) -> AsyncIterator[dict]:
     """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included."""
-    check_head(policy)
-    check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
+
+    def check():
+        check_head(policy)
+        check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
 
     def gradient(batch):
         return sft_gradient(policy, batch, config)
@@ -45,8 +43,10 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
     def tokens(batch):
         return {"tokens_per_s": sum(len(e.ids) for e in batch)}
 
-    async for row in over_batches(policy, examples, gradient, tokens, config, run):
-        yield row
+    await in_thread(policy, check)
+    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run)) as rows:
+        async for row in rows:
+            yield row
 
 
 def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) -> dict:
