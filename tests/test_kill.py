@@ -128,8 +128,8 @@ for _ in range(2):  # at any moment
         forked(cut, after=rng.uniform(0.1, 1.5))
 if not (cut / "done.json").exists():
     forked(cut)
-print(json.dumps({"killed": killed, "saw_partial": saw_partial, "readable": readable, "steps": steps, "whole": json.loads((whole / "done.json").read_text()),
-                  "cut": json.loads((cut / "done.json").read_text())}))
+found = {"killed": killed, "saw_partial": saw_partial, "readable": readable, "steps": steps}
+print(json.dumps(found | {of.name: json.loads((of / "done.json").read_text()) for of in (whole, cut)}))
 """
 
 

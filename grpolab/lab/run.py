@@ -194,8 +194,9 @@ class Run:
             tensors, scalars = split(optimiser.state_dict())
             save_file(tensors, folder / "optimiser.safetensors")
             state = {"step": step, "version": policy.version, "config": _plain_config(config)}
-            state |= {"optimiser": scalars, "metrics": self.metrics}
-            (folder / "state.json").write_text(json.dumps(state))
+            (folder / "state.json").write_text(json.dumps(state | {"optimiser": scalars}))
+            with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
+                file.writelines(json.dumps(row) + "\n" for row in self.metrics)
         self._drop_checkpoints(keep=target)
         return target
 
@@ -214,12 +215,13 @@ class Run:
                 return 0
             tensors = load_file(newest / "optimiser.safetensors")
             optimiser.load_state_dict(join(tensors, state["optimiser"]))
+            metrics = [json.loads(line) for line in (newest / "metrics.jsonl").read_text().splitlines()]
             put_weights(policy, newest / "model.safetensors")
             # never a number that stood for other weights of this policy
             policy.version = max(state["version"], policy.version + mine)
         except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
-        self.metrics = state["metrics"]
+        self.metrics = metrics
         self._write_table()
         print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
