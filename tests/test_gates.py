@@ -29,7 +29,7 @@ from grpolab.decode.scheduler import Kept
 from grpolab.env.pool import GrpoPool
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
-from grpolab.train import multiturn
+from grpolab.train import episodes
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
@@ -568,7 +568,7 @@ def count_the_environments_words_as_the_policys(monkeypatch):
 
 
 def say_something_else_to_the_policy(monkeypatch):
-    monkeypatch.setattr(multiturn, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
+    monkeypatch.setattr(episodes, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
 
 
 def forget_the_cache_between_turns(monkeypatch):

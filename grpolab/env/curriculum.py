@@ -158,6 +158,12 @@ class Curriculum:
         for task, rate in saved["log"]:
             self.record_result(task, rate)
 
+    def rewind(self, log: Sequence[tuple[Any, float]]) -> None:
+        """Forget everything, then read this log: the next task is the one that it was after it."""
+        self.__init__(self.tiers, seed=self.seed, config=self.config)
+        for task, rate in log:
+            self.record_result(task, rate)
+
     def _covered(self, level: int) -> bool:
         tried = sum(self._progress[_key(task)].tries >= self.config.min_tries for task in self.tiers[level])
         return tried >= self.config.coverage * len(self.tiers[level])

@@ -125,6 +125,10 @@ class Seat:
         """What the environment says of itself."""
         return await self.session.state()
 
+    async def mcp(self, method: str, params: dict | None = None) -> dict:
+        """One MCP request to the environment (`EnvSession.mcp`), which is no step of the episode."""
+        return await self._persist(lambda: self.session.mcp(method, params))
+
     def _episode(self) -> str:
         return f"{self.pool.name}-g{self.group}-r{self.index}-{self.pool.next_episode()}"
 
@@ -311,10 +315,11 @@ class GrpoPool:
         with self._exclusive():
             return await self._all(lambda seat: seat.step(actions[seat.index]))
 
-    async def run_group(self, rollout: Callable[[Seat], Awaitable[Any]]) -> Results:
+    async def run_group(self, rollout: Callable[[Seat], Awaitable[Any]], *, rounds: int = 1) -> Results:
         """`rollout(seat)` on every seat at once; the results in order, and under `drop` those that there are.
 
-        A rollout has `deadlines.episode` s, all together `deadlines.group` s. When this returns or raises, no rollout
+        A rollout has `deadlines.episode` s, all together `deadlines.group` s; `rounds` times that where it plays several
+        episodes one after another. When this returns or raises, no rollout
         runs any more. Raises the first failure (`fail`, `retry`), GroupFailed (`drop`), DeadlineExceeded (`group`).
         """
         failures: list[Failure] = []
@@ -322,7 +327,7 @@ class GrpoPool:
 
         async def run(seat: Seat) -> None:
             try:
-                finished[seat.index] = await _within(rollout(seat), self.deadlines.episode, seat.index)
+                finished[seat.index] = await _within(rollout(seat), rounds * self.deadlines.episode, seat.index)
             except Exception as cause:
                 failures.append(Failure(seat.group, seat.index, seat.turn, seat.session.episode_id, cause))
                 if self.on_failure != "drop" or not isinstance(cause, EnvError):
@@ -333,7 +338,7 @@ class GrpoPool:
                 self._next_group()
             self._was_reset = False
             try:
-                await self._all(run)
+                await self._all(run, rounds)
             finally:
                 self.failures += failures
         if failures and len(finished) < self.min_group:
@@ -365,16 +370,16 @@ class GrpoPool:
         finally:
             self._running = False
 
-    async def _all(self, work: Callable[[Seat], Coroutine]) -> list:
+    async def _all(self, work: Callable[[Seat], Coroutine], rounds: int = 1) -> list:
         """`work(seat)` for every seat, concurrently, under the group's deadline; the first failure cancels the rest."""
         try:
-            async with asyncio.timeout(self.deadlines.group) as scope, asyncio.TaskGroup() as group:
+            async with asyncio.timeout(rounds * self.deadlines.group) as scope, asyncio.TaskGroup() as group:
                 tasks = [group.create_task(work(seat)) for seat in self.seats]
             return [task.result() for task in tasks]
         except TimeoutError as fault:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded("group", self.deadlines.group, f"group {self.group}") from fault
+            raise DeadlineExceeded("group", rounds * self.deadlines.group, f"group {self.group}") from fault
         except BaseExceptionGroup as faults:
             failed = _first(faults)
         raise failed

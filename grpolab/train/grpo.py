@@ -248,7 +248,7 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
 def describe(groups: Sequence[Group]) -> dict:
     """Reward, group health, and lengths by finish reason, of what the policy made of the questions drawn."""
     rewards = reward_tensor([g.rewards for g in groups])
-    rollouts = [r for g in groups for r in g]
+    rollouts = [r for g in groups for r in g if r.finish_reason != "lost"]  # an episode that is not there has no length
     cut = [len(r.tokens) for r in rollouts if r.finish_reason == "length"]
     ended = [len(r.tokens) for r in rollouts if r.finish_reason != "length"]
     return {
@@ -257,7 +257,7 @@ def describe(groups: Sequence[Group]) -> dict:
         "completion_length": mean(cut + ended),
         "ended_length": mean(ended),
         "truncated_length": mean(cut),
-        "truncated": len(cut) / len(rollouts),
+        "truncated": len(cut) / len(rollouts) if rollouts else float("nan"),
     }
 
 
