@@ -227,8 +227,8 @@ async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, se
     environments', equal within a group. Each episode has `deadlines.episode` s of its own.
 
     Under the pool's `drop`, an episode that was lost is None and stands in `pool.failures`; its seat goes on. Raises
-    GroupFailed where fewer than `min_group` are left, or no seat has a session any more. Which seat plays which episode depends on timing; the episode does
-    not, for its draws come from its own seed.
+    GroupFailed where fewer than `min_group` are left, or no seat has a session any more. Which seat plays which episode
+    depends on timing; the episode does not, for its draws come from its own seed.
     """
     check_limits(sampler.policy, limits)
     episodes: list[Episode | None] = [None] * len(tasks)
