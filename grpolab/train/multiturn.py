@@ -66,7 +66,8 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
                 params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
                 seeds=[rollout_seed(config.seed, step, i) for i in range(len(asked) * size)],
                 reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in range(len(asked)) for _ in range(size)])
-            groups, sampled = as_groups(episodes, size, pool.min_group), time.perf_counter()
+            groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
+            sampled = time.perf_counter()
             scored = [g for g in groups if any(reward is not None for reward in g.rewards)]
             row = await in_thread(policy, lambda: grpo_update(policy, reference, scored, config, optimizer, step))
             times = timings(tokens_of(groups), sampled - began, row["trained_tokens"] * config.inner_epochs,
