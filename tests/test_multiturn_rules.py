@@ -3,6 +3,7 @@ limits and deadlines, long observations, malformed actions, curricula, and every
 
 import asyncio
 import copy
+import json
 import random
 import threading
 import warnings
@@ -500,61 +501,71 @@ def test_a_curriculum_gives_the_tasks_and_hears_the_rates(caller, trained):
     curriculum = tiers()
     wanted = curriculum.next_tasks(3)
     row, = run(train(caller, CalculatorEnv, curriculum))
+    told = json.loads(row["curriculum"])["results"]
     asked = [caller.decode(g[0].prompt) for g in trained[0]]
-    assert [task for task, _ in curriculum.log] == wanted and row["tier"] == 0
+    assert [task for task, _ in told] == wanted and row["tier"] == 0
     assert all(f"What is {t['a']} + {t['b']}?" in text for t, text in zip(wanted, asked))
     rates = [sum(r >= 1.0 for r in g.rewards) / 4 for g in trained[0]]
-    assert [rate for _, rate in curriculum.log] == rates and 0 < sum(rates)
+    assert [rate for _, rate in told] == rates == [curriculum.rate(task) for task in wanted] and 0 < sum(rates)
 
 
-def test_what_counts_as_a_success_is_the_users(caller):
+@pytest.mark.parametrize("success, counts", [(1.0, False), (0.25, True)])
+def test_what_counts_as_a_success_is_the_users(caller, success, counts):
     curriculum = tiers()
-    run(train(caller, Paying, curriculum, limits=Limits(max_turns=1)))
-    assert {rate for _, rate in curriculum.log} == {0.0}
-    curriculum = tiers()
-    run(train(caller, Paying, curriculum, limits=Limits(max_turns=1), success=0.25))
-    assert sum(rate for _, rate in curriculum.log) > 1
+    wanted = curriculum.next_tasks(3)
+    run(train(caller, Paying, curriculum, limits=Limits(max_turns=1), success=success))
+    assert any(curriculum.rate(task) > 0 for task in wanted) == counts
+
+
+async def until(policy, curriculum, stop, folder, steps=4):
+    """The rows' `curriculum`s of a run that is left after `stop` steps, or ends there."""
+    config = replace(CONFIG, steps=steps, save_every=2)
+    async with serve(CalculatorEnv, max_sessions=6) as server, GrpoPool(server.url, size=6) as pool:
+        rows, left = [], multi_turn_grpo(policy, None, curriculum, config, pool, run=Run(root=folder))
+        async for row in left:
+            rows.append((row["step"], row["curriculum"]))
+            if row["step"] + 1 == stop:
+                break
+        await left.aclose()
+        return rows
 
 
 def test_a_resumed_run_goes_on_with_the_curriculum_where_it_was(caller, tmp_path):
     """The rows say what the curriculum was told, so neither a fresh one nor one that was told more loses the way."""
-    config = replace(CONFIG, steps=4, save_every=2)
-
-    async def until(policy, curriculum, stop, folder):
-        async with serve(CalculatorEnv, max_sessions=6) as server, GrpoPool(server.url, size=6) as pool:
-            rows = []
-            steps = multi_turn_grpo(policy, None, curriculum, config, pool, run=Run(root=folder))
-            async for row in steps:
-                rows.append(row["curriculum"])
-                if row["step"] + 1 == stop:
-                    break
-            await steps.aclose()
-            return rows
 
     def policy():
         return Policy(copy.deepcopy(caller.model), caller.tokenizer, caller.name, caller.eos_ids)
 
-    whole = tiers()
+    def known():
+        curriculum = tiers()
+        curriculum.record_result(curriculum.next_task(), 0.5)  # before the run
+        return curriculum
+
+    whole = known()
     expected = run(until(policy(), whole, 4, tmp_path / "whole"))
-    for name, again in (("fresh", lambda used: tiers()), ("used", lambda used: used)):
-        used = tiers()
-        assert run(until(policy(), used, 3, tmp_path / name)) == expected[:3]  # the checkpoint is that of step 2
+    assert [step for step, _ in expected] == [0, 1, 2, 3] and len({said for _, said in expected}) == 4
+    for name, again in (("fresh", lambda used: tiers(seed=99)), ("used", lambda used: used)):
+        used = known()
+        assert run(until(policy(), used, 3, tmp_path / name)) == expected[:3]
         after = again(used)
-        assert run(until(policy(), after, 4, tmp_path / name)) == expected[2:]
-        assert after.log == whole.log and after.next_tasks(3) == whole.next_tasks(3)
+        rows = run(until(policy(), after, 4, tmp_path / name))
+        assert rows and rows == expected[-len(rows):] and len(rows) < 4  # not from the start
+        assert after.state() == whole.state() and after.next_tasks(3) == whole.next_tasks(3)
 
 
 def test_a_curriculum_that_cannot_be_brought_back_is_refused(caller, tmp_path):
-    config, begun = replace(CONFIG, steps=4, save_every=1), tiers()
-    begun.record_result(begun.next_task(), 0.5)  # what it knew when the run began, and a fresh one does not
+    class Forgetful:
+        def __init__(self):
+            self.log = []
 
-    async def first(curriculum, steps):
-        async with serve(CalculatorEnv, max_sessions=6) as server, GrpoPool(server.url, size=6) as pool:
-            rows = multi_turn_grpo(caller, None, curriculum, config, pool, run=Run(root=tmp_path))
-            for _ in range(steps):
-                await anext(rows)
-            await rows.aclose()
+        def next_tasks(self, n):
+            return [{"a": 1, "op": "+", "b": i} for i in range(n)]
 
-    run(first(begun, 2))
+        def record_result(self, task, rate):
+            self.log.append(rate)
+
+    source = Forgetful()
+    run(until(caller, source, 3, tmp_path))
+    assert len(source.log) == 9  # it trains
     with pytest.raises(ValueError, match="cannot be brought back"):
-        run(first(tiers(), 1))
+        run(until(caller, Forgetful(), 4, tmp_path))

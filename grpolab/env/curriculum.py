@@ -158,10 +158,14 @@ class Curriculum:
         for task, rate in saved["log"]:
             self.record_result(task, rate)
 
-    def rewind(self, log: Sequence[tuple[Any, float]]) -> None:
-        """Forget everything, then read this log: the next task is the one that it was after it."""
-        self.__init__(self.tiers, seed=self.seed, config=self.config)
-        for task, rate in log:
+    def state(self) -> dict:
+        """All that the next tasks depend on beside tiers and config, as plain JSON."""
+        return {"seed": self.seed, "log": self.log}
+
+    def load(self, state: dict) -> None:
+        """Take the place of the curriculum whose `state()` this is."""
+        self.__init__(self.tiers, seed=state["seed"], config=self.config)
+        for task, rate in state["log"]:
             self.record_result(task, rate)
 
     def _covered(self, level: int) -> bool:

@@ -347,6 +347,10 @@ class GrpoPool:
         order = sorted(finished)
         return Results([finished[i] for i in order], order, sorted(failures, key=lambda f: f.rollout))
 
+    def note_failures(self, failures: Sequence[Failure]) -> None:
+        """Put on record what a rollout of several episodes lost and went on without."""
+        self.failures += failures
+
     def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
         """Tell the curriculum the group's rate of success, the share of `rewards` >= `success`; returns it."""
         if not rewards:

@@ -253,7 +253,7 @@ async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, se
         # No seat works longer than one episode beyond its even share.
         await pool.run_group(work, rounds=len(tasks) // pool.size + 1)
     finally:
-        pool.failures += failures
+        pool.note_failures(failures)
     finished = len(tasks) - episodes.count(None)
     if failures and (finished < pool.min_group or next(todo, None) is not None):  # or no seat had a session any more
         raise GroupFailed(f"{finished} of {len(tasks)} episodes finished", tuple(failures))

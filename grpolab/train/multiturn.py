@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import warnings
@@ -38,7 +39,8 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     """GRPO (arXiv 2402.03300) on episodes; `config` as for one turn, where `max_new_tokens` now bounds each turn.
 
     `problems` are tasks, JSON values or dataclasses, or a curriculum: an object with `next_tasks(n)` and
-    `record_result(task, rate)`, told after each step how large a share of a group earned at least `success`. An
+    `record_result(task, rate)`, told after each step how large a share of a group earned at least `success`; with
+    `state()` and `load(state)` too, a run that was interrupted goes on exactly. An
     environment may also draw its question from the seed: the rollouts of a group are reset with one, their draws have
     their own. `dialect` says how text becomes actions and observations text.
 
@@ -64,7 +66,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
             episodes = await play_all(
                 pool, sampler, [task for task in asked for _ in range(size)], limits=limits, dialect=dialect,
                 params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
-                seeds=[rollout_seed(config.seed, step, i) for i in range(len(asked) * size)],
+                seeds=[_draws_of(config.seed, step, i) for i in range(len(asked) * size)],
                 reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in range(len(asked)) for _ in range(size)])
             groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
             sampled = time.perf_counter()
@@ -78,6 +80,11 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
 
         async for row in loop(policy, config, run, one_step):
             yield row
+
+
+def _draws_of(seed: int, step: int, rollout: int) -> int:
+    """The seed of one rollout's draws, below 2**63: of the width of the sampler's, not of an environment's."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rollout}".encode()).digest()[:8], "big") >> 1
 
 
 def _habits(episodes: Sequence[Episode | None]) -> dict:
@@ -108,26 +115,26 @@ def _warn(habits: dict, config: GRPOConfig, limits: Limits, told: list[str]) -> 
 
 
 class _Source:
-    """The tasks of a step: drawn from a list, or wanted by a curriculum, which is told what came of them."""
+    """The tasks of a step: drawn from a list, or wanted by a curriculum, which is told what came of them. The rows hold
+    its state at the run's start and all that it was told since, so that a run which goes on brings it back to there."""
 
     def __init__(self, problems: Any, config: GRPOConfig, run: Run | None, success: float):
         self.problems, self.config, self.run, self.success = problems, config, run, success
         self.adaptive = hasattr(problems, "next_tasks")
-        self.begun = False
+        self.begun: dict | None = None  # what the first row says
 
     def tasks(self, step: int) -> list:
         if not self.adaptive:
             return [as_task(p) for p in draw(self.problems, self.config.prompts_per_step, step, self.config.seed)]
-        if not self.begun:
-            self.begun = True
-            self._resume(step)
+        if self.begun is None:
+            self._begin(step)
         return list(self.problems.next_tasks(self.config.prompts_per_step))
 
     def record(self, asked: Sequence, episodes: Sequence[Episode | None]) -> dict:
         """Tell the curriculum each group's rate of success; returns what of it belongs into the row."""
         if not self.adaptive:
             return {}
-        size, before, results = self.config.group_size, len(getattr(self.problems, "log", ())), []
+        size, results = self.config.group_size, []
         for g, task in enumerate(asked):
             rewards = [e.rollout.reward for e in episodes[g * size : (g + 1) * size] if e is not None]
             rewards = [r for r in rewards if r is not None]
@@ -136,15 +143,18 @@ class _Source:
         row = {"tier": self.problems.tier} if hasattr(self.problems, "tier") else {}
         for task, rate in results:
             self.problems.record_result(task, rate)
-        return row | {"curriculum": json.dumps({"before": before, "results": results})}
+        said, self.begun = self.begun | {"results": results}, {}
+        return row | {"curriculum": json.dumps(said)}
 
-    def _resume(self, step: int) -> None:
-        """Where a run goes on, its rows say what the curriculum had been told: it is brought back to that."""
-        rows = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
+    def _begin(self, step: int) -> None:
+        kept = hasattr(self.problems, "state") and hasattr(self.problems, "load")
+        self.begun = {"start": json.loads(json.dumps(self.problems.state()))} if kept and not step else {}  # as it is now
         if not step:
             return
-        known = list(getattr(self.problems, "log", ()))
-        if len(rows) != step or not hasattr(self.problems, "rewind") or len(known) < rows[0]["before"]:
-            raise ValueError(f"the run goes on after step {step}, and its curriculum cannot be brought back to there: give "
-                             "a Curriculum of the same tiers and seed, with what it knew when the run began")
-        self.problems.rewind(known[: rows[0]["before"]] + [tuple(r) for row in rows for r in row["results"]])
+        rows = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
+        if len(rows) != step or not kept or "start" not in rows[0]:
+            raise ValueError(f"the run goes on after step {step}, and its curriculum cannot be brought back to there: it "
+                             "needs `state()` and `load(state)`, as a Curriculum has, and the rows of the steps before")
+        self.problems.load(rows[0]["start"])
+        for task, rate in (result for row in rows for result in row["results"]):
+            self.problems.record_result(task, rate)
