@@ -161,7 +161,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Se
     async with Sampler(policy) as sampler:
 
         async def one_step(step, optimizer):
-            began, traced = time.perf_counter(), len(pool.trace)
+            began = time.perf_counter()
             asked = draw(problems, config.prompts_per_step, step, config.seed)
             tasks = [asdict(p) for p in asked for _ in range(config.group_size)]
             seeds = [rollout_seed(config.seed, step, i) for i in range(len(tasks))]
@@ -169,7 +169,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Se
             episodes = await play_all(pool, sampler, tasks, seeds=seeds, params=params, limits=limits)
             groups, sampled = as_groups(episodes, config.group_size), time.perf_counter()
             row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            waited = sum(s.end - s.start for s in pool.trace[traced:] if s.phase in ("reset", "step")) / len(tasks)
+            waited = sum(s.end - s.start for s in pool.trace if s.start >= began and s.phase in ("reset", "step")) / len(tasks)
             times = timings(tokens_of(groups), sampled - began, row["trained_tokens"] * config.inner_epochs,
                             time.perf_counter() - sampled)
             return describe(groups) | row | times | _habits(episodes) | {"env_s": waited}
