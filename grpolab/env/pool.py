@@ -84,6 +84,7 @@ class GrpoPool:
         self._episodes = 0
         self._running = False
         self._was_reset = False
+        self._session(0)  # which checks url and token, so that a mistake is told where it was made
 
     async def __aenter__(self) -> GrpoPool:
         await self.connect()

@@ -138,6 +138,8 @@ class Seat:
 
     async def _act(self, action: dict) -> StepResult:
         if self._doubtful and self.pool.on_failure == "retry":
+            if not self._failed:
+                self._note(SessionLost("the connection was closed between two requests"))
             await self._replay()
         return await self.session.step(action)
 
@@ -161,8 +163,11 @@ class Seat:
                 if self._log is None:
                     raise SessionLost(f"{fault}; its episode has more than {REPLAY_CHARACTERS} characters of actions and "
                                       "replies, so it was not kept and cannot be replayed") from fault
-                self.pool.note_retry(Failure(self.group, self.index, self.turn, self.session.episode_id, fault))
+                self._note(fault)
         raise AssertionError("unreachable")
+
+    def _note(self, cause: BaseException) -> None:
+        self.pool.note_retry(Failure(self.group, self.index, self.turn, self.session.episode_id, cause))
 
     def _remember(self, kind: str, asked: dict, result: StepResult) -> None:
         if self.pool.on_failure == "retry" and self._log is not None:
