@@ -167,6 +167,62 @@ def test_a_pool_may_wait_in_line():
     run(main())
 
 
+def test_a_pool_that_waits_comes_before_one_that_reopens():
+    """Each round closes and reopens within milliseconds, far sooner than the waiting one may ask again."""
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as server:
+            rounds, waits = [], GrpoPool(server.url, size=2, queue=15)
+            rival = GrpoPool(server.url, size=2, queue=15)
+
+            async def reopens():
+                while len(rounds) < 200:
+                    async with rival:
+                        await rival.reset_group()
+                        await rival.run_group(lambda seat: seat.step({"sleep": 0.05}))
+                    rounds.append(waits.seats != [])
+
+            reopening = asyncio.create_task(reopens())
+            await eventually(lambda: rival.seats, SOON)
+            await waits.connect()
+            assert len(rounds) <= 1  # it came in as soon as the other went
+            with pytest.raises(CapacityError, match="in line"):
+                await eventually(lambda: rival._line.waiting, SOON)
+                await GrpoPool(server.url, size=1).connect()
+            held = len(rounds)
+            await asyncio.sleep(0.2)
+            assert len(rounds) == held <= 1
+            await waits.close()
+            await eventually(lambda: len(rounds) > held + 2, SOON)
+            reopening.cancel()
+            await asyncio.gather(reopening, return_exceptions=True)
+            assert EchoEnv.most == 2 and {s.phase for s in waits.trace} >= {"queue"}
+
+    run(main())
+
+
+def test_many_pools_in_line_come_in_order_and_none_is_held_up_by_one_that_gave_up():
+    async def main():
+        async with serve(EchoEnv, max_sessions=1) as server:
+            order, pools = [], [GrpoPool(server.url, size=1, queue=0.3 if i == 2 else 15) for i in range(6)]
+
+            async def come(i):
+                try:
+                    async with pools[i] as pool:
+                        order.append(i)
+                        await pool.run_group(lambda seat: seat.step({"sleep": 0.4 if i == 0 else 0.01}))
+                except CapacityError:
+                    order.append(-i)
+
+            tasks = []
+            for i in range(6):
+                tasks.append(asyncio.create_task(come(i)))
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*tasks)
+            assert order == [0, -2, 1, 3, 4, 5]
+
+    run(main())
+
+
 def test_a_hung_step_ends_at_its_deadline_and_its_siblings_keep_their_results():
     async def rollout(seat):
         if seat.index == 3:

@@ -11,7 +11,6 @@ fails is an error or a `Failure` record: no reward is ever made up, no rollout s
 from __future__ import annotations
 
 import asyncio
-import random
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -19,8 +18,9 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
+from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span, socket_url
 from grpolab.env.curriculum import success_rate
+from grpolab.env.line import Line, Waits, line_at
 from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, FactoryError, StepResult
 from grpolab.env.seat import Failure, Seat, rollout_seed
 
@@ -55,7 +55,8 @@ class GrpoPool:
     restarts, and replay its episode, up to `retries` times a call; for deterministic environments). Deadlines are finite;
     see Deadlines. `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, or each with
     its own under `distinct=True`; the rollouts of group g have `rollout_seed(seed, g, i)`. `queue` is how many seconds
-    `connect` may wait in line at a full server (0: raise CapacityError at once). `trace` has a Span for each phase of each
+    `connect` may wait in line at a full server, behind the pools of this event loop that came before (0: raise
+    CapacityError at once, also where others wait). `trace` has a Span for each phase of each
     session, the last TRACE_SPANS; `failures` and `retried` the last KEPT_FAILURES.
     """
 
@@ -77,10 +78,11 @@ class GrpoPool:
         self.group = -1
         self.seats: list[Seat] = []
         self._options = {"token": token, "ping_interval": ping_interval, "ping_timeout": ping_timeout}
-        self._jitter = random.Random()  # waiting times only; nothing that a result depends on
         self._trace: deque[Span] = deque(maxlen=TRACE_SPANS)
+        self.waits = Waits(self._trace)
         self._failures: deque[Failure] = deque(maxlen=KEPT_FAILURES)
         self._retried: deque[Failure] = deque(maxlen=KEPT_FAILURES)
+        self._line: Line | None = None
         self._episodes = 0
         self._running = False
         self._was_reset = False
@@ -133,35 +135,11 @@ class GrpoPool:
         """
         if self.seats:
             return
+        self._line = line_at(socket_url(self.url))
         # All or nothing also while waiting: two pools that each held half a server would wait for ever.
         with _interruptible():
-            sessions = await self._in_line(self._open_all, self.queue, lambda fault: isinstance(fault, CapacityError), -1)
+            sessions = await self.waits.admitted(self._line, self._open_all, self.queue)
         self.seats = [Seat(self, i, session) for i, session in enumerate(sessions)]
-
-    async def _in_line(self, attempt: Callable[[], Awaitable], seconds: float, passing: Callable[[ConnectError], bool],
-                       index: int) -> Any:
-        """`await attempt()`, again after each refusal that is `passing`: when the server's Retry-After says, without one
-        later each time.
-
-        A wait that also grew under Retry-After would favour the newcomer over who has waited longest.
-        """
-        start, wait = perf_counter(), 0.05
-        while True:
-            try:
-                return await attempt()
-            except ConnectError as refused:
-                asked = refused.retry_after if isinstance(refused, CapacityError) else None
-                pause = (asked or wait) * self._jitter.uniform(1.0, 1.5)  # those who were refused together come back apart
-                if not passing(refused) or perf_counter() + pause > start + seconds:
-                    raise
-            await self.pause(index, pause)
-            wait = min(2 * wait, 2.0)
-
-    async def pause(self, index: int, seconds: float) -> None:
-        """Wait, and say so in the trace."""
-        start = perf_counter()
-        await asyncio.sleep(seconds)
-        self._trace.append(Span("queue", start, perf_counter(), index))
 
     async def _open_all(self) -> list[EnvSession]:
         sessions = [self._session(i) for i in range(self.size)]
@@ -183,6 +161,8 @@ class GrpoPool:
         cut then, and the server frees it by itself). Idempotent."""
         seats, self.seats = self.seats, []
         await _close_all([seat.session for seat in seats])
+        if seats:
+            self._line.freed.set()
 
     async def replace(self, seat: Seat) -> None:
         """A new session for a seat whose session was lost or in doubt; waits for a slot at most `deadlines.connect` s, and
@@ -198,7 +178,8 @@ class GrpoPool:
                 raise
             return session
 
-        seat.session = await self._in_line(open_one, self.deadlines.connect, self._passing, seat.index)
+        end = perf_counter() + self.deadlines.connect
+        seat.session = await self.waits.again(open_one, end, self._passing, seat.index)
 
     def _passing(self, refused: ConnectError) -> bool:
         """Whether a refusal of a replacement may end by itself. The lost session's slot or backend may be on its way back

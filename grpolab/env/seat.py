@@ -151,7 +151,7 @@ class Seat:
         """The call's result; under `retry`, a failed one is tried again, on a new session brought to where this one was."""
         for attempt in range(self.pool.retries + 1):
             if attempt > 1:  # the first time a replacement waits for its server by itself
-                await self.pool.pause(self.index, 0.1 * 2**attempt)
+                await self.pool.waits.pause(self.index, 0.1 * 2**attempt)
             try:
                 return await call()
             except InvalidAction:
