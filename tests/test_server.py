@@ -12,6 +12,7 @@ from websockets.asyncio.server import serve as serve_websockets
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from grpolab.env import protocol
+from grpolab.env import server as server_module
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
 from grpolab.env.faults import Faulty
@@ -566,6 +567,69 @@ def test_a_step_whose_client_left_is_waited_for_and_then_its_environment_closes(
     run(main())
 
 
+@pytest.mark.parametrize("seed", [0, -1, 2**32, 2**63, 2**200, 1.5, "seven", None], ids=str)
+def test_whatever_seed_arrives_reaches_the_environment(seed):
+    async def main():
+        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
+            await raw.send(json.dumps({"type": "reset", "data": {"seed": seed}}))
+            assert json.loads(await raw.recv())["data"]["observation"]["seed"] == seed
+
+    run(main())
+
+
+def test_a_long_episode_id_is_refused_and_kept_nowhere():
+    async def main():
+        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
+            async def reset(name):
+                await raw.send(json.dumps({"type": "reset", "data": {"episode_id": name}}))
+                return json.loads(await raw.recv())["data"]
+
+            for _ in range(5):
+                fault, = (await reset("x" * 10_000_000))["errors"]
+                assert fault["loc"] == ["data", "episode_id"] and "255 characters" in fault["msg"]
+            for name in (["a"], {"a": 1}, True, "x" * 256):
+                assert (await reset(name))["code"] == "VALIDATION_ERROR"
+            for name in ("x" * 255, "é", 7, None):
+                assert (await reset(name))["reward"] is None
+            assert server._trace_bytes < 10_000 and len(json.dumps(server.status())) < 10_000
+
+    run(main())
+
+
+def test_the_trace_is_bounded_in_bytes(monkeypatch):
+    monkeypatch.setattr(server_module, "TRACE_BYTES", 10_000)
+
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            for turn in range(200):
+                await session.reset(episode_id=f"{turn:255}")
+            kept = server.trace
+            assert 10 < len(kept) < 40 and kept[-1]["episode_id"] == f"{199:255}"
+            assert server._trace_bytes == sum(map(len, server._trace)) <= 10_000
+
+    run(main())
+
+
+def test_what_waits_behind_a_slow_step_is_bounded_and_small_messages_may_wait():
+    async def main():
+        async with serve(EchoEnv, max_message_bytes=100_000, ping_interval=0.2, ping_timeout=2) as server:
+            async with connect(server.url + "/ws", proxy=None) as raw:
+                await raw.send('{"type":"step","data":{"sleep":3}}')  # longer than a client without pongs would live
+                for number in range(100):  # more than websockets queues
+                    await raw.send(f'{{"type":"step","data":{{"text":"{number}"}}}}')
+                echoes = [json.loads(await raw.recv())["data"]["observation"]["echo"] for _ in range(101)]
+                assert echoes == ["", *map(str, range(100))]
+            async with connect(server.url + "/ws", proxy=None, close_timeout=0.1) as raw:
+                await raw.send('{"type":"step","data":{"sleep":0.5}}')
+                for _ in range(4):
+                    await raw.send(json.dumps({"type": "step", "data": {"text": "x" * 40_000}}))
+                replies = [json.loads(text)["data"] async for text in raw]
+                assert [r.get("code") for r in replies] == [None, None, None, "SESSION_ERROR"]
+                assert "100000 bytes of messages wait" in replies[-1]["message"]
+
+    run(main())
+
+
 @pytest.mark.parametrize("frame", ["[1,2]", b"x"])
 def test_frames_that_end_the_session(frame):
     async def main():
@@ -640,7 +704,8 @@ async def scripted(script):
         await script(connection)
 
     async with serve_websockets(handle, "127.0.0.1", 0) as listener:
-        async with EnvSession(f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}") as session:
+        url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        async with EnvSession(url, deadlines=Deadlines(close=0.5)) as session:  # nobody answers its goodbye
             yield session
 
 

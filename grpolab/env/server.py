@@ -107,7 +107,7 @@ class EnvServer:
 
     def record(self, phase: str, session: Session, start: float, error: str) -> None:
         """One line of the server's trace; (episode_id, turn) is the id that the client's trace carries too."""
-        line = json.dumps({"time": start, "phase": phase, "seconds": time.time() - start, "session": session.number,
+        line = protocol.dumps({"time": start, "phase": phase, "seconds": time.time() - start, "session": session.number,
                            "episode_id": session.episode_id, "turn": session.steps, "error": error,
                            "backend": session.lease and session.lease.name})
         self._trace.append(line)

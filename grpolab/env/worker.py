@@ -7,7 +7,6 @@ cancels or raises (SystemExit too) stays there.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import inspect
@@ -18,10 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpolab.env import protocol
 from grpolab.env.protocol import InvalidAction, StepResult
+
+if TYPE_CHECKING:
+    import asyncio  # below where it is needed: it takes longer to import than all the rest of a plain environment's process
 
 log = logging.getLogger("grpolab.env.worker")
 
@@ -120,6 +122,8 @@ class Worker:
 
     async def _answer_async(self, kind: str, data: Any) -> tuple[str, str]:
         """The same on the loop of an environment that has one."""
+        import asyncio
+
         try:
             if self._latency and kind in ("reset", "step"):
                 await asyncio.sleep(self._latency)
@@ -176,6 +180,8 @@ class Worker:
 
     def _run_loop(self, created: Done) -> bool:
         """Serve an `async` environment on a loop of its own; False if something on it, SystemExit say, has ended the loop."""
+        import asyncio
+
         loop = asyncio.new_event_loop()
         self._untold, stopped = created, False
         try:
@@ -198,6 +204,8 @@ class Worker:
         return stopped
 
     async def _live(self) -> None:
+        import asyncio
+
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._report("", "")
