@@ -23,6 +23,33 @@ def test_bad_params_are_named(wrong):
         SamplingParams(**wrong)
 
 
+@pytest.mark.parametrize("cold", [9.9e-31, 1e-38, 1e-40, 5e-324])
+def test_a_temperature_that_leaves_float32_is_refused(cold):
+    with pytest.raises(ValueError, match=f"got {cold}; for the argmax use greedy=True"):
+        SamplingParams(temperature=cold)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-12, 1e30, 1e300])
+def test_the_coldest_and_the_hottest_temperature_are_exact(temperature):
+    """The argmax with probability 1, or every token with the same."""
+    logits = torch.randn(64, 600, generator=torch.Generator().manual_seed(0)) * 30
+    u = torch.from_numpy(uniforms(np.full(64, 5, np.uint64), np.arange(64)))
+    drawn = draw_tokens(logits, u, SamplingParams(temperature=temperature))
+    if temperature < 1:
+        assert torch.equal(drawn.tokens, logits.argmax(-1)) and not drawn.logps.any()
+    else:
+        assert drawn.tokens.unique().numel() > 50
+        torch.testing.assert_close(drawn.logps, torch.full((64,), -math.log(600)))
+    torch.testing.assert_close(drawn.raw_logps, logits.log_softmax(-1).gather(1, drawn.tokens[:, None]).squeeze(1))
+
+
+@pytest.mark.parametrize("wrong", [dict(top_k=2.5), dict(max_new_tokens=8.0), dict(max_total_tokens="9"), dict(stop_ids=("a",)),
+                                   dict(seed=1.5), dict(temperature="hot")])
+def test_params_of_a_wrong_type_are_refused_before_they_reach_the_batch(wrong):
+    with pytest.raises((TypeError, ValueError)):
+        SamplingParams(**wrong)
+
+
 @pytest.mark.parametrize("vocab", [7, 512, 513, 5000])
 def test_inverse_cdf_is_the_first_index_past_u(vocab):
     generator = torch.Generator().manual_seed(vocab)
