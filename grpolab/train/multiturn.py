@@ -20,8 +20,7 @@ from grpolab.env.protocol import Environment
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, timings, tokens_of
-from grpolab.train.logps import check_head
+from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, prove_both, timings, tokens_of
 from grpolab.train.loop import draw, in_thread, loop
 
 
@@ -156,7 +155,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Se
     """
     limits = limits or Limits()
     check_reference(policy, reference, config)
-    check_head(policy)
+    await prove_both(policy, reference, config, limits.max_total_tokens)
 
     async with Sampler(policy) as sampler:
 
