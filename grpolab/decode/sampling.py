@@ -195,7 +195,7 @@ def _exponentiate(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _logps(logits: torch.Tensor, normaliser: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """As `losses.token_logps` computes them, so that equal logits give equal bits."""
+    """As `losses.target_logps` computes them, so that equal logits give equal bits."""
     return logits.gather(1, tokens[:, None]).squeeze(1) - normaliser
 
 
