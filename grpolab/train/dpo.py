@@ -18,7 +18,7 @@ from grpolab.train.loop import (
 )
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
 from grpolab.train.proof import prove
-from grpolab.train.reference import ReferenceLogps, pair_logps, reference_values
+from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_values
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ async def dpo(
         raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
     check_pairs(policy, pairs)
     longest = max((p.longest for p in pairs), default=0)
-    for model in (policy, reference):
-        if isinstance(model, Policy):
-            await off_loop(lambda: prove(model, config, longest))  # noqa: B023
+    await off_loop(lambda: prove(policy, config, longest))
+    if isinstance(reference, Policy):
+        await off_loop(lambda: prove_reference(reference, pairs, config))
     reference_at = reference_values(reference, pairs, config)
 
     def gradient(places):
