@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from grpolab.files import atomic_folder, data_path
 from grpolab.sync import FairLock
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PROVENANCE = "provenance.json"  # beside saved weights: which run made them, from what; a Run writes more than Policy.save
+PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
 NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
 
 
@@ -27,7 +26,7 @@ class Policy:
     """A causal LM and what is needed to run it. `version` counts the optimiser steps taken on it: whoever changes the
     parameters adds one, and whoever keeps a copy of them compares. Whoever computes with the model in a thread holds
     `lock`, so that a training step and a sampling step never overlap; it goes to those who wait in order of arrival.
-    `provenance` is what is known of where the weights came from when they were loaded."""
+    `provenance` says where the weights come from: the last training loop sets it, else it is what was found at loading."""
 
     model: Any
     tokenizer: Any
@@ -35,7 +34,7 @@ class Policy:
     eos_ids: tuple[int, ...]
     version: int = 0
     lock: FairLock = field(default_factory=FairLock, repr=False)
-    provenance: dict = field(default_factory=dict, repr=False)
+    provenance: dict | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -70,15 +69,14 @@ class Policy:
         with self.lock, atomic_folder(folder) as partial:  # never in the middle of a step
             self.model.save_pretrained(partial)
             self.tokenizer.save_pretrained(partial)
-            trained = {"steps": self.version, "base": self.origin, "time": time.strftime("%Y-%m-%d %H:%M")}
-            known = trained if self.version else self.provenance
-            (partial / PROVENANCE).write_text(json.dumps(known, indent=2, default=str) + "\n")
+            if self.provenance:
+                (partial / PROVENANCE).write_text(json.dumps(self.provenance, indent=1) + "\n")
         return Path(folder)
 
     @property
     def origin(self) -> str:
         """Name and provenance in one line."""
-        known = ", ".join(f"{key} {value}" for key, value in self.provenance.items() if value is not None)
+        known = ", ".join(f"{key} {value}" for key, value in (self.provenance or {}).items() if value is not None)
         return f"{self.name} ({known or 'where its weights come from is not recorded'})"
 
     def __repr__(self):
