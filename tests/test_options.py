@@ -22,9 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
 from grpolab.chat import prompt_ids
+from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import fold_seed
 from grpolab.lab.run import Run
 from grpolab.models import Policy
+from grpolab.rollouts import Group
 from grpolab.train import DPOConfig, GRPOConfig, RewardConfig, RewardModel, SFTConfig, demonstrations, dpo, grpo, reward_model
 from grpolab.train import sft as train_sft
 from grpolab.train.loop import OPTIMISERS
@@ -45,15 +47,17 @@ BASE = {
 @dataclass(frozen=True)
 class Case:
     """`change` is what the case is about, on top of the base with `also`. Where `seen` is given, the objective stays as it
-    is and the field shows in seen(trial, base's trial); otherwise the base's weights must be others."""
+    is and the field shows in seen(trial, base's trial); otherwise the base's weights must be others. A `foreign` sampler
+    reports log-probs that are not the trainer's."""
 
     change: dict
     also: dict = field(default_factory=dict)
     seen: object = None
+    foreign: bool = False
 
 
-def case(seen=None, also=None, **change):
-    return Case(change, also or {}, seen)
+def case(seen=None, also=None, foreign=False, **change):
+    return Case(change, also or {}, seen, foreign)
 
 
 OPTIMISATION = {
@@ -107,6 +111,9 @@ CASES = {
         "objective": [case(objective="cispo", also=MOVED)],
         "ratio": [case(ratio="sequence", also=MOVED)],
         "dual_clip": [case(dual_clip=1.01, also=MOVED)],
+        "max_logp_diff": [case(lambda new, base: "disagree" in new.error and not base.error, max_logp_diff=bounds, foreign=True)
+                          for bounds in ((0.05, 5.0), (0.2, 0.15))],
+        "sampler_cap": [case(sampler_cap=1.1, foreign=True), case(sampler_cap=1.1, foreign=True, also=MOVED)],
         "refills": [case(refills=2, also={"steps": 1})],
         "kl_coef": [case(kl_coef=0.5)],
         "kl_kind": [case(kl_kind=k, also={"kl_coef": 0.5}) for k in ("k1", "k3")]
@@ -138,11 +145,13 @@ def test_every_field_has_a_case_that_changes_it(config):
 def test_the_loop_does_what_the_field_says(tiny, tmp_path, monkeypatch, config, c):
     base = base_of(config, c)
     changed = replace(base, **c.change)
-    new = Trial(tiny, changed, tmp_path, monkeypatch, watched=c.seen is not None)
-    if "autocast" not in c.change:  # at eight bits the hand's numbers are others
+    new = Trial(tiny, changed, tmp_path, monkeypatch, watched=c.seen is not None, foreign=c.foreign)
+    if new.error:
+        assert all(torch.equal(a, b) for a, b in zip(new.end, new.start))
+    elif "autocast" not in c.change:  # at eight bits the hand's numbers are others
         assert new.distance(new.hand(changed)) < CLOSE
     if c.seen:
-        assert c.seen(new, Trial(tiny, base, tmp_path, monkeypatch, watched=True))
+        assert c.seen(new, Trial(tiny, base, tmp_path, monkeypatch, watched=True, foreign=c.foreign))
     else:
         assert new.distance(new.hand(base)) > APART
 
@@ -161,10 +170,18 @@ def small(tiny, seed, dtype) -> Policy:
     return Policy(LlamaForCausalLM(config).to(dtype).eval(), tiny.tokenizer, "small", tiny.eos_ids)
 
 
+class Foreign(Sampler):
+    """Its log-probs are up to 0.2 nats beside the model's."""
+
+    async def sample(self, *args, **options):
+        skewed = lambda r: replace(r, logps=tuple(x + ((3 * i) % 5 - 2) / 10 for i, x in enumerate(r.logps)))  # noqa: E731
+        return [Group(tuple(map(skewed, g))) for g in await super().sample(*args, **options)]
+
+
 class Trial:
     """One run of a loop: where its weights went, what was sampled, and what could be seen on the way."""
 
-    def __init__(self, tiny, config, tmp_path, monkeypatch, watched):
+    def __init__(self, tiny, config, tmp_path, monkeypatch, watched, foreign):
         dtype = torch.float32 if config.autocast else torch.float64  # which autocast leaves alone
         self.config, self.policy, self.reference = config, small(tiny, 0, dtype), small(tiny, 1, dtype)
         self.rollouts, self.saved, self.dtypes, self.greedies = [], [], set(), []
@@ -178,9 +195,15 @@ class Trial:
             self.policy = RewardModel.from_policy(self.policy)
             torch.nn.init.normal_(self.policy.model.score.weight, std=0.3)
         self.start = [p.detach().clone() for p in self.policy.model.parameters()]
+        self.foreign, self.error = foreign, ""
         with monkeypatch.context() as patch:
+            if foreign:
+                patch.setattr(importlib.import_module("grpolab.train.grpo"), "Sampler", Foreign)
             hooks = self.watch(patch) if watched else []  # a model with hooks takes another path through the package
-            asyncio.run(self.walk(tmp_path))
+            try:
+                asyncio.run(self.walk(tmp_path))
+            except RuntimeError as error:
+                self.error = str(error)
         for hook in hooks:
             hook.remove()
         self.end = [p.detach().clone() for p in self.policy.model.parameters()]
@@ -197,6 +220,14 @@ class Trial:
                 self.layers += 1
                 self.dtypes.add(out.dtype)
 
+        begin = Run.begin
+
+        def counting_from_here(*args):  # the proof of the forward before has passes of its own
+            self.passes = self.layers = self.tokens = 0
+            self.dtypes.clear()
+            return begin(*args)
+
+        patch.setattr(Run, "begin", counting_from_here)
         patch.setattr(Run, "save_checkpoint", lambda run, step, *_: self.saved.append(step))
         module = importlib.import_module("grpolab.train.sft")
         for name in ("pack", "pad"):
@@ -365,11 +396,16 @@ class Trial:
         elif config.advantage_kind == "leave_one_out":
             advantages = torch.stack([rewards[:, i] - rewards[:, [j for j in range(size) if j != i]].mean(1)
                                       for i in range(size)], 1)  # fmt: skip
+        own = {}
+        if config.sampler_cap:
+            with torch.no_grad():
+                own = {r: self.logps(self.policy, r.prompt, r.tokens, config.temperature) for g in groups for _, r in g}
         for epoch in range(config.inner_epochs):
             order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
             ends = [len(order) * k // config.minibatches for k in range(config.minibatches + 1)]
             for a, b in zip(ends, ends[1:]):
-                yield self.grpo_loss([(r, advantages[i, j]) for i in order[a:b] for j, (_, r) in enumerate(groups[i])], config)
+                pairs = [(r, advantages[i, j]) for i in order[a:b] for j, (_, r) in enumerate(groups[i])]
+                yield self.grpo_loss(pairs, config, own)
 
     def check_sampled(self, groups, step):
         """What the loop asked is what (seed, step) says, and each token has the log-prob of the model that drew it."""
@@ -379,17 +415,18 @@ class Trial:
             assert {p for p, _ in group} == {problem}
             assert all(r.prompt == tuple(prompt_ids(self.policy.tokenizer, problem.question)) for _, r in group)
             assert [r.seed for _, r in group] == [fold_seed(config.seed * 1_000_003 + step, i, g) for g in range(len(group))]
-        if step == 0:
+        if step == 0 and not self.foreign:
             with torch.no_grad():
                 for _, r in groups[0]:
                     logps = self.logps(self.policy, r.prompt, r.tokens, config.temperature)
                     assert torch.allclose(logps, torch.tensor(r.logps, dtype=torch.float64), atol=1e-4)
 
-    def grpo_loss(self, pairs, config):
+    def grpo_loss(self, pairs, config, own):
         total, counts = 0.0, [len(r.tokens) for r, _ in pairs]
         for r, a in pairs:
             logps = self.logps(self.policy, r.prompt, r.tokens, config.temperature)
-            old = torch.tensor(r.logps, dtype=torch.float64)
+            sampled = torch.tensor(r.logps, dtype=torch.float64)
+            old = own.get(r, sampled)
             ratio = (logps - old).exp()
             if config.ratio == "sequence":  # arXiv 2507.18071, eq. 7
                 ratio = (logps - old).mean().exp().expand(len(logps))
@@ -400,6 +437,8 @@ class Trial:
             elif config.dual_clip and a < 0:  # arXiv 1912.09729
                 gain = torch.maximum(gain, config.dual_clip * a)
             terms = -gain
+            if config.sampler_cap:  # truncated importance weights of another sampler's tokens
+                terms = terms * (old - sampled).exp().clamp(max=config.sampler_cap)
             if config.kl_coef:
                 with torch.no_grad():
                     ref = self.logps(self.reference, r.prompt, r.tokens, config.temperature)
