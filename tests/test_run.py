@@ -219,7 +219,6 @@ import os, sys, time
 from grpolab.lab.run import Run
 run = Run("x", root=sys.argv[1])
 with run.held():
-    (run.folder / "run.json").write_text('{"process": %d}' % os.getpid())
     child = os.fork()  # which outlives its parent and must not keep the lock
     if child == 0:
         sys.stdout.close()
@@ -242,7 +241,6 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tiny, tmp_path):
         other.send_signal(signal.SIGKILL)
         other.wait()
         os.kill(child, 0)  # alive
-        (tmp_path / "x" / "run.json").unlink()
         assert len(train(tiny, Run("x", root=tmp_path))) == 5
     finally:
         os.kill(child, signal.SIGKILL)
@@ -262,7 +260,7 @@ def test_the_start_lies_on_the_disk_only_while_the_model_lives(tiny, tmp_path):
     assert (run.folder / "start.safetensors").stat().st_size < 4e6 and not list(run.folder.glob("checkpoint-*"))
     del policy
     gc.collect()
-    assert sorted(p.name for p in run.folder.iterdir()) == ["metrics.csv", "run.json"]
+    assert sorted(p.name for p in run.folder.iterdir()) == [".process", "metrics.csv", "run.json"]
 
 
 # --- what it leaves ---------------------------------------------------------------------------------------------------
