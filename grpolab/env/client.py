@@ -238,6 +238,18 @@ class EnvSession:
             raise self._drop(SessionLost(f"{self.url} answered a state request with {kind!r:.100}: it is out of step"))
         return data
 
+    async def mcp(self, method: str, params: dict | None = None) -> dict:
+        """The result of one JSON-RPC request ("tools/list", "tools/call") to an environment with MCP tools. It is no step:
+        no turn, no reward. Raises ServerError with the JSON-RPC code where it is refused."""
+        request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params or {}}
+        kind, data = await self._request("mcp", protocol.dumps({"type": "mcp", "data": request}), self.deadlines.step)
+        if kind != "mcp" or not isinstance(data.get("result", {}), dict):
+            raise self._drop(SessionLost(f"{method} was answered with {kind!r} {data!r:.200}: the connection is out of step"))
+        if fault := data.get("error"):
+            said = fault if isinstance(fault, dict) else {"message": fault}
+            raise ServerError(f"{method}: {said.get('message', 'refused')}", str(said.get("code", "")))
+        return data.get("result", {})
+
     async def close(self) -> None:
         """Say `close`, wait for the server to have closed the environment, at most `deadlines.close` s. Idempotent."""
         socket, was_open = self._socket, self.open

@@ -216,10 +216,11 @@ class GrpoPool:
         with self._exclusive():
             return await self._all(lambda seat: seat.step(actions[seat.index]))
 
-    async def run_group(self, rollout: Callable[[Seat], Awaitable[Any]]) -> Results:
+    async def run_group(self, rollout: Callable[[Seat], Awaitable[Any]], *, rounds: int = 1) -> Results:
         """`rollout(seat)` on every seat at once; the results in order, and under `drop` those that there are.
 
-        A rollout has `deadlines.episode` s, all together `deadlines.group` s. When this returns or raises, no rollout
+        A rollout has `deadlines.episode` s, all together `deadlines.group` s; `rounds` times that where it plays several
+        episodes one after another. When this returns or raises, no rollout
         runs any more. Raises the first failure (`fail`, `retry`), GroupFailed (`drop`), DeadlineExceeded (`group`).
         """
         failures: list[Failure] = []
@@ -227,7 +228,7 @@ class GrpoPool:
 
         async def run(seat: Seat) -> None:
             try:
-                finished[seat.index] = await _within(rollout(seat), self.deadlines.episode, seat.index)
+                finished[seat.index] = await _within(rollout(seat), rounds * self.deadlines.episode, seat.index)
             except Exception as cause:
                 failure = Failure(seat.group, seat.index, seat.turn, seat.session.episode_id, cause)
                 if self.on_failure != "drop" or not isinstance(cause, EnvError):
@@ -240,7 +241,7 @@ class GrpoPool:
                 self._next_group()
             self._was_reset = False
             try:
-                await self._all(run)
+                await self._all(run, rounds)
             finally:
                 self._failures += failures
         if failures and len(finished) < self.min_group:
@@ -248,6 +249,10 @@ class GrpoPool:
                               tuple(failures))
         order = sorted(finished)
         return Results([finished[i] for i in order], order, sorted(failures, key=lambda f: f.rollout))
+
+    def note_failures(self, failures: Sequence[Failure]) -> None:
+        """Put on record what a rollout of several episodes lost and went on without."""
+        self._failures += failures
 
     def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
         """Tell the curriculum the group's rate of success, the share of `rewards` >= `success` (None abstains); returns it."""
@@ -270,16 +275,16 @@ class GrpoPool:
         finally:
             self._running = False
 
-    async def _all(self, work: Callable[[Seat], Coroutine]) -> list:
+    async def _all(self, work: Callable[[Seat], Coroutine], rounds: int = 1) -> list:
         """`work(seat)` for every seat, concurrently, under the group's deadline; the first failure cancels the rest."""
         try:
-            async with asyncio.timeout(self.deadlines.group) as scope, asyncio.TaskGroup() as group:
+            async with asyncio.timeout(rounds * self.deadlines.group) as scope, asyncio.TaskGroup() as group:
                 tasks = [group.create_task(work(seat)) for seat in self.seats]
             return [task.result() for task in tasks]
         except TimeoutError as fault:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded("group", self.deadlines.group, f"group {self.group}") from fault
+            raise DeadlineExceeded("group", rounds * self.deadlines.group, f"group {self.group}") from fault
         except BaseExceptionGroup as faults:
             failed = _first(faults)
         raise failed

@@ -10,13 +10,15 @@ Source: OpenEnv (openenv-core 0.3.0, openenv 0.10.0), `/ws` endpoint.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # the servers' inbound limit
 MAX_REPLY_BYTES = 100 * 2**20  # the clients' inbound limit

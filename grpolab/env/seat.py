@@ -124,6 +124,10 @@ class Seat:
             self._failed = True
             raise
 
+    async def mcp(self, method: str, params: dict | None = None) -> dict:
+        """One MCP request to the environment (`EnvSession.mcp`), which is no step of the episode."""
+        return await self._persist(lambda: self._ask(method, params))
+
     def _episode(self) -> str:
         return f"{self.pool.name}-g{self.group}-r{self.index}-{self.pool.next_episode()}"
 
@@ -137,11 +141,19 @@ class Seat:
         return await self.session.reset(**options)
 
     async def _act(self, action: dict) -> StepResult:
+        await self._recover()
+        return await self.session.step(action)
+
+    async def _ask(self, method: str, params: dict | None) -> dict:
+        await self._recover()
+        return await self.session.mcp(method, params)
+
+    async def _recover(self) -> None:
+        """Under `retry`, a doubtful session is replaced and its episode replayed."""
         if self._doubtful and self.pool.on_failure == "retry":
             if not self._failed:
                 self._note(SessionLost("the connection was closed between two requests"))
             await self._replay()
-        return await self.session.step(action)
 
     async def _replace(self) -> None:
         await self.pool.replace(self)
