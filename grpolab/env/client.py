@@ -124,12 +124,13 @@ class EnvSession:
     `connect` returns only when the server has answered on this session, so an admitted session is a real one (an
     OpenEnv server accepts the handshake and refuses afterwards). After `lost` is set, every call raises SessionLost.
     `trace` has a Span a phase, the last TRACE_SPANS; a pool passes its own for all sessions to write to.
-    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
+    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off. `headers` are more of the
+    handshake's.
     """
 
     def __init__(self, url: str, *, token: str | None = None, deadlines: Deadlines | None = None,
                  ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0,
-                 trace: deque[Span] | None = None, index: int = 0):
+                 trace: deque[Span] | None = None, index: int = 0, headers: dict[str, str] | None = None):
         self.url = socket_url(url)
         self.deadlines = deadlines or Deadlines()
         self.index = index
@@ -137,7 +138,7 @@ class EnvSession:
         self.turn = 0
         self.lost: BaseException | None = None
         self.exchanged = 0  # characters of the last request and its reply
-        self._token = _checked(token)
+        self._headers = {**(headers or {}), **({"Authorization": f"Bearer {_checked(token)}"} if token is not None else {})}
         self._pings = {"ping_interval": ping_interval, "ping_timeout": ping_timeout}
         self._spans: deque[Span] = deque(maxlen=TRACE_SPANS) if trace is None else trace
         self._socket: ClientConnection | None = None
@@ -203,11 +204,10 @@ class EnvSession:
         self._socket = handshake.result()
 
     async def _handshake(self):
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
         local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         try:
             async with asyncio.timeout(self.deadlines.connect):
-                return await connect(self.url, additional_headers=headers, compression=None, open_timeout=None,
+                return await connect(self.url, additional_headers=self._headers, compression=None, open_timeout=None,
                                      close_timeout=self.deadlines.close, max_size=protocol.MAX_REPLY_BYTES,
                                      proxy=None if local else True, **self._pings)
         except TimeoutError as fault:

@@ -2,7 +2,8 @@
 in the order in which they were refused.
 
 A server answers 503 and forgets who asked. Without a line, a pool that closes and reopens each round is back long before the
-one that waits asks again. Pools of other processes stand in no line of ours: between them, the server decides.
+one that waits asks again. Pools of other processes stand in no line of ours: between them, the server decides, and
+ours lets the first of each process wait in a line of its own.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ class Waits:
             await self.pause(index, pause, freed)
             refused, wait = None, min(2 * wait, 2.0)
 
-    async def admitted(self, line: Line, attempt: Callable[[], Awaitable], seconds: float) -> Any:
-        """`await attempt()`: at once if nobody waits for the server and it has room, else in line, within `seconds`.
-        Raises CapacityError."""
+    async def admitted(self, line: Line, attempt: Callable[[float], Awaitable], seconds: float) -> Any:
+        """`await attempt(wait)`, where `wait` is how long it may stand in the server's own line: at once if nobody waits here
+        and there is room, else in line, within `seconds`. Raises CapacityError."""
         refused = CapacityError(f"the server is full, and {line.waiting} pools of this process stand in line; pass "
                                 "queue=seconds to stand behind them")
         if not line.waiting:
             try:
-                return await attempt()
+                return await attempt(0.0)
             except CapacityError as full:
                 refused = full
         if not seconds:
@@ -101,7 +102,9 @@ class Waits:
             try:
                 if not first:
                     self._trace.append(Span("queue", start, perf_counter(), -1))
-                return await self.again(attempt, start + seconds, _is_full, -1, refused if first else None, line.freed)
+                end = start + seconds
+                return await self.again(lambda: attempt(max(0.0, end - perf_counter())), end, _is_full, -1,
+                                        refused if first else None, line.freed)
             finally:
                 line.turn.release()
         finally:

@@ -119,8 +119,8 @@ class GrpoPool:
         """Put a failure that is about to be retried on record."""
         self._retried.append(failure.lightened())
 
-    def _session(self, index: int) -> EnvSession:
-        return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
+    def _session(self, index: int, headers: dict[str, str] | None = None) -> EnvSession:
+        return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, headers=headers, **self._options)
 
     def next_episode(self) -> int:
         """A number that no other episode of this pool has."""
@@ -141,8 +141,12 @@ class GrpoPool:
             sessions = await self.waits.admitted(self._line, self._open_all, self.queue)
         self.seats = [Seat(self, i, session) for i, session in enumerate(sessions)]
 
-    async def _open_all(self) -> list[EnvSession]:
-        sessions = [self._session(i) for i in range(self.size)]
+    async def _open_all(self, wait: float = 0.0) -> list[EnvSession]:
+        # Our server gives a group its slots together, and lets it wait for them in line, before who comes later from any
+        # process; other servers ignore it.
+        wait = min(wait, self.deadlines.connect / 2)
+        headers = {"X-Session-Group": f"{uuid.uuid4().hex} {self.size}", **({"Prefer": f"wait={wait:.3f}"} if wait else {})}
+        sessions = [self._session(i, headers) for i in range(self.size)]
         try:
             async with asyncio.TaskGroup() as group:
                 for session in sessions:
