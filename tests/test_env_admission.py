@@ -1,16 +1,20 @@
 """Who gets a slot when there are fewer than wanted: at once, in line, or not."""
 
 import asyncio
+import os
+import sys
 import time
 
 import pytest
-from env_harness import SOON, EchoEnv, eventually
+from env_harness import ROOT, SOON, EchoEnv, eventually
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from grpolab.env import protocol, server
 from grpolab.env.admission import KEPT, Places
 from grpolab.env.client import EnvSession
+from grpolab.env.pool import GrpoPool
+from grpolab.env.protocol import CapacityError
 from grpolab.env.server import serve
 
 
@@ -209,5 +213,33 @@ def test_places_that_are_kept_for_who_never_comes_are_free_again():
         places.give_back("pair")
         places.give_back("other")
         assert await places.take("pair", 2, 0, gone) and await places.take("pair", 2, 0, gone)
+
+    run(main())
+
+
+def test_pools_of_two_processes_take_turns():
+    """One opens, closes and opens again without waiting for anybody; the other waits, and is in after that round."""
+    code = ("import asyncio, sys\nfrom grpolab.env.pool import GrpoPool\n"
+            "async def main():\n    async with GrpoPool(sys.argv[1], size=2, queue=15) as pool:\n"
+            "        print('in', flush=True)\n        await pool.reset_group()\nasyncio.run(main())")
+
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as two:
+            pool = GrpoPool(two.url, size=2)
+            await pool.connect()
+            other = await asyncio.create_subprocess_exec(sys.executable, "-c", code, two.url, stdout=asyncio.subprocess.PIPE,
+                                                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+            rounds = 0
+            await eventually(lambda: two.status()["waiting"] == 2, 15)
+            while rounds < 50 and two.status()["opened"] < 2 * rounds + 3:
+                await pool.close()
+                rounds += 1
+                try:
+                    await pool.connect()
+                except CapacityError:
+                    break
+            assert rounds == 1 and await other.stdout.readline() == b"in\n"
+            assert await other.wait() == 0
+            await pool.close()
 
     run(main())

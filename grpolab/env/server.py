@@ -225,7 +225,7 @@ class EnvServer:
 
 def _wait(headers: Headers) -> float:
     """The seconds of `Prefer: wait=SECONDS` (RFC 7240, section 4.3), 0 without."""
-    found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6})\b", ", ".join(headers.get_all("Prefer")))
+    found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6}(?:\.[0-9]{1,6})?)(?![0-9.])", ", ".join(headers.get_all("Prefer")))
     return float(found[1]) if found else 0.0
 
 
