@@ -34,7 +34,7 @@ class Policy:
     eos_ids: tuple[int, ...]
     version: int = 0
     lock: FairLock = field(default_factory=FairLock, repr=False)
-    provenance: dict | None = field(default=None, repr=False)
+    provenance: dict | None = field(default=None, repr=False)  # of the last training loop, or of provenance.json
 
     @property
     def device(self) -> torch.device:

@@ -27,14 +27,15 @@ from grpolab import chat, load_policy, losses, train
 from grpolab.arithmetic import Task, generate
 from grpolab.decode import llama, sampling
 from grpolab.decode.audit import FAULTS
-from grpolab.decode.sampler import Conversation, Sampler
-from grpolab.decode.scheduler import Kept
+from grpolab.decode.conversation import Conversation
+from grpolab.decode.requests import Kept
+from grpolab.decode.sampler import Sampler
 from grpolab.env.client import EnvSession
 from grpolab.env.guess import GuessEnv
 from grpolab.env.pool import GrpoPool, Results, Seat
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
-from grpolab.train import multiturn
+from grpolab.train import episodes
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
@@ -199,7 +200,7 @@ RACED = {  # the cells of races, of bf16 and of the faults, which take most of t
 
 def let_the_slot_decide_the_draw(monkeypatch):
     honest = sampling.uniforms
-    monkeypatch.setattr("grpolab.decode.scheduler.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
+    monkeypatch.setattr("grpolab.decode.rows.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
 
 
 def scale_the_attention_of_fp32(monkeypatch):
@@ -706,7 +707,7 @@ def count_the_environments_words_as_the_policys(monkeypatch):
 
 
 def say_something_else_to_the_policy(monkeypatch):
-    monkeypatch.setattr(multiturn, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
+    monkeypatch.setattr(episodes, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
 
 
 def forget_the_cache_between_turns(monkeypatch):
