@@ -137,11 +137,16 @@ def test_a_group_of_different_questions_is_refused_and_not_trained_on(caller, tr
 
 
 def test_the_run_makes_the_questions_and_the_draws(caller, trained):
-    for seed in (0, 0, 1):
+    def again(env, problems, seed):
         policy = Policy(copy.deepcopy(caller.model), caller.tokenizer, caller.name, caller.eos_ids)
-        run(train(policy, Drawn, config=replace(CONFIG, seed=seed)))
-    first, again, other = ([(r.prompt, r.tokens) for g in step for r in g] for step in trained)
-    assert first == again and first != other and {p for p, _ in first} != {p for p, _ in other}
+        run(train(policy, env, problems, config=replace(CONFIG, prompts_per_step=2, seed=seed)))
+        rollouts = [r for group in trained.pop() for r in group]
+        return [r.prompt for r in rollouts], [r.tokens for r in rollouts]
+
+    first = again(Drawn, PROBLEMS, 0)
+    assert first == again(Drawn, PROBLEMS, 0) and set(first[0]).isdisjoint(again(Drawn, PROBLEMS, 1)[0])
+    same, other = (again(CalculatorEnv, PROBLEMS[:1], seed) for seed in (0, 1))
+    assert same[0] == other[0] and same[1] != other[1]  # one question, other draws
 
 
 # --- limits, and what an episode earns --------------------------------------------------------------------------------
