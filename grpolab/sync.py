@@ -42,6 +42,10 @@ class FairLock:
         self._depth = 0
         self._waiting: deque[tuple[int, threading.Lock]] = deque()
 
+    def held(self) -> bool:
+        """Whether the calling thread holds it."""
+        return self._owner == threading.get_ident()
+
     def __enter__(self) -> FairLock:
         me = threading.get_ident()
         with self._guard:

@@ -24,8 +24,9 @@ from grpolab import chat, load_policy, losses, train
 from grpolab.arithmetic import Task, generate
 from grpolab.decode import llama, sampling
 from grpolab.decode.audit import FAULTS
-from grpolab.decode.sampler import Conversation, Sampler
-from grpolab.decode.scheduler import Kept
+from grpolab.decode.conversation import Conversation
+from grpolab.decode.requests import Kept
+from grpolab.decode.sampler import Sampler
 from grpolab.env.pool import GrpoPool
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
@@ -179,7 +180,7 @@ CAUGHT = {"none": {"caught": False}} | {fault: {"caught": True} for fault in FAU
 
 def let_the_slot_decide_the_draw(monkeypatch):
     honest = sampling.uniforms
-    monkeypatch.setattr("grpolab.decode.scheduler.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
+    monkeypatch.setattr("grpolab.decode.rows.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
 
 
 def scale_the_attention_of_fp32(monkeypatch):

@@ -207,7 +207,7 @@ def test_06_an_episode_survives_the_death_of_its_connection_by_replay():
 
 # 7 ----------------------------------------------------------------------------------------------------- back-pressure
 def test_07_sixteen_pools_share_a_server_of_eight_for_ten_seconds_without_starving():
-    with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
+    with server_process("env_harness:EchoEnv", "--max-sessions", "8", "--isolate", "thread") as (_, url):
         done = [0] * 16
 
         async def come_again(number, end):
@@ -291,7 +291,7 @@ def test_08_a_long_step_survives_and_a_silent_network_does_not():
 
 # 9 --------------------------------------------------------------------------------------------- server-side ownership
 def test_09_two_hundred_times_close_and_reconnect_never_meets_the_last_tenant():
-    with server_process("env_harness:SlowToClose", "--max-sessions", "8") as (_, url):
+    with server_process("env_harness:SlowToClose", "--max-sessions", "8", "--isolate", "thread") as (_, url):
         async def tenant():
             for _ in range(25):
                 async with EnvSession(url) as session:  # any refusal or factory error would raise here
@@ -307,8 +307,10 @@ def test_09_two_hundred_times_close_and_reconnect_never_meets_the_last_tenant():
         run(main())
 
 
-def test_09_a_client_that_leaves_a_hung_step_frees_its_slot_within_the_step_timeout():
-    with server_process("env_harness:EchoEnv", "--step-timeout", "1", "--close-timeout", "0.2") as (_, url):
+@pytest.mark.parametrize("isolate", ["thread", "process"])
+def test_09_a_client_that_leaves_a_hung_step_frees_its_slot_within_the_step_timeout(isolate):
+    options = ("--step-timeout", "1", "--close-timeout", "0.2", "--isolate", isolate)
+    with server_process("env_harness:EchoEnv", *options) as (process, url):
         async def main():
             session = EnvSession(url)
             await session.connect()
@@ -317,7 +319,8 @@ def test_09_a_client_that_leaves_a_hung_step_frees_its_slot_within_the_step_time
             step.cancel()
             await asyncio.gather(step, return_exceptions=True)
             await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, SOON, "the step's timeout and the closing's")
-            assert status(url)["abandoned"] == 1  # its thread, which nothing can end, is counted
+            assert status(url)["abandoned"] == (isolate == "thread")  # a thread, which nothing can end, is counted
+            assert psutil.Process(process.pid).children() == []
 
         run(main())
 
@@ -453,8 +456,9 @@ def test_12_no_backend_survives_its_server(number, tmp_path):
 
 
 def test_12_five_hundred_cycles_leave_descriptors_threads_children_and_memory_flat():
-    """Both ends are measured: the server in its process, the client in this one."""
-    with server_process("env_harness:EchoEnv", "--max-sessions", "4") as (process, url):
+    """Both ends are measured: the server in its process, the client in this one. (With a process for each session:
+    test_isolate.)"""
+    with server_process("env_harness:EchoEnv", "--max-sessions", "4", "--isolate", "thread") as (process, url):
         server, client = psutil.Process(process.pid), psutil.Process()
 
         async def cycles(n):

@@ -590,6 +590,6 @@ def test_the_memory_for_keys_and_values_bounds_the_rows(policy):
     with Sampler(policy, slots=8) as sampler:
         sampler._scheduler.cache_bytes = sampler.engine.bytes_per_token() * 64 * 3
         groups = sampler.sample_sync(ragged_prompts(9, 5, 20), params=SamplingParams(max_new_tokens=40, seed=0))
-        assert len(sampler._scheduler.places.users) <= 1.5 * (3 * 2 + FIRST)  # three rows of two pages
+        assert len(sampler._scheduler.store.users) <= 1.5 * (3 * 2 + FIRST)  # three rows of two pages
         assert sampler.stats.row_steps / sampler.stats.steps <= 3
     assert audit(policy, flat(groups)).max_error <= 1e-4

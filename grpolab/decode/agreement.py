@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from grpolab.decode.cache import PAGE, Prefilled, places_for, round_up
+from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
 from grpolab.decode.general import GeneralEngine, _evaluating
 from grpolab.decode.llama import LlamaEngine
 from grpolab.models import llama_obstacle
@@ -102,7 +102,7 @@ def _other_attention(model):
 def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> torch.Tensor:
     """Logits (n, steps + 1, V) after each of the last positions: ids (n, .), prefill to lengths, then `steps` steps."""
     n, ends = len(lengths), torch.tensor(lengths, device=engine.device)
-    places = places_for(engine, n)
+    places = store_for(engine, n)
     window = round_up(max(lengths) + steps, places.unit)
     prompts, cache = ids[:, : max(lengths)], engine.allocate(n, window)
     out = [engine.forward(prompts, torch.zeros_like(ends), ends - 1, cache, window)]
@@ -122,7 +122,7 @@ def _probe_lengths(model) -> list[int]:
 @torch.no_grad()
 def seconds_a_step(engine, rows: int, numbers: Sequence[int], rounds: int = 5) -> dict[int, float]:
     """Number of torch threads -> median seconds of a step of `rows` rows; they take turns, so that drift hits all."""
-    last, places = 2 * PAGE - 1, places_for(engine, rows)
+    last, places = 2 * PAGE - 1, store_for(engine, rows)
     places.enter(0, [Prefilled(engine.allocate(1, 2 * PAGE), 0, last)] * rows, 2 * PAGE)
     places.fit(np.full(rows, last), rows, 1, 2 * PAGE)
     start = torch.full((rows,), last, device=engine.device)

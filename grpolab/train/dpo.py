@@ -10,13 +10,14 @@ import torch
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train import losses
-from grpolab.train.logps import check_head
 from grpolab.train.loop import (
     Optimisation,
     forward_passes,
+    off_loop,
     over_batches,
 )
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
+from grpolab.train.proof import prove
 from grpolab.train.reference import ReferenceLogps, pair_logps, reference_values
 
 
@@ -52,7 +53,10 @@ async def dpo(
     if reference is policy:
         raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
     check_pairs(policy, pairs)
-    check_head(policy)
+    longest = max((p.longest for p in pairs), default=0)
+    for model in (policy, reference):
+        if isinstance(model, Policy):
+            await off_loop(lambda: prove(model, config, longest))  # noqa: B023
     reference_at = reference_values(reference, pairs, config)
 
     def gradient(places):

@@ -17,12 +17,13 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab.run import Run
 from grpolab.models import Policy
-from grpolab.rollouts import Batch, Group, Rollout, collate
+from grpolab.rollouts import Batch, Group, Rollout, collate, in_columns
 from grpolab.train import losses
 from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.train.layout import Layout, lay_out
-from grpolab.train.logps import check_head, check_lengths, rollout_logps
+from grpolab.train.logps import check_lengths, rollout_logps
 from grpolab.train.loop import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches, off_loop
+from grpolab.train.proof import prove
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class GRPOConfig(Optimisation):
     (`aggregation`), the ratio clipped by `clip_eps` = (low, high), and the leash `kl_coef` times the KL to the reference
     (`kl_kind`; a coefficient of 0 needs no reference). `objective`, `ratio` and `dual_clip` as in `losses.policy_loss`;
     `max_grad_norm`, `lr` and the rest as in Optimisation.
+
+    `max_logp_diff` = (mean, largest) bounds by how many nats a token the trainer may differ from the sampler before the first
+    optimiser step of a batch; beyond it the step stops with an error (`check_drift`). None asks for nothing. `sampler_cap` is
+    for rollouts of another sampler's numerics: the ratio is then to the trainer's own log-probs before the step (a forward
+    pass more), and each token is weighed by `losses.sampler_weight`.
 
     `refills` is dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): up to so many times a step, groups without a difference
     in reward are replaced by groups of further questions. What that costs stands in the row.
@@ -55,9 +61,15 @@ class GRPOConfig(Optimisation):
     kl_coef: float = 0.0
     kl_kind: str = "unbiased"
     row_width: int = 512
+    max_logp_diff: tuple[float, float] | None = (0.2, 5.0)
+    sampler_cap: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
+        if self.sampler_cap is not None and not self.sampler_cap >= 1:
+            raise ValueError(f"sampler_cap must be None or at least 1, got {self.sampler_cap}")
+        if self.max_logp_diff is not None and not min(self.max_logp_diff) > 0:
+            raise ValueError(f"max_logp_diff must be None or (mean, largest), both positive, got {self.max_logp_diff}")
         if self.group_size < 1 or self.prompts_per_step < 1 or self.inner_epochs < 1:
             raise ValueError(f"group_size, prompts_per_step and inner_epochs must be at least 1, got {self}")
         if self.refills < 0:
@@ -86,8 +98,9 @@ async def grpo(
     """
     check_reference(policy, reference, config)
     prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
-    check_head(policy)
-    check_lengths(policy, max(map(len, prompts.values()), default=0) + config.max_new_tokens, "prompt and completion")
+    longest = max(map(len, prompts.values()), default=0) + config.max_new_tokens
+    check_lengths(policy, longest, "prompt and completion")
+    await prove_both(policy, reference, config, longest)
 
     async with Sampler(policy) as sampler:
 
@@ -118,6 +131,12 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
         raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
     if reference is policy:
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
+
+
+async def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
+    """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
+    for model in (policy, reference) if config.kl_coef else (policy,):
+        await off_loop(lambda: prove(model, config, longest))  # noqa: B023
 
 
 async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems: Sequence[Problem], config, step: int):
@@ -180,20 +199,27 @@ def watched(
 
 
 def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:
-    """All optimiser steps on one batch of groups. A group without a difference in reward carries no gradient, so without
-    a leash it is left out of the forward pass and of the count."""
+    """All optimiser steps on one batch of groups. The loss is a mean over all of them; a group without a difference in reward
+    has no gradient, so without a leash it is left out of the forward pass, and a minibatch of such groups is no step."""
     if not groups:
         return {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind)
-    kept = [i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())]
+    kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
+    own = {i: trainer_logps(policy, groups[i], config) for i in kept} if config.sampler_cap else None
     rows = []
     for epoch in range(config.inner_epochs):
-        order = random.Random(f"{config.seed}/{step}/{epoch}").sample(kept, len(kept))
+        order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
         size = math.ceil(len(order) / config.minibatches) or 1
         for start in range(0, len(order), size):
-            chosen = order[start : start + size]
+            chosen = [i for i in order[start : start + size] if i in kept]
+            if not chosen:
+                continue
+            whole = denominator_of([r for i in order[start : start + size] for r in groups[i]], config)
             rollouts = [r for i in chosen for r in groups[i]]
-            metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config)
+            old = [x for i in chosen for x in own[i]] if own else None
+            metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config, denominator=whole, old_logps=old)
+            if not rows:  # the policy has not moved yet
+                check_drift(policy, metrics, config, step)
             rows.append(metrics | apply_gradient(policy, optimizer, config, step))
     size = {"trained_groups": len(kept), "trained_tokens": tokens_of([groups[i] for i in kept])}
     if not rows:
@@ -203,35 +229,75 @@ def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPO
     return row | before | size
 
 
-def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig) -> dict:
-    """Accumulate the gradient of the clipped objective over `rollouts` with advantages `a` (N,); returns the metrics.
+def check_drift(policy: Policy, metrics: dict, config: GRPOConfig, step: int) -> None:
+    """Stop before the optimiser step where sampler and trainer disagree by more than `config.max_logp_diff`."""
+    found, bounds = (metrics["logp_diff"], metrics["logp_diff_max"]), config.max_logp_diff or (math.inf, math.inf)
+    if config.max_logp_diff and not all(x <= bound for x, bound in zip(found, bounds)):
+        policy.model.zero_grad()
+        raise RuntimeError(
+            f"step {step}: sampler and trainer disagree by {found[0]:.3g} nats a token on average and {found[1]:.3g} at most, "
+            f"beyond max_logp_diff={bounds}; nothing was changed. One computes another model than the other (changed modules, "
+            "stale weights, another attention), or the rollouts are another sampler's: set sampler_cap and max_logp_diff"
+        )
 
-    The denominator is counted over all of them first, so the micro-batches cannot change the gradient.
+
+def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Tensor:
+    """What the loss of these rollouts is divided by."""
+    return losses.count(in_columns([r.mask for r in rollouts]), config.aggregation, max_new_tokens=config.max_new_tokens)
+
+
+@torch.no_grad()
+def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> list[list[float]]:
+    """Each rollout's log-probs by the trainer's forward as the policy stands."""
+    out = []
+    for part in micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget):
+        members = rollouts[part]
+        shape = (len(members), max(len(r.tokens) for r in members))
+        layout = lay_out(members, width=config.row_width, pad_id=policy.pad_id)
+        with forward_passes(policy, config):
+            logps, _ = rollout_logps(policy, layout, shape, config.temperature)
+        out += [line[: len(r.tokens)].tolist() for line, r in zip(logps, members)]
+    return out
+
+
+def grpo_gradient(
+    policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig, *,
+    denominator=None, old_logps=None,
+) -> dict:
+    """Accumulate the gradient of the clipped objective over `rollouts` with advantages `a` (N,); returns the metrics, means
+    over their tokens.
+
+    The `denominator` (default: of these rollouts) is counted before, so neither micro-batches nor what is left out of the
+    forward pass can change the gradient. `old_logps`: the trainer's own, where the rollouts' are of another sampler.
     """
-    denominator = losses.count(collate(rollouts, a).mask, config.aggregation, max_new_tokens=config.max_new_tokens)
+    denominator = denominator_of(rollouts, config) if denominator is None else denominator
     tokens = sum(sum(r.mask) for r in rollouts)
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
+    old_logps = old_logps and [old_logps[i] for i in order]
     lengths = [len(r.prompt) + len(r.tokens) for r in rollouts]
     parts = []
     for part in micro_batches(lengths, config.token_budget):
         batch = collate(rollouts[part], a[part])
+        old = in_columns(old_logps[part]) if old_logps else None
         layout = lay_out(rollouts[part], width=config.row_width, pad_id=policy.pad_id)
         with forward_passes(policy, config):
-            loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config)
+            loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
         loss.backward()
         parts.append(metrics)
     return {k: v.item() for k, v in losses.combine(parts).items()}
 
 
-def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig):
+def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig, old_logps=None):
     """The clipped policy gradient with its leash on one micro-batch: (loss, metrics). `denominator` and `tokens` count over
-    the whole batch: what the loss is divided by, and the kept tokens."""
-    mask, old_logps, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
+    the whole batch: what the loss is divided by, and the kept tokens of the forward passes. `old_logps` (N, T) as there."""
+    mask, sampled, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
+    old_logps = sampled if old_logps is None else old_logps.to(policy.device)
+    weights = {"sampler_logps": sampled, "sampler_cap": config.sampler_cap} if config.sampler_cap else {}
     logps, entropy = rollout_logps(policy, layout, mask.shape, config.temperature, with_entropy=True)
     loss, metrics = losses.policy_loss(
         logps, old_logps, a, mask, denominator=denominator, aggregation=config.aggregation, clip_eps=config.clip_eps,
-        objective=config.objective, ratio=config.ratio, dual_clip=config.dual_clip,
+        objective=config.objective, ratio=config.ratio, dual_clip=config.dual_clip, tokens=tokens, **weights,
     )
     metrics["entropy"] = (entropy * mask).sum() / tokens
     if config.kl_coef:

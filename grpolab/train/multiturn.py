@@ -26,8 +26,7 @@ from grpolab.train.episodes import (
     play,
     play_all,
 )
-from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, timings, tokens_of
-from grpolab.train.logps import check_head
+from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, prove_both, timings, tokens_of
 from grpolab.train.loop import draw, in_thread, loop
 
 __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
@@ -54,7 +53,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     check_limits(policy, limits)
     if config.refills:
         raise ValueError(f"refills={config.refills}: dynamic sampling is grpo's; leave it 0 for episodes")
-    check_head(policy)
+    await prove_both(policy, reference, config, limits.max_total_tokens)
     told: list[str] = []  # the warnings that were given
     source = _Source(problems, config, run, success)
 

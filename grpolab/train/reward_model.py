@@ -17,14 +17,16 @@ from grpolab.chat import Example, pad
 from grpolab.lab.run import Run
 from grpolab.models import Policy, choose_device, in_own_memory
 from grpolab.train import losses
-from grpolab.train.logps import decoder_states
+from grpolab.train.logps import decoder_states, way_of
 from grpolab.train.loop import (
     Optimisation,
     forward_passes,
     micro_batches,
+    off_loop,
     over_batches,
 )
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
+from grpolab.train.proof import prove
 
 
 class RewardModel(Policy):
@@ -71,11 +73,17 @@ class RewardModel(Policy):
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Token ids of N sequences -> rewards (N,) in fp32, with gradient; each read at its own last token."""
+        return self.read(sequences)[1]
+
+    def read(self, sequences: Sequence[Sequence[int]], *, way: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The decoder's last state of each sequence (N, D), and the head's rewards (N,) of them."""
         rows = pad([Example(tuple(s), (0,) * len(s)) for s in sequences], self.pad_id)
         last = torch.tensor([i * rows.ids.shape[1] + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
-        states, head = decoder_states(self, rows.ids, rows.positions, rows.attention, last), _head(self.model)
+        way = way or way_of(self, "rewards")
+        states, head = decoder_states(self, rows.ids, rows.positions, rows.attention, last, way=way), _head(self.model)
         with torch.autocast(self.device.type, enabled=False):  # the one number that everything hangs on stays in fp32
-            return torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float().squeeze(1)
+            rewards = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias)
+        return states, rewards.float().squeeze(1)
 
     def score(self, sequences: Sequence[Sequence[int]], *, token_budget: int = 8192) -> list[float]:
         """The reward of each sequence of token ids; equal sequences get equal rewards in every bit."""
@@ -134,6 +142,7 @@ async def reward_model(
 ) -> AsyncIterator[dict]:
     """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
     check_pairs(model, pairs)
+    await off_loop(lambda: prove(model, config, max((p.longest for p in pairs), default=0), "rewards"))
 
     def gradient(places):
         return reward_gradient(model, [pairs[i] for i in places], config)

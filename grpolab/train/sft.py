@@ -10,13 +10,15 @@ from grpolab.chat import Example, encode_chat, pack, pad, user
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train import losses
-from grpolab.train.logps import check_head, check_lengths, masked_logps
+from grpolab.train.logps import can_pack, check_lengths, masked_logps
 from grpolab.train.loop import (
     Optimisation,
     forward_passes,
     micro_batches,
+    off_loop,
     over_batches,
 )
+from grpolab.train.proof import prove
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ def demonstrations(policy: Policy, problems: Sequence[Problem]) -> list[Example]
 
 async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *, run: Run | None = None) -> AsyncIterator[dict]:
     """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included."""
-    check_head(policy)
-    check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
+    longest = max((len(e.ids) for e in examples), default=0)
+    check_lengths(policy, longest, "example")
+    await off_loop(lambda: prove(policy, config, longest, "examples"))
 
     def gradient(batch):
         return sft_gradient(policy, batch, config)
@@ -54,8 +57,9 @@ def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) ->
     batch = sorted(batch, key=lambda e: len(e.ids))
     denominator = sum(sum(e.mask) for e in batch)
     parts = []
+    width = config.pack_width if can_pack(policy) else 0
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
-        packed = pack(batch[part], config.pack_width, policy.pad_id) if config.pack_width else pad(batch[part], policy.pad_id)
+        packed = pack(batch[part], width, policy.pad_id) if width else pad(batch[part], policy.pad_id)
         with forward_passes(policy, config):
             logps, mask = masked_logps(policy, packed)
         loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)
