@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class Policy:
     eos_ids: tuple[int, ...]
     version: int = 0
     lock: FairLock = field(default_factory=FairLock, repr=False)
+    provenance: dict | None = None  # where the weights come from, of the last training loop or of provenance.json
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +62,8 @@ class Policy:
         with self.lock, atomic_folder(folder) as partial:  # never in the middle of a step
             self.model.save_pretrained(partial)
             self.tokenizer.save_pretrained(partial)
+            if self.provenance:
+                (partial / "provenance.json").write_text(json.dumps(self.provenance, indent=1) + "\n")
         return Path(folder)
 
     def __repr__(self):

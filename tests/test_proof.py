@@ -16,7 +16,7 @@ from grpolab.train import losses, proof
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient
 from grpolab.train.grpo import GRPOConfig, grpo_gradient, grpo_update
 from grpolab.train.logps import can_pack, masked_logps, way_of
-from grpolab.train.loop import make_optimizer
+from grpolab.train.loop import make_optimiser
 from grpolab.train.preferences import Pair
 from grpolab.train.proof import prove, thresholds
 from grpolab.train.reward_model import RewardModel
@@ -284,12 +284,12 @@ def sampled(policy, seed=3, rewards=(1.0, 0.0, 1.0), shift=0.0):
 @pytest.mark.parametrize("shift", [0.3, float("nan")])
 def test_a_step_whose_sampler_and_trainer_disagree_stops_before_the_optimiser(tiny, shift):
     config, before = GRPOConfig(), copy.deepcopy(tiny.model.state_dict())
-    optimizer = make_optimizer(tiny, config)
+    optimiser = make_optimiser(tiny, config)
     with pytest.raises(RuntimeError, match="step 7: sampler and trainer disagree by .*max_logp_diff=\\(0.2, 5.0\\)"):
-        grpo_update(tiny, None, sampled(tiny, shift=shift), config, optimizer, 7)
+        grpo_update(tiny, None, sampled(tiny, shift=shift), config, optimiser, 7)
     assert all(torch.equal(x, before[k]) for k, x in tiny.model.state_dict().items()) and tiny.version == 0
     assert all(p.grad is None for p in tiny.model.parameters())
-    assert grpo_update(tiny, None, sampled(tiny), config, optimizer, 7)["logp_diff_max"] < 1e-4 and tiny.version == 1
+    assert grpo_update(tiny, None, sampled(tiny), config, optimiser, 7)["logp_diff_max"] < 1e-4 and tiny.version == 1
 
 
 def test_one_token_far_off_stops_the_step_too(tiny):
@@ -299,7 +299,7 @@ def test_one_token_far_off_stops_the_step_too(tiny):
     rollouts = (Rollout(first.prompt, first.tokens, first.mask, moved, moved, "eos", reward=1.0), *groups[0].rollouts[1:])
     config = GRPOConfig(max_logp_diff=(10.0, 5.0))
     with pytest.raises(RuntimeError, match="6 at most"):
-        grpo_update(tiny, None, [Group(rollouts), groups[1]], config, make_optimizer(tiny, config), 0)
+        grpo_update(tiny, None, [Group(rollouts), groups[1]], config, make_optimiser(tiny, config), 0)
 
 
 def test_groups_without_signal_count_in_the_denominator_with_and_without_a_leash(tiny):
@@ -311,7 +311,7 @@ def test_groups_without_signal_count_in_the_denominator_with_and_without_a_leash
         for kl_coef in (0.0, 1e-9):
             tiny.model.load_state_dict(start)
             config = GRPOConfig(kl_coef=kl_coef, aggregation=aggregation, max_grad_norm=1e9)
-            row = grpo_update(tiny, reference, groups, config, make_optimizer(tiny, config), 0)
+            row = grpo_update(tiny, reference, groups, config, make_optimiser(tiny, config), 0)
             norms.append(row["grad_norm"])
             assert row["ratio"] == pytest.approx(1.0, abs=1e-5) and row["trained_groups"] == (8 if kl_coef else 2)
         assert norms[-1] == pytest.approx(norms[-2], rel=1e-5) and norms[-1] > 1e-3
@@ -327,7 +327,7 @@ def test_another_samplers_rollouts_are_weighed_against_the_trainers_own_logps(ti
     ):
         policy = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "tiny", tiny.eos_ids)
         rows = sampled(policy, shift=shift)
-        found[name] = grpo_update(policy, None, rows, config, make_optimizer(policy, config), 0)
+        found[name] = grpo_update(policy, None, rows, config, make_optimiser(policy, config), 0)
         assert found[name]["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert found["over"]["sampler_weight"] == pytest.approx(2.718281828**-0.5, rel=1e-4)
     assert found["over"]["grad_norm"] == pytest.approx(found["own"]["grad_norm"] * 2.718281828**-0.5, rel=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,7 @@ import torch
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train import losses
-from grpolab.train.loop import (
-    Optimisation,
-    forward_passes,
-    off_loop,
-    over_batches,
-)
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
 from grpolab.train.proof import prove
 from grpolab.train.reference import ReferenceLogps, pair_logps, reference_values
@@ -52,18 +48,23 @@ async def dpo(
     """
     if reference is policy:
         raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
-    check_pairs(policy, pairs)
-    longest = max((p.longest for p in pairs), default=0)
-    for model in (policy, reference):
-        if isinstance(model, Policy):
-            await off_loop(lambda: prove(model, config, longest))  # noqa: B023
-    reference_at = reference_values(reference, pairs, config)
+
+    def start():
+        check_pairs(policy, pairs)
+        longest = max((p.longest for p in pairs), default=0)
+        for model in (policy, reference):
+            if isinstance(model, Policy):
+                prove(model, config, longest)
+        return reference_values(reference, pairs, config)
+
+    reference_at = await in_thread(policy, start)
 
     def gradient(places):
         return dpo_gradient(policy, [pairs[i] for i in places], reference_at(places), config)
 
-    async for row in over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run):
-        yield row
+    async with aclosing(over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run)) as rows:
+        async for row in rows:
+            yield row
 
 
 def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig) -> dict:

@@ -6,7 +6,9 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -22,14 +24,24 @@ from grpolab.train import losses
 from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.train.layout import Layout, lay_out
 from grpolab.train.logps import check_lengths, rollout_logps
-from grpolab.train.loop import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches, off_loop
+from grpolab.train.loop import (
+    Optimisation,
+    apply_gradient,
+    epoch_batches,
+    forward_passes,
+    in_thread,
+    loop,
+    micro_batches,
+    off_loop,
+    shuffled,
+)
 from grpolab.train.proof import prove
 
 
 @dataclass(frozen=True)
 class GRPOConfig(Optimisation):
-    """One step: `prompts_per_step` questions, `group_size` rollouts each, `inner_epochs` passes over them in
-    `minibatches` optimiser steps a pass.
+    """One step: `prompts_per_step` questions, `group_size` rollouts each, `inner_epochs` passes over them in `minibatches`
+    optimiser steps a pass, each on nearly equally many whole groups (in fewer steps where fewer groups have a signal).
 
     The advantage is centred in the group (`advantage_kind`), the loss a sum over all kept tokens divided by their count
     (`aggregation`), the ratio clipped by `clip_eps` = (low, high), and the leash `kl_coef` times the KL to the reference
@@ -78,7 +90,8 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
 
 
-Reward = Callable[[str, Problem, Rollout], float | None]  # or an object that also has `batch`, see `score`
+# Called in the thread of the steps, never on the event loop; or an object that also has `batch`, see `score`.
+Reward = Callable[[str, Problem, Rollout], float | None]
 
 
 def finished_and_correct(text: str, problem: Problem, rollout: Rollout) -> float:
@@ -97,31 +110,42 @@ async def grpo(
     rewards in `watch` are not trained on: their means stand in each row under their names.
     """
     check_reference(policy, reference, config)
-    prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
-    longest = max(map(len, prompts.values()), default=0) + config.max_new_tokens
-    check_lengths(policy, longest, "prompt and completion")
-    await prove_both(policy, reference, config, longest)
+    batch_of = epoch_batches(problems, config.prompts_per_step, config.seed)
 
-    async with Sampler(policy) as sampler:
+    def start():
+        prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
+        longest = max(map(len, prompts.values()), default=0) + config.max_new_tokens
+        check_lengths(policy, longest, "prompt and completion")
+        prove_both(policy, reference, config, longest)
+        return prompts, list(prompts)
 
-        async def ask(asked, seed):
-            params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
-            return await scored(lambda: score(policy, asked, groups, reward), [reward])
+    prompts, distinct = await in_thread(policy, start)
+    sampler = await off_loop(lambda: Sampler(policy))
 
-        async def one_step(step, optimizer):
+    async def ask(asked, seed):
+        params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
+        groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
+        return await off_loop(lambda: score(policy, asked, groups, reward))
+
+    async def gather(step):
+        began = time.perf_counter()
+        asked = await off_loop(lambda: batch_of(step))
+        drawn = await ask(asked, config.seed * 1_000_003 + step)
+        groups, cost = await refill(ask, asked, drawn, distinct, config, step) if config.refills else (drawn, {})
+        sampling = time.perf_counter() - began
+        seen = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
+
+        def update(optimiser):
             began = time.perf_counter()
-            asked = draw(problems, config.prompts_per_step, step, config.seed)
-            drawn = await ask(asked, config.seed * 1_000_003 + step)
-            groups, cost = await refill(ask, asked, drawn, list(prompts), config, step) if config.refills else (drawn, {})
-            sampled = time.perf_counter()
-            row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            row |= await scored(lambda: watched(policy, asked, drawn, reward, watch or {}), (watch or {}).values())
-            times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampled - began,
-                            row["trained_tokens"] * config.inner_epochs, time.perf_counter() - sampled)  # fmt: skip
-            return describe(drawn) | cost | row | times
+            row = grpo_update(policy, reference, groups, config, optimiser, step)
+            times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampling,
+                            row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)  # fmt: skip
+            return describe(drawn) | cost | row | seen | times
 
-        async for row in loop(policy, config, run, one_step):
+        return update
+
+    async with sampler, aclosing(loop(policy, config, run, gather)) as rows:
+        async for row in rows:
             yield row
 
 
@@ -133,10 +157,10 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
 
 
-async def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
+def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
     for model in (policy, reference) if config.kl_coef else (policy,):
-        await off_loop(lambda: prove(model, config, longest))  # noqa: B023
+        prove(model, config, longest)
 
 
 async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems: Sequence[Problem], config, step: int):
@@ -146,10 +170,11 @@ async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems
     a function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or questions run out,
     the step trains on fewer groups. `ask(problems, seed)` samples and scores.
     """
-    left = [p for p in random.Random(f"{config.seed}/{step}/refill").sample(problems, len(problems)) if p not in set(asked)]
+    used = set(asked)
+    left = (p for p in (problems[i] for i in shuffled(len(problems), f"{config.seed}/{step}/refill")) if p not in used)
     sampled, kept = list(drawn), with_signal(drawn)
     for extra in range(config.refills):
-        more, left = left[: config.prompts_per_step - len(kept)], left[config.prompts_per_step - len(kept) :]
+        more = list(islice(left, max(0, config.prompts_per_step - len(kept))))
         if not more:
             break
         fresh = await ask(more, fold_seed(config.seed, step, extra))
@@ -169,11 +194,6 @@ def with_signal(groups: Sequence[Group]) -> list[Group]:
 
 def tokens_of(groups: Sequence[Group]) -> int:
     return sum(len(r.tokens) for g in groups for r in g)
-
-
-async def scored(work, rewards):
-    """work(), off the event loop where a reward takes whole batches: a learned one, which computes for long."""
-    return await off_loop(work) if any(hasattr(r, "batch") for r in rewards) else work()
 
 
 def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
@@ -198,7 +218,7 @@ def watched(
     return {name: reward_tensor([g.rewards for g in of]).nanmean().item() for name, of in found.items()}
 
 
-def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:
+def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int) -> dict:
     """All optimiser steps on one batch of groups. The loss is a mean over all of them; a group without a difference in reward
     has no gradient, so without a leash it is left out of the forward pass, and a minibatch of such groups is no step."""
     if not groups:
@@ -209,18 +229,17 @@ def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPO
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
-        size = math.ceil(len(order) / config.minibatches) or 1
-        for start in range(0, len(order), size):
-            chosen = [i for i in order[start : start + size] if i in kept]
+        for part in nearly_equal(order, config.minibatches):
+            chosen = [i for i in part if i in kept]
             if not chosen:
                 continue
-            whole = denominator_of([r for i in order[start : start + size] for r in groups[i]], config)
+            whole = denominator_of([r for i in part for r in groups[i]], config)
             rollouts = [r for i in chosen for r in groups[i]]
             old = [x for i in chosen for x in own[i]] if own else None
             metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config, denominator=whole, old_logps=old)
             if not rows:  # the policy has not moved yet
                 check_drift(policy, metrics, config, step)
-            rows.append(metrics | apply_gradient(policy, optimizer, config, step))
+            rows.append(metrics | apply_gradient(policy, optimiser, config, step))
     size = {"trained_groups": len(kept), "trained_tokens": tokens_of([groups[i] for i in kept])}
     if not rows:
         return size
@@ -239,6 +258,12 @@ def check_drift(policy: Policy, metrics: dict, config: GRPOConfig, step: int) ->
             f"beyond max_logp_diff={bounds}; nothing was changed. One computes another model than the other (changed modules, "
             "stale weights, another attention), or the rollouts are another sampler's: set sampler_cap and max_logp_diff"
         )
+
+
+def nearly_equal(items: Sequence, parts: int) -> list[Sequence]:
+    """Consecutive parts whose lengths differ by at most one; fewer than `parts` where there are fewer items."""
+    cuts = [len(items) * i // parts for i in range(parts + 1)]
+    return [items[a:b] for a, b in zip(cuts, cuts[1:]) if a < b]
 
 
 def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Tensor:

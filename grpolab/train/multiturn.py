@@ -7,6 +7,7 @@ import json
 import time
 import warnings
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from grpolab.decode.sampler import Sampler
@@ -27,7 +28,7 @@ from grpolab.train.episodes import (
     play_all,
 )
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, prove_both, timings, tokens_of
-from grpolab.train.loop import draw, in_thread, loop
+from grpolab.train.loop import epoch_batches, in_thread, loop, off_loop
 
 __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
 
@@ -53,31 +54,35 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     check_limits(policy, limits)
     if config.refills:
         raise ValueError(f"refills={config.refills}: dynamic sampling is grpo's; leave it 0 for episodes")
-    await prove_both(policy, reference, config, limits.max_total_tokens)
+    await in_thread(policy, lambda: prove_both(policy, reference, config, limits.max_total_tokens))
+    sampler = await off_loop(lambda: Sampler(policy))
     told: list[str] = []  # the warnings that were given
     source = _Source(problems, config, run, success)
 
-    async with Sampler(policy) as sampler:
+    async def gather(step):
+        began, size = time.perf_counter(), config.group_size
+        asked = source.tasks(step)
+        episodes = await play_all(
+            pool, sampler, [task for task in asked for _ in range(size)], limits=limits, dialect=dialect,
+            params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
+            seeds=[_draws_of(config.seed, step, i) for i in range(len(asked) * size)],
+            reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in range(len(asked)) for _ in range(size)])
+        groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
+        scored = [g for g in groups if any(reward is not None for reward in g.rewards)]
+        sampling, habits = time.perf_counter() - began, _habits(episodes)
+        _warn(habits, config, limits, told)
 
-        async def one_step(step, optimizer):
+        def update(optimiser):
             began = time.perf_counter()
-            asked, size = source.tasks(step), config.group_size
-            episodes = await play_all(
-                pool, sampler, [task for task in asked for _ in range(size)], limits=limits, dialect=dialect,
-                params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
-                seeds=[_draws_of(config.seed, step, i) for i in range(len(asked) * size)],
-                reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in range(len(asked)) for _ in range(size)])
-            groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
-            sampled = time.perf_counter()
-            scored = [g for g in groups if any(reward is not None for reward in g.rewards)]
-            row = await in_thread(policy, lambda: grpo_update(policy, reference, scored, config, optimizer, step))
-            times = timings(tokens_of(groups), sampled - began, row["trained_tokens"] * config.inner_epochs,
-                            time.perf_counter() - sampled)
-            habits = _habits(episodes)
-            _warn(habits, config, limits, told)
+            row = grpo_update(policy, reference, scored, config, optimiser, step)
+            times = timings(tokens_of(groups), sampling, row["trained_tokens"] * config.inner_epochs,
+                            time.perf_counter() - began)
             return describe(groups) | row | times | habits | source.record(asked, episodes)
 
-        async for row in loop(policy, config, run, one_step):
+        return update
+
+    async with sampler, aclosing(loop(policy, config, run, gather)) as rows:
+        async for row in rows:
             yield row
 
 
@@ -120,11 +125,12 @@ class _Source:
     def __init__(self, problems: Any, config: GRPOConfig, run: Run | None, success: float):
         self.problems, self.config, self.run, self.success = problems, config, run, success
         self.adaptive = hasattr(problems, "next_tasks")
+        self.batch_of = None if self.adaptive else epoch_batches(problems, config.prompts_per_step, config.seed)
         self.begun: dict | None = None  # what the first row says
 
     def tasks(self, step: int) -> list:
         if not self.adaptive:
-            return [as_task(p) for p in draw(self.problems, self.config.prompts_per_step, step, self.config.seed)]
+            return [as_task(p) for p in self.batch_of(step)]
         if self.begun is None:
             self._begin(step)
         return list(self.problems.next_tasks(self.config.prompts_per_step))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +19,7 @@ from grpolab.lab.run import Run
 from grpolab.models import Policy, choose_device, in_own_memory
 from grpolab.train import losses
 from grpolab.train.logps import decoder_states, way_of
-from grpolab.train.loop import (
-    Optimisation,
-    forward_passes,
-    micro_batches,
-    off_loop,
-    over_batches,
-)
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
 from grpolab.train.proof import prove
 
@@ -81,7 +76,7 @@ class RewardModel(Policy):
         last = torch.tensor([i * rows.ids.shape[1] + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
         way = way or way_of(self, "rewards")
         states, head = decoder_states(self, rows.ids, rows.positions, rows.attention, last, way=way), _head(self.model)
-        with torch.autocast(self.device.type, enabled=False):  # the one number that everything hangs on stays in fp32
+        with torch.autocast(self.device.type, enabled=False):  # the one number that everything depends on stays in fp32
             rewards = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias)
         return states, rewards.float().squeeze(1)
 
@@ -141,14 +136,19 @@ async def reward_model(
     model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, run: Run | None = None
 ) -> AsyncIterator[dict]:
     """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
-    check_pairs(model, pairs)
-    await off_loop(lambda: prove(model, config, max((p.longest for p in pairs), default=0), "rewards"))
+
+    def start():
+        check_pairs(model, pairs)
+        prove(model, config, max((p.longest for p in pairs), default=0), "rewards")
+
+    await in_thread(model, start)
 
     def gradient(places):
         return reward_gradient(model, [pairs[i] for i in places], config)
 
-    async for row in over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run):
-        yield row
+    async with aclosing(over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run)) as rows:
+        async for row in rows:
+            yield row
 
 
 def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:
