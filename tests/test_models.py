@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from grpolab import models
 from grpolab.chat import CHAT_TEMPLATE
+from grpolab.checker import correct_reward, format_reward, parse_boxed_answer
 from grpolab.files import data_path
 from grpolab.models import Policy, choose_device, load_policy
 
@@ -74,6 +76,60 @@ def test_a_corrupt_checkpoint_is_named(folder):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match="not a readable checkpoint"):
         load_policy(str(folder))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda w: w.pop("model.layers.0.mlp.up_proj.weight"), "lacks 1: model.layers.0.mlp.up_proj.weight"),
+    (lambda w: w.update({"model.layers.0.mlp.extra": torch.ones(2)}), "also holds 1: model.layers.0.mlp.extra"),
+    (lambda w: w.update({"model.norm.weight": torch.ones(3)}), "has in another shape 1: model.norm.weight"),
+    (lambda w: w.update({"a.lora_A.weight": torch.ones(2)}), "merge_and_unload"),
+])  # fmt: skip
+def test_a_checkpoint_with_other_tensors_is_refused_by_name(folder, change, words):
+    """transformers fills what is missing at random and leaves out what it does not know, with a line in its log."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=words):
+        load_policy(str(folder))
+
+
+def test_tied_weights_load_whether_written_once_or_twice(folder, tiny):
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, folder / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    again = load_policy(str(folder))
+    assert all(torch.equal(a, b) for a, b in zip(tiny.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_an_adapter_is_refused_with_the_way_out(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="peft adapter.*merge_and_unload"):
+        load_policy(str(folder))
+
+
+def test_a_loaded_policy_says_where_it_comes_from(tiny, folder, tmp_path, capsys):
+    load_policy("tiny")
+    load_policy(str(folder))
+    (folder / "provenance.json").write_text('{"run": "04_grpo/tiny", "method": "grpo", "steps": 150, "seed": 3, "time": null}')
+    load_policy(str(load_policy(str(folder)).save(tmp_path / "copy")))
+    (folder / "provenance.json").write_text("{")
+    load_policy(str(folder))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["tiny (made by data/make_tiny.py)", "a model (where its weights come from is not recorded)",
+                         "a model (run 04_grpo/tiny, method grpo, steps 150, seed 3)"]  # fmt: skip
+    assert lines[3] == lines[2].replace("a model", "copy")
+    assert lines[4] == "a model (its provenance.json cannot be read)" and len(lines) == 5
+
+
+def test_a_special_token_inside_a_completion_stays_visible(tiny):
+    """Dropped, it would join what the policy wrote into what it did not: a reward for an answer that nobody gave."""
+    end, encode = list(tiny.eos_ids), lambda text: tiny.tokenizer.encode(text, add_special_tokens=False)
+    assert tiny.decode(encode("\\boxed{12}") + end) == "\\boxed{12}"
+    for special in (tiny.eos_ids[0], tiny.pad_id):
+        text = tiny.decode([*encode("\\boxed{1"), special, *encode("2}"), *end])
+        assert text == f"\\boxed{{1{tiny.tokenizer.convert_ids_to_tokens(special)}2}}"
+        assert parse_boxed_answer(text) is None and correct_reward(text, 12) == format_reward(text) == 0.0
+    assert tiny.decode([]) == tiny.decode(end) == ""
 
 
 def test_pickled_weights_are_refused(folder, tiny):

@@ -130,6 +130,17 @@ def test_the_series_runs_and_reports(series, capsys):
     assert (series.parent / "runs" / "01_fine" / "tiny" / "01_fine.ipynb").exists()
 
 
+def test_a_seed_has_a_folder_of_its_own_and_its_results_are_found_in_either(series):
+    cell = 'seed: int = 0\n' + GATE.format(name="01_fine").replace('model).folder', 'model).folder / f"seed-{seed}"')
+    for source in (cell, GATE.format(name="01_fine")):
+        notebook = small(source)
+        notebook.cells[0].source += "\nseed: int = 0"
+        notebook.cells[1].source = source.removeprefix("seed: int = 0\n")
+        nbformat.write(notebook, series / "01_fine.ipynb")
+        assert notebooks.run_series(["01"], {"seed": 3}) == 0
+    assert (series.parent / "runs" / "01_fine" / "tiny" / "seed-3" / "01_fine.ipynb").exists()
+
+
 def test_a_failing_gate_fails_the_command_and_keeps_the_log(series, capsys):
     assert main(["run", "2", "-p", "n", "2"]) == 1
     assert "gate FAILED" in capsys.readouterr().out
@@ -151,6 +162,8 @@ def test_store_puts_the_executed_notebook_in_place(series):
     stored = nbformat.read(series / "01_fine.ipynb", as_version=4)
     assert [c.execution_count for c in stored.cells] == [1, 2]
     assert "papermill" not in json.dumps(stored) and not stored.cells[1].outputs[0].get("name") == "stderr"
+    record = json.loads((series.parent / "benchmarks" / "results" / "notebooks" / "01_fine.json").read_text())
+    assert record["passed"] and record["checks"][0]["name"] == "n" and record["minutes"] >= 0 and "threads" in record
 
 
 def test_unknown_notebooks_and_parameters_are_refused(series, capsys):

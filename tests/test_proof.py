@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import importlib
 import logging
 
 import pytest
@@ -257,8 +258,8 @@ def test_the_loops_prove_before_their_first_step_and_keep_the_event_loop_free(ti
             pass
         return prove(policy, config, longest, what)
 
-    monkeypatch.setattr("grpolab.train.sft.prove", noted)
-    monkeypatch.setattr("grpolab.train.dpo.prove", noted)
+    for name in ("grpolab.train.sft", "grpolab.train.dpo"):
+        monkeypatch.setattr(importlib.import_module(name), "prove", noted)
     for rows in (sft(policy, examples, SFTConfig()), dpo(policy, policy_of(tiny, "granite"), pairs, DPOConfig())):
         with pytest.raises(ValueError, match="changes its logits after the head"):
             asyncio.run(first(rows))

@@ -14,7 +14,7 @@ from grpolab.train import losses
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
 from grpolab.train.proof import prove
-from grpolab.train.reference import ReferenceLogps, pair_logps, reference_values
+from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_values
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,9 @@ async def dpo(
 
     def start():
         check_pairs(policy, pairs)
-        longest = max((p.longest for p in pairs), default=0)
-        for model in (policy, reference):
-            if isinstance(model, Policy):
-                prove(model, config, longest)
+        prove(policy, config, max((p.longest for p in pairs), default=0))
+        if isinstance(reference, Policy):
+            prove_reference(reference, pairs, config)
         return reference_values(reference, pairs, config)
 
     reference_at = await in_thread(policy, start)

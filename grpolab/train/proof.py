@@ -30,15 +30,19 @@ SHORT = 8  # tokens of the shortest sequence, below any window
 SAMPLE = 4096  # entries of each parameter's gradient that are compared
 
 
-def prove(policy: Policy, config: Optimisation, longest: int, what: str = "rollouts") -> str:
+def prove(
+    policy: Policy, config: Optimisation, longest: int, what: str = "rollouts", *, width: int | None = None
+) -> str:
     """The way in which the forward is right for sequences of up to `longest` tokens: returned, and remembered for the model.
 
-    `what` the loop trains on: "rollouts", "examples", or the "rewards" of a RewardModel. Logs a warning where the first way
+    `what` the loop trains on: "rollouts", "examples", or the "rewards" of a RewardModel; `width`, of the rows that they share
+    (default: the configuration's `row_width` or `pack_width`). Logs a warning where the first way
     is wrong; ValueError where all are. Leaves no gradient, and the model as it is. It computes for a moment and takes the
     policy's lock, so call it in the thread of the steps.
     """
     with policy.lock:
-        readable, width = state_of(policy.model)[0], getattr(config, "row_width", getattr(config, "pack_width", 0))
+        readable = state_of(policy.model)[0]
+        width = getattr(config, "row_width", getattr(config, "pack_width", 0)) if width is None else width
         ways = ["unpadded"] * readable + ["packed"] * (width > 0) + ["rows", "alone"]
         with _evaluating(policy.model):
             if what != "rewards":

@@ -16,7 +16,7 @@ import torch
 
 from grpolab.chat import Example, pad
 from grpolab.lab.run import Run
-from grpolab.models import Policy, choose_device, in_own_memory
+from grpolab.models import Policy, choose_device, in_own_memory, refuse_gaps
 from grpolab.train import losses
 from grpolab.train.logps import decoder_states, way_of
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
@@ -55,7 +55,7 @@ class RewardModel(Policy):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=dtype, use_safetensors=True, output_loading_info=True
+                name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
             )
         except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
             raise ValueError(f"{name} is not a readable reward model: {error}") from error
@@ -64,6 +64,7 @@ class RewardModel(Policy):
                 f"{name} is no reward model: it has {model.config.num_labels} labels and lacks "
                 f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy"
             )
+        refuse_gaps(report, name)
         return cls(in_own_memory(model).to(target).eval(), tokenizer, Path(name).name, (tokenizer.eos_token_id,))
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from grpolab.chat import Example, encode_chat, pack, pad, user
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train import losses
-from grpolab.train.logps import check_lengths, masked_logps
+from grpolab.train.logps import can_pack, check_lengths, masked_logps
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
 from grpolab.train.proof import prove
 
