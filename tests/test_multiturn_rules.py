@@ -351,7 +351,7 @@ def test_a_malformed_action_is_told_to_the_policy(caller):
 def test_a_malformed_action_that_the_environment_refuses_is_told_too(caller):
     dialect = replace(speaking(), to_action=lambda text: {"number": 9})
     episode, = run(played(caller, Numbers, LARGE[:1], Limits(max_turns=2), dialect=dialect))
-    assert episode.invalid == 2 and episode.turns[0][1] == "error: {'number': 9}: a number up to 5"
+    assert episode.invalid == 2 and episode.turns[0][1] == "error: data: {'number': 9}: a number up to 5"
 
 
 def test_a_malformed_action_costs_what_the_user_named(caller):
@@ -483,7 +483,7 @@ def test_the_gradient_is_that_of_the_policys_own_tokens(caller, trained):
 
     def norm(mask_of):
         model.zero_grad()
-        total = sum(sum(mask_of(r)) for r, _ in kept)
+        total = sum(sum(mask_of(r)) for g in groups for r in g)  # those of groups without signal count too
         for r, advantage in kept:
             logps = model(torch.tensor([r.prompt + r.tokens])).logits[0, len(r.prompt) - 1 : -1].log_softmax(-1)
             chosen = logps[range(len(r.tokens)), list(r.tokens)]
