@@ -260,10 +260,10 @@ def test_07_sixteen_pools_share_a_server_of_eight_for_ten_seconds_without_starvi
             busy, start = time.process_time(), time.monotonic()
             await asyncio.gather(*(come_again(i, start + 10) for i in range(16)))
             wall = time.monotonic() - start
-            assert max(done) <= 2 * min(done), f"groups of each pool: {done}"  # in line: 15 to 17 each, where they had 4 to 17
+            assert max(done) <= 2 * min(done), f"groups of each pool: {done}"  # in line all have nearly as many; 4 to 17 before
             assert time.process_time() - busy < 0.03 * sum(done) + 0.05 * wall, "waiting is not spinning"
             said = await asyncio.to_thread(status, url)
-            assert said["most_sessions"] == 8 and said["sessions"] == 0 and said["refused"] > 16
+            assert said["most_sessions"] == 8 and said["sessions"] == said["waiting"] == said["refused"] == 0
 
         run(main(), 50)
 

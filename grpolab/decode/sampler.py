@@ -25,7 +25,7 @@ from grpolab.decode.requests import Kept, Request, Stats, settle
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.decode.scheduler import Scheduler
 from grpolab.rollouts import Group, Rollout
-from grpolab.sync import rest_threads, set_own_threads
+from grpolab.sync import set_own_threads
 
 IDLE_SECONDS = 5.0  # after which the worker thread ends; the next request starts another
 
@@ -237,8 +237,6 @@ class Sampler:
         if isinstance(item, Request) and not item.left:
             settle(item.future, [])
             return item
-        if threading.current_thread() is not self._worker:
-            rest_threads()
         self._start(item)
         return item
 
@@ -290,8 +288,6 @@ class Sampler:
         scheduler, threads = self._choice.result()
         set_own_threads(threads)
         while True:
-            if not scheduler.busy:
-                rest_threads()
             with self._wake:
                 if not (scheduler.busy or self._inbox or self._closed):
                     self._wake.wait(IDLE_SECONDS)

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpolab.lab.run import Run, origin, provenance
 from grpolab.models import Policy
-from grpolab.sync import rest_threads, set_own_threads
+from grpolab.sync import set_own_threads
 
 T = TypeVar("T")
 
@@ -130,18 +130,15 @@ async def off_loop(work: Callable[[], T]) -> T:
         raise RuntimeError("a training step waits for another training step in its own thread: await both from one loop")
     threads = torch.get_num_threads()
 
-    def rested():
+    def threaded():
         if torch.get_num_threads() != threads:
             set_own_threads(threads)
         try:
             return work()
         except StopIteration as error:  # a future cannot carry it
             raise RuntimeError("StopIteration left a training step or a reward: give `next` a default") from error
-        finally:
-            rest_threads()
 
-    rest_threads()
-    return await asyncio.get_running_loop().run_in_executor(_steps(os.getpid()), rested)
+    return await asyncio.get_running_loop().run_in_executor(_steps(os.getpid()), threaded)
 
 
 @cache

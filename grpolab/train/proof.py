@@ -192,7 +192,7 @@ def thresholds(config) -> list[int]:
 def _past_thresholds(policy: Policy, limit: int, least: int) -> int:
     """Tokens, at most `limit`: as many as are cheap, and a few past every threshold below."""
     parameters = sum(p.numel() for p in policy.model.parameters())
-    cheap = min(256, max(48, (10**10 if policy.device.type == "cpu" else 10**12) // parameters))
+    cheap = min(256, max(48, (5 * 10**9 if policy.device.type == "cpu" else 10**12) // parameters))
     return max(least, min(limit, max([cheap, *(t + 8 for t in thresholds(policy.model.config) if t < limit)])))
 
 
