@@ -124,8 +124,22 @@ _known: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def markers_of(tokenizer, template: str, skeletons) -> Markers:
-    """The Markers of a tokenizer under a template, made once; `skeletons()` renders them where they are needed."""
-    key = (template, len(tokenizer), tuple(tokenizer.all_special_tokens))
-    if _known.get(tokenizer, (None,))[0] != key:
-        _known[tokenizer] = key, Markers(tokenizer, skeletons())
-    return _known[tokenizer][1]
+    """The Markers of a tokenizer under a template, made once, and again when it got another template or further tokens;
+    `skeletons()` renders them where they are needed."""
+    special = tuple(tokenizer.all_special_tokens)
+    known, free, markers = _known.get(tokenizer, (None, 0, None))
+    if known != (template, special) or _token(tokenizer, free) is not None:
+        free = max(tokenizer.vocab_size, 1 + max(tokenizer.added_tokens_decoder, default=-1))
+        while _token(tokenizer, free) is not None:  # ids with gaps
+            free += 1
+        markers = Markers(tokenizer, skeletons())
+        _known[tokenizer] = (template, special), free, markers
+    return markers
+
+
+def _token(tokenizer, i: int) -> str | None:
+    """The token with this id, None where there is none. Asking the tokenizer for its length is slow in some versions."""
+    try:
+        return tokenizer.convert_ids_to_tokens(i)
+    except (IndexError, KeyError):  # one written in Python
+        return None

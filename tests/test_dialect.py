@@ -110,11 +110,7 @@ class FakeSeat:
 
 
 @pytest.mark.parametrize("fault, malformed", [
-    (ServerError("Invalid message", "VALIDATION_ERROR", ({"loc": ["data", "number"], "msg": "not an int"},)),
-     Malformed("error: number: not an int")),
-    (ServerError("Invalid message", "VALIDATION_ERROR", ({"loc": ["data"], "msg": "no such move"},)),
-     Malformed("error: no such move")),
-    (ServerError("Invalid message", "VALIDATION_ERROR"), Malformed("error: Invalid message (VALIDATION_ERROR)")),
+    (InvalidAction("number: not an int"), Malformed("error: number: not an int")),
     (SessionLost("Unable to serialize unknown type: <class 'ValueError'> (SESSION_ERROR)"),
      Malformed("a value that the environment does not accept", ended=True)),
 ])
@@ -129,6 +125,6 @@ def test_other_failures_are_not_taken_for_a_malformed_action(fault):
 
 
 def test_what_the_policy_is_told_is_bounded():
-    told = asyncio.run(TEXT.act(FakeSeat(ServerError("x" * 10**6, "VALIDATION_ERROR")), "x"))
+    told = asyncio.run(TEXT.act(FakeSeat(InvalidAction("x" * 10**6)), "x"))
     assert len(told.why) < 600 and told.why.endswith("...")
     assert len(json.dumps(tool_text({"tool_name": "a", "error": {"message": "x" * 10**6}}))) < 600

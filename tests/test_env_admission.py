@@ -1,16 +1,20 @@
 """Who gets a slot when there are fewer than wanted: at once, in line, or not."""
 
 import asyncio
+import os
+import sys
 import time
 
 import pytest
-from env_harness import SOON, EchoEnv, eventually
+from env_harness import ROOT, SOON, EchoEnv, eventually
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from grpolab.env import protocol, server
 from grpolab.env.admission import KEPT, Places
 from grpolab.env.client import EnvSession
+from grpolab.env.pool import GrpoPool
+from grpolab.env.protocol import CapacityError
 from grpolab.env.server import serve
 
 
@@ -146,6 +150,29 @@ def test_a_group_gets_its_slots_together():
     run(main())
 
 
+def test_who_replaces_a_lost_session_comes_before_the_line():
+    """The first in line waits for all four slots, of which the group has three: both would wait for ever."""
+    async def main():
+        async with serve(EchoEnv, max_sessions=4) as four:
+            mine = [await opens(four.url, group="mine 4") for _ in range(4)]
+            all_four = asyncio.gather(*(opens(four.url, wait=9, group="all 4") for _ in range(4)))
+            await eventually(lambda: four.status()["waiting"] == 4, SOON)
+            mine[0].transport.abort()
+            mine[1].transport.abort()
+            again = await asyncio.gather(*(opens(four.url, wait=9, group="mine 1") for _ in range(2)))  # on the two at once
+            assert four.status()["sessions"] == 4 and four.status()["waiting"] == 4 and not all_four.done()
+            again[0].transport.abort()
+            await eventually(lambda: four.status()["sessions"] == 3, SOON)
+            assert await refused(four.url) == 503
+            again[0] = await opens(four.url, group="mine 1")  # without waiting, too
+            for one in (*mine[2:], *again):
+                await one.close()
+            for one in await asyncio.wait_for(all_four, SOON):
+                await one.close()
+
+    run(main())
+
+
 def test_who_leaves_the_line_holds_nobody_up():
     async def main():
         async with serve(EchoEnv, max_sessions=1) as one:
@@ -183,8 +210,36 @@ def test_places_that_are_kept_for_who_never_comes_are_free_again():
         start = time.monotonic()
         assert await places.take("other", 1, 30, gone)
         assert KEPT / 2 < time.monotonic() - start < KEPT + SOON and places.taken == 2
-        places.give_back()
-        places.give_back()
+        places.give_back("pair")
+        places.give_back("other")
         assert await places.take("pair", 2, 0, gone) and await places.take("pair", 2, 0, gone)
+
+    run(main())
+
+
+def test_pools_of_two_processes_take_turns():
+    """One opens, closes and opens again without waiting for anybody; the other waits, and is in after that round."""
+    code = ("import asyncio, sys\nfrom grpolab.env.pool import GrpoPool\n"
+            "async def main():\n    async with GrpoPool(sys.argv[1], size=2, queue=15) as pool:\n"
+            "        print('in', flush=True)\n        await pool.reset_group()\nasyncio.run(main())")
+
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as two:
+            pool = GrpoPool(two.url, size=2)
+            await pool.connect()
+            other = await asyncio.create_subprocess_exec(sys.executable, "-c", code, two.url, stdout=asyncio.subprocess.PIPE,
+                                                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+            rounds = 0
+            await eventually(lambda: two.status()["waiting"] == 2, 15)
+            while rounds < 50 and two.status()["opened"] < 2 * rounds + 3:
+                await pool.close()
+                rounds += 1
+                try:
+                    await pool.connect()
+                except CapacityError:
+                    break
+            assert rounds == 1 and await other.stdout.readline() == b"in\n"
+            assert await other.wait() == 0
+            await pool.close()
 
     run(main())

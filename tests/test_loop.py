@@ -14,6 +14,7 @@ import torch
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.run import Run
 from grpolab.models import Policy
+from grpolab.train import loop as optimise
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.grpo import GRPOConfig, grpo
 from grpolab.train.loop import OPTIMISERS, Optimisation, forward_passes, make_optimiser
@@ -169,7 +170,7 @@ def slow_rule(text, problem, rollout):
     return float(rollout.seed % 3)
 
 
-def method(name, tiny, run):
+def method(name, tiny, run, reward=slow_rule):
     """A loop of a few steps, and the policy that it trains."""
     pairs = load_preferences([{"prompt": p.question, "chosen": p.target, "rejected": f"{p.answer + 1}"} for p in PROBLEMS],
                              tiny.tokenizer)  # fmt: skip
@@ -181,7 +182,7 @@ def method(name, tiny, run):
         model = RewardModel.from_policy(tiny)
         return model, reward_model(model, pairs, RewardConfig(steps=3, batch_size=4, save_every=2), run=run)
     config = GRPOConfig(steps=3, prompts_per_step=4, group_size=4, max_new_tokens=8, save_every=2)
-    return tiny, grpo(tiny, None, PROBLEMS, config, reward=slow_rule, watch={"again": slow_rule}, run=run)
+    return tiny, grpo(tiny, None, PROBLEMS, config, reward=reward, watch={"again": reward}, run=run)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward_model", "grpo"])
@@ -206,3 +207,25 @@ def test_nothing_heavy_runs_on_the_event_loop(tiny, tmp_path, name):
     held.wait()
     assert asyncio.run(longest_stall(consume())) < 0.45
     assert len(run.metrics) > 15_000
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model", "grpo"])
+def test_weights_change_in_one_thread_that_holds_the_policy(tiny, tmp_path, monkeypatch, name):
+    """And each change counts in the version, by which whoever keeps a copy notices."""
+    owners, versions = [], []
+
+    class Watched(torch.optim.SGD):
+        def step(self):
+            owners.append((threading.current_thread().name, policy.lock._owner == threading.get_ident()))
+            versions.append(policy.version)
+            super().step()
+
+    monkeypatch.setitem(OPTIMISERS, "adamw", lambda parameters, **options: Watched(parameters, lr=options["lr"]))
+    policy, rows = method(name, tiny, Run("x", root=tmp_path), reward=lambda *a: float(a[2].seed % 3))
+
+    async def consume():
+        return [row async for row in rows]
+
+    taken = len(asyncio.run(consume()))
+    assert set(owners) == {(f"{optimise.STEPS}_0", True)}
+    assert versions == list(range(taken)) and policy.version == taken

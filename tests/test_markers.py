@@ -253,6 +253,13 @@ def test_a_tokenizer_without_a_twin_refuses_only_what_it_must():
         markers.encode(Slow(), markers.hide("a<e>"))
 
 
+def test_tokens_that_are_added_later_are_markers_too():
+    tokenizer = copy.deepcopy(made("chatml"))
+    assert prompt_ids(tokenizer, "hi <|late|>")
+    tokenizer.add_tokens(["<|late|>"], special_tokens=True)
+    assert tokenizer.convert_tokens_to_ids("<|late|>") not in prompt_ids(tokenizer, "hi <|late|>")
+
+
 def test_thousands_of_markers_cost_little():
     """Gemma has six thousand added tokens; a long observation full of "<" must not try each at each place."""
     import time

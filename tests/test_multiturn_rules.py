@@ -137,11 +137,16 @@ def test_a_group_of_different_questions_is_refused_and_not_trained_on(caller, tr
 
 
 def test_the_run_makes_the_questions_and_the_draws(caller, trained):
-    for seed in (0, 0, 1):
+    def again(env, problems, seed):
         policy = Policy(copy.deepcopy(caller.model), caller.tokenizer, caller.name, caller.eos_ids)
-        run(train(policy, Drawn, config=replace(CONFIG, seed=seed)))
-    first, again, other = ([(r.prompt, r.tokens) for g in step for r in g] for step in trained)
-    assert first == again and first != other and {p for p, _ in first} != {p for p, _ in other}
+        run(train(policy, env, problems, config=replace(CONFIG, prompts_per_step=2, seed=seed)))
+        rollouts = [r for group in trained.pop() for r in group]
+        return [r.prompt for r in rollouts], [r.tokens for r in rollouts]
+
+    first = again(Drawn, PROBLEMS, 0)
+    assert first == again(Drawn, PROBLEMS, 0) and set(first[0]).isdisjoint(again(Drawn, PROBLEMS, 1)[0])
+    same, other = (again(CalculatorEnv, PROBLEMS[:1], seed) for seed in (0, 1))
+    assert same[0] == other[0] and same[1] != other[1]  # one question, other draws
 
 
 # --- limits, and what an episode earns --------------------------------------------------------------------------------
@@ -346,7 +351,7 @@ def test_a_malformed_action_is_told_to_the_policy(caller):
 def test_a_malformed_action_that_the_environment_refuses_is_told_too(caller):
     dialect = replace(speaking(), to_action=lambda text: {"number": 9})
     episode, = run(played(caller, Numbers, LARGE[:1], Limits(max_turns=2), dialect=dialect))
-    assert episode.invalid == 2 and episode.turns[0][1] == "error: {'number': 9}: a number up to 5"
+    assert episode.invalid == 2 and episode.turns[0][1] == "error: data: {'number': 9}: a number up to 5"
 
 
 def test_a_malformed_action_costs_what_the_user_named(caller):
@@ -478,7 +483,7 @@ def test_the_gradient_is_that_of_the_policys_own_tokens(caller, trained):
 
     def norm(mask_of):
         model.zero_grad()
-        total = sum(sum(mask_of(r)) for r, _ in kept)
+        total = sum(sum(mask_of(r)) for g in groups for r in g)  # those of groups without signal count too
         for r, advantage in kept:
             logps = model(torch.tensor([r.prompt + r.tokens])).logits[0, len(r.prompt) - 1 : -1].log_softmax(-1)
             chosen = logps[range(len(r.tokens)), list(r.tokens)]

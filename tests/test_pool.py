@@ -41,7 +41,8 @@ def run(coroutine):
 
     before = descriptors()
     asyncio.run(main())
-    assert descriptors() <= before  # an earlier test's garbage may go meanwhile
+    # An earlier test's garbage may go meanwhile; a worker's thread closes its loop after the session's slot is free.
+    wait_for(lambda: descriptors() <= before, SOON, "no descriptor is left")
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +162,7 @@ def test_a_pool_may_wait_in_line():
             assert not waiting.done()
             await first.close()
             await waiting
-            assert [s.phase for s in second.trace].count("queue") >= 1 and EchoEnv.most == 2
+            assert EchoEnv.most == 2 and server.status()["refused"] == 0  # the server kept the place in line
             await second.close()
 
     run(main())
@@ -185,8 +186,8 @@ def test_a_pool_that_waits_comes_before_one_that_reopens():
             await eventually(lambda: rival.seats, SOON)
             await waits.connect()
             assert len(rounds) <= 1  # it came in as soon as the other went
-            with pytest.raises(CapacityError, match="in line"):
-                await eventually(lambda: rival._line.waiting, SOON)
+            with pytest.raises(CapacityError):
+                await eventually(lambda: server.status()["waiting"] == 2, SOON)
                 await GrpoPool(server.url, size=1).connect()
             held = len(rounds)
             await asyncio.sleep(0.2)
@@ -195,31 +196,60 @@ def test_a_pool_that_waits_comes_before_one_that_reopens():
             await eventually(lambda: len(rounds) > held + 2, SOON)
             reopening.cancel()
             await asyncio.gather(reopening, return_exceptions=True)
-            assert EchoEnv.most == 2 and {s.phase for s in waits.trace} >= {"queue"}
+            assert EchoEnv.most == 2
 
     run(main())
 
 
-def test_many_pools_in_line_come_in_order_and_none_is_held_up_by_one_that_gave_up():
+def test_a_pool_larger_than_the_server_does_not_wait():
     async def main():
-        async with serve(EchoEnv, max_sessions=1) as server:
-            order, pools = [], [GrpoPool(server.url, size=1, queue=0.3 if i == 2 else 15) for i in range(6)]
+        async with serve(EchoEnv, max_sessions=2) as server:
+            start = time.monotonic()
+            with pytest.raises(CapacityError):
+                await GrpoPool(server.url, size=3, queue=30).connect()
+            assert time.monotonic() - start < SOON
 
-            async def come(i):
-                try:
-                    async with pools[i] as pool:
-                        order.append(i)
-                        await pool.run_group(lambda seat: seat.step({"sleep": 0.4 if i == 0 else 0.01}))
-                except CapacityError:
-                    order.append(-i)
+    run(main())
 
-            tasks = []
-            for i in range(6):
-                tasks.append(asyncio.create_task(come(i)))
-                await asyncio.sleep(0.02)
-            await asyncio.gather(*tasks)
-            assert order == [0, -2, 1, 3, 4, 5]
 
+def test_a_pool_that_waits_for_a_whole_server_does_not_take_the_place_of_a_lost_session():
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as server:
+            all_of_it = GrpoPool(server.url, size=2, queue=15)
+            async with GrpoPool(server.url, size=2) as pool:
+                await pool.reset_group()
+                waiting = asyncio.create_task(all_of_it.connect())
+                await eventually(lambda: server.status()["waiting"] == 2, SOON)
+                pool.seats[0].session._socket.transport.abort()
+                await eventually(lambda: server.status()["sessions"] == 1, SOON)
+                start = time.monotonic()
+                await pool.reset_group()
+                assert time.monotonic() - start < SOON and not waiting.done()
+            await waiting
+            await all_of_it.close()
+
+    run(main())
+
+
+def test_at_a_server_without_a_line_a_pool_asks_again():
+    async def full_at_first(connection):
+        seen.append(1)
+        if len(seen) < 8:
+            await connection.send(protocol.error("full", "CAPACITY_REACHED", active_sessions=2, max_sessions=2))
+            return
+        async for text in connection:
+            if text == protocol.CLOSE:
+                return
+            await connection.send(protocol.state({}))
+
+    async def main():
+        async with serve_websockets(full_at_first, "127.0.0.1", 0) as listener:
+            pool = GrpoPool(f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}", size=2, queue=15)
+            await pool.connect()
+            assert len(pool.seats) == 2 and [s.phase for s in pool.trace].count("queue") >= 2
+            await pool.close()
+
+    seen = []
     run(main())
 
 
@@ -796,8 +826,9 @@ def test_an_episode_that_outgrew_its_log_is_not_replayed(monkeypatch):
 def test_an_episodes_name_is_cut_in_the_trace():
     async def main():
         async with serve(EchoEnv) as server, EnvSession(server.url) as session:
-            await session.reset(episode_id="e" * 10**6)
-            assert len(session.trace[-1].episode) == 200
+            with pytest.raises(InvalidAction, match="episode_id"):
+                await session.reset(episode_id="e" * 10**6)
+            assert len(session.trace[-1].episode) == 255
 
     run(main())
 

@@ -87,6 +87,22 @@ def test_what_was_done_in_between_is_undone(tiny, tmp_path, capsys):
     assert train(tiny, two) == then
 
 
+def test_a_version_never_stands_for_two_weights(tiny, tmp_path):
+    """A checkpoint is loaded into a policy that has gone on: who holds its weights of then must notice."""
+    whole = train(fresh(tiny), Run("whole", root=tmp_path))
+    run, seen = Run("x", root=tmp_path), []
+    train(tiny, run, stop=2)
+    train(tiny, None)
+    assert tiny.version == 7
+
+    async def cell():
+        async for _ in sft(tiny, demonstrations(tiny, PROBLEMS), CONFIG, run=run):
+            seen.append(tiny.version)
+
+    asyncio.run(cell())
+    assert seen == [9, 10, 11] and untimed(run.metrics) == whole
+
+
 def test_a_new_policy_is_never_taken_back_to_an_old_start(tiny, tmp_path, capsys):
     """The policy of an earlier notebook was made anew: the run starts from it, not from what it once started from."""
     train(fresh(tiny), Run("x", root=tmp_path), stop=3)
@@ -97,6 +113,18 @@ def test_a_new_policy_is_never_taken_back_to_an_old_start(tiny, tmp_path, capsys
     assert [r["step"] for r in rows] == list(range(5))  # the checkpoint is of another start
     assert "x starts over, from other weights than before" in capsys.readouterr().out
     assert train(new, Run("x", root=tmp_path)) == rows
+
+
+def test_the_start_of_another_policy_is_no_start(tiny, tmp_path, capsys):
+    """Two policies in one folder by turns: the folder keeps the start of the last, and the first is told so."""
+    other = fresh(tiny)
+    train(other, None)
+    train(tiny, Run("x", root=tmp_path))
+    theirs = train(other, Run("x", root=tmp_path))
+    capsys.readouterr()
+    rows = train(tiny, Run("x", root=tmp_path))
+    assert "the start of" in (out := capsys.readouterr().out) and "tiny is trained on from where it is" in out
+    assert rows[0]["loss"] != theirs[0]["loss"]
 
 
 def test_without_a_run_the_steps_so_far_are_told(tiny, capsys):
@@ -219,7 +247,6 @@ import os, sys, time
 from grpolab.lab.run import Run
 run = Run("x", root=sys.argv[1])
 with run.held():
-    (run.folder / "run.json").write_text('{"process": %d}' % os.getpid())
     child = os.fork()  # which outlives its parent and must not keep the lock
     if child == 0:
         sys.stdout.close()
@@ -242,7 +269,6 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tiny, tmp_path):
         other.send_signal(signal.SIGKILL)
         other.wait()
         os.kill(child, 0)  # alive
-        (tmp_path / "x" / "run.json").unlink()
         assert len(train(tiny, Run("x", root=tmp_path))) == 5
     finally:
         os.kill(child, signal.SIGKILL)
@@ -262,7 +288,7 @@ def test_the_start_lies_on_the_disk_only_while_the_model_lives(tiny, tmp_path):
     assert (run.folder / "start.safetensors").stat().st_size < 4e6 and not list(run.folder.glob("checkpoint-*"))
     del policy
     gc.collect()
-    assert sorted(p.name for p in run.folder.iterdir()) == ["metrics.csv", "run.json"]
+    assert sorted(p.name for p in run.folder.iterdir()) == [".process", "metrics.csv", "run.json"]
 
 
 # --- what it leaves ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Hashable
 
 KEPT = 2.0  # s; how long the places of a party whose turn has come are kept for those of it that are still on their way
@@ -18,12 +19,14 @@ class _Party:
 
 class Places:
     """`total` places, first come, first served. A party of several is served when there is room for all of it, so that two
-    of them never hold half the places each; until then nobody behind it is."""
+    of them never hold half the places each; until then nobody behind it is. Only who holds places already comes before the
+    line, with those that are to replace lost ones: the first in line may be waiting for all that its group has."""
 
     def __init__(self, total: int):
         self.total, self.taken, self.waiting = total, 0, 0
         self._line: dict[Hashable, _Party] = {}
         self._kept: dict[Hashable, _Party] = {}
+        self._held: Counter[Hashable] = Counter()
 
     @property
     def _free(self) -> int:
@@ -33,10 +36,18 @@ class Places:
         """Take a place for one of the `size` sessions of `key`: waits in line up to `seconds`, or until `gone` is done.
         Nothing awaits between the taking and the return; who has True owes a `give_back`."""
         if key not in self._kept:
-            crowded = self._line or self._free < size
+            holds = key in self._held
+            crowded = (self._line and not holds) or self._free < size
             if size > self.total or (crowded and (seconds <= 0 or self.waiting >= LONGEST_LINE)):
                 return False
-            party = self._line.setdefault(key, _Party(size))
+            party = self._line.get(key)
+            if party is None:
+                party = _Party(size)
+                self._line = {key: party, **self._line} if holds else self._line | {key: party}
+            elif party.waiting >= party.left:  # one more than it said: they get their places together, too
+                if party.left >= self.total:
+                    return False
+                party.left += 1
             self._serve()
             if key in self._line:
                 await self._wait(key, party, seconds, gone)
@@ -51,6 +62,7 @@ class Places:
         if party.left == 0:
             del self._kept[key]
         self.taken += 1
+        self._held[key] += 1
         return True
 
     async def _wait(self, key: Hashable, party: _Party, seconds: float, gone: asyncio.Future) -> None:
@@ -67,8 +79,11 @@ class Places:
                 del self._line[key]
                 self._serve()
 
-    def give_back(self) -> None:
+    def give_back(self, key: Hashable) -> None:
         self.taken -= 1
+        self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
         self._serve()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from grpolab.env.protocol import (
 )
 
 TRACE_SPANS = 100_000  # how many spans a trace keeps, the last ones: some 20 MB
-EPISODE_SHOWN = 200  # characters of an episode's name in a span
+EPISODE_SHOWN = 255  # characters of an episode's name in a span; our server takes no longer ones
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Span(NamedTuple):
     """One phase of one session: times are perf_counter seconds. `error` names what ended it, '' if nothing did.
 
     `episode` and `turn` identify a step on both sides of the wire: the server's trace carries the same two (`episode` is
-    cut after 200 characters).
+    cut after EPISODE_SHOWN characters).
     """
 
     phase: str
@@ -102,9 +102,9 @@ def _seconds(wait: str) -> float | None:
     return float(wait) if wait.isascii() and wait.isdigit() and len(wait) < 6 else None
 
 
-def _checked(token: str | None) -> str | None:
+def _checked(token: str) -> str:
     """The token, if an HTTP header can hold it. The error does not show it."""
-    if token is not None and not (token and all("!" <= character <= "~" for character in token)):
+    if not (token and all("!" <= character <= "~" for character in token)):
         at = next((i for i, character in enumerate(token) if not "!" <= character <= "~"), 0)
         what = f"has a character that no HTTP header can hold, at position {at} of {len(token)}" if token else "is empty"
         raise ValueError(f"the token {what}: read it with .strip(), for a file mostly ends in a newline, and pass None for a "
@@ -124,12 +124,14 @@ class EnvSession:
     `connect` returns only when the server has answered on this session, so an admitted session is a real one (an
     OpenEnv server accepts the handshake and refuses afterwards). After `lost` is set, every call raises SessionLost.
     `trace` has a Span a phase, the last TRACE_SPANS; a pool passes its own for all sessions to write to.
-    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
+    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off. `wait` is how many whole seconds a
+    full server may keep us in its line, beyond `deadlines.connect`; `party`, "NAME COUNT", asks for the places of COUNT
+    sessions together. A server without a line ignores both.
     """
 
     def __init__(self, url: str, *, token: str | None = None, deadlines: Deadlines | None = None,
                  ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0,
-                 trace: deque[Span] | None = None, index: int = 0):
+                 trace: deque[Span] | None = None, index: int = 0, wait: int = 0, party: str = ""):
         self.url = socket_url(url)
         self.deadlines = deadlines or Deadlines()
         self.index = index
@@ -137,7 +139,10 @@ class EnvSession:
         self.turn = 0
         self.lost: BaseException | None = None
         self.exchanged = 0  # characters of the last request and its reply
-        self._token = _checked(token)
+        self._wait = wait
+        asked = {"Authorization": f"Bearer {_checked(token)}" if token is not None else "", "X-Session-Group": party,
+                 "Prefer": f"wait={wait}" if wait else ""}
+        self._headers = {name: text for name, text in asked.items() if text}
         self._pings = {"ping_interval": ping_interval, "ping_timeout": ping_timeout}
         self._spans: deque[Span] = deque(maxlen=TRACE_SPANS) if trace is None else trace
         self._socket: ClientConnection | None = None
@@ -203,15 +208,15 @@ class EnvSession:
         self._socket = handshake.result()
 
     async def _handshake(self):
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
+        seconds = self.deadlines.connect + self._wait
         local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         try:
-            async with asyncio.timeout(self.deadlines.connect):
-                return await connect(self.url, additional_headers=headers, compression=None, open_timeout=None,
+            async with asyncio.timeout(seconds):
+                return await connect(self.url, additional_headers=self._headers, compression=None, open_timeout=None,
                                      close_timeout=self.deadlines.close, max_size=protocol.MAX_REPLY_BYTES,
                                      proxy=None if local else True, **self._pings)
         except TimeoutError as fault:
-            raise DeadlineExceeded("connect", self.deadlines.connect, self.url) from fault
+            raise DeadlineExceeded("connect", seconds, self.url) from fault
         except InvalidStatus as fault:
             raise _refused(fault, self.url) from fault
         except (OSError, InvalidHandshake, EOFError) as fault:

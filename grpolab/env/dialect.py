@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpolab.env import protocol
-from grpolab.env.protocol import InvalidAction, ServerError, SessionLost, StepResult
+from grpolab.env.protocol import InvalidAction, SessionLost, StepResult
 
 ON_INVALID = ("tell", "penalise", "abstain")
 MAX_DEPTH = 64  # of an action: OpenEnv's server ends a session over JSON that is nested beyond its own reader's depth
@@ -107,10 +107,6 @@ class Dialect:
             return await seat.step(self.action(text))
         except InvalidAction as fault:
             return Malformed(_reason(str(fault)))
-        except ServerError as fault:
-            if fault.code != "VALIDATION_ERROR":
-                raise
-            return Malformed(_reason("; ".join(map(_place, fault.errors)) or str(fault)))
         except SessionLost as fault:
             if _UNSENT_ERROR not in str(fault):
                 raise
@@ -127,14 +123,6 @@ def _check_depth(value: Any, left: int = MAX_DEPTH) -> None:
 
 def _reason(why: str) -> str:
     return f"error: {why}" if len(why) <= MAX_REASON else f"error: {why[:MAX_REASON]} ..."
-
-
-def _place(error: Any) -> str:
-    """One error of a VALIDATION_ERROR: where in the action, and what is wrong there."""
-    if not isinstance(error, dict):
-        return str(error)
-    where = ".".join(str(part) for part in error.get("loc", ()) if part != "data")
-    return f"{where}: {error.get('msg', 'invalid')}" if where else str(error.get("msg", "invalid"))
 
 
 # --- environments with MCP tools --------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span, socket_url
+from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
-from grpolab.env.line import Line, Waits, line_at
 from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, FactoryError, StepResult
 from grpolab.env.seat import Failure, Seat, rollout_seed
+from grpolab.env.waits import Waits
 
 POLICIES = ("fail", "drop", "retry")
 KEPT_FAILURES = 100  # how many of the last failures, and of the last retries, a pool keeps
@@ -55,9 +55,9 @@ class GrpoPool:
     restarts, and replay its episode, up to `retries` times a call; for deterministic environments). Deadlines are finite;
     see Deadlines. `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, or each with
     its own under `distinct=True`; the rollouts of group g have `rollout_seed(seed, g, i)`. `queue` is how many seconds
-    `connect` may wait in line at a full server, behind the pools of this event loop that came before (0: raise
-    CapacityError at once, also where others wait). `trace` has a Span for each phase of each
-    session, the last TRACE_SPANS; `failures` and `retried` the last KEPT_FAILURES.
+    `connect` may wait at a full server (0: raise CapacityError at once): our server keeps a line, in which whole pools are
+    served in order, and a lost session's replacement first; at one that keeps none the pool asks again and again. `trace`
+    has a Span for each phase of each session, the last TRACE_SPANS; `failures` and `retried` the last KEPT_FAILURES.
     """
 
     def __init__(self, url: str, size: int = 8, *, deadlines: Deadlines | None = None, on_failure: str = "fail",
@@ -82,7 +82,7 @@ class GrpoPool:
         self.waits = Waits(self._trace)
         self._failures: deque[Failure] = deque(maxlen=KEPT_FAILURES)
         self._retried: deque[Failure] = deque(maxlen=KEPT_FAILURES)
-        self._line: Line | None = None
+        self._party = ""  # our name in the server's line
         self._episodes = 0
         self._running = False
         self._was_reset = False
@@ -119,8 +119,9 @@ class GrpoPool:
         """Put a failure that is about to be retried on record."""
         self._retried.append(failure.lightened())
 
-    def _session(self, index: int) -> EnvSession:
-        return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
+    def _session(self, index: int, wait: int = 0, together: int = 1) -> EnvSession:
+        return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, wait=wait,
+                          party=self._party and f"{self._party} {together}", **self._options)
 
     def next_episode(self) -> int:
         """A number that no other episode of this pool has."""
@@ -135,14 +136,18 @@ class GrpoPool:
         """
         if self.seats:
             return
-        self._line = line_at(socket_url(self.url))
+        self._party, end = uuid.uuid4().hex, perf_counter() + self.queue
+
+        def may_end(refused: ConnectError) -> bool:
+            return isinstance(refused, CapacityError) and (refused.max_sessions or self.size) >= self.size
+
         # All or nothing also while waiting: two pools that each held half a server would wait for ever.
         with _interruptible():
-            sessions = await self.waits.admitted(self._line, self._open_all, self.queue)
+            sessions = await self.waits.again(lambda: self._open_all(int(max(end - perf_counter(), 0))), end, may_end)
         self.seats = [Seat(self, i, session) for i, session in enumerate(sessions)]
 
-    async def _open_all(self) -> list[EnvSession]:
-        sessions = [self._session(i) for i in range(self.size)]
+    async def _open_all(self, wait: int) -> list[EnvSession]:
+        sessions = [self._session(i, wait, self.size if wait else 1) for i in range(self.size)]
         try:
             async with asyncio.TaskGroup() as group:
                 for session in sessions:
@@ -161,16 +166,15 @@ class GrpoPool:
         cut then, and the server frees it by itself). Idempotent."""
         seats, self.seats = self.seats, []
         await _close_all([seat.session for seat in seats])
-        if seats:
-            self._line.freed.set()
 
     async def replace(self, seat: Seat) -> None:
         """A new session for a seat whose session was lost or in doubt; waits for a slot at most `deadlines.connect` s, and
         under `retry` also for a server that does not answer."""
         await seat.session.close()
+        end = perf_counter() + self.deadlines.connect
 
         async def open_one() -> EnvSession:
-            session = self._session(seat.index)
+            session = self._session(seat.index, int(max(end - perf_counter(), 0)))
             try:
                 await session.connect()
             except BaseException:
@@ -178,7 +182,6 @@ class GrpoPool:
                 raise
             return session
 
-        end = perf_counter() + self.deadlines.connect
         seat.session = await self.waits.again(open_one, end, self._passing, seat.index)
 
     def _passing(self, refused: ConnectError) -> bool:

@@ -15,10 +15,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    import asyncio
+from typing import Any, Protocol
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # the servers' inbound limit
 MAX_REPLY_BYTES = 100 * 2**20  # the clients' inbound limit
@@ -128,16 +125,6 @@ class InvalidRequest(Exception):
         super().__init__(message)
         self.reply = error(message, code, **({"errors": errors} if errors else {}))
         self.ends = code in ENDING_CODES
-
-
-def watch_until(due: float, look: Callable[[], None], watch: asyncio.TimerHandle | None, loop: asyncio.AbstractEventLoop):
-    """The timer that calls `look` at the loop's time `due` or before: `watch` if it does, else a new one in its place.
-    One that serves all requests of a session costs a short step less than one for each."""
-    if watch is not None:
-        if watch.when() <= due:
-            return watch
-        watch.cancel()
-    return loop.call_at(due, look)
 
 
 def dumps(message: dict) -> str:

@@ -153,9 +153,9 @@ class EnvServer:
         closed = asyncio.ensure_future(connection.wait_closed())
         if self._usable() and await self._places.take(key, size, seconds, closed):
             if self._usable() and not closed.done():
-                self._take(connection, closed)
+                self._take(connection, closed, key)
                 return None
-            self._places.give_back()
+            self._places.give_back(key)
         closed.cancel()
         self._counts["refused"] += 1
         active = len(self._sessions)
@@ -170,8 +170,8 @@ class EnvServer:
     def _usable(self) -> bool:
         return not self.stopping and self.abandoned < self.max_sessions
 
-    def _take(self, connection: ServerConnection, closed: asyncio.Task) -> None:
-        session = Session(next(self._numbers), self, connection)
+    def _take(self, connection: ServerConnection, closed: asyncio.Task, key: Any) -> None:
+        session = Session(next(self._numbers), self, connection, key)
         self._sessions[session.number] = session
         self._idle.clear()
         self._counts["opened"] += 1
@@ -188,7 +188,7 @@ class EnvServer:
         """Give a session's slot back."""
         if self._sessions.pop(session.number, None) is not None:
             self._counts["closed"] += 1
-            self._places.give_back()
+            self._places.give_back(session.key)
         if not self._sessions:
             self._idle.set()
 
@@ -225,7 +225,7 @@ class EnvServer:
 
 def _wait(headers: Headers) -> float:
     """The seconds of `Prefer: wait=SECONDS` (RFC 7240, section 4.3), 0 without."""
-    found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6})\b", ", ".join(headers.get_all("Prefer")))
+    found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6}(?:\.[0-9]{1,6})?)(?![0-9.])", ", ".join(headers.get_all("Prefer")))
     return float(found[1]) if found else 0.0
 
 

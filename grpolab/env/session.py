@@ -41,8 +41,9 @@ class Session:
     """One connection's environment. `serve` ends when the client leaves, the session is over or the server stops; `close`
     has then to be awaited."""
 
-    def __init__(self, number: int, server: EnvServer, connection: ServerConnection):
+    def __init__(self, number: int, server: EnvServer, connection: ServerConnection, key: Any):
         self.number, self.server, self.connection = number, server, connection
+        self.key = key  # whose place it has
         self.opened = time.monotonic()
         self.busy: str | None = None
         self.episode_id: str | int | None = None

@@ -106,15 +106,16 @@ class Run:
     @contextmanager
     def held(self) -> Iterator[None]:
         """The right to train into this folder; RuntimeError while another loop has it. It ends with the process."""
-        lock = lock_folder(self.folder)
+        lock, owner = lock_folder(self.folder), self.folder / ".process"
         if lock == HELD:
-            owner = self._note().get("process")
-            who = "another loop of this process is" if owner == os.getpid() else f"process {owner} is"
+            process = owner.read_text() if owner.exists() else "another"
+            who = "another loop of this process is" if process == str(os.getpid()) else f"process {process} is"
             raise RuntimeError(
                 f"{self.shown(self.folder)} is in use: {who} training into it. Let that end (a generator by its aclose()), or "
                 "give this run a folder of its own: another name, or Run(..., seed=...)"
             )
         try:
+            owner.write_text(str(os.getpid()))
             yield
         finally:
             unlock_folder(lock)
@@ -128,7 +129,7 @@ class Run:
         self._clear_partial()
         note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
         self._refuse_another_seed(note, plain)
-        trained, name = _trained_by.setdefault(policy.model, {}), str(self.folder)
+        trained, name = _trained_by.setdefault(policy.model, {}), str(self.folder.resolve())
         mine = name in trained and trained[name] == note.get("start") and self._start.exists()
         if not mine:
             if name in trained and trained[name] != key:
@@ -145,8 +146,7 @@ class Run:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        note |= {"config": plain, "process": os.getpid()}
-        atomic_write(self.folder / "run.json", json.dumps(note, indent=1) + "\n")
+        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain}, indent=1) + "\n")
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
             del trained[later]
         trained[name] = note["start"]
