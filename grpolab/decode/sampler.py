@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -39,24 +40,19 @@ class Sampler:
     exact   make the model's own forward use the sampler's attention, so that trainer logps equal the sampler's in every
             bit; ValueError where the start-up probe finds a difference
     seed    what requests without a seed of their own draw theirs from
+    cuda_graphs  replay a step as one CUDA graph; off, since it has not yet been run on a GPU
     threads of torch in the worker; None takes the process's number, "auto" the quicker of one and that number, timed
             over a few steps at the start (`sampler.threads` says which); last bits may then differ between two runs
     """
 
     def __init__(self, policy, *, slots: int | None = None, engine: str = "auto", exact: bool = False, seed: int = 0,
-                 threads: int | str | None = None):
+                 threads: int | str | None = None, cuda_graphs: bool = False):
         if slots is not None and slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}; None chooses by memory")
         if threads not in (None, "auto") and not (isinstance(threads, int) and threads >= 1):
             raise ValueError(f"threads must be at least 1, 'auto' or None, got {threads!r}")
         self.policy, self.seed, self.exact = policy, seed, exact
-        if exact:
-            share_attention(policy.model)
-        self.engine = choose_engine(policy.model, engine, single=slots == 1)
-        if exact and (share := inexact_share(self.engine, policy.model)) > 0:
-            raise ValueError(f"exact mode is not to be had here: {share:.1%} of the probe's logps differ in some bit "
-                             f"({self.engine.name} engine, {self.engine.dtype}); use exact=False, or bfloat16 on a CPU")
-        self._scheduler = Scheduler(policy, self.engine, slots)
+        self._scheduler = Scheduler(policy, partial(self._choose, engine, slots == 1), slots, cuda_graphs)
         self.threads = self._quickest_threads() if threads == "auto" else threads or torch.get_num_threads()
         self._inbox: deque = deque()
         self._wake = threading.Condition()
@@ -64,6 +60,26 @@ class Sampler:
         self._closed = False
         self._requests = 0
         _open_samplers.add(self)
+
+    def _choose(self, engine: str, single: bool):
+        """The engine for the policy's model as it is now; ValueError where exact mode is not to be had."""
+        if self.exact:
+            share_attention(self.policy.model)
+        chosen = choose_engine(self.policy.model, engine, single)
+        if self.exact and (share := inexact_share(chosen, self.policy.model)) > 0:
+            raise ValueError(f"exact mode is not to be had here: {share:.1%} of the probe's logps differ in some bit "
+                             f"({chosen.name} engine, {chosen.dtype}); use exact=False, or bfloat16 on a CPU")
+        return chosen
+
+    @property
+    def engine(self):
+        return self._scheduler.engine
+
+    @property
+    def context(self) -> int:
+        """The most tokens that prompt and completion may have together: the policy's, or fewer where the engine's proof
+        ends before (a warning said so)."""
+        return self._scheduler.context
 
     @property
     def slots(self) -> int:
@@ -166,9 +182,9 @@ class Sampler:
         ids = tuple(operator.index(t) for t in prompt)
         if not ids:
             raise ValueError(f"prompt {index} is empty; give it at least one token, e.g. the bos id")
-        if len(ids) >= self.policy.context:
+        if len(ids) >= self.context:
             raise ValueError(f"prompt {index} has {len(ids)} tokens and leaves no room in the context of "
-                             f"{self.policy.context}; shorten it")
+                             f"{self.context}; shorten it")
         wrong = next((t for t in ids if not 0 <= t < self.engine.vocab), None)
         if wrong is not None:
             raise ValueError(f"prompt {index} holds token id {wrong}, outside the vocabulary 0..{self.engine.vocab - 1}"

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from grpolab.decode.cache import WINDOW, Prefilled, SlotCache, places_for, round_up
 from grpolab.decode.graphs import static_step
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed, uniforms
+from grpolab.decode.watch import Watch
 from grpolab.rollouts import Group, Rollout
 
 PREFILL_PAIRS = 2**22  # query-key pairs in one prefill call: rows times width times window
@@ -144,18 +145,26 @@ class Prompt:
 class Scheduler:
     """Slots, waiting prompts and the loop body `step()`. `slots` None: what a fifth of free memory holds, <= 512."""
 
-    def __init__(self, policy, engine, slots: int | None):
-        self.policy, self.engine, self.device = policy, engine, engine.device
+    def __init__(self, policy, choose: Callable, slots: int | None, cuda_graphs: bool = False):
+        """choose: () -> an engine for the policy's model as it is now."""
+        self.policy, self.choose, self.cuda_graphs = policy, choose, cuda_graphs
+        self.engine = engine = choose()
+        self.device = engine.device
         self.cache_bytes = free_bytes(self.device) // 5
         fitting = self.cache_bytes // (engine.bytes_per_token() * min(policy.context, 1024))
         self.slots = slots or 1 << (max(8, min(512, fitting)).bit_length() - 1)
         self.block = BLOCK if self.device.type == "cuda" else 1
-        self.static = static_step(engine)
+        self.static = static_step(engine) if cuda_graphs else None
         self.stats, self.rows = Stats(), Rows(self.slots + engine.min_rows)
         self.places = places_for(engine, self.slots)
         self.waiting: deque[Prompt] = deque()
         self.interrupted = False
-        self.epoch, self.stamp = 0, self._parameter_stamp()
+        self.epoch, self.watch = 0, Watch(policy)
+
+    @property
+    def context(self) -> int:
+        """The most tokens that prompt and completion may have together."""
+        return min(self.policy.context, self.engine.context)
 
     @property
     def busy(self) -> bool:
@@ -164,9 +173,10 @@ class Scheduler:
     @torch.no_grad()
     def step(self) -> None:
         """Admit what fits, then one decode step (a block of them on a GPU) for every row."""
-        self._refresh(thorough=self.rows.n == 0)
+        settled = self._refresh()
         self._drop_stopped()
-        self._admit()
+        if settled:
+            self._admit()
         self._spend_budgets()
         self._drop_stopped()
         if self.rows.n:
@@ -184,22 +194,32 @@ class Scheduler:
 
     # ------------------------------------------------------------- weights
 
-    def _refresh(self, thorough: bool) -> None:
-        """Renew packed weight copies; `thorough` also notices changes in place without a new version."""
-        if not thorough and self.stamp[0] == self.policy.version:
-            return
-        stamp = self._parameter_stamp()
-        if stamp != self.stamp:
+    def _refresh(self) -> bool:
+        """Renew packed weight copies, or choose an engine anew for changed modules once no row is in progress: until then
+        rows end with what they began with and none is admitted (False). See `Watch` for what is noticed."""
+        idle, watch = self.rows.n == 0, self.watch
+        if not (idle or self.waiting) and watch.version == self.policy.version:
+            return True
+        again = watch.modules_changed()
+        if not again and not watch.weights_changed(deep=idle):
+            return True
+        if again or not self.engine.proved:
+            if not idle:
+                return False
+            self.engine = self.choose()
+            self.device = self.engine.device
+            self.rows, self.places = Rows(self.slots + self.engine.min_rows), places_for(self.engine, self.slots)
+            self.static = static_step(self.engine) if self.cuda_graphs else None
+        else:
             self.engine.refresh()
             if self.static is not None:
                 self.static.refreshed()
-            self.stamp, self.epoch = stamp, self.epoch + 1
-            self.stats.refreshes += 1
-            for prompt in self.waiting:
-                prompt.cache = prompt.logits = None
-
-    def _parameter_stamp(self) -> tuple:
-        return self.policy.version, tuple((p.data_ptr(), p._version) for p in self.policy.model.parameters())
+        watch.look()
+        self.epoch += 1
+        self.stats.refreshes += 1
+        for prompt in self.waiting:
+            prompt.cache = prompt.logits = None
+        return True
 
     # ----------------------------------------------------------- admission
 
@@ -242,7 +262,7 @@ class Scheduler:
 
     def _capacity(self) -> int:
         """Rows that the memory for keys and values holds if each grows to the longest that any may become."""
-        longest = max(self.rows.longest(), *(len(p.ids) + p.limit(self.policy.context) for p in self.waiting))
+        longest = max(self.rows.longest(), *(len(p.ids) + p.limit(self.context) for p in self.waiting))
         per_row = self.engine.bytes_per_token() * self.places.room(longest)
         return max(1, min(self.slots, self.cache_bytes // per_row))
 
@@ -297,7 +317,7 @@ class Scheduler:
 
     def _decode(self) -> None:
         rows, n = self.rows, self.rows.n
-        padded = max(n, self.engine.min_rows)
+        padded = self.engine.rows(n)
         rows.token[n:padded] = rows.position[n:padded] = 0
         steps = 1 if rows.limited else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, self.places.unit)
@@ -369,7 +389,7 @@ class Owner:
     def __init__(self, prompt: Prompt, sample: int, scheduler: Scheduler):
         stats = scheduler.stats
         self.prompt, self.sample, self.request = prompt, sample, prompt.request
-        self.length, self.limit = len(prompt.ids), prompt.limit(scheduler.policy.context)
+        self.length, self.limit = len(prompt.ids), prompt.limit(scheduler.context)
         self.seed, self.version = prompt.request.seeds[prompt.index][sample], scheduler.policy.version
         self.epoch, self.entered = scheduler.epoch, time.perf_counter()
         self.before = (stats.decode_seconds, stats.sample_seconds, stats.steps, stats.row_steps)
