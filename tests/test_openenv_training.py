@@ -98,7 +98,8 @@ def answerer(_tiny):
 
 @pytest.fixture(scope="module")
 def caller(_tiny):
-    """Writes tool calls: an addition first, or the answer at once; often a wrong one."""
+    """Writes tool calls: an addition first, or the answer at once; often a wrong one. Ten seconds, for a call is forty
+    characters long, and a policy that cannot write one proves nothing."""
     conversations = []
     for a, b, wrong in sums(64):
         call = json.dumps({"name": "add", "arguments": {"a": a, "b": b}})
