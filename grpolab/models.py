@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.files import atomic_folder, data_path
@@ -46,8 +47,8 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """The most tokens that prompt and completion may have together."""
-        return self.model.config.max_position_embeddings
+        """The most tokens that prompt and completion may have together; see `steady_context`."""
+        return steady_context(self.model.config)
 
     @property
     def pad_id(self) -> int:
@@ -252,8 +253,34 @@ def _dequantise_wheel(target: Path, hub_error: Exception) -> str:
     return str(target)
 
 
+def core(model):
+    """The transformers model itself where an adapter library wrapped it (PEFT's `get_base_model`), else the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def attention_of(model) -> str | None:
+    """The attention implementation that the model is set to, or None where transformers does not say: it has a public way
+    to set it (`set_attn_implementation`) and none to ask."""
+    return getattr(model.config, "_attn_implementation", None)
+
+
+def steady_context(config) -> int:
+    """The most positions over which the model is one function: its context, or under longrope, whose frequencies are other
+    ones for a sequence longer than its original context, that one. Past it a token's logits depend on how long its
+    sequence becomes later, so keys cannot be kept, nor rows of different lengths share a batch."""
+    limits = [getattr(config, "max_position_embeddings", None)]
+    if limits == [None]:
+        raise ValueError(f"the configuration of {config.model_type!r} names no context: set max_position_embeddings in it")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(r for r in ropes.values() if isinstance(r, dict))]:
+        if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings"):
+            limits.append(rope["original_max_position_embeddings"])
+    return min(limits)
+
+
 def llama_obstacle(model) -> str | None:
-    """Why `LlamaEngine` cannot read this model, or None where it can."""
+    """Why the parameters alone do not say what this model computes, or None: a Llama-shaped model of transformers, all of
+    whose modules are its own and unaltered."""
     config = model.config
     if config.model_type not in ("llama", "qwen2", "qwen3", "mistral"):
         return f"model type {config.model_type!r} is not one that the llama engine knows"
@@ -265,9 +292,27 @@ def llama_obstacle(model) -> str | None:
         return f"its rotary positions of type {rope!r} change with the length"
     for layer in model.model.layers:
         a, m = layer.self_attn, layer.mlp
-        for linear in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj):
+        for linear in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj, model.lm_head):
             if type(linear) is not nn.Linear:
                 return f"a projection is a {type(linear).__name__}, not a plain Linear"
+    for name, module in model.named_modules():
+        if why := _foreign(module, config.model_type):
+            return f"{name or 'the model'} {why}"
     if len({(p.dtype, p.device) for p in model.parameters()}) != 1:
         return "its parameters differ in dtype or device"
+    return None
+
+
+def _foreign(module: nn.Module, model_type: str) -> str | None:
+    """What keeps a module from being read instead of called: another's class (an adapter, a subclass), a hook, a forward
+    of its own. Checkpointing, which computes the same, is allowed."""
+    kind = type(module)
+    homes = (f"transformers.models.{model_type}.", "transformers.activations", "torch.nn.modules.")
+    if not kind.__module__.startswith(homes):
+        return f"is a {kind.__name__}, not one of the classes of transformers"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has a forward hook"
+    own = vars(module).get("forward")
+    if own is not None and getattr(own, "func", None) is not checkpoint:
+        return "has a forward of its own"
     return None

@@ -48,7 +48,7 @@ class Inspects(Base):
 
 class AsyncOdd(Base):
     """{"exit": 3}: sys.exit; {"background": 3}: the same in a task of its own; {"block": s}: time.sleep on its loop;
-    {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
+    {"wait": s}; {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
 
     deaf_in_close = 0.0
 
@@ -72,6 +72,7 @@ class AsyncOdd(Base):
             time.sleep(action["block"])
         if "cancelled" in action:
             raise asyncio.CancelledError
+        await asyncio.sleep(action.get("wait", 0))
         await deaf(action.get("deaf", 0))
         return StepResult({"ticks": self.ticks})
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import torch
 from decode_helpers import ragged_prompts, tiny_policy
 
 from grpolab.decode.audit import audit
@@ -81,6 +82,32 @@ def test_a_turn_that_fills_the_context_says_so_and_the_next_is_refused(most):
         with pytest.raises(ValueError, match="34 more"):
             short.sample_sync([1] * 34)
         assert short.sample_sync([1] * 33).finish_reason == "context"
+
+
+def test_a_turn_that_saw_two_versions_of_the_weights_keeps_nothing():
+    """Its first keys are of the old ones: the next turn reads the whole conversation anew."""
+    policy = tiny_policy(context=1024)
+
+    def update():
+        with torch.no_grad():
+            policy.model.model.layers[0].self_attn.k_proj.weight.neg_()
+        policy.version += 1
+
+    async def main():
+        async with Sampler(policy) as sampler:
+            conversation = sampler.conversation(seed=0)
+            turn = asyncio.create_task(conversation.sample([1, 2, 3], SamplingParams(max_new_tokens=300)))
+            while sampler.stats.new_tokens < 20:
+                await asyncio.sleep(0.001)
+            await sampler.run(update)
+            assert len((await turn).tokens) == 300 and sampler.stats.refreshes == 1
+            fed = sampler.stats.prefill_tokens
+            second = await conversation.sample([4], SamplingParams(max_new_tokens=20, greedy=True))
+            assert sampler.stats.prefill_tokens - fed == 304
+            return second
+
+    second = asyncio.run(main())
+    assert audit(policy, [second]).disagreements == 0
 
 
 def test_a_conversation_closed_during_a_turn_stays_closed():

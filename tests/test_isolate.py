@@ -3,9 +3,11 @@
 import ast
 import asyncio
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import odd_envs
@@ -19,6 +21,7 @@ from grpolab.env.client import Deadlines, EnvSession
 from grpolab.env.isolate import Isolation
 from grpolab.env.protocol import CapacityError, FactoryError, ServerError, SessionLost
 from grpolab.env.server import serve
+from grpolab.env.worker import Worker, start_thread
 
 BOTH = pytest.mark.parametrize("isolate", ["thread", "process"])
 
@@ -340,12 +343,9 @@ def test_latency_is_added_to_plain_and_async_environments_alike(isolate):
     run(main())
 
 
-@BOTH
-@pytest.mark.parametrize("thing", list(odd_envs.Returns.THINGS))
-def test_what_cannot_be_sent_is_an_error_that_names_the_environment(thing, isolate):
-    if isolate == "process" and thing not in ("huge", "set"):
-        pytest.skip("the same code: two of them show that it runs there too")
-
+@pytest.mark.parametrize("isolate, thing", [*(("thread", thing) for thing in odd_envs.Returns.THINGS),
+                                            ("process", "huge"), ("process", "set")])
+def test_what_cannot_be_sent_is_an_error_that_names_the_environment(isolate, thing):
     async def main():
         async with serve(odd_envs.Returns, isolate=isolate) as server, EnvSession(server.url) as session:
             with pytest.raises(ServerError, match="Returns returned") as caught:
@@ -432,3 +432,42 @@ def test_the_module_is_imported_in_its_process_only(tmp_path):
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
                            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
     assert reply.stdout == "alive 2\n" and "SystemExit(7)" in reply.stderr and "Traceback" not in reply.stderr
+
+
+def test_a_client_that_leaves_stops_the_async_step_in_its_process():
+    async def main():
+        async with serve(odd_envs.AsyncOdd, isolate="process", step_timeout=60) as server:
+            session = EnvSession(server.url, deadlines=Deadlines(step=0.3))
+            await session.connect()
+            await session.reset()
+            with pytest.raises(SessionLost):
+                await session.step({"wait": 3600})
+            await eventually(ended(server), SOON)
+            assert server.trace[-1]["phase"] == "close" and server.trace[-1]["error"] == ""
+
+    run(main())
+
+
+def test_cancelling_ends_a_step_and_never_a_close():
+    """The client may leave while its environment closes."""
+    class Slow(odd_envs.AsyncOdd):
+        async def close(self):
+            closing.set()
+            await asyncio.sleep(0.2)
+            closed.append(True)
+
+    said, closed, closing = queue.Queue(), [], threading.Event()
+    worker = Worker(Slow, "Slow")
+    start_thread(worker, "slow", lambda: said.put("over"))
+    for kind in ("create", "reset"):
+        worker.post(kind, {}, lambda text, fault: said.put(fault))
+        assert said.get(timeout=SOON) == ""
+    worker.post("step", {"wait": 3600}, lambda text, fault: said.put(fault))
+    time.sleep(0.1)
+    worker.cancel()
+    assert said.get(timeout=SOON) == "CancelledError"
+    worker.post("close", None, lambda text, fault: said.put(fault))
+    assert closing.wait(SOON)
+    worker.cancel()
+    worker.stop()
+    assert [said.get(timeout=SOON) for _ in range(2)] == ["", "over"] and closed == [True]

@@ -30,6 +30,18 @@ def test_the_readme_gives_no_other_measurement():
     assert re.findall(r"[0-9.]+\s?(?:%|×|ms\b|s\b|minutes?\b|GB\b|MB\b|tokens)", own) == []
 
 
+def test_the_map_names_every_module_in_its_room():
+    """A file that came or went is named or gone in the README's map."""
+    rows = [line.split("|")[1:3] for line in README.split("## Map of the package")[1].splitlines() if line.startswith("|")][2:]
+    rooms, room = {}, None
+    for name, files in rows:
+        room = name.strip().strip("`/") or room
+        rooms.setdefault(room, []).extend(re.findall(r"`(\w+\.py)`", files))
+    package = {"words": ROOT / "grpolab"} | {d.name: d for d in (ROOT / "grpolab").iterdir() if (d / "__init__.py").exists()}
+    modules = {name: sorted(p.name for p in d.glob("*.py") if not p.name.startswith("__")) for name, d in package.items()}
+    assert {name: sorted(files) for name, files in rooms.items()} == modules
+
+
 def test_every_section_follows_its_record(tmp_path):
     """A changed record changes the page, a missing one drops its section."""
     results = shutil.copytree(RESULTS, tmp_path / "results")

@@ -85,6 +85,8 @@ def test_what_was_done_in_between_is_undone(tiny, tmp_path, capsys):
     assert train(tiny, two) == then
     assert train(tiny, one) == first
     assert train(tiny, two) == then
+    train(tiny, one, replace(CONFIG, lr=1e-4))  # the second goes on from what the first now gives
+    assert train(tiny, two)[0]["loss"] > then[0]["loss"] * 1.2
 
 
 def test_a_version_never_stands_for_two_weights(tiny, tmp_path):
@@ -118,7 +120,7 @@ def test_a_new_policy_is_never_taken_back_to_an_old_start(tiny, tmp_path, capsys
 def test_the_start_of_another_policy_is_no_start(tiny, tmp_path, capsys):
     """Two policies in one folder by turns: the folder keeps the start of the last, and the first is told so."""
     other = fresh(tiny)
-    train(other, None)
+    train(other, None, replace(CONFIG, lr=1e-4))
     train(tiny, Run("x", root=tmp_path))
     theirs = train(other, Run("x", root=tmp_path))
     capsys.readouterr()

@@ -29,7 +29,7 @@ def expected(policy):
 
 @pytest.fixture
 def sampler(policy):
-    with Sampler(policy, slots=6) as sampler:
+    with Sampler(policy, slots=20) as sampler:
         yield sampler
 
 
@@ -44,7 +44,7 @@ def test_a_fault_in_one_request_never_touches_another(policy, sampler, expected,
 
     good = sampler.submit(ragged_prompts(5), group_size=2, params=PARAMS)
     if where == "callback":
-        bad = sampler.submit(ragged_prompts(4), group_size=2, on_rollout=raises).future
+        bad = sampler.submit(ragged_prompts(4), group_size=2, params=SamplingParams(max_new_tokens=9), on_rollout=raises).future
     elif where == "tokenizer":
         monkeypatch.setattr(policy.tokenizer, "decode", raises, raising=False)
         bad = sampler.submit(ragged_prompts(4), params=SamplingParams(max_new_tokens=9, stop_strings=("x",))).future
@@ -110,8 +110,16 @@ def test_after_a_failure_nobody_is_called_back(policy, sampler):
 
     with pytest.raises(KeyError):
         sampler.submit(ragged_prompts(3), group_size=4, params=PARAMS, on_rollout=once).result(timeout=10)
-    sampler.sample_sync([[1, 2]], params=PARAMS)
+    sampler.run_sync(int)
     assert len(calls) == 1
+
+
+def test_a_failed_request_is_not_held(policy, sampler, monkeypatch):
+    monkeypatch.setattr(policy.tokenizer, "decode", lambda ids: 1 / 0, raising=False)
+    with pytest.raises(ZeroDivisionError):
+        sampler.sample_sync([[1, 2]], params=SamplingParams(stop_strings=("x",)))
+    with policy.lock:  # the step in which it failed is over
+        assert not sampler._scheduler.requests
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5])

@@ -39,7 +39,7 @@ def policy_of(config) -> Policy:
         torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.3)
     for m in model.modules():
         if hasattr(m, "variance_epsilon"):
-            m.__class__ = type("Wide", (type(m),), {"forward": wide_norm})
+            m.__class__ = type("Wide", (type(m),), {"forward": wide_norm, "__module__": type(m).__module__})
     return Policy(model, None, "made", (1,))
 
 

@@ -31,7 +31,7 @@ def admit(waiting: Iterable[tuple[int, int]], rows: int, longest: int, slots: in
         capacity = max(1, min(slots, memory // longest))
         counts.append(max(0, min(samples, capacity - rows - sum(counts))))
         if counts[-1] < samples:
-            return counts if rows == 0 or sum(counts) >= max(1, capacity // 8) else []
+            return counts if sum(counts) >= max(1, capacity // 8) else []
     return counts
 
 

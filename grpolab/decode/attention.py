@@ -46,3 +46,11 @@ def share_attention(model) -> None:
     AttentionInterface.register(EXACT, _exact_attention)
     AttentionMaskInterface.register(EXACT, eager_mask)
     model.set_attn_implementation(EXACT)
+
+
+def set_common(model) -> None:
+    """Give the model the attention of torch, or where it has none, the one that every model of transformers has."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:  # it does not support it
+        model.set_attn_implementation("eager")

@@ -55,6 +55,10 @@ class SlotCache:
             fresh.append(new)
         return SlotCache(fresh, self.times)
 
+    def row(self, i: int) -> SlotCache:
+        """Slot i as a cache of one slot, in the same memory."""
+        return SlotCache([t.narrow(-4, i, 1) for t in self.tensors], self.times)
+
     def put(self, slots: Sequence[int], source: SlotCache, rows: Sequence[int], width: int) -> None:
         """Copy the first `width` positions of the source's rows into these slots, all at once."""
         device = self.tensors[0].device

@@ -35,7 +35,7 @@ class Conversation:
     @property
     def room(self) -> int:
         """How many ids the next turn may give at most, so that one token of an answer still fits the context."""
-        return max(0, self.sampler.policy.context - 1 - len(self._ids))
+        return max(0, self.sampler.context - 1 - len(self._ids))
 
     async def sample(self, ids: Sequence[int], params: SamplingParams | None = None) -> Rollout:
         """Append ids and let the policy answer. Returns this turn's rollout; its prompt is everything before it.
@@ -75,8 +75,8 @@ class Conversation:
             raise RuntimeError("the conversation is closed; start another with sampler.conversation()")
         if self._waiting:
             raise RuntimeError("a turn of this conversation is still being sampled; await it first")
-        if self.turns and (len(ids) > self.room or len(self._ids) >= self.sampler.policy.context):
-            raise ValueError(f"the conversation holds {len(self._ids)} of the context's {self.sampler.policy.context} tokens, "
+        if self.turns and (len(ids) > self.room or len(self._ids) >= self.sampler.context):
+            raise ValueError(f"the conversation holds {len(self._ids)} of the context's {self.sampler.context} tokens, "
                              f"and {len(ids)} more leave no room for an answer; end it here, its rollout() is whole")
         request = self.sampler._request([(*self._ids, *ids)], [[self.seed]], params or SamplingParams(), kept=self._kept)
         self.sampler._queue(request)

@@ -1,6 +1,7 @@
 """A decode step from fixed buffers, so that a GPU can replay it as one CUDA graph instead of launching every kernel anew.
 
-Not yet measured on a GPU; `StaticStep` without capture is tested on the CPU to give the same rollouts.
+Not yet run on a GPU, and so off unless `Sampler(cuda_graphs=True)` asks for it; `StaticStep` without capture is tested on
+the CPU to give the same rollouts.
 """
 
 from __future__ import annotations

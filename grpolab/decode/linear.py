@@ -32,10 +32,10 @@ class PackedLinear:
             weight, bias = weight[self.order], None if bias is None else bias[self.order]
         if self.norm is not None:
             weight = weight * self.norm.weight
-        self.bias, self.packed = _renewed(self.bias, bias), None
+        self.bias, self.packed = renewed(self.bias, bias), None
         if self.layout is not None:
             self.packed = Strips(weight) if self.layout == "strips" else _pack(weight)
-        self.weight = _renewed(self.weight, weight) if self.packed is None else None
+        self.weight = renewed(self.weight, weight) if self.packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
@@ -43,7 +43,7 @@ class PackedLinear:
         if self.layout == "strips":
             y = self.packed(x)
             return y if self.bias is None else y.add_(self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return self.packed(x, self.bias)
 
 
 class Strips:
@@ -70,17 +70,20 @@ def weighted_sums(table: torch.Tensor, members: torch.Tensor, bags: torch.Tensor
     return torch.embedding_bag(table, members, bags, False, 0, False, weights)[0]
 
 
-def _renewed(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+def renewed(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
     """`new`, on a GPU at the address of `old`: captured graphs read there."""
     if old is None or new is None or old.device.type != "cuda" or old.data_ptr() == new.data_ptr():
         return new
     return old.copy_(new)
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor | None:
+def _pack(weight: torch.Tensor):
+    """The product x -> x W^T + b on weights in oneDNN's blocked layout, or None where torch has no such product here."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
-    try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
-    except (AttributeError, RuntimeError):  # a private op: absent or refused in another torch, then F.linear serves
+    try:  # private operations of torch, which has no public ones that take a bias and keep the layout: then F.linear serves
+        product, packed = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+        product(weight.new_zeros(2, weight.shape[1]), packed, None, "none", [], "")
+    except (AttributeError, RuntimeError, TypeError):
         return None
+    return lambda x, bias: product(x, packed, bias, "none", [], "")

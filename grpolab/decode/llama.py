@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from grpolab.decode import attention
 from grpolab.decode.attention import EXACT, matmul_attention
 from grpolab.decode.cache import PAGE, Pages, SlotCache, round_up
-from grpolab.decode.linear import SMALL, STRIP_BYTES, PackedLinear, weighted_sums
+from grpolab.decode.linear import SMALL, STRIP_BYTES, PackedLinear, renewed, weighted_sums
+from grpolab.models import attention_of, steady_context
 
 
 class LlamaEngine:
@@ -26,10 +27,11 @@ class LlamaEngine:
     alone it takes kernels with other last bits.
     """
 
-    name = "llama"
+    name, proved = "llama", False
 
     def __init__(self, model, single: bool = False):
         self.model, config, base = model, model.config, model.model
+        self.context = steady_context(config)
         weight = base.embed_tokens.weight
         self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
         self.min_rows = 1 if single else 2
@@ -46,7 +48,7 @@ class LlamaEngine:
         self.table, self._single = None, single
         # where a weighted sum of table rows is a kernel of its own; exact mode has the kernels of the trainer instead
         summing = self.device.type == "cpu" and "AVX" in torch.backends.cpu.get_cpu_capability()
-        self.summing = summing and config._attn_implementation != EXACT
+        self.summing = summing and attention_of(model) != EXACT
         self.paged = self.summing and not (single and self.fp32)
         self.products = [self._layer_products(layer) for layer in self.layers]
         self.head = self._product([model.lm_head], base.norm)
@@ -79,6 +81,12 @@ class LlamaEngine:
         """Read the parameters anew into the packed copies."""
         for product in (*(p for layer in self.products for p in layer), self.head):
             product.refresh()
+        if self.table is not None:
+            self.table = tuple(map(renewed, self.table, self._table(self.table[0].shape[0])))
+
+    def rows(self, n: int) -> int:
+        """How many rows a step of n rows is computed with."""
+        return max(n, self.min_rows)
 
     def bytes_per_token(self) -> int:
         return 2 * len(self.layers) * self.heads * self.size * self.dtype.itemsize
@@ -187,15 +195,16 @@ class LlamaEngine:
     def _rotations(self, width: int) -> tuple[torch.Tensor, ...]:
         """fp32: cos + i sin, (T, 1, 1, D/2). Else cos and sin with rotate_half's sign folded in, each (T, 1, 1, D)."""
         if self.table is None or self.table[0].shape[0] < width:
-            positions = torch.arange(round_up(width, 256), device=self.device)[None]
-            rotary = self.model.model.rotary_emb
-            cos, sin = (t[0, :, None, None] for t in rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions))
-            half = self.size // 2
-            if self.fp32:
-                self.table = (torch.complex(cos[..., :half], sin[..., :half]),)
-            else:
-                self.table = cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            self.table = self._table(round_up(width, 256))
         return self.table
+
+    def _table(self, width: int) -> tuple[torch.Tensor, ...]:
+        positions, half = torch.arange(width, device=self.device)[None], self.size // 2
+        rotary = self.model.model.rotary_emb
+        cos, sin = (t[0, :, None, None] for t in rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions))
+        if self.fp32:
+            return (torch.complex(cos[..., :half], sin[..., :half]),)
+        return cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
     def _rotate(self, h: torch.Tensor, rotation) -> None:
         """Turn the queries and keys of h (m, H, g + 2, D) by their positions, in place."""

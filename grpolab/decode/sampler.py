@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -41,6 +42,7 @@ class Sampler:
     exact   make the model's own forward use the sampler's attention, so that trainer logps equal the sampler's in every
             bit; ValueError where the start-up probe finds a difference
     seed    what requests without a seed of their own draw theirs from
+    cuda_graphs  replay a step as one CUDA graph; off, since it has not yet been run on a GPU
     threads of torch in the worker; None takes the process's number, "auto" the quicker of one and that number, timed
             over a few steps at the start (`sampler.threads` says which); last bits may then differ between two runs
 
@@ -49,13 +51,13 @@ class Sampler:
     """
 
     def __init__(self, policy, *, slots: int | None = None, engine: str = "auto", exact: bool = False, seed: int = 0,
-                 threads: int | str | None = None):
+                 threads: int | str | None = None, cuda_graphs: bool = False):
         if slots is not None and slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}; None chooses by memory")
         if threads not in (None, "auto") and not (isinstance(threads, int) and threads >= 1):
             raise ValueError(f"threads must be at least 1, 'auto' or None, got {threads!r}")
         self.policy, self.seed, self.exact, self.stats = policy, seed, exact, Stats()
-        self._asked = engine, slots, threads
+        self._asked = engine, slots, threads, cuda_graphs
         self._common = torch.get_num_threads()
         self._choice: Future[tuple[Scheduler, int]] = Future()  # and the number of threads
         self._choice.set_running_or_notify_cancel()  # a cancelled await of it may not cancel it
@@ -69,6 +71,13 @@ class Sampler:
     @property
     def engine(self):
         return self._scheduler.engine
+
+    @property
+    def context(self) -> int:
+        """The most tokens that prompt and completion may have together: the policy's, or fewer where the engine's proof
+        ends before (a warning says so as it is chosen)."""
+        chosen = self._choice.done() and self._choice.exception() is None
+        return self._choice.result()[0].context if chosen else self.policy.context
 
     @property
     def slots(self) -> int:
@@ -200,9 +209,9 @@ class Sampler:
     def _checked(self, prompt: Sequence[int], i: int, vocab: int) -> tuple[int, ...]:
         if not len(prompt):
             raise ValueError(f"prompt {i} is empty; give it at least one token, e.g. the bos id")
-        if len(prompt) >= self.policy.context:
+        if len(prompt) >= self.context:
             raise ValueError(f"prompt {i} has {len(prompt)} tokens and leaves no room in the context of "
-                             f"{self.policy.context}; shorten it")
+                             f"{self.context}; shorten it")
         ids = tuple(operator.index(t) for t in prompt)
         wrong = next((t for t in ids if not 0 <= t < vocab), None)
         if wrong is not None:
@@ -258,17 +267,20 @@ class Sampler:
 
     def _choose(self) -> tuple[Scheduler, int]:
         """The engine that fits, proved, with the rows that it will decode, and the number of threads to do it with."""
-        name, slots, threads = self._asked
+        name, slots, threads, cuda_graphs = self._asked
         with self.policy.lock:
-            model = self.policy.model
-            if self.exact:
-                share_attention(model)
-            engine = choose_engine(model, name, single=slots == 1)
-            if self.exact and (share := inexact_share(engine, model)) > 0:
-                raise ValueError(f"exact mode is not to be had here: {share:.1%} of the probe's logps differ in some bit "
-                                 f"({engine.name} engine, {engine.dtype}); use exact=False, or bfloat16 on a CPU")
-            scheduler = Scheduler(self.policy, engine, slots, self.stats)
+            scheduler = Scheduler(self.policy, partial(self._engine, name, slots == 1), slots, self.stats, cuda_graphs)
             return scheduler, self._quickest_threads(scheduler) if threads == "auto" else threads or self._common
+
+    def _engine(self, name: str, single: bool):
+        """The engine for the policy's model as it is now; ValueError where exact mode is impossible."""
+        if self.exact:
+            share_attention(self.policy.model)
+        engine = choose_engine(self.policy.model, name, single)
+        if self.exact and (share := inexact_share(engine, self.policy.model)) > 0:
+            raise ValueError(f"exact mode is impossible here: {share:.1%} of the probe's logps differ in some bit "
+                             f"({engine.name} engine, {engine.dtype}); use exact=False, or bfloat16 on a CPU")
+        return engine
 
     def _quickest_threads(self, scheduler: Scheduler) -> int:
         common, engine = self._common, scheduler.engine

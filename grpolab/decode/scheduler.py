@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from grpolab.decode.graphs import static_step
 from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, pending, settle
 from grpolab.decode.rows import Rows
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed
+from grpolab.decode.watch import Watch
 from grpolab.rollouts import Rollout
 
 PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens
@@ -34,17 +35,20 @@ BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looki
 class Scheduler:
     """Slots, waiting prompts and the loop body `step()`. `slots` None: what a fifth of free memory holds, <= 512."""
 
-    def __init__(self, policy, engine, slots: int | None, stats: Stats | None = None):
-        self.policy, self.engine, self.device = policy, engine, engine.device
+    def __init__(self, policy, choose: Callable, slots: int | None, stats: Stats | None = None, cuda_graphs: bool = False):
+        """choose: () -> an engine for the policy's model as it is now."""
+        self.policy, self.choose, self.cuda_graphs = policy, choose, cuda_graphs
+        self.engine = engine = choose()
+        self.device = engine.device
         self.cache_bytes = free_bytes(self.device) // 5
         fitting = self.cache_bytes // (engine.bytes_per_token() * min(policy.context, 1024))
         self.slots = slots or 1 << (max(8, min(512, fitting)).bit_length() - 1)
         self.block = BLOCK if self.device.type == "cuda" else 1
-        self.static = static_step(engine)
+        self.static = static_step(engine) if cuda_graphs else None
         self.stats = stats or Stats()
         self.requests: list[Request] = []  # that have unfinished rollouts
         self.waiting: deque[Pending] = deque()
-        self.epoch, self.stamp = 0, self._parameter_stamp()
+        self.epoch, self.watch = 0, Watch(policy)
         self._clear_rows()
 
     def _clear_rows(self) -> None:
@@ -60,20 +64,31 @@ class Scheduler:
         self.watched = bool(self.listening or self.budgets)
 
     @property
+    def context(self) -> int:
+        """The most tokens that prompt and completion may have together."""
+        return min(self.policy.context, self.engine.context)
+
+    @property
     def busy(self) -> bool:
         return bool(self.rows.n or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Put a request with at least one rollout into the queue."""
+        """Put a request with at least one rollout into the queue, unless a prompt of it is too long for the engine."""
+        longest = max(map(len, request.prompts))
+        if longest >= self.context:
+            settle(request.future, error=ValueError(f"a prompt has {longest} tokens and leaves no room in the context of "
+                                                    f"{self.context} that the engine is proved for; shorten it"))
+            return
         self.requests.append(request)
         self.waiting.extend(pending(request))
 
     @torch.no_grad()
     def step(self) -> None:
         """Admit what fits, then one decode step (a block of them on a GPU) for every row."""
-        self._refresh(thorough=self.rows.n == 0)
+        settled = self._refresh()
         self._drop_stopped()
-        self._admit()
+        if settled:
+            self._admit()
         if not all([book(request, rows) for request, rows in self.budgets.items()]):  # a token for each of its rows
             self._drop_stopped()
         if self.rows.n:
@@ -99,22 +114,32 @@ class Scheduler:
 
     # ------------------------------------------------------------- weights
 
-    def _refresh(self, thorough: bool) -> None:
-        """Renew packed weight copies; `thorough` also notices changes in place without a new version."""
-        if not thorough and self.stamp[0] == self.policy.version:
-            return
-        stamp = self._parameter_stamp()
-        if stamp != self.stamp:
+    def _refresh(self) -> bool:
+        """Renew packed weight copies, or choose an engine anew for changed modules once no row is in progress: until then
+        rows end with what they began with and none is admitted (False). See `Watch` for what is noticed."""
+        idle, watch = self.rows.n == 0, self.watch
+        if not (idle or self.waiting) and watch.version == self.policy.version:
+            return True
+        again = watch.modules_changed()
+        if not again and not watch.weights_changed(deep=idle):
+            return True
+        if again or not self.engine.proved:
+            if not idle:
+                return False
+            self.engine = self.choose()
+            self.device = self.engine.device
+            self.static = static_step(self.engine) if self.cuda_graphs else None
+            self._clear_rows()
+        else:
             self.engine.refresh()
             if self.static is not None:
                 self.static.refreshed()
-            self.stamp, self.epoch = stamp, self.epoch + 1
-            self.stats.refreshes += 1
-            for prompt in self.waiting:
-                prompt.cache = prompt.logits = None
-
-    def _parameter_stamp(self) -> tuple:
-        return self.policy.version, tuple((p.data_ptr(), p._version) for p in self.policy.model.parameters())
+        watch.look()
+        self.epoch += 1
+        self.stats.refreshes += 1
+        for prompt in self.waiting:
+            prompt.cache = prompt.logits = None
+        return True
 
     # ----------------------------------------------------------- admission
 
@@ -136,7 +161,7 @@ class Scheduler:
         """Fill free rows with waiting rollouts; prompts are prefilled together, at most one stays partly admitted."""
         if not self.waiting or self.rows.n >= self.slots:
             return
-        room, context = self.store.room, self.policy.context
+        room, context = self.store.room, self.context
         wanted = ((room(len(p.ids) + p.limit(context)), len(p.samples)) for p in self.waiting)
         memory = self.cache_bytes // self.engine.bytes_per_token()
         counts = admit(wanted, self.rows.n, room(self.rows.longest()), self.slots, memory)
@@ -200,7 +225,7 @@ class Scheduler:
             request = p.request
             self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch, p.prefill_seconds, now, before))
             ends = request.eos.union(request.params.stop_ids)
-            rows.append(len(p.ids), p.limit(self.policy.context), request.seeds[p.index][g], sorted(ends))
+            rows.append(len(p.ids), p.limit(self.context), request.seeds[p.index][g], sorted(ends))
         self._changed()
         self.store.enter(first, [Prefilled(p.cache, p.row, len(p.ids)) for p, _ in entering], rows.longest())
         logits = torch.stack([p.logits for p, _ in entering])
@@ -211,7 +236,7 @@ class Scheduler:
 
     def _decode(self) -> None:
         rows, n = self.rows, self.rows.n
-        padded = max(n, self.engine.min_rows)
+        padded = self.engine.rows(n)
         rows.token[n:padded] = rows.position[n:padded] = 0
         steps = 1 if self.watched else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, self.store.unit)
@@ -271,7 +296,7 @@ class Scheduler:
             return "eos"
         if token in request.params.stop_ids:
             return "stop_id"
-        return "context" if rows.position[i] + 1 >= self.policy.context else "length"
+        return "context" if rows.position[i] + 1 >= self.context else "length"
 
     def _says_stop(self, i: int) -> str | BaseException | None:
         """Whether the newest token completes a stop string; the tail is long enough, as a token has a byte or more."""

@@ -67,6 +67,8 @@ def _check_head(policy: Policy) -> None:
     """Logits must be head(hidden states): models that scale, cap or ban them afterwards are refused, not trained wrongly. The
     hidden states are made large for it, since small logits pass a cap unchanged."""
     head, seen = policy.model.get_output_embeddings(), []
+    if head is None:
+        raise ValueError(f"{policy.name!r} names no output head (get_output_embeddings gives None): it cannot be trained")
     handles = (head.register_forward_pre_hook(lambda module, args: (args[0] * 32, *args[1:])),
                head.register_forward_hook(lambda module, args, out: seen.append(out)))  # fmt: skip
     try:
@@ -78,6 +80,20 @@ def _check_head(policy: Policy) -> None:
         raise ValueError(
             f"{policy.name!r} changes its logits after the head (a cap, a scale or a ban), which the losses here do not: "
             "it cannot be trained"
+        )
+
+
+def check_drift(policy: Policy, metrics: dict, bounds: tuple[float, float] | None, step: int) -> None:
+    """Stop before the optimiser step where sampler and trainer disagree by more than `bounds` nats: `logp_diff`, the mean
+    over the tokens, or `logp_diff_max`. In fp32 they are 1e-6 and 1e-4; in bf16 honest means are 0.005 to 0.04 and the
+    largest below 2; another mask, window or stale weights are off by nats. NaN stops too."""
+    found = (metrics["logp_diff"], metrics["logp_diff_max"])
+    if bounds is not None and not all(x <= bound for x, bound in zip(found, bounds)):
+        policy.model.zero_grad()
+        raise RuntimeError(
+            f"step {step}: sampler and trainer disagree by {found[0]:.3g} nats a token on average and {found[1]:.3g} at most, "
+            f"beyond max_logp_diff={bounds}; nothing was changed. One computes another model than the other (changed modules, "
+            "stale weights, another attention), or the rollouts are another sampler's: set sampler_cap and max_logp_diff"
         )
 
 

@@ -1,0 +1,250 @@
+"""Whatever changes a policy's model, the sampler's next rollouts are the changed model's."""
+
+import sys
+
+import pytest
+import torch
+from decode_helpers import flat, ragged_prompts, tiny_policy
+from torch import nn
+
+from grpolab.decode.audit import audit
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.decode.watch import Watch
+
+GREEDY = SamplingParams(greedy=True, max_new_tokens=12, seed=0)
+PROMPTS = ragged_prompts(3)
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank update beside it, as adapter libraries put in its place."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base_layer, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+def inject(policy):
+    for layer in policy.model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+
+
+def merge(policy):
+    for layer in policy.model.model.layers:
+        q = layer.self_attn.q_proj
+        with torch.no_grad():
+            q.base_layer.weight.data += q.up.weight @ q.down.weight
+        layer.self_attn.q_proj = q.base_layer
+
+
+def new_head(policy):
+    policy.model.lm_head = nn.Linear(64, 100, bias=False)
+
+
+def new_parameter(policy):
+    policy.model.model.norm.weight = nn.Parameter(torch.rand(64) + 0.5)
+
+
+def hook(policy):
+    policy.model.model.layers[1].register_forward_hook(lambda module, args, out: -out)
+
+
+def own_forward(policy):
+    mlp = policy.model.model.layers[0].mlp
+    mlp.forward = lambda x: -x
+
+
+def other_model(policy):
+    policy.model = tiny_policy(seed=5).model
+
+
+def edit_data(policy):
+    policy.model.model.layers[2].mlp.up_proj.weight.data[3] *= -3
+
+
+def swap_rows(policy):
+    weight = policy.model.model.embed_tokens.weight
+    weight.data[[5, 6, 7, 8]] = weight.data[[8, 7, 6, 5]]
+
+
+def move_data(policy):
+    weight = policy.model.lm_head.weight
+    weight.data = weight.data.flip(0).contiguous()
+
+
+def count(policy):
+    with torch.no_grad():
+        policy.model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    policy.version += 1
+
+
+def double(policy):
+    edit_data(policy)
+    policy.model.double()
+
+
+def rotary(policy):
+    policy.model.model.rotary_emb.inv_freq *= 2
+
+
+CHANGES = {"adapters": (inject, "general"), "a new head": (new_head, "llama"), "a new parameter": (new_parameter, "llama"),
+           "a hook": (hook, "general"), "a forward": (own_forward, "general"), "another model": (other_model, "llama"),
+           ".data in place": (edit_data, "llama"), "rows of .data": (swap_rows, "llama"), "another .data": (move_data, "llama"),
+           "a step": (count, "llama"), "another dtype": (double, "llama"), "rotary frequencies": (rotary, "llama")}  # fmt: skip
+
+
+def sampled(sampler):
+    return flat(sampler.sample_sync(PROMPTS, params=GREEDY))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("engine", ["auto", "general"])
+def test_the_next_rollouts_are_the_changed_models(name, engine):
+    change, then = CHANGES[name]
+    policy = tiny_policy(tie_word_embeddings=False)
+    with Sampler(policy, slots=4, engine=engine) as sampler:
+        before = sampled(sampler)
+        assert sampled(sampler) == before and sampler.stats.refreshes == 0
+        change(policy)
+        after = sampled(sampler)
+        assert sampler.engine.name == (then if engine == "auto" else "general") and sampler.stats.refreshes == 1
+    assert [r.tokens for r in after] != [r.tokens for r in before]
+    found = audit(policy, after)
+    assert found.disagreements == 0 and found.raw_max_error < 1e-4
+
+
+def test_merged_adapters_are_read_straight_again():
+    policy = tiny_policy()
+    with Sampler(policy, slots=4) as sampler:
+        inject(policy)
+        beside = sampled(sampler)
+        assert sampler.engine.name == "general"
+        for layer in policy.model.model.layers:
+            nn.init.zeros_(layer.self_attn.q_proj.up.bias)
+            nn.init.zeros_(layer.self_attn.q_proj.down.bias)
+        merge(policy)
+        merged = sampled(sampler)
+        assert sampler.engine.name == "llama"
+    assert len(beside) == 3 and audit(policy, merged).disagreements == 0
+
+
+def test_rows_in_progress_end_with_the_engine_they_began_with():
+    """A hook is added while a rollout runs: it ends, nobody enters before, and what enters is the hooked model's."""
+    policy = tiny_policy()
+    with Sampler(policy, slots=4) as sampler:
+        expected = flat(sampler.sample_sync([[1, 2, 3]], params=SamplingParams(greedy=True, max_new_tokens=40)))
+        long = sampler.submit([[1, 2, 3]], params=SamplingParams(greedy=True, max_new_tokens=40),
+                              on_rollout=lambda *_: ended.append(sampler.engine.name))
+        ended = []
+        while sampler.stats.steps < 45:
+            pass
+        sampler.run_sync(hook, policy)
+        later = sampled(sampler)
+        assert ended == ["llama"] and sampler.engine.name == "general"
+    assert flat(long.future.result())[0].tokens == expected[0].tokens
+    assert audit(policy, later).disagreements == 0
+
+
+def test_a_conversation_forgets_keys_of_other_weights():
+    policy = tiny_policy()
+    with Sampler(policy, slots=4) as sampler:
+        talk = sampler.conversation(seed=1)
+        talk.sample_sync([5, 6, 7], GREEDY)
+        edit_data(policy)
+        turn = talk.sample_sync([9, 10], GREEDY)
+    assert audit(policy, [turn]).raw_max_error < 1e-4
+
+
+def test_a_policy_of_nan_is_compared_once_it_is_repaired():
+    policy = tiny_policy()
+    weight = policy.model.model.norm.weight
+    whole = weight.detach().clone()
+    weight.data.fill_(torch.nan)
+    with Sampler(policy, slots=4) as sampler:
+        assert not sampler.engine.proved
+        with pytest.raises(FloatingPointError, match="not finite"):
+            sampled(sampler)
+        weight.data.copy_(whole)
+        assert audit(policy, sampled(sampler)).disagreements == 0
+        assert sampler.engine.proved
+
+
+class Wrapped(nn.Module):
+    """What PEFT's models look like from outside: a forward of anything, the model one call away."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_model = base
+
+    def get_base_model(self):
+        return self.base_model
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_a_wrapped_model_is_sampled(adapted):
+    policy = tiny_policy()
+    if adapted:
+        inject(policy)
+    policy.model = Wrapped(policy.model)
+    with Sampler(policy, slots=4) as sampler:
+        assert sampler.engine.name == ("general" if adapted else "llama")
+        rollouts = sampled(sampler)
+    found = audit(policy, rollouts)
+    assert found.disagreements == 0 and found.raw_max_error < 1e-4
+
+
+def test_a_wrapper_that_computes_something_else_is_refused():
+    """As prompt tuning does, whose virtual tokens the model inside does not see."""
+    policy = tiny_policy()
+    wrapped = Wrapped(policy.model)
+    wrapped.forward = lambda ids, **kwargs: wrapped.base_model((ids + 1) % 100, **kwargs)
+    policy.model = wrapped
+    with pytest.raises(ValueError, match="not its own forward"):
+        Sampler(policy)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_models_of_peft_are_sampled(inside):
+    peft = pytest.importorskip("peft")
+    policy = tiny_policy()
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+    with Sampler(policy, slots=4) as sampler:
+        before = sampled(sampler)
+        if inside:
+            policy.model = peft.inject_adapter_in_model(config, policy.model)
+        else:
+            policy.model = peft.get_peft_model(policy.model, config)
+        after = sampled(sampler)
+        assert sampler.engine.name == "general" and [r.tokens for r in after] != [r.tokens for r in before]
+        assert audit(policy, after).raw_max_error < 1e-4
+        if not inside:
+            policy.model = policy.model.merge_and_unload()
+            merged = sampled(sampler)
+            assert sampler.engine.name == "llama" and audit(policy, merged).raw_max_error < 1e-4
+
+
+def test_looking_costs_little_beside_a_step():
+    """Counted in calls: a module of the model costs a few dictionary look-ups, none of its tensors is read."""
+    policy, calls = tiny_policy(), 0
+    watch = Watch(policy)
+
+    def trace(frame, event, arg):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(trace)
+    watch.modules_changed(), watch.weights_changed(False)
+    sys.setprofile(None)
+    assert calls < 10 * len(list(policy.model.modules()))
