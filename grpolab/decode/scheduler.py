@@ -5,8 +5,8 @@ A rollout in progress is a row; the rows in progress are always 0..n-1: the last
 who enters that of `admission.py`. A prompt is prefilled once for all its samples. Each row has its own position, so rows of
 any length sit side by side. No threads here: one caller a time.
 
-Longer than most files here, since one loop body reads as one. A fault fails whom it belongs to: of a callback, a tokenizer or NaN logits its request, of the model in a prefill or a step
-the requests that were in it. The others go on.
+A fault fails whom it belongs to: of a callback, a tokenizer or NaN logits its request, of the model in a prefill or a step
+the requests that were in it. The others go on. Longer than most files here, since one loop body reads as one.
 """
 
 from __future__ import annotations
