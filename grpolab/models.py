@@ -292,7 +292,8 @@ def llama_obstacle(model) -> str | None:
         return f"its rotary positions of type {rope!r} change with the length"
     for layer in model.model.layers:
         a, m = layer.self_attn, layer.mlp
-        for linear in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj, model.lm_head):
+        head = [model.lm_head] if hasattr(model, "lm_head") else []  # a reward model has another
+        for linear in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj, *head):
             if type(linear) is not nn.Linear:
                 return f"a projection is a {type(linear).__name__}, not a plain Linear"
     for name, module in model.named_modules():
