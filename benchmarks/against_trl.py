@@ -119,7 +119,7 @@ def ours(policy, model, dtype, method, steps):
     from grpolab.decode.sampling import SamplingParams
     from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient
     from grpolab.train.grpo import GRPOConfig, grpo_update
-    from grpolab.train.loop import apply_gradient, in_thread, make_optimizer
+    from grpolab.train.loop import apply_gradient, in_thread, make_optimiser
     from grpolab.train.preferences import Pair
     from grpolab.train.reference import cache_logps
     from grpolab.train.sft import SFTConfig, sft, sft_gradient
@@ -133,7 +133,7 @@ def ours(policy, model, dtype, method, steps):
     if method == "grpo":
         config = GRPOConfig(prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=NEW_TOKENS,
                             advantage_kind="standardised", **common)  # fmt: skip
-        optimizer = make_optimizer(policy, config)
+        optimiser = make_optimiser(policy, config)
 
         async def sample(sampler, step):
             params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=step)
@@ -146,14 +146,14 @@ def ours(policy, model, dtype, method, steps):
                     began = time.perf_counter()
                     groups = await sample(sampler, step)
                     sampled = time.perf_counter()
-                    await in_thread(policy, lambda: grpo_update(policy, None, groups, config, optimizer, step))  # noqa: B023
+                    await in_thread(policy, lambda: grpo_update(policy, None, groups, config, optimiser, step))  # noqa: B023
                     ended = time.perf_counter()
                     seconds.append(ended - began)
                     update_s.append(ended - sampled)
             return groups
 
         groups = asyncio.run(run())
-        return seconds, update_s, lambda: grpo_update(policy, None, groups, config, optimizer, steps)
+        return seconds, update_s, lambda: grpo_update(policy, None, groups, config, optimiser, steps)
     if method == "sft":
         n, config = EXAMPLES * steps, SFTConfig(batch_size=EXAMPLES, **common)
         items = [Example(p + a, (0,) * len(p) + (1,) * len(a)) for p, a in zip(prompt(n, "p"), answer(n, "a"))]
@@ -164,7 +164,7 @@ def ours(policy, model, dtype, method, steps):
         reference = cache_logps(policy, items)
         loop = dpo(policy, reference, items, config)
         gradient = lambda: dpo_gradient(policy, items[:PAIRS], reference.values[:PAIRS], config)  # noqa: E731
-    optimizer = make_optimizer(policy, config)
+    optimiser = make_optimiser(policy, config)
 
     async def run():
         began = time.perf_counter()
@@ -175,7 +175,7 @@ def ours(policy, model, dtype, method, steps):
             began = ended
 
     asyncio.run(run())
-    return seconds, update_s, lambda: (gradient(), apply_gradient(policy, optimizer, config, steps - 1))
+    return seconds, update_s, lambda: (gradient(), apply_gradient(policy, optimiser, config, steps - 1))
 
 
 def theirs(policy, model, dtype, method, steps, micro) -> list[float]:

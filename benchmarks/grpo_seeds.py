@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from grpolab.files import atomic_write
-from grpolab.lab.notebooks import run_series
+from grpolab.lab.notebooks import run_folders, run_series
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "grpo_seeds.json"
@@ -24,7 +24,8 @@ def main(seeds: list[str]) -> int:
     failed = 0
     for seed in seeds or ["0", "1", "2"]:
         failed += run_series(["04"], {"seed": int(seed)})
-        found = json.loads((HERE.parent / "runs" / "04_grpo" / "tiny" / "results.json").read_text())
+        folders = run_folders(HERE.parent, "04_grpo", seed=seed)
+        found = json.loads(next(f / "results.json" for f in folders if (f / "results.json").exists()).read_text())
         row = table[seed] = {k: found["values"][k] for k in KEPT}
         atomic_write(RESULTS, json.dumps(dict(sorted(table.items())), indent=2) + "\n")
         print(seed, row, flush=True)

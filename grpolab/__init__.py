@@ -12,7 +12,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 _HOME = {
     "Policy": "models", "load_policy": "models",
     "Sampler": "decode.sampler", "SamplingParams": "decode.sampling",
-    "GrpoPool": "env.pool", "MultiTurnEnvPool": "env.pool",
+    "GrpoPool": "env.pool", "MultiTurnEnvPool": "env.sync_pool",
     "gate": "lab.gate",
 }  # fmt: skip
 _MODULES = {"losses": "train.losses", "advantages": "train.advantages", "plots": "lab.plots"}

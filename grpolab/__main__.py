@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from grpolab import arithmetic
-from grpolab.env import server
+from grpolab.env import command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     evaluation.set_defaults(go=_eval)
 
     serving = commands.add_parser("serve", help="serve an environment over WebSockets: calculator, guess, or your own")
-    server.add_arguments(serving)
-    serving.set_defaults(go=server.main)
+    command.add_arguments(serving)
+    serving.set_defaults(go=command.main)
 
     args = parser.parse_args(argv)
     try:

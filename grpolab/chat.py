@@ -2,14 +2,21 @@
 
 CHAT_TEMPLATE serves tokenizers that bring none (the embedded model, any base model); a pretrained chat model keeps its
 own. SFT, rollouts and evaluation all go through `prompt_ids` and `encode_chat`, so what is trained is what is sampled.
+Text is data: a message that spells "<|im_end|>" says those characters and ends nothing (`grpolab.markers`). Where a template
+marks its turns with plain words on a tokenizer that has no tokens for them, nothing can tell the two apart: that is warned of.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from jinja2 import TemplateError
+
+from grpolab.markers import Markers, markers_of
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -35,15 +42,41 @@ def user(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
+def _apply(tokenizer, messages: Sequence[Message], reply: bool) -> str:
+    template = None if tokenizer.chat_template else CHAT_TEMPLATE
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), chat_template=template, tokenize=False, add_generation_prompt=reply
+        )
+    except TemplateError as error:  # most say themselves what they want, as a conversation without a system turn
+        raise ValueError(f"the chat template refuses a conversation of {[m['role'] for m in messages]}: {error}") from error
+
+
+def _markers(tokenizer) -> Markers:
+    def skeletons():
+        for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
+            with suppress(ValueError):  # a template that knows no system turn
+                yield _apply(tokenizer, [{"role": role, "content": "§"} for role in roles], True)
+
+    return markers_of(tokenizer, str(tokenizer.chat_template or CHAT_TEMPLATE), skeletons)
+
+
 def _render(tokenizer, messages: Sequence[Message], *, reply: bool) -> str:
-    template = tokenizer.chat_template or CHAT_TEMPLATE
-    return tokenizer.apply_chat_template(
-        list(messages), chat_template=template, tokenize=False, add_generation_prompt=reply
-    )
+    """The conversation as the template writes it, with stand-ins where a message spells a control token."""
+    markers = _markers(tokenizer)
+    for m in messages:
+        if set(m) != {"role", "content"} or not isinstance(m["content"], str) or not re.fullmatch(r"[\w-]+", str(m["role"])):
+            raise ValueError(f"a message is a role (one word) and a content (text), got {str(m)[:80]!r}")
+    said = [m | {"content": markers.hide(m["content"])} for m in messages]
+    plain = [m | {"content": "a" if m["content"].strip() else m["content"]} for m in messages]
+    rendered = _apply(tokenizer, said, reply)
+    if markers.count(rendered) > markers.count(_apply(tokenizer, plain, reply)):
+        raise ValueError(f"the chat template makes control tokens of what a message says: {str(messages)[:200]}")
+    return rendered
 
 
-def _encode(tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+def _encode(tokenizer, rendered: str) -> list[int]:
+    return _markers(tokenizer).encode(tokenizer, rendered)
 
 
 def prompt_ids(tokenizer, messages: str | Sequence[Message]) -> list[int]:

@@ -1,13 +1,19 @@
-"""Atomic writes: a file is either the old one or the whole new one, whatever happens in between."""
+"""Atomic writes: a file is either the old one or the whole new one, whatever happens in between. And a lock on a folder."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes in one folder go unnoticed there
+    fcntl = None
 
 # In the repository data/ lies beside the package; an installed wheel carries it inside.
 DATA = next((d for d in (Path(__file__).parent / "data", Path(__file__).parent.parent / "data") if d.is_dir()), None)
@@ -61,3 +67,47 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line in one write; a disk that takes only a part of it is rid of that part."""
+    with open(path, "ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        data = line.encode()
+        if file.write(data) != len(data):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, "no space left for a row of metrics", str(path))
+
+
+HELD = -1
+_locks: set[int] = set()  # the open folders that this process has locked
+
+
+def lock_folder(folder: Path) -> int | None:
+    """An open file that locks the folder, HELD where another has it, None where locks do not exist."""
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        return HELD if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    _locks.add(handle)
+    return handle
+
+
+def unlock_folder(handle: int | None) -> None:
+    if handle in _locks:
+        _locks.discard(handle)
+        os.close(handle)
+
+
+def _unlock_all() -> None:
+    """A forked child gives up its copies, or the parent's locks would outlive the parent."""
+    for handle in list(_locks):
+        unlock_folder(handle)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_all)

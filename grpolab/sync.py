@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Coroutine
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -41,6 +37,10 @@ class FairLock:
         self._owner: int | None = None
         self._depth = 0
         self._waiting: deque[tuple[int, threading.Lock]] = deque()
+
+    def held(self) -> bool:
+        """Whether the calling thread holds it."""
+        return self._owner == threading.get_ident()
 
     def __enter__(self) -> FairLock:
         me = threading.get_ident()
@@ -87,25 +87,3 @@ def set_own_threads(number: int) -> None:
         restore = threading.Thread(target=torch.set_num_threads, args=(common,))
         restore.start()
         restore.join()
-
-
-def rest_threads() -> None:
-    """End the calling thread's idle OpenMP helpers; its next parallel operation starts them again, in microseconds.
-
-    Every thread that ran one keeps a team of its own, and once all teams together outnumber the processors, libgomp no
-    longer waits actively between operations: each of the thousand in a training step then costs a sleep and a wake-up.
-    """
-    for library in _libgomp():
-        library.omp_pause_resource_all(1)  # softly: what it keeps for other threads stays
-
-
-@cache
-def _libgomp() -> list[ctypes.CDLL]:
-    """The loaded copies of libgomp; none where another OpenMP serves, which has no such habit."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    found = []
-    for path in sorted({line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}):
-        with suppress(OSError):  # the file is gone, after an upgrade under a running process
-            found.append(ctypes.CDLL(path))
-    return [library for library in found if hasattr(library, "omp_pause_resource_all")]  # since OpenMP 5

@@ -2,20 +2,32 @@
 nothing of grpolab.
 
     python openenv_peer.py server MAX_SESSIONS        # prints its address
+    python openenv_peer.py typed MAX_SESSIONS         # the same of an environment with typed actions
+    python openenv_peer.py tools MAX_SESSIONS         # and of one with MCP tools
     python openenv_peer.py client URL                 # plays a script against a server, prints what it saw as JSON
+    python openenv_peer.py reopen URL TIMES           # opens and closes that often; prints how often it was refused
     python openenv_peer.py bench URL 8:300 64:40      # its client with 8 sessions of 300 steps each, ...; as JSON
 """
 
 import asyncio
 import json
+import random
 import socket
 import sys
 import time
 
 
-def server(max_sessions):
+def listen(environment, action, observation, max_sessions):
     import uvicorn
     from openenv.core.env_server.http_server import create_app
+
+    app = create_app(environment, action, observation, env_name="peer", max_concurrent_envs=int(max_sessions))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    print(f"listening at ws://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
+
+
+def server(max_sessions):
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
 
@@ -58,10 +70,97 @@ def server(max_sessions):
         def state(self):
             return self._state
 
-    app = create_app(Echo, EchoAction, EchoObservation, env_name="echo", max_concurrent_envs=int(max_sessions))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    print(f"listening at ws://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
+    listen(Echo, EchoAction, EchoObservation, max_sessions)
+
+
+def drawn(seed):
+    """The two numbers of a question, from the seed alone."""
+    rng = random.Random(seed)
+    return rng.randrange(3), rng.randrange(3)
+
+
+def typed(max_sessions):
+    """A sum, asked and answered in fields of their own; the answer is a number up to 9, which a validator checks."""
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+    from pydantic import field_validator
+
+    class Answer(Action):
+        number: int
+
+        @field_validator("number")
+        @classmethod
+        def small(cls, number):
+            if number > 9:
+                raise ValueError("a number up to 9")
+            return number
+
+    class Said(Observation):
+        message: str = ""
+
+    class Sums(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed=None, episode_id=None, **kwargs):
+            self.numbers = drawn(seed)
+            return Said(message="What is {} + {}?".format(*self.numbers))
+
+        def step(self, action, timeout_s=None, **kwargs):
+            right = action.number == sum(self.numbers)
+            return Said(message="correct" if right else "wrong", reward=float(right), done=True)
+
+        @property
+        def state(self):
+            return State()
+
+    listen(Sums, Answer, Said, max_sessions)
+
+
+def tools(max_sessions):
+    """The same sums by MCP tools; each step counts, so that asking for the tools must be none."""
+    from fastmcp import FastMCP
+    from openenv.core.env_server.mcp_environment import MCPEnvironment
+    from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+    from openenv.core.env_server.types import Observation, State
+
+    class Sums(MCPEnvironment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def __init__(self):
+            mcp = FastMCP("sums")
+
+            @mcp.tool()
+            def add(a: int, b: int) -> int:
+                """The sum."""
+                return a + b
+
+            @mcp.tool()
+            def answer(n: int) -> str:
+                """The end."""
+                return "noted"
+
+            super().__init__(mcp)
+            self.steps = 0
+
+        def reset(self, seed=None, episode_id=None, **kwargs):
+            self.numbers, self.steps = drawn(seed), 0
+            return Observation(done=False, metadata={"question": "What is {} + {}?".format(*self.numbers)})
+
+        async def step_async(self, action, timeout_s=None, **kwargs):
+            self.steps += 1
+            seen = await super().step_async(action, timeout_s=timeout_s, **kwargs)
+            if isinstance(action, CallToolAction) and action.tool_name == "answer" and seen.error is None:
+                seen.done, seen.reward = True, float(action.arguments["n"] == sum(self.numbers))
+            return seen
+
+        def _step_impl(self, action, timeout_s=None, **kwargs):
+            raise ValueError("there are tools")
+
+        @property
+        def state(self):
+            return State(step_count=self.steps)
+
+    listen(Sums, CallToolAction, CallToolObservation, max_sessions)
 
 
 async def client(url):
@@ -93,6 +192,21 @@ async def client(url):
     print(json.dumps(said))
 
 
+async def reopen(url, times):
+    from openenv.core.generic_client import GenericEnvClient
+
+    refused = 0
+    for _ in range(int(times)):
+        client = GenericEnvClient(base_url=url)
+        try:
+            await client.connect()
+            await client.reset()
+        except Exception:
+            refused += 1
+        await client.close()
+    print(json.dumps({"refused": refused}))
+
+
 async def bench(url, *sizes):
     print(json.dumps([await measure(url, *map(int, size.split(":"))) for size in sizes]))
 
@@ -121,5 +235,6 @@ async def measure(url, sessions, steps):
 
 
 if __name__ == "__main__":
-    what = {"server": server, "client": lambda *a: asyncio.run(client(*a)), "bench": lambda *a: asyncio.run(bench(*a))}
+    what = {"server": server, "typed": typed, "tools": tools, "client": lambda *a: asyncio.run(client(*a)),
+            "bench": lambda *a: asyncio.run(bench(*a)), "reopen": lambda *a: asyncio.run(reopen(*a))}
     what[sys.argv[1]](*sys.argv[2:])

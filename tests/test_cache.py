@@ -7,7 +7,7 @@ from decode_helpers import flat, ragged_prompts, tiny_policy
 
 from grpolab.decode import llama
 from grpolab.decode.agreement import choose_engine
-from grpolab.decode.cache import FIRST, PAGE, Pages, Prefilled, Slots, places_for
+from grpolab.decode.cache import FIRST, PAGE, Pages, Prefilled, Slots, store_for
 from grpolab.decode.linear import Strips
 from grpolab.decode.llama import LlamaEngine
 from grpolab.decode.sampler import Sampler
@@ -38,9 +38,9 @@ def prefilled(engine, lengths, seed=0):
     return cache, [Prefilled(cache, i, length) for i, length in enumerate(lengths)]
 
 
-def holds(places, row, prompt):
+def holds(store, row, prompt):
     """Whether a row's keys and values are the prompt's, to the bit."""
-    taken = places.take(row, prompt.length)
+    taken = store.take(row, prompt.length)
     return all(torch.equal(t.narrow(time, 0, prompt.length)[..., 0, :, :, :],
                            of.narrow(time, 0, prompt.length)[..., prompt.row, :, :, :])
                for t, of, time in zip(taken.tensors, prompt.cache.tensors, taken.times))  # fmt: skip
@@ -48,66 +48,66 @@ def holds(places, row, prompt):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_hold_their_prompts_also_after_moves(engine, kind):
-    places = KINDS[kind](engine, 8)
+    store = KINDS[kind](engine, 8)
     _, prompts = prefilled(engine, [5, PAGE, 2 * PAGE + 7])
     order = [2, 0, 1, 2, 2, 1]
-    places.enter(0, [prompts[i] for i in order[:4]], 4 * PAGE)
-    places.enter(4, [prompts[i] for i in order[4:]], 4 * PAGE)
-    assert all(holds(places, row, prompts[i]) for row, i in enumerate(order))
-    places.leave(1, broken=False)
-    places.move([1], [5], 3 * PAGE)
-    assert holds(places, 1, prompts[1])
-    places.move([0, 1, 2], [1, 2, 0], 3 * PAGE)  # at once, not one after the other
-    assert [holds(places, row, prompts[i]) for row, i in ((0, 1), (1, 1), (2, 2))] == [True] * 3
+    store.enter(0, [prompts[i] for i in order[:4]], 4 * PAGE)
+    store.enter(4, [prompts[i] for i in order[4:]], 4 * PAGE)
+    assert all(holds(store, row, prompts[i]) for row, i in enumerate(order))
+    store.leave(1, broken=False)
+    store.move([1], [5], 3 * PAGE)
+    assert holds(store, 1, prompts[1])
+    store.move([0, 1, 2], [1, 2, 0], 3 * PAGE)  # at once, not one after the other
+    assert [holds(store, row, prompts[i]) for row, i in ((0, 1), (1, 1), (2, 2))] == [True] * 3
 
 
 def test_a_moved_row_is_read_where_it_came_and_leaves_nothing_behind(engine):
-    places = Pages(engine, 4)
+    store = Pages(engine, 4)
     _, (gone, prompt) = prefilled(engine, [2 * PAGE, PAGE + 9])
-    places.enter(0, [gone, prompt], 4 * PAGE)
-    pages = places.table[1, :2].tolist()
-    places.leave(0, broken=False)
-    assert places.reading(1, 2, 1)[0].max() < FIRST * engine.shape[1] * engine.shape[2], "an empty row reads zeros"
-    places.move([0], [1], 2 * PAGE)
-    read = places.reading(1, 2, 1)[0] // (engine.shape[1] * engine.shape[2])
+    store.enter(0, [gone, prompt], 4 * PAGE)
+    pages = store.table[1, :2].tolist()
+    store.leave(0, broken=False)
+    assert store.reading(1, 2, 1)[0].max() < FIRST * engine.shape[1] * engine.shape[2], "an empty row reads zeros"
+    store.move([0], [1], 2 * PAGE)
+    read = store.reading(1, 2, 1)[0] // (engine.shape[1] * engine.shape[2])
     assert read.unique().tolist() == sorted(pages)
-    assert not places.table[1].any()
+    assert not store.table[1].any()
 
 
 def test_samples_of_a_prompt_share_its_full_pages_and_give_all_back(engine):
-    places = Pages(engine, 16)
+    store = Pages(engine, 16)
     _, (prompt, other) = prefilled(engine, [2 * PAGE + 7, PAGE])
-    places.enter(0, [prompt] * 8 + [other], 4 * PAGE)
-    assert (places.users >= 1).sum() == 2 + 8 + 1 and sorted(places.users)[-2:] == [8, 8]
-    assert len({tuple(row[:2]) for row in places.table[:8]}) == 1 and len(set(places.table[:8, 2])) == 8
-    places.fit(np.array([prompt.length] * 8 + [PAGE]), 10, 1, 4 * PAGE)
-    assert places.table[8, 1] >= FIRST and places.users[places.table[8, 1]] == 1, "a row at a page's end gets the next"
+    store.enter(0, [prompt] * 8 + [other], 4 * PAGE)
+    assert (store.users >= 1).sum() == 2 + 8 + 1 and sorted(store.users)[-2:] == [8, 8]
+    assert len({tuple(row[:2]) for row in store.table[:8]}) == 1 and len(set(store.table[:8, 2])) == 8
+    store.fit(np.array([prompt.length] * 8 + [PAGE]), 10, 1, 4 * PAGE)
+    assert store.table[8, 1] >= FIRST and store.users[store.table[8, 1]] == 1, "a row at a page's end gets the next"
     for row in range(9):
-        places.leave(row, broken=False)
-    assert not places.users.any() and len(set(places.free)) == len(places.free) == len(places.users) - FIRST
+        store.leave(row, broken=False)
+    assert not store.users.any() and len(set(store.free)) == len(store.free) == len(store.users) - FIRST
 
 
 def test_pages_of_a_broken_row_are_zeroed_once_nobody_reads_them(engine):
-    places = Pages(engine, 4)
+    store = Pages(engine, 4)
     cache, (prompt,) = prefilled(engine, [PAGE + 3])
     for t in cache.tensors:
         t.fill_(torch.nan)
-    places.enter(0, [prompt] * 2, 2 * PAGE)
-    shared, own = places.table[0, :2]
-    places.leave(0, broken=True)
-    assert torch.isnan(places.keys[:, shared]).any() and not places.keys[:, own].any()
-    places.leave(1, broken=True)
-    assert not places.keys.any() and not places.values.any()
+    store.enter(0, [prompt] * 2, 2 * PAGE)
+    shared, own = store.table[0, :2]
+    store.leave(0, broken=True)
+    assert torch.isnan(store.keys[:, shared]).any() and not store.keys[:, own].any()
+    store.leave(1, broken=True)
+    assert not store.keys.any() and not store.values.any()
 
 
 def test_the_page_of_zeros_is_never_written(engine):
     policy = tiny_policy()
     with Sampler(policy, slots=5) as sampler:
-        places = sampler._scheduler.places
+        store = sampler._scheduler.store
         sampler.sample_sync(ragged_prompts(7, 3, 70), group_size=3, params=SamplingParams(max_new_tokens=60, seed=0))
-        assert isinstance(places, Pages) and len(places.users) > 15
-        assert not places.keys[:, 0].any() and not places.values[:, 0].any()
-        assert not places.users.any(), "a page was not given back"
+        assert isinstance(store, Pages) and len(store.users) > 15
+        assert not store.keys[:, 0].any() and not store.values[:, 0].any()
+        assert not store.users.any(), "a page was not given back"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,11 +115,11 @@ def test_pages_and_slots_give_the_same_rollouts(dtype, monkeypatch):
     policy = tiny_policy(eos=(3, 14, 15), dtype=dtype)
     prompts, params = ragged_prompts(9, 3, 80), SamplingParams(max_new_tokens=70, seed=3)
     with Sampler(policy, slots=6) as paged:
-        assert isinstance(paged._scheduler.places, Pages)
+        assert isinstance(paged._scheduler.store, Pages)
         ours = flat(paged.sample_sync(prompts, group_size=4, params=params))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with Sampler(policy, slots=6) as slotted:
-        assert isinstance(slotted._scheduler.places, Slots)
+        assert isinstance(slotted._scheduler.store, Slots)
         theirs = flat(slotted.sample_sync(prompts, group_size=4, params=params))
     same = [(r, s) for r, s in zip(ours, theirs) if r.tokens == s.tokens]  # else a draw fell between the two roundings
     least, bound = (0.9, 1e-4) if dtype == torch.float32 else (0.25, 0.5)
@@ -129,7 +129,7 @@ def test_pages_and_slots_give_the_same_rollouts(dtype, monkeypatch):
 
 def test_exact_mode_keeps_the_kernels_of_the_trainer():
     with Sampler(tiny_policy(dtype=torch.bfloat16), slots=4, exact=True) as sampler:
-        assert isinstance(places_for(sampler.engine, 4), Slots)
+        assert isinstance(store_for(sampler.engine, 4), Slots)
 
 
 # --- one row at a time ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import pytest
 
 from grpolab.arithmetic import Task
 from grpolab.env.calculator import CalculatorEnv, ExpressionError, calculate
+from grpolab.env.faults import Faulty
 from grpolab.env.guess import GuessEnv
 from grpolab.env.protocol import InvalidAction
 
@@ -125,3 +126,12 @@ def test_the_guessing_game_ends_without_reward():
     last = env.step({"text": "51"})
     assert last.observation["text"] == "lower" and last.done and last.reward == 0.0
     assert env.reset(seed=3).observation == env.reset(seed=3).observation
+
+
+def test_latency_around_async_methods_is_refused_and_not_ignored():
+    class Waiting(GuessEnv):
+        async def step(self, action): ...
+
+    with pytest.raises(ValueError, match="Waiting has async methods"):
+        Faulty(Waiting(), latency=1.0)
+    assert Faulty(GuessEnv()).reset(seed=3).observation == GuessEnv().reset(seed=3).observation

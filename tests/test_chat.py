@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from test_losses import token_logps
 
 from grpolab import losses
 from grpolab.arithmetic import Problem, generate
@@ -21,8 +22,8 @@ TURNS = user("What is 1 + 2?") + [
 
 def gradient(policy, packed, scale=1.0):
     """(loss, flat gradient) of the mean token loss, in float64."""
-    hidden = decoder_states(policy, packed.ids, packed.positions, packed.attention)
-    logps = losses.token_logps(hidden, ids=packed.ids, mask=packed.mask, **head_of(policy))
+    hidden = decoder_states(policy, packed.ids, packed.positions, packed.attention, way="unpadded")
+    logps = token_logps(hidden, ids=packed.ids, mask=packed.mask, **head_of(policy))
     loss, _ = losses.sft_loss(logps, packed.mask, denominator=packed.mask.sum())
     policy.model.zero_grad()
     loss.backward()

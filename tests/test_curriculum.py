@@ -1,10 +1,11 @@
 import json
 import math
 import random
+import time
 
 import pytest
 
-from grpolab.env.curriculum import Curriculum, CurriculumConfig
+from grpolab.env.curriculum import Curriculum, CurriculumConfig, success_rate
 
 TIERS = [[f"{level}-{i}" for i in range(6)] for level in range(4)]
 TASKS = [task for tier in TIERS for task in tier]
@@ -12,16 +13,18 @@ TASKS = [task for tier in TIERS for task in tier]
 
 class Learner:
     """A synthetic policy. Skill (a logit) grows with the gradient that a GRPO group carries, p (1 - p), more slowly the
-    less the tier below is known, and what is not trained is slowly forgotten."""
+    less the tier below is known, and what is not trained is slowly forgotten. `ceiling`: what a task's chance is multiplied
+    by, at 0 it is impossible."""
 
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
+    def __init__(self, seed, ceiling=None):
+        self.rng, self.ceiling = random.Random(seed), ceiling or {}
         self.skill = {task: 0.0 - 1.5 * int(task[0]) for task in TASKS}
 
     def chance(self, task):
         level = int(task[0])
-        below = [self.skill[t] for t in TIERS[level - 1]] if level else [3.0]
-        return 1 / (1 + math.exp(-self.skill[task] - 0.4 * min(sum(below) / len(below), 3.0)))
+        below = [self.skill[t] for t in TIERS[level - 1] if self.ceiling.get(t, 1)] if level else [3.0]
+        help_from_below = 0.4 * min(sum(below) / len(below), 3.0) if below else 0.0
+        return self.ceiling.get(task, 1) / (1 + math.exp(-self.skill[task] - help_from_below))
 
     def train(self, task, group_size=8):
         p = self.chance(task)
@@ -35,19 +38,26 @@ class Learner:
         return sum(map(self.chance, TASKS)) / len(TASKS)
 
 
-def with_curriculum(seed, groups):
-    learner, curriculum = Learner(seed), Curriculum(TIERS, seed=seed)
+def with_curriculum(seed, groups, ceiling=None):
+    learner, curriculum, log = Learner(seed, ceiling), Curriculum(TIERS, seed=seed), []
     for _ in range(groups):
         task = curriculum.next_task()
-        curriculum.record_result(task, learner.train(task))
-    return learner, curriculum
+        log.append((task, learner.train(task)))
+        curriculum.record_result(*log[-1])
+    return learner, curriculum, log
 
 
-def uniform(seed, groups):
-    learner, rng = Learner(seed), random.Random(seed)
+def uniform(seed, groups, ceiling=None):
+    learner, rng = Learner(seed, ceiling), random.Random(seed)
     for _ in range(groups):
         learner.train(rng.choice(TASKS))
     return learner
+
+
+def means(groups, ceiling=None):
+    """(with the curriculum, uniform): mean success over all 24 tasks after so many groups, averaged over 8 seeds."""
+    return [sum(mean(seed) for seed in range(8)) / 8 for mean in (
+        lambda seed: with_curriculum(seed, groups, ceiling)[0].mean(), lambda seed: uniform(seed, groups, ceiling).mean())]
 
 
 def constant(curriculum, rate, groups):
@@ -62,18 +72,59 @@ def constant(curriculum, rate, groups):
 def test_it_teaches_a_synthetic_learner_better_than_uniform_choice():
     gains = []
     for seed in range(8):
-        learner, _ = with_curriculum(seed, 200)
+        learner = with_curriculum(seed, 200)[0]
         gains.append(learner.mean() - uniform(seed, 200).mean())
     assert min(gains) > 0.05 and sum(gains) / len(gains) > 0.1, gains
 
 
-def test_three_successes_in_ten_promote_nobody():
+@pytest.mark.parametrize("ceiling, groups, was, best", [
+    (dict.fromkeys(TIERS[0][:2], 0), 400, 0.17, 0.07),  # two of six tasks of the first tier are impossible
+    (dict.fromkeys(TIERS[0][:3], 0), 400, 0.14, 0.05),
+    ({t: 0 for t in TASKS if t[-1] in "01"}, 400, 0.16, 0.06),  # two of six in each tier
+    (dict.fromkeys(TIERS[0], 0), 400, 0.03, 0.08),  # the whole first tier
+    (dict.fromkeys(TIERS[0], 0.5), 400, 0.19, -0.05),  # nothing of the first tier can be known better than half
+], ids=["two", "three", "each", "all", "half"])
+def test_a_tier_that_cannot_be_passed_does_not_close_the_others_for_ever(ceiling, groups, was, best):
+    """`was` is what the curriculum reached when it waited for every task of a tier: it never left the first. Uniform choice
+    is the bar, and but for the last case the curriculum is above it by more than `best`."""
+    ours, theirs = means(groups, ceiling)
+    assert ours > theirs + best and ours > was + 0.2, (ours, theirs)
+
+
+def test_three_successes_in_ten_promote_nobody_before_patience_ends():
     """The any-of-8 pathology: such a policy reached the last tier within 12 groups."""
     rng = random.Random(0)
-    curriculum = Curriculum(TIERS)
-    for _ in range(500):
+    curriculum, opened = Curriculum(TIERS), []
+    for group in range(500):
         curriculum.record_result(curriculum.next_task(), sum(rng.random() < 0.3 for _ in range(8)) / 8)
-    assert curriculum.tier == 0 and not any(row["mastered"] for row in curriculum.table())
+        opened += [group + 1] if curriculum.tier > len(opened) else []
+    assert opened == [120, 240, 360] and not any(row["mastered"] for row in curriculum.table())  # 10 x 2 results x 6 tasks
+
+
+def test_what_patience_opened_stays_open():
+    curriculum = Curriculum([["hard"], ["other"]], config=CurriculumConfig(patience=2))
+    curriculum.record_result("hard", 0.5)
+    for _ in range(9):
+        curriculum.record_result("hard", 0.0)
+    assert curriculum.tier == 1 and not curriculum.hopeless("hard")
+    waits = Curriculum([["hard"], ["other"]], config=CurriculumConfig(patience=1000))
+    waits.record_result("hard", 0.5)
+    for _ in range(9):
+        waits.record_result("hard", 0.0)
+    assert waits.tier == 0
+
+
+def test_a_task_that_never_succeeds_is_tried_ever_more_rarely_and_one_success_brings_it_back():
+    curriculum = Curriculum([["never", *(f"some{i}" for i in range(5))]])
+    at = []
+    for step in range(400):
+        task = curriculum.next_task()
+        at += [step] if task == "never" else []
+        curriculum.record_result(task, 0.0 if task == "never" else 0.4)
+    gaps = [b - a for a, b in zip(at, at[1:])]
+    assert 6 <= len(at) < 20 and gaps[-1] > 50 and curriculum.hopeless("never")
+    curriculum.record_result("never", 0.125)
+    assert not curriculum.hopeless("never") and not curriculum.due("never")
 
 
 def test_promotion_needs_every_task_of_the_tier():
@@ -166,10 +217,16 @@ def test_the_untried_come_first_and_none_twice_in_a_row():
     assert all(a != b for a, b in zip(order, order[1:]))
 
 
-def test_several_tasks_at_once_are_different():
+def test_several_tasks_at_once_are_different_while_there_are_enough():
     curriculum = Curriculum(TIERS)
-    assert len(set(curriculum.next_tasks(4))) == 4 and len(curriculum.next_tasks(99)) == 6
+    assert len(set(curriculum.next_tasks(4))) == 4
+    twice = curriculum.next_tasks(12)
+    assert set(twice[:6]) == set(TIERS[0]) and twice[6:] == twice[:6]
     assert curriculum.next_tasks(3)[0] == curriculum.next_task()
+    for task in TIERS[0][:4]:
+        for _ in range(2):
+            curriculum.record_result(task, 1.0)
+    assert set(curriculum.next_tasks(6)) == set(TIERS[0][4:])  # those that are known are left out, not filled up with
 
 
 def test_the_order_is_a_function_of_the_seed_and_the_log_alone():
@@ -182,20 +239,49 @@ def test_the_order_is_a_function_of_the_seed_and_the_log_alone():
     assert curriculum.next_task() == curriculum.next_task()
 
 
-def test_a_saved_curriculum_goes_on_as_if_nothing_had_happened(tmp_path):
-    _, whole = with_curriculum(5, 120)
+@pytest.mark.parametrize("at", [0, 1, 17, 60, 119])
+def test_a_restored_curriculum_goes_on_as_if_nothing_had_happened(at):
+    _, whole, log = with_curriculum(5, 120, dict.fromkeys(TIERS[0][:2], 0))
     part = Curriculum(TIERS, seed=5)
-    for task, rate in whole.log[:60]:
+    for task, rate in log[:at]:
         part.record_result(task, rate)
-    part.save(tmp_path / "curriculum.json")
-    again = Curriculum(TIERS)
-    again.restore(tmp_path / "curriculum.json")
-    for task, rate in whole.log[60:]:
-        assert again.next_task() == task
+    again = Curriculum(TIERS, seed=99)
+    again.load(json.loads(json.dumps(part.state())))
+    assert again.state() == part.state()
+    for task, rate in log[at:]:
+        assert again.next_tasks(3) == part.next_tasks(3) and again.next_task() == task
         again.record_result(task, rate)
-    assert again.table() == whole.table() and again.tier == whole.tier
-    with pytest.raises(RuntimeError, match="fresh"):
-        again.restore(tmp_path / "curriculum.json")
+        part.record_result(task, rate)
+    assert again.table() == whole.table() and again.state() == whole.state()
+
+
+def test_the_state_does_not_grow_with_the_run_and_belongs_to_its_tiers():
+    curriculum = Curriculum(TIERS)
+    constant(curriculum, 0.5, 1000)
+    before = len(json.dumps(curriculum.state()))
+    constant(curriculum, 0.5, 3000)
+    assert len(json.dumps(curriculum.state())) < before + 200
+    with pytest.raises(ValueError, match="other tiers"):
+        Curriculum(TIERS[:3]).load(curriculum.state())
+    with pytest.raises(ValueError, match="other tiers"):
+        Curriculum(TIERS[::-1]).load(curriculum.state())
+
+
+def test_ten_thousand_tasks_are_no_burden():
+    curriculum = Curriculum([[{"a": i, "b": j} for i in range(100)] for j in range(100)])
+    curriculum.tier = 99
+    start = time.process_time()
+    for task in curriculum.next_tasks(16):
+        curriculum.record(task, [1.0, 0.0])
+    assert time.process_time() - start < 2  # 40 ms where nothing else runs
+
+
+def test_a_group_of_rewards_becomes_a_rate():
+    assert success_rate([1.0, 0.0, None, 1.0], 1.0) == pytest.approx(2 / 3)
+    assert Curriculum(TIERS).record("0-0", [0.5, 0.9], success=0.8) == 0.5
+    for bad in ([], [None], [1.0, float("nan")], [float("inf")]):
+        with pytest.raises(ValueError, match="reward"):
+            success_rate(bad)
 
 
 def test_tasks_may_be_dictionaries():
@@ -217,6 +303,6 @@ def test_bad_input_is_named():
         Curriculum([["a"], ["a"]])
     with pytest.raises(ValueError, match="at least one"):
         Curriculum([["a"], []])
-    for bad in ({"promote": 0.4}, {"mastery": 0.0}, {"window": 0}, {"min_tries": 9}):
+    for bad in ({"promote": 0.4}, {"mastery": 0.0}, {"window": 0}, {"min_tries": 9}, {"patience": 0.5}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             CurriculumConfig(**bad)

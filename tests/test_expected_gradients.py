@@ -171,19 +171,6 @@ def test_the_unbiased_kl_penalty_stays_so_off_policy_and_k2_does_not():
         assert cosine(kl_gradient(kind, theta, reference, sampler)[1], true) < 0.95
 
 
-def test_kl_in_the_reward_has_the_gradient_of_the_kl_of_whole_completions():
-    theta, reference = table(0), table(1).detach()
-    p = probabilities(theta)
-    true = grad((p * (logps_of(theta) - logps_of(reference)).sum(1)).sum(), theta)
-    by_kind = {k: policy_gradient(theta, p.detach() * losses.kl_reward(logps_of(theta), logps_of(reference), MASK, k))
-               for k in ("k1", "k2", "k3")}
-    assert not losses.kl_reward(logps_of(theta), logps_of(reference), MASK).requires_grad
-    same(by_kind["k1"], true)
-    assert cosine(by_kind["k2"], true) < 0.99 and cosine(by_kind["k3"], true) < 0.99
-    # a penalty in the loss does not see that tokens change the prefixes to come
-    assert cosine(kl_gradient("unbiased", theta, reference, theta)[1], true) < 0.99
-
-
 def test_sft_on_the_data_distribution_is_minus_the_gradient_of_its_cross_entropy():
     theta, data = table(0), probabilities(table(3)).detach()
     value, gradient = expected(lambda n, denominator: losses.sft_loss(logps_of(theta)[n], MASK[n], denominator=denominator),

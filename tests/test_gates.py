@@ -1,7 +1,8 @@
 """Sabotage: break what a notebook teaches, run its own cells, and its own gate must fail by the right name.
 
-The cells before the training loop are executed as they stand, with one function of the package broken; what training
-would have measured is filled in with good values (or, in turn, with a bad one), so a gate is judged in seconds.
+The cells before the training loop are executed as they stand, with one function of the package broken; what training, and
+cells that a sabotage does not touch, would have measured is filled in with good values (or, in turn, with a bad one), so a
+gate is judged in seconds.
 """
 
 import ast
@@ -10,11 +11,13 @@ import dataclasses
 import inspect
 import math
 import shutil
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
+import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
@@ -24,12 +27,15 @@ from grpolab import chat, load_policy, losses, train
 from grpolab.arithmetic import Task, generate
 from grpolab.decode import llama, sampling
 from grpolab.decode.audit import FAULTS
-from grpolab.decode.sampler import Conversation, Sampler
-from grpolab.decode.scheduler import Kept
-from grpolab.env.pool import GrpoPool
+from grpolab.decode.conversation import Conversation
+from grpolab.decode.requests import Kept
+from grpolab.decode.sampler import Sampler
+from grpolab.env.client import EnvSession
+from grpolab.env.guess import GuessEnv
+from grpolab.env.pool import GrpoPool, Results, Seat
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
-from grpolab.train import multiturn
+from grpolab.train import episodes
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
@@ -48,18 +54,25 @@ def execute(source, namespace, runner):
         runner.run(result)
 
 
-def run_until(name, stop, tmp_path, monkeypatch, runner, parameters):
-    """Execute a notebook's code cells (but the Colab one) up to the first that begins with `stop`."""
+def run_until(name, stop, tmp_path, monkeypatch, runner, parameters, filled):
+    """Execute a notebook's code cells (but the Colab one) up to the first that begins with `stop`; a cell that begins with a
+    key of `filled` is not executed and leaves those values."""
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path)
-    namespace = {}
+    namespace, unused = {"sys": sys}, set(filled)
     for cell in cells(name)[1:]:
         if cell.source.startswith(stop):
+            assert not unused, f"no cell of {name} begins with {unused}"
             return namespace
+        skipped = next((start for start in filled if cell.source.startswith(start)), None)
+        if skipped is not None:
+            unused.discard(skipped)
+            namespace |= filled[skipped]
+            continue
         execute(cell.source, namespace, runner)
-        if "parameters" in cell.metadata.get("tags", []):
+        if "parameters" in cell.metadata.get("tags", []) or cell.source.startswith("tiny = model"):
             namespace |= parameters
-    raise AssertionError(f"no cell of {name} begins with {stop!r}")
+    raise LookupError(f"no cell of {name} begins with {stop!r}")
 
 
 def judge(name, namespace, runner=asyncio):
@@ -72,15 +85,17 @@ def judge(name, namespace, runner=asyncio):
     return []
 
 
-def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch, **parameters):
+def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch, filled=None, **parameters):
     """The failing checks of a notebook under sabotage; None where its own assertion stops it before the gate."""
     if sabotage:
         sabotage(monkeypatch)
     with asyncio.Runner() as runner:  # one loop for all cells, as in a kernel: some leave a server open
         try:
-            namespace = run_until(name, stop, tmp_path, monkeypatch, runner, parameters)
+            namespace = run_until(name, stop, tmp_path, monkeypatch, runner, parameters, filled or {})
         except AssertionError:
             return None
+        finally:
+            plt.close("all")
         return set(judge(name, namespace | learned, runner))
 
 
@@ -175,11 +190,17 @@ def test_every_claim_of_the_sft_gate_can_fail(bad, name, tmp_path, monkeypatch):
 RACES = {"sweep": pd.DataFrame({"tokens/s": [1.0]}), "read": 1e9, "arithmetic": 1e9}
 FOUND = {"disagreements": 0, "tokens": 2000, "margin": 9.0, "max_error": 1e-5, "mean_error": 1e-6, "after_stop": 0}
 CAUGHT = {"none": {"caught": False}} | {fault: {"caught": True} for fault in FAULTS}
+RACED = {  # the cells of races, of bf16 and of the faults, which take most of the notebook's time
+    "def seconds_of": {"gain": 5.0}, "rng = np.random": {"speed": {"static": 1.0, "refilled": 2.0}},
+    "fig, ax = plt.subplots(figsize=(6.4, 2.2))": {}, "stalls, order": {"stalls": [0.01], "elapsed": 1.0},
+    "half = load_policy": {"bf16": SimpleNamespace(mean_error=3e-3), "own": 3e-3}, "on_cpu =": {"on_cpu": True, "unequal": 0},
+    "few = [": {"caught": CAUGHT},
+}  # fmt: skip
 
 
 def let_the_slot_decide_the_draw(monkeypatch):
     honest = sampling.uniforms
-    monkeypatch.setattr("grpolab.decode.scheduler.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
+    monkeypatch.setattr("grpolab.decode.rows.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
 
 
 def scale_the_attention_of_fp32(monkeypatch):
@@ -204,11 +225,11 @@ def scale_the_attention_of_fp32(monkeypatch):
     ids=["honest", "wrong logps", "draw by slot", "wrong attention"],
 )
 def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    failed = failures_under(sabotage, "02_decode_engine", "numbers = torch.ones", RACES, tmp_path, monkeypatch)
+    failed = failures_under(sabotage, "02_decode_engine", "numbers = torch.ones", RACES, tmp_path, monkeypatch, RACED,
+                            new_tokens=36)  # fmt: skip
     if failed is None:
         assert sabotage is scale_the_attention_of_fp32  # stopped by the notebook's own comparison with the naive loop
     else:
-        failed -= {"longest stall of the loop / time of the decode"}  # the clock's, on a busy machine
         assert failed == names if not names else names & failed
 
 
@@ -535,6 +556,124 @@ def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):
     assert judge("05_reward_model", measured | bad) == [name]
 
 
+# --- 06 environment pool ----------------------------------------------------------------------------------------------
+
+POOL_FOUND = {
+    "opened": 4, "size": 4, "isolated": True, "ninth": SimpleNamespace(active=4), "counts": [0] * 10, "rewards": [1.0] * 3,
+    "failure": SimpleNamespace(rollout=3), "tasks_left": 0, "replayed": [["higher"], ["higher"]],
+    "after": [SimpleNamespace(observation={"text": "42"})] * 4, "serial": 4.0, "one": 1.0, "group": 1.1, "turns": 6,
+    "latency": 0.05,
+}  # fmt: skip
+
+
+def let_sessions_hear_each_other(monkeypatch):
+    """The sessions of the first group are told about the guess that came before theirs, whoever made it."""
+    honest_init, honest_compare, first, said = GuessEnv.__init__, GuessEnv._compare, [], []
+
+    def enter(self, *args, **kw):
+        honest_init(self, *args, **kw)
+        first.extend([self] * (len(first) < 4))
+
+    def overhear(self, guess):
+        said.append(guess)
+        return honest_compare(self, said[-2] if any(env is self for env in first) and len(said) > 1 else guess)
+
+    monkeypatch.setattr(GuessEnv, "__init__", enter)
+    monkeypatch.setattr(GuessEnv, "_compare", overhear)
+
+
+def step_one_after_the_other(monkeypatch):
+    honest, lock = Seat.step, asyncio.Lock()
+
+    async def in_turn(self, action):
+        async with lock:
+            return await honest(self, action)
+
+    monkeypatch.setattr(Seat, "step", in_turn)
+
+
+def leave_a_task_behind(monkeypatch):
+    honest = GrpoPool.run_group
+
+    async def untidy(self, *args, **kw):
+        asyncio.get_running_loop().create_task(asyncio.sleep(600))
+        return await honest(self, *args, **kw)
+
+    monkeypatch.setattr(GrpoPool, "run_group", untidy)
+
+
+def forget_to_close(monkeypatch):
+    kept = []
+
+    async def nothing(self):
+        kept.append(self)
+
+    monkeypatch.setattr(EnvSession, "close", nothing)
+
+
+def make_up_a_reward_for_the_dead(monkeypatch):
+    honest = GrpoPool.run_group
+
+    async def generous(self, *args, **kw):
+        results = await honest(self, *args, **kw)
+        return Results([*results, *([1.0] * len(results.failures))], results.rollouts, results.failures)
+
+    monkeypatch.setattr(GrpoPool, "run_group", generous)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (None, set()),
+        (let_sessions_hear_each_other, {"transcripts equal to those of lone sessions"}),
+        (step_one_after_the_other, {"serial / group wall clock"}),
+        (leave_a_task_behind, {"tasks left by an interrupted group"}),
+        (make_up_a_reward_for_the_dead, {"rewards after one death"}),
+        (forget_to_close, {"most sessions left by a failed connect"}),
+    ],
+    ids=["honest", "shared words", "in turn", "stray task", "made-up reward", "leak"],
+)
+def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    failed = failures_under(sabotage, "06_env_pool", "await stack.aclose", {}, tmp_path, monkeypatch, size=4,
+                            latency_ms=20)  # fmt: skip
+    if failed is not None and sabotage is not step_one_after_the_other:
+        failed -= {"serial / group wall clock", "wall clock of the group / of one session"}  # the clock's, on a busy machine
+    assert failed == names if not names else names & failed
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"opened": 5}, "sessions opened, by the server's count"),
+        ({"isolated": False}, "transcripts equal to those of lone sessions"),
+        ({"ninth": SimpleNamespace(active=5)}, "the ninth"),
+        ({"counts": [0] * 9}, "failed connects"),
+        ({"counts": [0] * 9 + [1]}, "most sessions left by a failed connect"),
+        ({"rewards": [1.0] * 4}, "rewards after one death"),
+        ({"rewards": [1.0, 0.0, 1.0]}, "rewards after one death"),
+        ({"failure": SimpleNamespace(rollout=2)}, "the dead rollout"),
+        ({"tasks_left": 1}, "tasks left by an interrupted group"),
+        ({"after": [SimpleNamespace(observation={"text": "42"})] * 3}, "the group after it"),
+        ({"replayed": [["higher"], ["lower"]]}, "replayed = undisturbed"),
+        ({"serial": 2.1, "group": 1.1}, "serial / group wall clock"),
+        ({"group": 1.6}, "wall clock of the group / of one session"),
+        ({"left": 1}, "sessions at the end"),
+    ],
+)
+def test_every_claim_of_the_pool_gate_can_fail(bad, name, tmp_path):
+    from grpolab import gate
+    from grpolab.lab.run import Run
+
+    async def nothing(): ...
+
+    server = SimpleNamespace(status=lambda: {"sessions": bad.get("left", 0)})
+    measured = POOL_FOUND | {"stack": SimpleNamespace(aclose=nothing), "server": server, "games": server, "slow": server,
+                             "gate": gate, "run": Run("06_env_pool", root=tmp_path)}  # fmt: skip
+    if "left" not in bad:
+        assert judge("06_env_pool", dict(measured)) == []
+    assert judge("06_env_pool", measured | bad) == [name]
+
+
 # --- 07 multi-turn grpo -----------------------------------------------------------------------------------------------
 
 MULTI_TURN_LEARNED = {
@@ -568,7 +707,7 @@ def count_the_environments_words_as_the_policys(monkeypatch):
 
 
 def say_something_else_to_the_policy(monkeypatch):
-    monkeypatch.setattr(multiturn, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
+    monkeypatch.setattr(episodes, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
 
 
 def forget_the_cache_between_turns(monkeypatch):
@@ -607,8 +746,10 @@ def leave_sessions_open(monkeypatch):
 )
 def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sft", warmed_up)
+    on_the_clock = {} if sabotage in (None, draw_from_what_is_at_hand) else {
+        "async def timed": {"same": True, "together": 1.0, "alone": 5.0}}  # fmt: skip
     failed = failures_under(sabotage, "07_multi_turn_grpo", "async def examine", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
-                            warm_up_steps=40, n_eval=8)
+                            on_the_clock, warm_up_steps=40, n_eval=8)
     assert failed == names if not names else names & failed
 
 

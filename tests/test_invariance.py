@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_losses import token_logps
 
 from grpolab import losses
 from grpolab.rollouts import Rollout, collate
@@ -44,7 +45,7 @@ def loss_of(kind, parameters, b, denominators, chunk=None):
     """The loss of one (micro-)batch `b`; row 2i of preference data is chosen, row 2i + 1 rejected."""
     embedding, head = parameters
     hidden = embedding[b["ids"]].cumsum(1).tanh()  # a causal network in one line
-    logps, mask, old = losses.token_logps(hidden, head, b["ids"], b["mask"], chunk=chunk), b["mask"], b["old_logps"]
+    logps, mask, old = token_logps(hidden, head, b["ids"], b["mask"], chunk=chunk), b["mask"], b["old_logps"]
     if kind in ("token", "sequence", "constant", "gspo", "cispo", "dual", "sampler"):
         options = {"gspo": {"ratio": "sequence", "aggregation": "sequence"}, "cispo": {"objective": "cispo"},
                    "dual": {"dual_clip": 1.1}, "sampler": {"sampler_logps": b["sampler_logps"]}}
@@ -221,7 +222,7 @@ def test_masked_hidden_states_are_not_even_read():
     for chunk in (None, 3):
         results = []
         for h in (hidden, hidden.masked_fill(unused[..., None], float("nan"))):
-            logps = losses.token_logps(h.requires_grad_(), head, b["ids"], b["mask"], chunk=chunk)
+            logps = token_logps(h.requires_grad_(), head, b["ids"], b["mask"], chunk=chunk)
             results.append((logps.detach(), *torch.autograd.grad(logps.sum(), (h, head))))
         for clean, dirty in zip(*results):
             assert torch.equal(clean, dirty) and clean.abs().max() > 0
@@ -245,7 +246,7 @@ def test_the_end_token_is_trained_for_every_eos_id_and_also_where_pad_is_eos():
         ids = lay_out(rollouts, width=0, pad_id=pad).ids
         mask = torch.nn.functional.pad(batch.mask, (len(prompt), 0))
         embedding, head = make_parameters()
-        logps = losses.token_logps(embedding[ids].cumsum(1).tanh(), head, ids, mask)
+        logps = token_logps(embedding[ids].cumsum(1).tanh(), head, ids, mask)
         for row, r in zip(logps, rollouts):
             assert row.nonzero().flatten().tolist() == list(range(3, 3 + len(r.tokens)))
         seen.append(torch.autograd.grad(logps.sum(), (embedding, head)))
@@ -285,7 +286,7 @@ def test_impossible_tokens_leave_every_other_gradient_finite():
     outputs = []
     for chunk in (None, 3):
         hidden = embedding[b["ids"]].cumsum(1).tanh()
-        logps = losses.token_logps(hidden, head, b["ids"], b["mask"], bias=bias, chunk=chunk)
+        logps = token_logps(hidden, head, b["ids"], b["mask"], bias=bias, chunk=chunk)
         states, targets = hidden.flatten(0, 1), b["ids"].flatten()
         _, entropy = losses.target_logps(states, head, targets, bias=bias, chunk=chunk, with_entropy=True)
         grads = torch.autograd.grad(losses.sft_loss(logps, b["mask"], denominator=1)[0], (embedding, head))

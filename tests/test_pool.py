@@ -1,26 +1,33 @@
 import asyncio
 import contextlib
+import gc
 import hashlib
 import os
 import threading
 import time
+import weakref
 
 import pytest
 from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, proxy, wait_for
+from websockets.asyncio.server import serve as serve_websockets
 
+from grpolab.env import protocol
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession
-from grpolab.env.pool import GroupFailed, GrpoPool, MultiTurnEnvPool, ReplayDiverged, rollout_seed
+from grpolab.env.pool import GroupFailed, GrpoPool, rollout_seed
 from grpolab.env.protocol import (
     CapacityError,
     ConnectError,
     DeadlineExceeded,
     FactoryError,
+    InvalidAction,
     ServerError,
     SessionLost,
     StepResult,
 )
+from grpolab.env.seat import ReplayDiverged, first_difference
 from grpolab.env.server import serve
+from grpolab.env.sync_pool import MultiTurnEnvPool
 
 
 def run(coroutine):
@@ -34,7 +41,8 @@ def run(coroutine):
 
     before = descriptors()
     asyncio.run(main())
-    assert descriptors() <= before  # an earlier test's garbage may go meanwhile
+    # An earlier test's garbage may go meanwhile; a worker's thread closes its loop after the session's slot is free.
+    wait_for(lambda: descriptors() <= before, SOON, "no descriptor is left")
 
 
 @pytest.fixture(autouse=True)
@@ -154,9 +162,94 @@ def test_a_pool_may_wait_in_line():
             assert not waiting.done()
             await first.close()
             await waiting
-            assert [s.phase for s in second.trace].count("queue") >= 1 and EchoEnv.most == 2
+            assert EchoEnv.most == 2 and server.status()["refused"] == 0  # the server kept the place in line
             await second.close()
 
+    run(main())
+
+
+def test_a_pool_that_waits_comes_before_one_that_reopens():
+    """Each round closes and reopens within milliseconds, far sooner than the waiting one may ask again."""
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as server:
+            rounds, waits = [], GrpoPool(server.url, size=2, queue=15)
+            rival = GrpoPool(server.url, size=2, queue=15)
+
+            async def reopens():
+                while len(rounds) < 200:
+                    async with rival:
+                        await rival.reset_group()
+                        await rival.run_group(lambda seat: seat.step({"sleep": 0.05}))
+                    rounds.append(waits.seats != [])
+
+            reopening = asyncio.create_task(reopens())
+            await eventually(lambda: rival.seats, SOON)
+            await waits.connect()
+            assert len(rounds) <= 1  # it came in as soon as the other went
+            with pytest.raises(CapacityError):
+                await eventually(lambda: server.status()["waiting"] == 2, SOON)
+                await GrpoPool(server.url, size=1).connect()
+            held = len(rounds)
+            await asyncio.sleep(0.2)
+            assert len(rounds) == held <= 1
+            await waits.close()
+            await eventually(lambda: len(rounds) > held + 2, SOON)
+            reopening.cancel()
+            await asyncio.gather(reopening, return_exceptions=True)
+            assert EchoEnv.most == 2
+
+    run(main())
+
+
+def test_a_pool_larger_than_the_server_does_not_wait():
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as server:
+            start = time.monotonic()
+            with pytest.raises(CapacityError):
+                await GrpoPool(server.url, size=3, queue=30).connect()
+            assert time.monotonic() - start < SOON
+
+    run(main())
+
+
+def test_a_pool_that_waits_for_a_whole_server_does_not_take_the_place_of_a_lost_session():
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as server:
+            all_of_it = GrpoPool(server.url, size=2, queue=15)
+            async with GrpoPool(server.url, size=2) as pool:
+                await pool.reset_group()
+                waiting = asyncio.create_task(all_of_it.connect())
+                await eventually(lambda: server.status()["waiting"] == 2, SOON)
+                pool.seats[0].session._socket.transport.abort()
+                await eventually(lambda: server.status()["sessions"] == 1, SOON)
+                start = time.monotonic()
+                await pool.reset_group()
+                assert time.monotonic() - start < SOON and not waiting.done()
+            await waiting
+            await all_of_it.close()
+
+    run(main())
+
+
+def test_at_a_server_without_a_line_a_pool_asks_again():
+    async def full_at_first(connection):
+        seen.append(1)
+        if len(seen) < 8:
+            await connection.send(protocol.error("full", "CAPACITY_REACHED", active_sessions=2, max_sessions=2))
+            return
+        async for text in connection:
+            if text == protocol.CLOSE:
+                return
+            await connection.send(protocol.state({}))
+
+    async def main():
+        async with serve_websockets(full_at_first, "127.0.0.1", 0) as listener:
+            pool = GrpoPool(f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}", size=2, queue=15)
+            await pool.connect()
+            assert len(pool.seats) == 2 and [s.phase for s in pool.trace].count("queue") >= 2
+            await pool.close()
+
+    seen = []
     run(main())
 
 
@@ -334,7 +427,7 @@ def test_retry_refuses_an_environment_that_is_not_deterministic():
     async def main():
         async with serve(EchoEnv) as server:  # shows its id() in every observation
             async with GrpoPool(server.url, size=1, on_failure="retry") as pool:
-                with pytest.raises(ReplayDiverged, match="turn 1"):
+                with pytest.raises(ReplayDiverged, match="at its reset"):
                     await pool.run_group(play)
 
     run(main())
@@ -360,10 +453,428 @@ def test_retry_gives_up_after_its_retries():
     run(main())
 
 
+class Mortal(EchoEnv):
+    """{"poison": true} breaks it for good, as a dead backend does; shows its seed, turn and episode, nothing of its own."""
+
+    poisoned = False
+    budget = 10**9  # of poison that works, for all
+
+    def reset(self, seed=None, episode_id=None, task=None):
+        self._alive()
+        super().reset(seed, episode_id, task)
+        return StepResult({"seed": seed, "episode": episode_id})
+
+    def step(self, action):
+        if action.get("poison") and Mortal.budget > 0:
+            Mortal.budget -= 1
+            self.poisoned = True
+        self._alive()
+        self.turn += 1
+        return StepResult({"seed": self.seed, "turn": self.turn, "echo": action.get("text", "")}, 1.0)
+
+    def _alive(self):
+        if self.poisoned:
+            raise RuntimeError("my backend is dead")
+
+
+@pytest.mark.parametrize("again", ["reset_group", "own reset"])
+def test_a_session_whose_environment_raised_is_replaced_before_its_next_episode(again):
+    async def main():
+        Mortal.budget = 1
+        async with serve(Mortal, max_sessions=4) as server:
+            async with GrpoPool(server.url, size=4, on_failure="drop", min_group=3) as pool:
+                async def rollout(seat):
+                    if again == "own reset":
+                        await seat.reset(seed=seat.group_seed)
+                    await seat.step({"text": "a"})
+                    return (await seat.step({"poison": seat.index == 2})).observation["turn"]
+
+                kept = []
+                for _ in range(3):
+                    if again == "reset_group":
+                        await pool.reset_group()
+                    kept.append((await pool.run_group(rollout)).rollouts)
+                assert kept == [(0, 1, 3), (0, 1, 2, 3), (0, 1, 2, 3)]
+                failure, = pool.failures
+                assert failure.rollout == 2 and "my backend is dead" in str(failure.cause)
+                assert server.status()["opened"] == 5 and server.status()["sessions"] == 4
+
+    run(main())
+
+
+def test_a_session_that_failed_its_reset_is_replaced():
+    class Refuses(Mortal):
+        born = 0
+
+        def __init__(self):
+            super().__init__()
+            Refuses.born += 1
+            self.poisoned = Refuses.born == 1
+
+    async def main():
+        async with serve(Refuses) as server, GrpoPool(server.url, size=1) as pool:
+            with pytest.raises(ServerError, match="dead"):
+                await pool.reset_group()
+            await pool.reset_group()
+            assert server.status()["opened"] == 2
+
+    run(main())
+
+
+def test_retry_replays_an_episode_whose_environment_broke_on_a_new_one():
+    async def main():
+        Mortal.budget = 1
+        async with serve(Mortal, max_sessions=2) as server:
+            async with GrpoPool(server.url, size=2, on_failure="retry", seed=3) as pool:
+                async def rollout(seat):
+                    first = await seat.reset(seed=seat.group_seed)
+                    said = [await seat.step({"text": "a"}), await seat.step({"text": "b", "poison": seat.index == 1})]
+                    return [r.observation.get("turn") for r in [first, *said]]
+
+                assert await pool.run_group(rollout) == [[None, 1, 2]] * 2
+                lost, = pool.retried
+                assert (lost.rollout, lost.turn) == (1, 1) and isinstance(lost.cause, ServerError)
+                assert server.status()["opened"] == 3 and server.status()["sessions"] == 2
+
+    run(main())
+
+
+def test_retry_gives_up_on_an_environment_that_always_raises():
+    async def main():
+        async with serve(EchoEnv) as server, GrpoPool(server.url, size=1, on_failure="retry", retries=1) as pool:
+            with pytest.raises(ServerError, match="always"):
+                await pool.run_group(lambda seat: seat.step({"raise": "always"}))
+            assert len(pool.retried) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("policy", ["fail", "drop", "retry"])
+def test_an_action_that_cannot_be_read_costs_neither_the_session_nor_the_seat(policy):
+    """What becomes of it is the rollout's rule: here it tells the policy in one group, and gives up in the next."""
+    async def tells(seat):
+        first = (await seat.reset(seed=1)).observation["env"]
+        with pytest.raises(InvalidAction, match="unknown keys \\['zzz'\\]"):
+            await seat.step({"zzz": 1})
+        result = await seat.step({"text": "better"})
+        return seat.turn, result.observation["turn"], result.observation["env"] == first
+
+    async def main():
+        async with serve(EchoEnv, max_sessions=4) as server:
+            async with GrpoPool(server.url, size=2, on_failure=policy, min_group=1) as pool:
+                assert await pool.run_group(tells) == [(1, 1, True)] * 2
+                assert pool.failures == pool.retried == []
+                session = pool.seats[0].session
+
+                async def gives_up(seat):
+                    await seat.reset(seed=1)
+                    return await seat.step({"zzz": 1} if seat.index == 0 else {"text": ""})
+
+                if policy == "drop":
+                    results = await pool.run_group(gives_up)
+                    assert results.rollouts == (1,) and isinstance(results.failures[0].cause, InvalidAction)
+                else:
+                    with pytest.raises(InvalidAction):
+                        await pool.run_group(gives_up)
+                await pool.run_group(tells)
+                assert pool.seats[0].session is session and pool.retried == []
+
+    run(main())
+
+
+def test_a_session_that_the_server_ended_meanwhile_is_replaced_at_the_next_reset():
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as server, proxy(server.url) as p, GrpoPool(p.url, size=2) as pool:
+            await pool.reset_group()
+            p.cut([p.by_port[pool.seats[0].session._socket.local_address[1]]])
+            await eventually(lambda: not pool.seats[0].session.open, SOON)
+            await pool.reset_group()
+            assert await pool.run_group(two_steps) == [("b0", 2.0), ("b1", 2.0)]
+
+    run(main())
+
+
+@pytest.mark.parametrize("away", [1.5])
+def test_retry_survives_a_server_that_is_back_on_its_port_after_a_while(away):
+    from grpolab.env.guess import GuessEnv
+
+    async def play(seat):
+        await seat.reset(seed=seat.group_seed)
+        said = []
+        for i in range(6):
+            said.append((await seat.step({"text": f"{10 * i + 5}"})).observation["text"])
+            if i == 2 and seat.pool.name == "disturbed":
+                await asyncio.wait_for(restarts.wait(), SOON)
+        return said
+
+    async def main():
+        nonlocal restarts
+        restarts = asyncio.Barrier(3)
+        async with contextlib.AsyncExitStack() as stack:
+            server = await stack.enter_async_context(serve(GuessEnv, max_sessions=2))
+            port = int(server.url.rpartition(":")[2])
+            async with GrpoPool(server.url, size=2, on_failure="retry", seed=5, name="quiet") as pool:
+                quiet = await pool.run_group(play)
+            async with GrpoPool(server.url, size=2, on_failure="retry", seed=5, name="disturbed") as pool:
+                group = asyncio.create_task(pool.run_group(play))
+                while restarts.n_waiting < 2:
+                    await asyncio.sleep(0.01)
+                await stack.aclose()
+                await restarts.wait()
+                await asyncio.sleep(away)
+                await stack.enter_async_context(serve(GuessEnv, max_sessions=2, port=port))
+                assert await group == quiet
+                assert {f.rollout for f in pool.retried} == {0, 1} and len(pool.retried) <= 4
+
+    restarts = None
+    run(main())
+
+
+def test_a_replay_has_the_name_of_the_lost_episode():
+    async def play(seat):
+        first = await seat.reset(seed=1)
+        await seat.step({"text": "a"})
+        seat.session._socket.transport.abort()
+        await seat.step({"text": "b"})
+        return first.observation["episode"] == seat.session.episode_id
+
+    async def main():
+        async with serve(Mortal) as server, GrpoPool(server.url, size=1, on_failure="retry") as pool:
+            assert await pool.run_group(play) == [True]
+            assert len(pool.retried) == 1
+
+    run(main())
+
+
+class Fickle(EchoEnv):
+    """Asks another question in each life, in a long text, and says nothing of it afterwards."""
+
+    lives = 0
+    asks = True
+
+    def reset(self, seed=None):
+        Fickle.lives += 1
+        question = f"question {Fickle.lives}" if self.asks else ""
+        return StepResult({"text": "The same long words. " * 50 + question + "." * 500})
+
+    def step(self, action):
+        return StepResult({"text": "The same answer. " * 50 + ("" if self.asks else f"answer {Fickle.lives}") + "." * 500})
+
+
+@pytest.mark.parametrize("asks, where, parts", [(True, "its reset", "question"), (False, "turn 1", "answer")])
+def test_a_replay_that_parts_is_refused_and_shows_where(asks, where, parts):
+    async def play(seat):
+        await seat.reset()
+        await seat.step({"text": "a"})
+        seat.session._socket.transport.abort()
+        await seat.step({"text": "b"})
+
+    async def main():
+        Fickle.asks, Fickle.lives = asks, 0
+        async with serve(Fickle) as server, GrpoPool(server.url, size=1, on_failure="retry") as pool:
+            with pytest.raises(ReplayDiverged, match=where) as caught:
+                await pool.run_group(play)
+            said = str(caught.value)
+            assert f"{parts} 1" in said and f"{parts} 2" in said and len(said) < 600
+            await pool.reset_group()  # on a session of which nothing is in doubt
+            assert server.status()["opened"] == 3
+
+    run(main())
+
+
+def test_the_first_difference_of_two_replies():
+    assert first_difference("abc", "abd") == "they part at character 2: before 'abc', now 'abd'"
+    assert first_difference("abc", "abcd") == "they part at character 3: before 'abc', now 'abcd'"
+    long = first_difference("x" * 1000 + "1" + "y" * 1000, "x" * 1000 + "2" + "y" * 1000)
+    assert "character 1000" in long and "x1y" in long and "x2y" in long and len(long) < 400
+
+
+def test_a_replay_repeats_what_was_sent_and_not_what_became_of_it():
+    async def play(seat):
+        await seat.reset(seed=1)
+        action = {"text": "a"}
+        result = await seat.step(action)
+        action["text"] = "changed since"
+        result.observation["echo"] = "changed as well"
+        seat.session._socket.transport.abort()
+        return (await seat.step({"text": "b"})).observation["turn"]
+
+    async def main():
+        async with serve(Mortal) as server, GrpoPool(server.url, size=1, on_failure="retry") as pool:
+            assert await pool.run_group(play) == [2]
+
+    run(main())
+
+
+def test_a_message_that_nobody_asked_for_ends_the_session_and_shifts_no_reply():
+    async def twice(connection):
+        sent = 0
+        async for text in connection:
+            if text == protocol.CLOSE:
+                return
+            if text == protocol.STATE:
+                await connection.send(protocol.state({}))
+                continue
+            sent += 1
+            reply = protocol.observation(StepResult({"n": sent}, float(sent)))
+            await connection.send(reply)
+            if sent == 2:
+                await connection.send(reply)
+
+    async def main():
+        async with serve_websockets(twice, "127.0.0.1", 0) as listener:
+            url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            async with GrpoPool(url, size=1) as pool:
+                await pool.reset_group()
+                assert (await pool.run_group_step([{}]))[0].observation == {"n": 2}
+                with pytest.raises(SessionLost, match="nobody had asked for"):
+                    await pool.run_group_step([{}])
+                assert not pool.seats[0].session.open
+                assert (await pool.reset_group())[0].observation == {"n": 1}  # on a new session
+
+    run(main())
+
+
+def test_a_message_that_came_while_the_loop_stood_still_is_seen_before_the_next_request():
+    async def main():
+        async with serve_websockets(handler, "127.0.0.1", 0) as listener:
+            async with EnvSession(f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}") as session:
+                await session.reset()
+                await asyncio.sleep(0.05)
+                ready.set()
+                assert sent.wait(SOON)  # this thread does nothing else meanwhile: the loop has read none of it
+                with pytest.raises(SessionLost, match="nobody had asked for"):
+                    await session.step({})
+
+    async def handler(connection):
+        async for text in connection:
+            if text == protocol.CLOSE:
+                return
+            await connection.send(protocol.state({}) if '"state"' in text else protocol.observation(StepResult({}, 1.0)))
+            if '"reset"' in text:
+                threading.Thread(target=late, args=(connection.transport.get_extra_info("socket").dup(),)).start()
+
+    def late(sock):
+        with sock:
+            ready.wait(SOON)
+            sock.setblocking(True)
+            body = protocol.observation(StepResult({"late": True}, 9.0)).encode()
+            sock.sendall(bytes([0x81, len(body)]) + body)
+            time.sleep(0.05)
+        sent.set()
+
+    ready, sent = threading.Event(), threading.Event()
+    run(main())
+
+
+def test_what_a_pool_keeps_is_bounded(monkeypatch):
+    monkeypatch.setattr("grpolab.env.pool.TRACE_SPANS", 20)
+    monkeypatch.setattr("grpolab.env.pool.KEPT_FAILURES", 3)
+    held = []
+
+    class Observed:
+        pass
+
+    async def fails(seat):
+        observation = Observed()
+        held.append(weakref.ref(observation))
+        await seat.step({"raise": f"{len(held)}"})
+
+    async def main():
+        async with serve(EchoEnv) as server:
+            async with GrpoPool(server.url, size=1, on_failure="drop", min_group=1) as pool:
+                for _ in range(10):
+                    with pytest.raises(GroupFailed):
+                        await pool.run_group(fails)
+                for _ in range(30):
+                    await pool.run_group(lambda seat: seat.step({"text": "x" * 1000}))
+                assert len(pool.trace) == 20 and [s.turn for s in pool.trace] == list(range(21, 41))
+                assert [str(f.cause).split()[-2] for f in pool.failures] == ["8", "9", "10"]
+                assert pool.seats[0]._log == []  # nothing to replay under this policy
+                gc.collect()
+                assert not any(ref() for ref in held)  # the records say what happened, and hold no observation
+
+    run(main())
+
+
+def test_an_episode_that_outgrew_its_log_is_not_replayed(monkeypatch):
+    monkeypatch.setattr("grpolab.env.seat.REPLAY_CHARACTERS", 5000)
+
+    async def long_one(seat):
+        await seat.reset(seed=1)
+        for _ in range(20):
+            await seat.step({"text": "x" * 200})
+        assert seat._log is None
+        seat.session._socket.transport.abort()
+        await seat.step({"text": "y"})
+
+    async def short_one(seat):
+        await seat.reset(seed=1)
+        await seat.step({"text": "x" * 200})
+        seat.session._socket.transport.abort()
+        return (await seat.step({"text": "y"})).observation["turn"]
+
+    async def main():
+        async with serve(Mortal) as server, GrpoPool(server.url, size=1, on_failure="retry") as pool:
+            with pytest.raises(SessionLost, match="more than 5000 characters"):
+                await pool.run_group(long_one)
+            assert await pool.run_group(short_one) == [2]
+
+    run(main())
+
+
+def test_an_episodes_name_is_cut_in_the_trace():
+    async def main():
+        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
+            with pytest.raises(InvalidAction, match="episode_id"):
+                await session.reset(episode_id="e" * 10**6)
+            assert len(session.trace[-1].episode) == 255
+
+    run(main())
+
+
+@pytest.mark.parametrize("token", ["secret\n", "sec ret", "", "geheim\u00df", "\x00"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(token):
+    with pytest.raises(ValueError, match="token") as caught:
+        EnvSession("ws://127.0.0.1:9", token=token)
+    assert "sec" not in str(caught.value) and "geheim" not in str(caught.value)
+    with pytest.raises(ValueError, match="token"):
+        GrpoPool("ws://127.0.0.1:9", token=token)
+
+
+@pytest.mark.parametrize("status, headers, body, error, wait", [
+    (503, "Retry-After: \u00b2\r\n", "{}", CapacityError, None),
+    (503, "Retry-After: 7\r\n", '{"error":"full","active_sessions":2,"max_sessions":2}', CapacityError, 7.0),
+    (503, "Retry-After: " + "9" * 400 + "\r\n", '{"active_sessions":"two","max_sessions":[]}', CapacityError, None),
+    (503, "Retry-After: Wed, 21 Oct 2026 07:28:00 GMT\r\n", "[1]", CapacityError, None),
+    (503, "", "[" * 200_000, CapacityError, None),
+    (502, "", "<html>", ConnectError, None),
+    (401, "", '{"error":null}', ConnectError, None),
+])
+def test_a_refused_handshake_is_typed_whatever_it_says(status, headers, body, error, wait):
+    async def refuse(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status} No\r\n{headers}Content-Length: {len(body)}\r\n\r\n{body}".encode("latin-1"))
+        await writer.drain()
+        writer.close()
+
+    async def main():
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as listener:
+            url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            with pytest.raises(ConnectError, match=url) as caught:
+                await EnvSession(url).connect()
+            assert type(caught.value) is error and caught.value.status == status and len(str(caught.value)) < 3000
+            if error is CapacityError:
+                assert caught.value.retry_after == wait
+                assert caught.value.active in (None, 2) and caught.value.max_sessions in (None, 2)
+
+    run(main())
+
+
 def test_seeds_are_documented_distinct_and_repeatable():
-    assert rollout_seed(0, 0, 0) == int(hashlib.sha256(b"0:0:0").hexdigest()[:16], 16) // 2
+    assert rollout_seed(0, 0, 0) == int(hashlib.sha256(b"0:0:0").hexdigest()[:8], 16)
     seeds = {rollout_seed(s, g, i) for s in range(5) for g in range(20) for i in range(-1, 8)}
-    assert len(seeds) == 5 * 20 * 9 and all(0 <= s < 2**63 for s in seeds)
+    assert len(seeds) == 5 * 20 * 9 and all(0 <= s < 2**32 for s in seeds)
 
     async def play(seat):
         question = (await seat.reset(seed=seat.group_seed)).observation["text"]

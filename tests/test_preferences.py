@@ -199,7 +199,7 @@ def test_earlier_answers_belong_to_the_prompt_and_later_ones_are_trained(tiny):
     assert pair.prompt + pair.chosen.ids == whole.ids
     assert tiny.tokenizer.decode(pair.prompt).count("Assistant") == 2 and tiny.decode(pair.rejected.ids) == "5"
     trained = [i for i, m in zip(pair.chosen.ids, pair.chosen.mask) if m]
-    assert tiny.decode(trained) == "4Yes" and trained.count(tiny.eos_ids[0]) == 2
+    assert tiny.decode(trained) == "4<|endoftext|>Yes" and trained.count(tiny.eos_ids[0]) == 2
 
 
 BAD = [

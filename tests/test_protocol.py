@@ -5,7 +5,9 @@ import pytest
 from grpolab.env import protocol
 from grpolab.env.protocol import (
     CapacityError,
+    EnvError,
     FactoryError,
+    InvalidAction,
     InvalidRequest,
     ServerError,
     SessionLost,
@@ -84,7 +86,8 @@ def test_error_frames_become_typed_errors():
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"no":1}', '{"type":"observation","data":{"reward":NaN}}',
-                                  '{"type":"x","data":3}'])
+                                  '{"type":"x","data":3}', '{"type":["x"],"data":{}}', '{"type":"observation","data":[]}',
+                                  '{"type":"state","data":{"n":' + "9" * 5000 + "}}", b"\xff{"])
 def test_a_reply_that_is_no_reply_loses_the_session(text):
     with pytest.raises(SessionLost):
         parse_reply(text)
@@ -97,10 +100,43 @@ def test_metadata_is_read_from_both_places():
     assert beside == StepResult({"a": 1}, 1.0, True, {"m": 2})
 
 
-@pytest.mark.parametrize("bad", [{}, {"observation": [1]}, {"observation": {}, "reward": "1"}])
+@pytest.mark.parametrize("bad", [
+    {}, {"observation": [1]}, {"observation": {}, "reward": "1"}, {"observation": {}, "reward": [1]},
+    {"observation": {}, "reward": 10**400}, {"observation": {}, "reward": json.loads("1e400")},
+    {"observation": {}, "reward": float("nan")}, {"observation": {}, "done": "false"}, {"observation": {}, "metadata": [1]},
+])
 def test_an_observation_that_is_none_loses_the_session(bad):
-    with pytest.raises(SessionLost):
-        step_result(bad)
+    with pytest.raises(SessionLost, match="ws://host/ws") as caught:
+        step_result(bad, "ws://host/ws")
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_observation_may_have_a_field_named_metadata_of_its_own():
+    assert step_result({"observation": {"metadata": "m"}, "reward": True}) == StepResult({"metadata": "m"}, 1.0)
+
+
+@pytest.mark.parametrize("more", [
+    {"errors": None}, {"errors": 5}, {"errors": "text"}, {"errors": [None, {"loc": 3}, {"msg": []}]}, {"message": None},
+    {"message": ["x"]}, {"message": "m" * 10**6}, {"code": ["x"]}, {"code": None}, {"code": {}}, {"active_sessions": "two"},
+])
+@pytest.mark.parametrize("code", ["EXECUTION_ERROR", "VALIDATION_ERROR", "CAPACITY_REACHED", "FACTORY_ERROR", "STEP_TIMEOUT"])
+def test_whatever_an_error_frame_holds_the_error_is_typed_and_names_the_server(code, more):
+    with pytest.raises(EnvError) as caught:
+        parse_reply(json.dumps({"type": "error", "data": {"message": "m", "code": code, **more}}), "ws://host/ws")
+    assert len(str(caught.value)) < 3000
+    if not isinstance(caught.value, InvalidAction):
+        assert "ws://host/ws" in str(caught.value)
+    if isinstance(caught.value, CapacityError):
+        assert caught.value.active is None
+
+
+def test_an_action_that_cannot_be_read_says_why():
+    reasons = [{"type": "missing", "loc": ["data", "text"], "msg": "Field required"}, {"type": "odd"}]
+    with pytest.raises(InvalidAction, match="data.text: Field required; odd") as caught:
+        parse_reply(data("VALIDATION_ERROR", errors=reasons))
+    assert caught.value.code == "VALIDATION_ERROR" and caught.value.errors == tuple(reasons)
+    assert isinstance(caught.value, ServerError) and isinstance(caught.value, ValueError)
+    assert str(InvalidAction("an environment's own words")) == "an environment's own words"
 
 
 def test_a_nan_reward_cannot_be_sent():

@@ -7,10 +7,14 @@ import math
 import pytest
 import torch
 from test_train import collect, flat, fresh, gradient, preferences, slopes, untimed
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from grpolab import losses
+from grpolab.chat import Example
+from grpolab.models import Policy
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.loop import Optimisation
+from grpolab.train.preferences import Pair
 from grpolab.train.reference import ReferenceLogps, cache_logps, pair_logps, reference_values, weights_key
 
 
@@ -152,3 +156,23 @@ def test_nothing_to_score_is_refused(tiny):
         cache_logps(tiny, [])
     with pytest.raises(ValueError, match="of other pairs"):
         reference_values(ReferenceLogps(torch.zeros(9, 2), "x"), preferences(tiny), Optimisation())
+
+
+def test_the_cache_of_a_model_with_windows_is_its_own_forward(tiny):
+    """Resident or cached, in shared rows: the plain log-probs of single sequences."""
+    torch.manual_seed(0)
+    config = MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=2, sliding_window=6)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(6.0 if p.dim() > 1 else 1.0)
+    policy = Policy(model, tiny.tokenizer, "mistral", (2,))
+    pairs = [Pair((5, 6, 7, 8 + i), Example((9, 10) * 6, (1,) * 12), Example((11, 12, 13) * 5, (1,) * 15)) for i in range(3)]
+    own = []
+    for side in (s for p in pairs for s in p.sides):
+        logps = model(torch.tensor([side.prompt + side.tokens])).logits[0].log_softmax(-1)
+        own.append(logps[len(side.prompt) - 1 : -1].gather(1, torch.tensor(side.tokens)[:, None]).sum().item())
+    cached = cache_logps(policy, pairs)
+    resident = reference_values(policy, pairs, DPOConfig())(range(3))
+    assert cached.values.flatten().tolist() == pytest.approx(own, abs=1e-3) and torch.equal(cached.values, resident)

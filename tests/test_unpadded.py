@@ -60,15 +60,14 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dense", [False, True])
-def test_value_and_gradient_are_the_models_own(name, dense, monkeypatch):
+def test_value_and_gradient_are_the_models_own(name, dense):
     policy = policy_of(CONFIGS[name])
     assert unpadded.readable(policy.model)
     ids, positions = torch.randint(0, 61, (3, 14)), torch.arange(14).expand(3, 14)
     mask = torch.rand(3, 1, 14, 14).lt(0.6).logical_or(torch.eye(14).bool()).tril() if dense else None
     pull, results = torch.randn(3, 14, 32, dtype=torch.float64), []
-    for fast in (True, False):
-        monkeypatch.setattr(unpadded, "readable", lambda model, fast=fast: fast)
-        hidden = decoder_states(policy, ids, positions, mask)
+    for way in ("unpadded", "packed"):
+        hidden = decoder_states(policy, ids, positions, mask, way=way)
         (hidden * pull).sum().backward()
         results.append((hidden.detach(), gradients(policy)))
     assert_same(*results)
@@ -76,7 +75,7 @@ def test_value_and_gradient_are_the_models_own(name, dense, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("width", [0, 20, 64])
-def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width, monkeypatch):
+def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width):
     """Groups of 3, 1 and 3 with completions of all lengths, also none, and tokens of an environment."""
     policy, rollouts = policy_of(CONFIGS[name]), []
     for prompt, lengths in (((5, 6, 7, 8), (3, 9, 1)), ((9,), (4,)), ((10, 11), (0, 2, 5))):
@@ -84,12 +83,12 @@ def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width, m
             mask = tuple(int(i != 1) for i in range(n))
             rollouts.append(Rollout(prompt, tuple(range(20, 20 + n)), mask, (-1.0,) * n, (-1.0,) * n, "eos"))
     shape, results = collate(rollouts, torch.zeros(7)).mask.shape, []
-    for fast, w in ((True, width), (False, 0)):
-        monkeypatch.setattr(unpadded, "readable", lambda model, fast=fast: fast)
-        logps, _ = rollout_logps(policy, lay_out(rollouts, width=w), shape, 0.7)
+    for way in ("unpadded", "packed", "rows", "alone"):
+        logps, _ = rollout_logps(policy, lay_out(rollouts, width=width), shape, 0.7, way=way)
         (logps * torch.linspace(-1, 1, logps.numel(), dtype=torch.float64).view(shape)).sum().backward()
         results.append((logps.detach(), gradients(policy)))
-    assert_same(*results)
+    for found in results[:-1]:
+        assert_same(found, results[-1])
 
 
 def test_no_padding_is_computed():
@@ -107,7 +106,7 @@ def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
             with forward_passes(tiny, Optimisation(checkpoint_activations=on)):
-                hidden = decoder_states(tiny, ids, positions, None)
+                hidden = decoder_states(tiny, ids, positions, None, way="unpadded")
         parameters = {p.data_ptr() for p in tiny.model.parameters()}
         alive = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.data_ptr() not in parameters}
         hidden.square().sum().backward()
@@ -117,10 +116,9 @@ def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny
     assert inputs < all_of_it / 4
 
 
-def test_less_is_kept_for_the_backward_than_by_the_models_own_forward(tiny, monkeypatch):
+def test_less_is_kept_for_the_backward_than_by_the_models_own_forward(tiny):
     ids, positions, alive = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64), []
-    for fast in (True, False):
-        monkeypatch.setattr(unpadded, "readable", lambda model, fast=fast: fast)
+    for way in ("unpadded", "rows"):
         kept = {}
 
         def keep(x, kept=kept):
@@ -128,22 +126,22 @@ def test_less_is_kept_for_the_backward_than_by_the_models_own_forward(tiny, monk
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            assert decoder_states(tiny, ids, positions, None).requires_grad
+            assert decoder_states(tiny, ids, positions, None, way=way).requires_grad
         alive.append(sum(s.nbytes() for s in kept.values()))
     assert alive[0] < 0.85 * alive[1]
 
 
 @pytest.mark.parametrize("how", ["autocast", "bf16 parameters"])
-def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how, monkeypatch):
+def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how):
     ids, positions = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64)
     errors = []
     with torch.no_grad():
-        exact = decoder_states(tiny, ids, positions, None)
+        exact = decoder_states(tiny, ids, positions, None, way="unpadded")
         tiny.model.to(torch.float32 if how == "autocast" else torch.bfloat16)
-        for fast in (True, False):
-            monkeypatch.setattr(unpadded, "readable", lambda model, fast=fast: fast)
+        for way in ("unpadded", "rows"):
             with forward_passes(tiny, Optimisation(autocast="bfloat16" if how == "autocast" else None)):
-                errors.append((decoder_states(tiny, ids, positions, None).float() - exact).square().mean().sqrt().item())
+                error = decoder_states(tiny, ids, positions, None, way=way).float() - exact
+            errors.append(error.square().mean().sqrt().item())
     assert 0 < errors[0] < 1.1 * errors[1]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from grpolab.decode import attention
-from grpolab.decode.cache import PAGE, Prefilled, places_for, round_up
+from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
 from grpolab.decode.general import GeneralEngine, _evaluating, takes
 from grpolab.decode.llama import LlamaEngine
 from grpolab.models import attention_of, core, llama_obstacle, steady_context
@@ -210,7 +210,7 @@ def _other_attention(model):
 def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> torch.Tensor:
     """Logits (n, steps + 1, V) after each of the last positions: ids (n, .), prefill to lengths, then `steps` steps."""
     ends = torch.tensor(lengths, device=engine.device)
-    window = round_up(max(lengths) + steps, places_for(engine, 1).unit)
+    window = round_up(max(lengths) + steps, store_for(engine, 1).unit)
     cache = engine.allocate(len(lengths), window)
     first = engine.forward(ids[:, : max(lengths)], torch.zeros_like(ends), ends - 1, cache, window)
     prompts = [Prefilled(cache, i, length) for i, length in enumerate(lengths)]
@@ -220,16 +220,16 @@ def cached_logits(engine, ids: torch.Tensor, lengths: list[int], steps: int) -> 
 def stepped(engine, ids: torch.Tensor, prompts: list[Prefilled], steps: int) -> list[torch.Tensor]:
     """Logits (n, V) of each of the steps that follow these prompts, which are ids[i, :length]."""
     n, lengths = len(prompts), np.array([p.length for p in prompts])
-    places, rows, out = places_for(engine, n), engine.rows(n), []
+    store, rows, out = store_for(engine, n), engine.rows(n), []
     longest = int(lengths.max()) + steps
-    window = round_up(longest, places.unit)
-    places.enter(0, prompts, longest)
-    places.fit(lengths, rows, steps, longest)
+    window = round_up(longest, store.unit)
+    store.enter(0, prompts, longest)
+    store.fit(lengths, rows, steps, longest)
     ends = torch.from_numpy(lengths).to(ids.device)
     for t in range(steps):
         tokens, start = ids.gather(1, (ends + t)[:, None]), ends + t
         tokens, start = F.pad(tokens, (0, 0, 0, rows - n)), F.pad(start, (0, rows - n))
-        out.append(engine.forward(tokens, start, None, places.cache, window)[:n])
+        out.append(engine.forward(tokens, start, None, store.cache, window)[:n])
     return out
 
 
@@ -269,16 +269,16 @@ def _probe_lengths(model) -> list[int]:
 @torch.no_grad()
 def seconds_a_step(engine, rows: int, numbers: Sequence[int], rounds: int = 5) -> dict[int, float]:
     """Number of torch threads -> median seconds of a step of `rows` rows; they take turns, so that drift hits all."""
-    last, places = 2 * PAGE - 1, places_for(engine, rows)
-    places.enter(0, [Prefilled(engine.allocate(1, 2 * PAGE), 0, last)] * rows, 2 * PAGE)
-    places.fit(np.full(rows, last), rows, 1, 2 * PAGE)
+    last, store = 2 * PAGE - 1, store_for(engine, rows)
+    store.enter(0, [Prefilled(engine.allocate(1, 2 * PAGE), 0, last)] * rows, 2 * PAGE)
+    store.fit(np.full(rows, last), rows, 1, 2 * PAGE)
     start = torch.full((rows,), last, device=engine.device)
     tokens, seconds = torch.zeros(rows, 1, dtype=torch.long, device=engine.device), {n: [] for n in numbers}
     common = torch.get_num_threads()
     for n in [*numbers] * (rounds + 1):  # the first round warms up
         torch.set_num_threads(n)
         started = perf_counter()
-        engine.forward(tokens, start, None, places.cache, 2 * PAGE)
+        engine.forward(tokens, start, None, store.cache, 2 * PAGE)
         seconds[n].append(perf_counter() - started)
     torch.set_num_threads(common)
     return {n: statistics.median(times[1:]) for n, times in seconds.items()}

@@ -90,7 +90,7 @@ def sabotage(sampler, fault: str):
     from grpolab.decode import attention, scheduler
 
     engine, forward = sampler.engine, sampler.engine.forward
-    mask_bias, draw_mixed, ended = attention.mask_bias, scheduler.draw_mixed, scheduler.Rows.ended
+    mask_bias, draw_mixed, ended = attention.mask_bias, scheduler.draw_mixed, scheduler.Scheduler._ended
 
     def earlier(tokens, start, last, cache, window):
         return forward(tokens, (start - int(tokens.shape[1] == 1)).clamp(min=0), last, cache, window)
@@ -102,8 +102,8 @@ def sabotage(sampler, fault: str):
         bias = mask_bias(positions, *rest)
         return torch.zeros_like(bias) if positions.shape[1] == 1 else bias
 
-    def deaf(rows, *rest):
-        found = ended(rows, *rest)
+    def deaf(self, alive):
+        rows, found = self.rows, ended(self, alive)
         return {i: reason for i, reason in found.items() if reason != "eos" or rows.count[i] >= rows.limit[i]}
 
     def mislabelled(*args):
@@ -113,12 +113,12 @@ def sabotage(sampler, fault: str):
     def swapped(tokens, start, last, cache, window):
         if tokens.shape[1] == 1:
             rows = range(sampler._scheduler.rows.n)  # without a row of padding
-            sampler._scheduler.places.move(rows, [*rows[-1:], *rows[:-1]], window)
+            sampler._scheduler.store.move(rows, [*rows[-1:], *rows[:-1]], window)
         return forward(tokens, start, last, cache, window)
 
     patches = dict(zip(FAULTS, (
         mock.patch.object(engine, "forward", earlier), mock.patch.object(attention, "mask_bias", one_more),
-        mock.patch.object(attention, "mask_bias", everything), mock.patch.object(scheduler.Rows, "ended", deaf),
+        mock.patch.object(attention, "mask_bias", everything), mock.patch.object(scheduler.Scheduler, "_ended", deaf),
         mock.patch.object(scheduler, "draw_mixed", mislabelled), mock.patch.object(engine, "forward", swapped))))
     if fault not in patches:
         raise ValueError(f"fault must be one of {FAULTS}, got {fault!r}")

@@ -218,7 +218,7 @@ class Pages:
         keys = self.keys[:, pages].permute(0, 2, 3, 1, 4).flatten(3)[:, None]
         return SlotCache([keys, self.values[:, pages].permute(0, 3, 1, 2, 4).flatten(2, 3)[:, None]], [-1, -2])
 
-    def places(self, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate(self, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and offset of position start[i] of row i: (n,) each."""
         table = torch.from_numpy(self.table[: len(start)])
         return table.gather(1, (start // PAGE)[:, None]).squeeze(1), start % PAGE
@@ -268,6 +268,6 @@ def _grown(pages: torch.Tensor, more: int) -> torch.Tensor:
     return torch.cat([pages, pages.new_zeros(len(pages), more, *pages.shape[2:])], 1)
 
 
-def places_for(engine, most: int) -> Slots | Pages:
+def store_for(engine, most: int) -> Slots | Pages:
     """Pages where the engine's step reads them, else slots."""
     return (Pages if getattr(engine, "paged", False) else Slots)(engine, most)

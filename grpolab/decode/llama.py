@@ -149,7 +149,7 @@ class LlamaEngine:
         its transposed keys weighted by a query, the result is the rows of values weighted by the softmax. A small matrix
         product for each row and head is mostly call, and reads a shared prompt once for each sample."""
         n, _, window = bias.shape
-        at, blocks = pages.places(start), window // PAGE
+        at, blocks = pages.locate(start), window // PAGE
         key_rows, key_bags, value_rows, value_bags = pages.reading(n, blocks, self.groups)
 
         def attend(i: int, h: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
+from operator import index
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 CHUNK = 256  # width of the coarse level of the two-level inverse CDF
 TOP = 256  # candidates tried before the full sort of top-p
+COLDEST = 1e-30  # below this temperature, logits divided by it leave float32
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -22,12 +25,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class SamplingParams:
     """How one request is sampled. Filters apply in the order temperature, top-k, top-p, min-p; ties are all kept.
 
-    temperature     > 0; logits are divided by it before the normaliser
+    temperature     at least 1e-30; logits are divided by it before the normaliser
     top_k           keep the k largest logits; 0 is off
     top_p           keep the smallest set whose probability reaches p; 1.0 is off
     min_p           keep tokens with at least min_p times the largest probability; 0.0 is off
     greedy          take the argmax; `logps` are then the raw ones
-    max_new_tokens  tokens a rollout may take
+    max_new_tokens  tokens a rollout may take; one that fills the context before or with them finishes as "context"
     max_total_tokens  tokens that all rollouts of the request may take together; None is off
     stop_ids        further token ids that end a rollout, beside the policy's eos ids
     stop_strings    texts that end a rollout at the token that completes them
@@ -48,11 +51,17 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        set_to = partial(object.__setattr__, self)
+        for name in ("top_k", "max_new_tokens", "max_total_tokens", "seed"):
+            set_to(name, None if getattr(self, name) is None else _integer(name, getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):
+            set_to(name, float(getattr(self, name)))
+        set_to("stop_ids", tuple(_integer("stop_ids", i) for i in self.stop_ids))
         strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
-        object.__setattr__(self, "stop_strings", strings)
-        if not (isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"temperature must be above 0, got {self.temperature}; for the argmax use greedy=True")
+        set_to("stop_strings", strings)
+        if not (isfinite(self.temperature) and self.temperature >= COLDEST):
+            raise ValueError(f"temperature must be at least {COLDEST}, below which logits divided by it leave float32, "
+                             f"got {self.temperature}; for the argmax use greedy=True")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -70,6 +79,13 @@ class SamplingParams:
     def truncates(self) -> bool:
         """Whether some tokens get probability 0; each rollout then records its `kept_mass`."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def _integer(name: str, value) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -154,7 +170,7 @@ def _nucleus_floor(logits: torch.Tensor, p: float) -> torch.Tensor:
     return best.gather(1, last)
 
 
-def draw(logits: torch.Tensor, u: torch.Tensor, params: SamplingParams) -> Draw:
+def draw_tokens(logits: torch.Tensor, u: torch.Tensor, params: SamplingParams) -> Draw:
     """One token for each row of logits (n, V) with the uniforms u (n,) double; the arithmetic is fp32."""
     logits = logits.float()
     if params.greedy:
@@ -179,19 +195,19 @@ def _exponentiate(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _logps(logits: torch.Tensor, normaliser: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """As `losses.token_logps` computes them, so that equal logits give equal bits."""
+    """As `losses.target_logps` computes them, so that equal logits give equal bits."""
     return logits.gather(1, tokens[:, None]).squeeze(1) - normaliser
 
 
 def draw_mixed(logits: torch.Tensor, u: torch.Tensor, kinds: Sequence[tuple[SamplingParams, torch.Tensor]]) -> Draw:
-    """`draw` for rows (n, V) of several requests: kinds holds (params, row indices), which together cover every row."""
+    """`draw_tokens` for rows (n, V) of several requests: kinds holds (params, row indices), which together cover every row."""
     if len(kinds) == 1:
-        return draw(logits, u, kinds[0][0])
+        return draw_tokens(logits, u, kinds[0][0])
     n, device = logits.shape[0], logits.device
     tokens = torch.zeros(n, dtype=torch.long, device=device)
     logps, raw_logps, mass = (torch.ones(n, device=device) for _ in range(3))
     for params, rows in kinds:
-        part = draw(logits[rows], u[rows], params)
+        part = draw_tokens(logits[rows], u[rows], params)
         tokens[rows], logps[rows], raw_logps[rows] = part.tokens, part.logps, part.raw_logps
         if part.kept_mass is not None:
             mass[rows] = part.kept_mass

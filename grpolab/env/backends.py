@@ -12,15 +12,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
+import shlex
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+from grpolab.env import leash
+from grpolab.env.worker import load_factory
 
 log = logging.getLogger("grpolab.env.backends")
 
@@ -46,15 +51,18 @@ class ProcessBackend:
     """A child process as a backend. It prints its address as its first line, and dies with us however we die.
 
     `command` is a list, never a shell line. `health(address)` and `scrub(address)` return truth when all is well;
-    without `scrub` each tenant gets a new process. `start_timeout` in seconds bounds the wait for the address.
+    without `scrub` each tenant gets a new process. `start_timeout` in seconds bounds the wait for the address. Of our
+    environment variables it inherits only those in `leash.INHERITED`; `env` are more. `cwd` is its folder.
     """
 
     def __init__(self, command: Sequence[str], *, health: Callable[[str], bool] | None = None,
-                 scrub: Callable[[str], bool] | None = None, start_timeout: float = 10.0):
+                 scrub: Callable[[str], bool] | None = None, start_timeout: float = 10.0,
+                 env: Mapping[str, str] | None = None, cwd: str | Path | None = None):
         if isinstance(command, str) or not command:
             raise ValueError(f"command={command!r}: pass the program and its arguments as a list")
         self.command, self.start_timeout = list(command), start_timeout
         self.address = ""
+        self._env, self._cwd = dict(env or {}), cwd
         self._health, self._scrub = health, scrub
         self._process: subprocess.Popen | None = None
         self._listeners: list[threading.Thread] = []
@@ -66,11 +74,12 @@ class ProcessBackend:
 
     def start(self) -> str:
         """Start the process and wait for its first line, the address; raises BackendError with what it said instead."""
-        leash = [sys.executable, "-I", "-S", str(Path(__file__).with_name("leash.py"))]
+        held = [sys.executable, "-I", "-S", leash.__file__, *self.command]
         self.address = ""
         said: deque[str] = deque(maxlen=20)
-        process = subprocess.Popen(leash + self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
+        process = subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+                                   env=leash.environment(self._env), cwd=self._cwd)
         self._process = process
         spoke = threading.Event()
         self._listeners = [threading.Thread(target=self._listen, args=(process.stdout, said, spoke), daemon=True),
@@ -118,6 +127,17 @@ class ProcessBackend:
                 process.wait()
             for listener in self._listeners:
                 listener.join(timeout=1.0)
+
+
+def read_backend(text: str, *, env: Mapping[str, str] | None = None) -> Callable[[int], Backend]:
+    """What makes the backends of a BackendPool, from one argument of a command line: `package.module:function`, which gets a
+    backend's number, or the command of a ProcessBackend (split as a shell splits it, with nothing expanded)."""
+    if re.fullmatch(r"[\w.]+:[\w.]+", text):
+        return load_factory(text)
+    command = shlex.split(text)
+    if not command:
+        raise ValueError(f"backend {text!r}: write a command, or package.module:function")
+    return lambda _: ProcessBackend(command, env=env)
 
 
 def _true(check: Callable[[str], bool], address: str) -> bool:

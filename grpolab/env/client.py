@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,19 +16,21 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidState, InvalidStatus
-from websockets.frames import Frame, Opcode
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.protocol import State
 
 from grpolab.env import protocol
 from grpolab.env.protocol import (
     CapacityError,
     ConnectError,
     DeadlineExceeded,
-    EnvError,
     ServerError,
     SessionLost,
     StepResult,
 )
+
+TRACE_SPANS = 100_000  # how many spans a trace keeps, the last ones: some 20 MB
+EPISODE_SHOWN = 255  # characters of an episode's name in a span; our server takes no longer ones
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Deadlines:
 class Span(NamedTuple):
     """One phase of one session: times are perf_counter seconds. `error` names what ended it, '' if nothing did.
 
-    `episode` and `turn` identify a step on both sides of the wire: the server's trace carries the same two.
+    `episode` and `turn` identify a step on both sides of the wire: the server's trace carries the same two (`episode` is
+    cut after EPISODE_SHOWN characters).
     """
 
     phase: str
@@ -81,55 +85,37 @@ def socket_url(url: str) -> str:
 def _refused(status: InvalidStatus, url: str) -> ConnectError:
     """The typed error for a handshake that the server answered with something else than 101."""
     response = status.response
-    body: dict = {}
-    with suppress(ValueError):
+    body: Any = {}
+    with suppress(ValueError, RecursionError):  # a body of whatever kind: then the reason phrase has to do
         body = json.loads(response.body or b"{}")
     body = body if isinstance(body, dict) else {}
-    message = f"{url} refused the session with HTTP {response.status_code}: {body.get('error', response.reason_phrase)}"
+    reason = str(body.get("error", response.reason_phrase))[: protocol.MAX_SAID]
+    message = f"{url} refused the session with HTTP {response.status_code}: {reason}"
     if response.status_code != 503:
-        return ConnectError(message)
-    wait = response.headers.get("Retry-After", "")
-    return CapacityError(message, body.get("active_sessions"), body.get("max_sessions"),
-                         float(wait) if wait.isdigit() else None)
+        return ConnectError(message, response.status_code)
+    return CapacityError(message, protocol.whole(body.get("active_sessions")), protocol.whole(body.get("max_sessions")),
+                         _seconds(response.headers.get("Retry-After", "")))
 
 
-class _Connection(ClientConnection):
-    """A connection that hands a reply of one frame straight to who asked: websockets' ways of sending and receiving, made
-    for many tasks and for streams, take as long as a short step."""
+def _seconds(wait: str) -> float | None:
+    """A Retry-After in seconds; None for a date or anything else, and for more than a day."""
+    return float(wait) if wait.isascii() and wait.isdigit() and len(wait) < 6 else None
 
-    _asked: asyncio.Future | None = None
 
-    async def ask(self, text: str) -> str | bytes:
-        """Send `text` and wait for the next message; raises ConnectionClosed. One at a time."""
-        # A server that refuses may have hung up already; what it said is then still there to be read.
-        with suppress(InvalidState):
-            self.protocol.send_text(text.encode())
-            self.send_data()
-            if not self.recv_messages.frames:
-                self._asked = self.loop.create_future()
-                if (reply := await self._asked) is not None:
-                    return reply
-        return await self.recv()
+def _checked(token: str) -> str:
+    """The token, if an HTTP header can hold it. The error does not show it."""
+    if not (token and all("!" <= character <= "~" for character in token)):
+        at = next((i for i, character in enumerate(token) if not "!" <= character <= "~"), 0)
+        what = f"has a character that no HTTP header can hold, at position {at} of {len(token)}" if token else "is empty"
+        raise ValueError(f"the token {what}: read it with .strip(), for a file mostly ends in a newline, and pass None for a "
+                         "server that asks for none")
+    return token
 
-    def _answer(self, reply: str | None) -> bool:
-        """Wake who waits, with the reply or to `recv` it; False if nobody does."""
-        waits = self._asked is not None and not self._asked.done()
-        if waits:
-            self._asked.set_result(reply)
-        return waits
 
-    def process_event(self, event: Any) -> None:
-        if isinstance(event, Frame) and event.opcode is Opcode.TEXT and event.fin and not self.recv_messages.frames:
-            with suppress(UnicodeDecodeError):  # `recv` knows what to do about it
-                if self._answer(str(event.data, "utf-8")):
-                    return
-        super().process_event(event)
-        if self.recv_messages.frames:
-            self._answer(None)
-
-    def connection_lost(self, fault: Exception | None) -> None:
-        super().connection_lost(fault)
-        self._answer(None)
+def _cut(connection: ClientConnection) -> None:
+    """End a connection at once, with no word to the other side. `websockets` itself only closes with a handshake, which
+    takes time and a task; `transport` is asyncio's own object."""
+    connection.transport.abort()
 
 
 class EnvSession:
@@ -137,24 +123,30 @@ class EnvSession:
 
     `connect` returns only when the server has answered on this session, so an admitted session is a real one (an
     OpenEnv server accepts the handshake and refuses afterwards). After `lost` is set, every call raises SessionLost.
-    `trace` collects a Span a phase. `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
+    `trace` has a Span a phase, the last TRACE_SPANS; a pool passes its own for all sessions to write to.
+    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off. `wait` is how many whole seconds a
+    full server may keep us in its line, beyond `deadlines.connect`; `party`, "NAME COUNT", asks for the places of COUNT
+    sessions together. A server without a line ignores both.
     """
 
     def __init__(self, url: str, *, token: str | None = None, deadlines: Deadlines | None = None,
-                 ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0, trace: list | None = None,
-                 index: int = 0):
+                 ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0,
+                 trace: deque[Span] | None = None, index: int = 0, wait: int = 0, party: str = ""):
         self.url = socket_url(url)
         self.deadlines = deadlines or Deadlines()
-        self.trace = [] if trace is None else trace
         self.index = index
         self.episode_id = ""
         self.turn = 0
         self.lost: BaseException | None = None
-        self._token = token
+        self.exchanged = 0  # characters of the last request and its reply
+        self._wait = wait
+        asked = {"Authorization": f"Bearer {_checked(token)}" if token is not None else "", "X-Session-Group": party,
+                 "Prefer": f"wait={wait}" if wait else ""}
+        self._headers = {name: text for name, text in asked.items() if text}
         self._pings = {"ping_interval": ping_interval, "ping_timeout": ping_timeout}
-        self._socket = None
-        self._wait: tuple[float, str, float] | None = None  # of the request in flight: when it is due, phase and seconds
-        self._watch: asyncio.TimerHandle | None = None
+        self._spans: deque[Span] = deque(maxlen=TRACE_SPANS) if trace is None else trace
+        self._socket: ClientConnection | None = None
+        self._asked: str | None = None  # the phase of the request in flight
 
     async def __aenter__(self) -> EnvSession:
         await self.connect()
@@ -170,8 +162,13 @@ class EnvSession:
 
     @property
     def open(self) -> bool:
-        """Whether requests can be sent."""
-        return self._socket is not None and self.lost is None
+        """Whether requests can be sent: connected, not lost, and not closed by the server meanwhile."""
+        return self._socket is not None and self.lost is None and self._socket.state is State.OPEN
+
+    @property
+    def trace(self) -> list[Span]:
+        """The last spans, oldest first: a copy."""
+        return list(self._spans)
 
     async def connect(self) -> None:
         """Open the connection and prove the session with a `state` request.
@@ -211,15 +208,15 @@ class EnvSession:
         self._socket = handshake.result()
 
     async def _handshake(self):
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
+        seconds = self.deadlines.connect + self._wait
         local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         try:
-            async with asyncio.timeout(self.deadlines.connect):
-                return await connect(self.url, create_connection=_Connection, additional_headers=headers, compression=None,
-                                     open_timeout=None, close_timeout=self.deadlines.close, max_size=protocol.MAX_REPLY_BYTES,
+            async with asyncio.timeout(seconds):
+                return await connect(self.url, additional_headers=self._headers, compression=None, open_timeout=None,
+                                     close_timeout=self.deadlines.close, max_size=protocol.MAX_REPLY_BYTES,
                                      proxy=None if local else True, **self._pings)
         except TimeoutError as fault:
-            raise DeadlineExceeded("connect", self.deadlines.connect, self.url) from fault
+            raise DeadlineExceeded("connect", seconds, self.url) from fault
         except InvalidStatus as fault:
             raise _refused(fault, self.url) from fault
         except (OSError, InvalidHandshake, EOFError) as fault:
@@ -233,7 +230,8 @@ class EnvSession:
         return self._result(*reply)
 
     async def step(self, action: dict) -> StepResult:
-        """Send one action. ServerError leaves the session usable; SessionLost and DeadlineExceeded end it."""
+        """Send one action. InvalidAction (it could not be read) and ServerError leave the session usable; SessionLost and
+        DeadlineExceeded end it."""
         self.turn += 1
         reply = await self._request("step", protocol.step(action), self.deadlines.step)
         return self._result(*reply)
@@ -242,8 +240,20 @@ class EnvSession:
         """What the environment says of itself: at least `episode_id` and `step_count`."""
         kind, data = await self._request("state", protocol.STATE, self.deadlines.step)
         if kind != "state":
-            raise self._drop(SessionLost(f"a state request was answered with {kind!r}: the connection is out of step"))
+            raise self._drop(SessionLost(f"{self.url} answered a state request with {kind!r:.100}: it is out of step"))
         return data
+
+    async def mcp(self, method: str, params: dict | None = None) -> dict:
+        """The result of one JSON-RPC request ("tools/list", "tools/call") to an environment with MCP tools. It is no step:
+        no turn, no reward. Raises ServerError with the JSON-RPC code where it is refused."""
+        request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params or {}}
+        kind, data = await self._request("mcp", protocol.dumps({"type": "mcp", "data": request}), self.deadlines.step)
+        if kind != "mcp" or not isinstance(data.get("result", {}), dict):
+            raise self._drop(SessionLost(f"{method} was answered with {kind!r} {data!r:.200}: the connection is out of step"))
+        if fault := data.get("error"):
+            said = fault if isinstance(fault, dict) else {"message": fault}
+            raise ServerError(f"{method}: {said.get('message', 'refused')}", str(said.get("code", "")))
+        return data.get("result", {})
 
     async def close(self) -> None:
         """Say `close`, wait for the server to have closed the environment, at most `deadlines.close` s. Idempotent."""
@@ -251,8 +261,6 @@ class EnvSession:
         if socket is None:
             return
         self.lost = self.lost or SessionLost("this session was closed")
-        if self._watch is not None:
-            self._watch.cancel()
         try:
             if was_open:
                 with self.span("close"), suppress(TimeoutError, ConnectionClosed):
@@ -260,7 +268,7 @@ class EnvSession:
                         await socket.send(protocol.CLOSE)
                         await socket.wait_closed()
         finally:
-            socket.transport.abort()
+            _cut(socket)
         await socket.wait_closed()
 
     @contextmanager
@@ -273,66 +281,75 @@ class EnvSession:
             fault = type(error).__name__
             raise
         finally:
-            self.trace.append(Span(phase, start, perf_counter(), self.index, self.episode_id, self.turn, fault))
+            self._record(phase, start, fault)
+
+    def _record(self, phase: str, start: float, error: str) -> None:
+        self._spans.append(Span(phase, start, perf_counter(), self.index, self.episode_id[:EPISODE_SHOWN], self.turn, error))
 
     def _drop(self, cause: BaseException) -> BaseException:
         """Give the connection up, at once and for ever; returns `cause`."""
         self.lost = self.lost or cause
-        if self._watch is not None:
-            self._watch.cancel()
         if self._socket is not None:
-            self._socket.transport.abort()
+            _cut(self._socket)
         return cause
-
-    def _look_by(self, due: float) -> None:
-        self._watch = protocol.watch_until(due, self._look, self._watch, self._socket.loop)
-
-    def _look(self) -> None:
-        """Whether the request that waits is overdue: without its connection, it wakes up at once. If it is not yet, look
-        again when it would be."""
-        self._watch = None
-        if self._wait is not None:
-            due, phase, seconds = self._wait
-            if due <= self._socket.loop.time():
-                self._drop(DeadlineExceeded(phase, seconds, f"session {self.index}"))
-            else:
-                self._look_by(due)
 
     def _result(self, kind: str, data: dict) -> StepResult:
         if kind != "observation":
-            raise self._drop(SessionLost(f"a request was answered with {kind!r}: the connection is out of step"))
+            raise self._drop(SessionLost(f"{self.url} answered a request with {kind!r:.100}: it is out of step"))
         try:
-            return protocol.step_result(data)
+            return protocol.step_result(data, self.url)
         except SessionLost as fault:
             raise self._drop(fault) from None
 
     async def _request(self, phase: str, text: str, seconds: float) -> tuple[str, dict]:
-        """Send one message and wait for its reply: the only place where a socket is written and read."""
+        """Send one message and wait for its reply: the only place where a session talks. All but a ServerError, which
+        the server answered in order, ends the session."""
         if self._socket is None:
             raise RuntimeError("this session is not connected: use `async with EnvSession(url) as session`")
         if self.lost is not None:
             raise SessionLost(f"this session is over ({self.lost}); open a new one") from self.lost
-        if self._wait is not None:
+        if self._asked is not None:
             raise RuntimeError("a request is in flight on this session; one at a time, or open a session for each task")
-        due = self._socket.loop.time() + seconds
-        self._wait = due, phase, seconds
-        self._look_by(due)
+        self._asked = phase
         start, ended_by = perf_counter(), ""
         try:
             try:
-                reply = await self._socket.ask(text)
+                async with asyncio.timeout(seconds):
+                    reply = await self._exchange(phase, text)
+            except TimeoutError as fault:
+                raise DeadlineExceeded(phase, seconds, f"session {self.index} at {self.url}") from fault
             except ConnectionClosed as fault:
-                raise self.lost or SessionLost(f"the server closed the connection during {phase}: {fault}") from fault
-            if self.lost is not None:  # the reply was there, and its deadline too: the connection is dropped already
-                raise self.lost
-            return protocol.parse_reply(reply)
+                raise SessionLost(f"{self.url} closed the connection during {phase}: {fault}") from fault
+            self.exchanged = len(text) + len(reply)
+            return protocol.parse_reply(reply, self.url)
         except BaseException as fault:
             ended_by = type(fault).__name__
-            # A ServerError leaves the session as it is; when `admit` is cancelled, connect says goodbye instead.
-            if isinstance(fault, EnvError) and not isinstance(fault, ServerError) \
-                    or isinstance(fault, asyncio.CancelledError) and phase != "admit":
+            # When `admit` is cancelled, connect says goodbye instead.
+            if not isinstance(fault, ServerError) and not (isinstance(fault, asyncio.CancelledError) and phase == "admit"):
                 self._drop(fault)
             raise
         finally:
-            self._wait = None
-            self.trace.append(Span(phase, start, perf_counter(), self.index, self.episode_id, self.turn, ended_by))
+            self._asked = None
+            self._record(phase, start, ended_by)
+
+    async def _exchange(self, phase: str, text: str) -> str | bytes:
+        """The next message after `text` was sent; raises ConnectionClosed."""
+        unasked = await self._unasked()
+        if unasked is not None:
+            with suppress(ServerError):  # a refusal or an ending that the server announced says why by itself
+                protocol.parse_reply(unasked, self.url)
+            raise SessionLost(f"{self.url} sent a message that nobody had asked for, before a {phase}: its replies would be "
+                              f"paired with the wrong requests from here on: {str(unasked[:200])!r}")
+        # A server that refuses may have hung up already; what it said is then still there to be read.
+        with suppress(ConnectionClosed):
+            await self._socket.send(text)
+        return await self._socket.recv()
+
+    async def _unasked(self) -> str | bytes | None:
+        """A message that is here before the next request, or None. The first look lets the loop read the socket, the
+        second finds what it has read."""
+        for _ in range(2):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    return await self._socket.recv()
+        return None

@@ -1,5 +1,5 @@
-"""Which task next. The state is the log of results and nothing else: `record_result` is the only mutation, the next task
-is a function of the log and the seed, and a curriculum is restored by reading its log again.
+"""Which task next. `record_result` is the only mutation, the next tasks are a function of the seed and of the results so
+far, and `state()` holds all of it as plain JSON, so that a resumed run goes on exactly as it would have.
 
 Fed with a group's *rate* of success, not with whether any of its rollouts made it: with G = 8, a policy that succeeds
 three times in ten would pass nearly every any-of-8 test.
@@ -7,25 +7,26 @@ three times in ten would pass nearly every any-of-8 test.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from grpolab.files import atomic_write
 
 
 @dataclass(frozen=True)
 class CurriculumConfig:
     """Rates are between 0 and 1; ages and intervals count recorded groups.
 
-    A task's rate is the mean of its last `window` results; it is mastered at `mastery` or above with `min_tries` results.
-    A tier is passed when a share `coverage` of its tasks was tried and the mean of their rates is at least `promote`; it
-    is taken back when that mean falls below `demote`. A mastered task is due again after `interval`, twice as long each
-    time it is still mastered, at most `longest_interval`; a miss starts over.
+    A task's rate is the mean of its last `window` results; it is mastered at `mastery` or above with `min_tries` results,
+    and hopeless (for now) with `window` results and no success in any. A tier is passed when a share `coverage` of its
+    tasks was tried `min_tries` times and the mean rate of those that are not hopeless is at least `promote`; it is taken
+    back when the mean of the one below falls under `demote`. A tier that is not passed after `patience` times the results
+    that passing takes at least opens the next one all the same, for good. A mastered or hopeless task is due again after
+    `interval`, twice as long each time it is still so, at most `longest_interval`; a miss of a mastered one starts over.
     """
 
     window: int = 5
@@ -34,6 +35,7 @@ class CurriculumConfig:
     coverage: float = 1.0
     promote: float = 0.7
     demote: float = 0.5
+    patience: float = 10.0
     interval: int = 8
     longest_interval: int = 256
     novelty: float = 2.0
@@ -47,21 +49,32 @@ class CurriculumConfig:
         for name in ("mastery", "coverage"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a share, more than 0 and at most 1")
-        for name in ("window", "min_tries", "interval"):
-            if getattr(self, name) < 1:
+        for name in ("window", "min_tries", "interval", "patience"):
+            if not getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
         if self.min_tries > self.window:
             raise ValueError(f"min_tries={self.min_tries} results never fit into window={self.window}")
 
 
+def success_rate(rewards: Sequence[float | None], success: float = 1.0) -> float:
+    """The share of a group's rewards that are at least `success`; a None abstains."""
+    counted = [reward for reward in rewards if reward is not None]
+    if not counted:
+        raise ValueError("no rewards: a group of which nothing finished has no success rate")
+    if not all(math.isfinite(reward) for reward in counted):
+        raise ValueError(f"rewards={counted}: a reward is a finite number")
+    return sum(reward >= success for reward in counted) / len(counted)
+
+
 @dataclass
 class _Progress:
-    """What the log says of one task."""
+    """What the results say of one task."""
 
     rates: deque
     tries: int = 0
     last: int = 0
     interval: int = 0
+    best: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -69,111 +82,172 @@ class _Progress:
 
 
 class Curriculum:
-    """`task = curriculum.next_task(); ...; curriculum.record_result(task, rate)`.
+    """`task = curriculum.next_task(); ...; curriculum.record(task, rewards)`.
 
     `tiers`: lists of tasks, the easiest first; a task is any JSON value, unique among all. Tasks come from the tiers
-    that are open (0 to `tier`), the most wanted first: new, due for review, weak, long not seen.
+    that are open (0 to `tier`), the most wanted first: new, due for review, weak, long not seen. Nothing of a policy's
+    learning is known beforehand: a task that never succeeds is put aside and tried ever more rarely, and a tier that
+    cannot be passed does not close the ones above it for ever.
     """
 
     def __init__(self, tiers: Sequence[Sequence[Any]], *, seed: int = 0, config: CurriculumConfig | None = None):
         self.config, self.seed = config or CurriculumConfig(), seed
         if not tiers or not all(tiers):
             raise ValueError(f"tiers={tiers!r:.100}: at least one tier, and at least one task in each")
-        self.tiers = [list(tier) for tier in tiers]
-        self._tier_of = {_key(task): level for level, tier in enumerate(self.tiers) for task in tier}
-        if len(self._tier_of) != sum(map(len, self.tiers)):
+        self._tasks = [task for tier in tiers for task in tier]
+        self._levels = [level for level, tier in enumerate(tiers) for _ in tier]
+        ends = [sum(map(len, tiers[: level + 1])) for level in range(len(tiers))]
+        self._members = [range(end - len(tier), end) for tier, end in zip(tiers, ends)]
+        self._places = {_key(task): i for i, task in enumerate(self._tasks)}
+        if len(self._places) != len(self._tasks):
             raise ValueError("a task occurs twice; each belongs to one place of one tier")
         self.tier = 0
-        self.log: list[tuple[Any, float]] = []
-        self._progress = {key: _Progress(deque(maxlen=self.config.window)) for key in self._tier_of}
+        self.results = 0
+        self._since = 0  # the result with which the newest tier opened
+        self._kept = 0  # tiers up to this one stay open: patience ended below it
+        self._progress = [self._blank() for _ in self._tasks]
 
     def next_task(self) -> Any:
         """The task to train on now; the same one until a result is recorded."""
         return self.next_tasks(1)[0]
 
     def next_tasks(self, n: int) -> list[Any]:
-        """The `n` most wanted tasks, all different; fewer if fewer are open."""
-        rng = random.Random(f"{self.seed}:{len(self.log)}")
-        wanted = [(self._score(task, level), rng.random(), level, i)
-                  for level in range(self.tier + 1) for i, task in enumerate(self.tiers[level])]
-        return [self.tiers[level][i] for *_, level, i in sorted(wanted, reverse=True)[:n]]
+        """The `n` most wanted tasks; all different while as many are wanted, then over again. The same ones until a result
+        is recorded."""
+        rng = random.Random(f"{self.seed}:{self.results}")
+        scores = sorted(((self._score(i), rng.random(), i) for i in range(self._members[self.tier].stop)), reverse=True)
+        wanted = [i for score, _, i in scores if score >= 0] or [i for *_, i in scores]
+        return [self._tasks[wanted[k % len(wanted)]] for k in range(n)]
+
+    def record(self, task: Any, rewards: Sequence[float | None], *, success: float = 1.0) -> float:
+        """Log a group's rewards on a task: the share that is at least `success` (None abstains); returns it."""
+        rate = success_rate(rewards, success)
+        self.record_result(task, rate)
+        return rate
 
     def record_result(self, task: Any, rate: float) -> None:
         """Log a group's rate of success on a task, and let the tier follow."""
         if not 0 <= rate <= 1:
             raise ValueError(f"rate={rate}: a success rate is between 0 and 1 (is this a sum of rewards?)")
-        key = _key(task)
-        if key not in self._progress:
-            raise ValueError(f"task {task!r:.100} is in no tier of this curriculum")
-        config, progress = self.config, self._progress[key]
-        self.log.append((task, rate))
+        place, config = self._place(task), self.config
+        progress = self._progress[place]
+        self.results += 1
         progress.rates.append(rate)
         progress.tries += 1
-        progress.last = len(self.log)
-        if self.mastered(task):
+        progress.last = self.results
+        progress.best = max(progress.best, rate)
+        if not self._settled(progress):
+            progress.interval = 0
+        elif self._mastered(progress) and rate < config.mastery:
+            progress.interval = config.interval
+        else:
             progress.interval = min(2 * progress.interval, config.longest_interval) or config.interval
-        if rate < config.mastery:
-            progress.interval = config.interval if self.mastered(task) else 0
-        if self.tier + 1 < len(self.tiers) and self.tier_rate(self.tier) >= config.promote and self._covered(self.tier):
-            self.tier += 1
-        elif self.tier > 0 and self.tier_rate(self.tier - 1) < config.demote:
-            self.tier -= 1
+        self._follow()
+
+    def _follow(self) -> None:
+        """Open or take back a tier, at most one a result."""
+        least = self.config.coverage * self.config.min_tries * len(self._members[self.tier])
+        waited = self.results - self._since >= self.config.patience * least
+        move = 0
+        if self.tier + 1 < len(self._members) and (waited or self._passed(self.tier)):
+            move = 1
+            if waited and not self._passed(self.tier):
+                self._kept = self.tier + 1
+        elif self.tier > self._kept and self._lost(self.tier - 1):
+            move = -1
+        if move:
+            self.tier, self._since = self.tier + move, self.results
+
+    def _passed(self, level: int) -> bool:
+        members = [self._progress[i] for i in self._members[level]]
+        tried = sum(p.tries >= self.config.min_tries for p in members)
+        hopeful = [p.rate for p in members if p.tries and not self._hopeless(p)]
+        return tried >= self.config.coverage * len(members) and (
+            not hopeful or sum(hopeful) / len(hopeful) >= self.config.promote)
+
+    def _lost(self, level: int) -> bool:
+        hopeful = [p.rate for p in (self._progress[i] for i in self._members[level]) if p.tries and not self._hopeless(p)]
+        return bool(hopeful) and sum(hopeful) / len(hopeful) < self.config.demote
 
     def rate(self, task: Any) -> float:
         """Mean of the task's last `window` results; 0.0 when it was never tried."""
-        return self._progress[_key(task)].rate
+        return self._progress[self._place(task)].rate
 
     def mastered(self, task: Any) -> bool:
         """Whether its recent rate is at least `mastery`; undone by itself when it falls."""
-        progress = self._progress[_key(task)]
-        return len(progress.rates) >= self.config.min_tries and progress.rate >= self.config.mastery
+        return self._mastered(self._progress[self._place(task)])
+
+    def hopeless(self, task: Any) -> bool:
+        """Whether it was tried `window` times and never succeeded; undone by its first success."""
+        return self._hopeless(self._progress[self._place(task)])
 
     def due(self, task: Any) -> bool:
-        """Whether a mastered task is to be reviewed now."""
-        progress = self._progress[_key(task)]
-        return self.mastered(task) and len(self.log) - progress.last >= progress.interval
+        """Whether a mastered or hopeless task is to be tried again now."""
+        progress = self._progress[self._place(task)]
+        return self._settled(progress) and self._due(progress)
 
     def tier_rate(self, level: int) -> float:
         """Mean rate of the tasks of a tier that were tried; 0.0 when none was."""
-        rates = [p.rate for p in (self._progress[_key(task)] for task in self.tiers[level]) if p.tries]
+        rates = [p.rate for p in (self._progress[i] for i in self._members[level]) if p.tries]
         return sum(rates) / len(rates) if rates else 0.0
 
     def table(self) -> list[dict]:
-        """One row a task: task, tier, open, tries, rate, mastered, due, interval."""
-        return [{"task": task, "tier": level, "open": level <= self.tier, "tries": self._progress[_key(task)].tries,
-                 "rate": self.rate(task), "mastered": self.mastered(task), "due": self.due(task),
-                 "interval": self._progress[_key(task)].interval}
-                for level, tier in enumerate(self.tiers) for task in tier]
+        """One row a task: task, tier, open, tries, rate, mastered, hopeless, due, interval."""
+        return [{"task": task, "tier": level, "open": level <= self.tier, "tries": p.tries, "rate": p.rate,
+                 "mastered": self._mastered(p), "hopeless": self._hopeless(p), "due": self._settled(p) and self._due(p),
+                 "interval": p.interval} for task, level, p in zip(self._tasks, self._levels, self._progress)]
 
-    def save(self, path: str | Path) -> Path:
-        """Write the log as JSON, atomically."""
-        return atomic_write(path, json.dumps({"seed": self.seed, "log": self.log}))
+    def state(self) -> dict:
+        """All that the next tasks depend on beside tiers and config, as plain JSON; its size does not grow with the run."""
+        return {"seed": self.seed, "tiers": self._digest(), "results": self.results, "tier": self.tier,
+                "since": self._since, "kept": self._kept,
+                "tasks": [[list(p.rates), p.tries, p.last, p.interval, p.best] for p in self._progress]}
 
-    def restore(self, path: str | Path) -> None:
-        """Read a log back into a fresh curriculum of the same tiers; the next task is then the one it would have been."""
-        if self.log:
-            raise RuntimeError("this curriculum has results already; restore into a fresh one")
-        saved = json.loads(Path(path).read_text())
-        self.seed = saved["seed"]
-        for task, rate in saved["log"]:
-            self.record_result(task, rate)
+    def load(self, state: dict) -> None:
+        """Take the place of the curriculum whose `state()` this is; raises ValueError where the tiers are others."""
+        if state["tiers"] != self._digest():
+            raise ValueError("this state belongs to other tiers: build the curriculum from the tasks that it was saved with")
+        self.seed, self.results, self.tier = state["seed"], state["results"], state["tier"]
+        self._since, self._kept = state["since"], state["kept"]
+        self._progress = [_Progress(deque(rates, self.config.window), *rest) for rates, *rest in state["tasks"]]
 
-    def _covered(self, level: int) -> bool:
-        tried = sum(self._progress[_key(task)].tries >= self.config.min_tries for task in self.tiers[level])
-        return tried >= self.config.coverage * len(self.tiers[level])
+    def _digest(self) -> str:
+        tasks = [[level, _key(task)] for level, task in zip(self._levels, self._tasks)]
+        return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
 
-    def _score(self, task: Any, level: int) -> float:
-        """How much a task is wanted. Newer tiers first among equals, since older ones are reviewed anyway."""
-        config, progress = self.config, self._progress[_key(task)]
-        open_tasks = sum(map(len, self.tiers[: self.tier + 1]))
-        age = len(self.log) - progress.last
-        recency = min(age / (2 * open_tasks), 1.0) if age else -1.0  # long not seen; and none twice in a row
-        score = config.recency * recency + 0.1 * level / len(self.tiers)
+    def _blank(self) -> _Progress:
+        return _Progress(deque(maxlen=self.config.window))
+
+    def _place(self, task: Any) -> int:
+        place = self._places.get(_key(task))
+        if place is None:
+            raise ValueError(f"task {task!r:.100} is in no tier of this curriculum")
+        return place
+
+    def _mastered(self, progress: _Progress) -> bool:
+        return len(progress.rates) >= self.config.min_tries and progress.rate >= self.config.mastery
+
+    def _hopeless(self, progress: _Progress) -> bool:
+        return progress.tries >= self.config.window and progress.best == 0.0
+
+    def _settled(self, progress: _Progress) -> bool:
+        return self._mastered(progress) or self._hopeless(progress)
+
+    def _due(self, progress: _Progress) -> bool:
+        return self.results - progress.last >= progress.interval
+
+    def _score(self, place: int) -> float:
+        """How much a task is wanted, below 0 if not at all now. Newer tiers first among equals, since older ones are
+        reviewed anyway."""
+        config, progress = self.config, self._progress[place]
+        age = self.results - progress.last
+        recency = min(age / (2 * self._members[self.tier].stop), 1.0) if age else -1.0  # long not seen; none twice in a row
+        score = config.recency * recency + 0.1 * self._levels[place] / len(self._members)
         if progress.tries < config.min_tries:
             return score + config.novelty * (1 - progress.tries / config.min_tries)
-        if self.mastered(task):
-            return score + (config.review if self.due(task) else -config.review)
-        # Weak, but not hopeless: a group that never succeeds has no gradient, so it waits behind those that sometimes do.
+        if self._settled(progress):  # all know it or none does: a group on it has no gradient
+            return score + (config.review if self._due(progress) else -config.review)
+        # Weak, but not hopeless: what hardly ever succeeds waits behind what sometimes does.
         return score + config.weakness * (1 - progress.rate) * min(0.3 + 2 * progress.rate, 1.0)
 
 

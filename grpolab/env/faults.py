@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ class Faulty:
     """An environment that answers `latency` s late, and at the steps in `faults` (step number from 1 -> kind) fails.
 
     Kinds: `raise` an exception, `hang` until closed from outside (never), `die` taking the server process along,
-    `big` adds 1 MiB to the observation, `nan` as reward, `wrong` returns no StepResult.
+    `big` adds 1 MiB to the observation, `nan` as reward, `wrong` returns no StepResult. For environments with plain methods.
     """
 
     def __init__(self, env: Environment, *, latency: float = 0.0, faults: Mapping[int, str] | None = None,
@@ -25,6 +26,8 @@ class Faulty:
         unknown = set((faults or {}).values()) - set(KINDS)
         if unknown:
             raise ValueError(f"faults={dict(faults or {})}: no kind {sorted(unknown)}, there are {', '.join(KINDS)}")
+        if any(inspect.iscoroutinefunction(getattr(env, name)) for name in ("reset", "step", "close")):
+            raise ValueError(f"{type(env).__name__} has async methods, which Faulty cannot delay: give it plain ones")
         self.env, self.latency, self.faults, self.close_latency = env, latency, dict(faults or {}), close_latency
         self.steps = 0
 

@@ -10,15 +10,16 @@ Source: OpenEnv (openenv-core 0.3.0, openenv 0.10.0), `/ws` endpoint.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # the servers' inbound limit
 MAX_REPLY_BYTES = 100 * 2**20  # the clients' inbound limit
+MAX_SAID = 2000  # characters that are kept of what the other side says in an error
 
 # Codes after which the server closes the connection; every other error leaves the session usable.
 ENDING_CODES = frozenset({"CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR", "RESET_TIMEOUT", "STEP_TIMEOUT",
@@ -64,14 +65,21 @@ class EnvError(Exception):
     """Anything that went wrong between a session and its server. Failures are errors, never rewards."""
 
 class ConnectError(EnvError):
-    """No session came to be: nothing listens there, the handshake was refused, or the server hung up."""
+    """No session came to be: nothing listens there, the handshake was refused, or the server hung up.
+
+    `status` is the HTTP status of a refused handshake, else None.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
 
 class CapacityError(ConnectError):
     """All the server's sessions are taken. `active` and `max_sessions` as the server said, or None."""
 
     def __init__(self, message: str, active: int | None = None, max_sessions: int | None = None,
                  retry_after: float | None = None):
-        super().__init__(message)
+        super().__init__(message, 503)
         self.active, self.max_sessions, self.retry_after = active, max_sessions, retry_after
 
 
@@ -91,15 +99,24 @@ class DeadlineExceeded(SessionLost, TimeoutError):
 
 
 class ServerError(EnvError):
-    """The server answered with an error and keeps the session: `code` is EXECUTION_ERROR, VALIDATION_ERROR, ..."""
+    """The server answered with an error and keeps the session: `code` is EXECUTION_ERROR, UNKNOWN_TYPE, ..."""
 
     def __init__(self, message: str, code: str, errors: tuple = ()):
         super().__init__(f"{message} ({code})")
         self.code, self.errors = code, errors
 
 
-class InvalidAction(ValueError):
-    """Raised by an environment for an action that it cannot read; the session goes on."""
+class InvalidAction(ServerError, ValueError):
+    """An action that the environment cannot read (VALIDATION_ERROR): nothing has happened, session and episode go on.
+
+    An environment raises `InvalidAction("why")` before it changes anything. On the client's side `step` raises it, with
+    the server's reasons as its text and as `errors`; neither is the session lost nor its seat retired, so a rollout may
+    catch it and tell the policy, name a penalty of its own, or give the episode up.
+    """
+
+    def __init__(self, message: str, errors: tuple = ()):
+        EnvError.__init__(self, message)
+        self.code, self.errors = "VALIDATION_ERROR", errors
 
 class InvalidRequest(Exception):
     """A message that the server cannot serve; `reply` is the error frame, `ends` says that the session ends with it."""
@@ -108,16 +125,6 @@ class InvalidRequest(Exception):
         super().__init__(message)
         self.reply = error(message, code, **({"errors": errors} if errors else {}))
         self.ends = code in ENDING_CODES
-
-
-def watch_until(due: float, look: Callable[[], None], watch: asyncio.TimerHandle | None, loop: asyncio.AbstractEventLoop):
-    """The timer that calls `look` at the loop's time `due` or before: `watch` if it does, else a new one in its place.
-    One that serves all requests of a session costs a short step less than one for each."""
-    if watch is not None:
-        if watch.when() <= due:
-            return watch
-        watch.cancel()
-    return loop.call_at(due, look)
 
 
 def dumps(message: dict) -> str:
@@ -204,32 +211,74 @@ def parse_request(text: str | bytes) -> tuple[str, dict]:
     return kind, data
 
 
-def parse_reply(text: str | bytes) -> tuple[str, dict]:
-    """(type, data) of a server's reply. Error frames raise: CapacityError, FactoryError, SessionLost or ServerError."""
+def parse_reply(text: str | bytes, who: str = "the server") -> tuple[str, dict]:
+    """(type, data) of the reply of `who`. Error frames raise: CapacityError, FactoryError, SessionLost, InvalidAction or
+    ServerError; what is no reply of the protocol raises SessionLost."""
     try:
         message = loads(text)
-        kind, data = message["type"], message.get("data") or {}
-        code = data.get("code", "")
+        kind, data = message["type"], message.get("data")
+        data = {} if data is None else data
+        if not (isinstance(kind, str) and isinstance(data, dict)):
+            raise TypeError("its type is no text, or its data no object")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
-        raise SessionLost(f"the server's reply is not of OpenEnv's protocol: {str(text)[:200]!r} ({fault})") from None
+        raise SessionLost(f"{who} sent a reply that is not of OpenEnv's protocol: {str(text[:200])!r} "
+                          f"({str(fault)[:200]})") from None
     if kind != "error":
         return kind, data
-    said = data.get("message", "the server gave no reason")
+    code, reasons = str(data.get("code", ""))[:100], data.get("errors")
+    said = f"{who}: {str(data.get('message', 'the server gave no reason'))[:MAX_SAID]}"
     if code == "CAPACITY_REACHED":
-        raise CapacityError(said, data.get("active_sessions"), data.get("max_sessions"))
+        raise CapacityError(said, whole(data.get("active_sessions")), whole(data.get("max_sessions")))
     if code == "FACTORY_ERROR":
         raise FactoryError(said)
     if code in ENDING_CODES:
         raise SessionLost(f"{said} ({code})")
-    raise ServerError(said, code, tuple(data.get("errors", ())))
+    reasons = tuple(reasons) if isinstance(reasons, list) else ()
+    if code == "VALIDATION_ERROR":
+        raise InvalidAction("; ".join(map(_reason, reasons))[:MAX_SAID] or said, reasons)
+    raise ServerError(said, code, reasons)
 
 
-def step_result(data: dict) -> StepResult:
-    """A StepResult from an observation reply; its metadata may stand beside `done` or inside the observation."""
-    seen = data.get("observation")
-    reward = data.get("reward")
-    if not isinstance(seen, dict) or isinstance(reward, str | list | dict):
-        raise SessionLost(f"an observation reply needs an observation object and a reward number, got {data!r:.200}")
-    metadata = data.get("metadata") or seen.get("metadata") or {}
-    shown = {key: value for key, value in seen.items() if key != "metadata"}
-    return StepResult(shown, None if reward is None else float(reward), bool(data.get("done", False)), metadata)
+def _reason(fault: Any) -> str:
+    """One of the `errors` of a VALIDATION_ERROR as text: `place: message`."""
+    if not isinstance(fault, dict):
+        return str(fault)
+    where = fault.get("loc")
+    place = ".".join(map(str, where)) if isinstance(where, list) else ""
+    said = str(fault.get("msg", fault.get("type", "invalid")))
+    return f"{place}: {said}" if place else said
+
+
+def whole(value: Any) -> int | None:
+    """A count that the other side names, or None where it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def step_result(data: dict, who: str = "the server") -> StepResult:
+    """A StepResult from an observation reply of `who`; metadata may stand beside `done` or inside the observation.
+    Raises SessionLost where the observation is no object, the reward no finite number, or `done` no truth value."""
+    seen, done, beside = data.get("observation"), data.get("done"), data.get("metadata")
+    if not isinstance(seen, dict):
+        raise SessionLost(f"{who} sent an observation that is no object: {seen!r:.200}")
+    if not (done is None or isinstance(done, bool)):
+        raise SessionLost(f"{who} sent done={done!r:.200}, which is neither true nor false")
+    if not (beside is None or isinstance(beside, dict)):
+        raise SessionLost(f"{who} sent metadata that is no object: {beside!r:.200}")
+    inside = seen.get("metadata")
+    if isinstance(inside, dict):
+        seen = {key: value for key, value in seen.items() if key != "metadata"}
+    return StepResult(seen, _number(data.get("reward"), who), bool(done),
+                      beside or (inside if isinstance(inside, dict) else {}))
+
+
+def _number(reward: Any, who: str) -> float | None:
+    """The reward as a finite float, None if there is none; raises SessionLost."""
+    if reward is None:
+        return None
+    try:
+        value = float(reward) if isinstance(reward, int | float) else math.nan
+    except OverflowError:  # a JSON integer may have hundreds of digits
+        value = math.inf
+    if not math.isfinite(value):
+        raise SessionLost(f"{who} sent a reward that is no finite number: {str(reward)[:200]!r}")
+    return value

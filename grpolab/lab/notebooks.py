@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -27,8 +28,9 @@ def find(numbers: list[str]) -> list[Path]:
 def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> int:
     """Execute notebooks, print one line each, return the exit status: 0 when every one ran and its gate passed.
 
-    The executed copy lies in runs/<notebook>/<model>/, also when it failed: it is then the log. With `store` it also takes
-    the place of its source, if it passed, and its figures that of figures/<notebook>_<name>.png.
+    The executed copy lies in runs/<notebook>/<model>/ (of another seed than 0 in its seed-<seed>/), also when it failed: it
+    is then the log. With `store` it also takes the place of its source, if it passed, its figures that of
+    figures/<notebook>_<name>.png, and its minutes and its gate's values that of benchmarks/results/notebooks/<notebook>.json.
     """
     import papermill
 
@@ -41,17 +43,21 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
     failed = 0
     for path in notebooks:
         own = {name: value for name, value in parameters.items() if name in known[path]}
-        model = str(own.get("model", known[path].get("model", {}).get("default", "tiny"))).strip("'\"")
+        model, seed = (str(own.get(name, known[path].get(name, {}).get("default", default))).strip("'\"")
+                       for name, default in (("model", "tiny"), ("seed", "0")))  # fmt: skip
         home = path.parent.parent
-        folder = home / "runs" / path.stem / model.replace("/", "--")
+        folders = run_folders(home, path.stem, model, seed)
+        folder = folders[0]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "results.json").unlink(missing_ok=True)
+        for stale in folders:
+            (stale / "results.json").unlink(missing_ok=True)
         if store:  # what is stored is one whole run, never the end of an interrupted one
             for checkpoint in folder.rglob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
         output = folder / path.name
         began = time.monotonic()
         error = _execute(path, output, own)
+        folder = next((f for f in folders if (f / "results.json").exists()), folder)
         verdict = _verdict(folder, error)
         failed += verdict != "gate passed"
         minutes = (time.monotonic() - began) / 60
@@ -62,7 +68,21 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
             atomic_write(path, json.dumps(clean(json.loads(output.read_text())), indent=1, ensure_ascii=False) + "\n")
             for figure in (folder / "figures").glob("*.png"):
                 atomic_write(home / "figures" / f"{path.stem}_{figure.name}", figure.read_bytes())
+            _record(home / "benchmarks" / "results" / "notebooks" / f"{path.stem}.json", folder, minutes, own)
     return 1 if failed else 0
+
+
+def run_folders(home: Path, notebook: str, model: str = "tiny", seed: str | int = 0) -> list[Path]:
+    """Where a notebook may leave what it did: the folder of `Run(notebook, model, seed=seed)`, of `Run(notebook, model)`."""
+    folder = home / "runs" / notebook / model.replace("/", "--")
+    return [folder / f"seed-{seed}", folder] if str(seed) != "0" else [folder]
+
+
+def _record(path: Path, folder: Path, minutes: float, parameters: dict) -> None:
+    """What `make results` reads: the gate's results.json with the minutes and the number of threads (None: all)."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    content = {"minutes": round(minutes, 1), "threads": threads and int(threads), "parameters": parameters}
+    atomic_write(path, json.dumps(content | json.loads((folder / "results.json").read_text()), indent=1) + "\n")
 
 
 def _execute(path: Path, output: Path, parameters: dict) -> str | None:

@@ -1,16 +1,25 @@
-"""A run's folder: metrics.csv, figures and a checkpoint, written atomically; exact resume. The gate adds results.json."""
+"""A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json."""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
 import json
+import os
 import random
 import shutil
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import torch
 
-from grpolab.files import atomic_folder, atomic_write
+from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, unlock_folder
+from grpolab.lab.states import join, put_weights, split, weights, weights_hash
 
 
 def repository() -> Path:
@@ -30,16 +39,28 @@ def seed_everything(seed: int) -> None:
 
 
 class Run:
-    """Where one training run leaves what it did: `Run("04_grpo", "tiny")` is the folder runs/04_grpo/tiny.
+    """Where one training run leaves what it did: `Run("04_grpo", "tiny")` is the folder runs/04_grpo/tiny, and with a
+    `seed` other than 0 runs/04_grpo/tiny/seed-<seed>.
 
-    A checkpoint exists only while a loop is unfinished: a loop that starts with the same configuration goes on from it,
-    and drops it at its end. Rows of metrics are written as they come.
+    A run is one training from one start, and running its cell twice gives the same numbers. A loop notes a hash of the
+    weights that it starts from, and keeps the weights themselves (start.safetensors) for as long as the process holds the
+    model. Later, in the same folder:
+    - a policy that this run has trained goes back to that start, or to a checkpoint of the same configuration, whatever
+      was done with it since; one printed line says so;
+    - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same, else it
+      starts over, and a line says so where the start is new.
+    Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
+    or fails. Another seed in the same folder is refused, and so is a second loop at the same time, in this process or
+    another; the lock goes with its process, however that ends.
     """
 
-    def __init__(self, *names: str, root: str | Path | None = None):
-        self.folder = Path(root or runs_folder()).joinpath(*(n.replace("/", "--") for n in names))
+    def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None):
+        parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
+        self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.metrics: list[dict] = []
+        self.base = ""  # where the policy of its loop came from
+        self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
     @staticmethod
     def shown(path: Path) -> Path:
@@ -51,10 +72,19 @@ class Run:
         return Run(name, root=self.folder)
 
     def log(self, row: dict) -> dict:
-        """Add one row of metrics and write the table."""
+        """Add one row of metrics and append it to the table. A kill leaves whole lines, or a last one without its end."""
         self.metrics.append(row)
-        atomic_write(self.folder / "metrics.csv", self.table().to_csv(index=False))
+        path = self.folder / "metrics.csv"
+        if self._columns and row.keys() <= set(self._columns) and path.exists():
+            append_line(path, _lines([row], self._columns))
+        else:  # the first row, or one with a new column
+            self._write_table()
         return row
+
+    def _write_table(self) -> None:
+        self._columns = tuple(dict.fromkeys(name for row in self.metrics for name in row))
+        head = dict(zip(self._columns, self._columns))
+        atomic_write(self.folder / "metrics.csv", _lines([head, *self.metrics], self._columns))
 
     def table(self):
         """The metrics as a DataFrame, one row a step."""
@@ -71,9 +101,86 @@ class Run:
         figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
         return atomic_write(self.folder / "figures" / f"{name}.png", buffer.getvalue())
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    # -- one loop at a time --------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, step: int, config, policy, optimizer) -> Path:
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The right to train into this folder; RuntimeError while another loop has it. It ends with the process."""
+        lock, owner = lock_folder(self.folder), self.folder / ".process"
+        if lock == HELD:
+            process = owner.read_text() if owner.exists() else "another"
+            who = "another loop of this process is" if process == str(os.getpid()) else f"process {process} is"
+            raise RuntimeError(
+                f"{self.shown(self.folder)} is in use: {who} training into it. Let that end (a generator by its aclose()), or "
+                "give this run a folder of its own: another name, or Run(..., seed=...)"
+            )
+        try:
+            owner.write_text(str(os.getpid()))
+            yield
+        finally:
+            unlock_folder(lock)
+
+    # -- where it started, and checkpoints -----------------------------------------------------------------------------
+
+    def begin(self, config, policy, optimiser) -> int:
+        """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
+
+        Raises ValueError for a damaged checkpoint, and where the folder holds a run of another seed."""
+        self._clear_partial()
+        note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
+        self._refuse_another_seed(note, plain)
+        trained, name = _trained_by.setdefault(policy.model, {}), str(self.folder.resolve())
+        mine = name in trained and trained[name] == note.get("start") and self._start.exists()
+        if not mine:
+            if name in trained and trained[name] != key:
+                print(f"the start of {self.shown(self.folder)} is gone; {policy.name} is trained on from where it is")
+            elif note and note["start"] != key:
+                print(f"{self.shown(self.folder)} starts over, from other weights than before")
+            if note.get("start") != key:
+                self.drop_checkpoint()
+            self._keep_start(policy)
+            note = {"start": key, "base": origin(policy)}
+        self.metrics, self._columns, self.base = [], (), note["base"]
+        steps = self._load_checkpoint(plain, policy, optimiser, mine)
+        if mine and not steps and note["start"] != key:
+            put_weights(policy, self._start)
+            policy.version += 1
+            print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
+        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain}, indent=1) + "\n")
+        for later in list(trained)[list(trained).index(name) :] if name in trained else ():
+            del trained[later]
+        trained[name] = note["start"]
+        return steps
+
+    @property
+    def _start(self) -> Path:
+        return self.folder / "start.safetensors"
+
+    def _note(self) -> dict:
+        """What the last loop wrote about itself; nothing where there was none."""
+        try:
+            return json.loads((self.folder / "run.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def _refuse_another_seed(self, note: dict, plain: dict) -> None:
+        old, new = note.get("config", {}).get("seed"), plain.get("seed")
+        if None not in (old, new) and old != new:
+            raise ValueError(
+                f"{self.shown(self.folder)} holds the run of seed {old}, and this one has seed {new}: give it a folder of its "
+                f"own with Run(..., seed={new}), or delete that one"
+            )
+
+    def _keep_start(self, policy) -> None:
+        """The weights as they are, until the model or the process goes: only then can a policy have moved away from them."""
+        from safetensors.torch import save_file
+
+        partial = self.folder / ".start.safetensors.partial"
+        save_file(weights(policy), partial)
+        os.replace(partial, self._start)
+        weakref.finalize(policy.model, _forget, self._start, os.getpid(), self._start.stat().st_ino)
+
+    def save_checkpoint(self, step: int, config, policy, optimiser) -> Path:
         """Everything the loop needs to go on after `step` steps, under a name of its own; older ones are then dropped.
 
         What a loop draws is a function of (seed, step), so parameters, optimiser and metrics are all there is to keep.
@@ -83,41 +190,39 @@ class Run:
         target = self.folder / f"checkpoint-{step:08d}"
         shutil.rmtree(target, ignore_errors=True)
         with atomic_folder(target) as folder:
-            weights = {k: v.detach().cpu().contiguous() for k, v in policy.model.named_parameters()}
-            save_file(weights, folder / "model.safetensors")
-            tensors, scalars = _split(optimizer.state_dict())
-            save_file(tensors, folder / "optimizer.safetensors")
+            save_file(weights(policy), folder / "model.safetensors")
+            tensors, scalars = split(optimiser.state_dict())
+            save_file(tensors, folder / "optimiser.safetensors")
             state = {"step": step, "version": policy.version, "config": _plain_config(config)}
-            state |= {"optimizer": scalars, "metrics": self.metrics}
-            (folder / "state.json").write_text(json.dumps(state))
+            (folder / "state.json").write_text(json.dumps(state | {"optimiser": scalars}))
+            with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
+                file.writelines(json.dumps(row) + "\n" for row in self.metrics)
         self._drop_checkpoints(keep=target)
         return target
 
-    def load_checkpoint(self, config, policy, optimizer) -> int:
-        """Go on from the newest checkpoint of the same configuration: restores policy, optimiser and metrics and returns
-        the number of steps done; 0 when there is none. One of another configuration is dropped. Raises ValueError for a
-        damaged one."""
+    def _load_checkpoint(self, plain: dict, policy, optimiser, mine: bool) -> int:
+        """Restore the newest checkpoint of the same configuration and return its steps; 0 when there is none. One of
+        another configuration is dropped."""
         from safetensors.torch import load_file
 
-        self._clear_partial()
         newest = max(self._checkpoints(), default=None)
         if newest is None:
             return 0
         try:
             state = json.loads((newest / "state.json").read_text())
-            if state["config"] != _plain_config(config):
+            if state["config"] != plain:
                 self.drop_checkpoint()
                 return 0
-            weights = load_file(newest / "model.safetensors")
-            tensors = load_file(newest / "optimizer.safetensors")
-            optimizer.load_state_dict(_join(tensors, state["optimizer"]))
-            with torch.no_grad():
-                for name, parameter in policy.model.named_parameters():
-                    parameter.copy_(weights[name])
-            policy.version = state["version"]
+            tensors = load_file(newest / "optimiser.safetensors")
+            optimiser.load_state_dict(join(tensors, state["optimiser"]))
+            metrics = [json.loads(line) for line in (newest / "metrics.jsonl").read_text().splitlines()]
+            put_weights(policy, newest / "model.safetensors")
+            # never a number that stood for other weights of this policy
+            policy.version = max(state["version"], policy.version + mine)
         except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
-        self.metrics = state["metrics"]
+        self.metrics = metrics
+        self._write_table()
         print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
 
@@ -139,29 +244,41 @@ class Run:
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
+# --- where policies come from -----------------------------------------------------------------------------------------
+
+# A model -> the folders of the runs that trained it in this process, in order, each with the hash of its start.
+_trained_by: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def origin(policy) -> str:
+    """Where the weights of a policy come from: the folder of the run that trained it, else its name."""
+    return (policy.provenance or {}).get("run") or policy.name
+
+
+def provenance(config, run: Run | None, steps: int, base: str) -> dict:
+    """Where a policy comes from after `steps` steps of a loop, as `Policy.save` leaves it beside the weights."""
+    plain = _plain_config(config)
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    return {
+        "run": str(run.shown(run.folder)) if run else None, "method": type(config).__name__.removesuffix("Config").lower(),
+        "steps": steps, "seed": plain.get("seed"), "base": base, "config": digest[:12],
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }  # fmt: skip
+
+
+def _forget(path: Path, process: int, inode: int) -> None:
+    """Delete a start whose model is gone, unless a fork asks or the file is another's by now."""
+    if os.getpid() == process and path.exists() and path.stat().st_ino == inode:
+        path.unlink()
+
+
 def _plain_config(config) -> dict:
     return json.loads(json.dumps(asdict(config) if is_dataclass(config) else config, default=str))
 
 
-def _split(state: dict) -> tuple[dict[str, torch.Tensor], dict]:
-    """An optimiser's state dict -> tensors by the path of their keys, and the rest as JSON with None in their places."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def walk(value, path):
-        if isinstance(value, torch.Tensor):
-            tensors["/".join(path)] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            return None
-        return {str(k): walk(v, (*path, str(k))) for k, v in value.items()} if isinstance(value, dict) else value
-
-    return tensors, {"slots": walk(state["state"], ()), "param_groups": state["param_groups"]}
-
-
-def _join(tensors: dict[str, torch.Tensor], scalars: dict) -> dict:
-    slots = {int(i): values for i, values in json.loads(json.dumps(scalars["slots"])).items()}
-    for key, value in tensors.items():
-        i, *path, name = key.split("/")
-        place = slots[int(i)]
-        for part in path:
-            place = place[part]
-        place[name] = value
-    return {"state": slots, "param_groups": scalars["param_groups"]}
+def _lines(rows: list[dict], columns: tuple[str, ...]) -> str:
+    """Rows as CSV; what is absent or not a number stands empty."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    table.writerows({k: "" if v is None or v != v else v for k, v in row.items()} for row in rows)
+    return text.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +11,10 @@ import torch
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train import losses
-from grpolab.train.logps import check_head
-from grpolab.train.loop import (
-    Optimisation,
-    forward_passes,
-    over_batches,
-)
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
-from grpolab.train.reference import ReferenceLogps, pair_logps, reference_values
+from grpolab.train.proof import prove
+from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_values
 
 
 @dataclass(frozen=True)
@@ -51,15 +48,22 @@ async def dpo(
     """
     if reference is policy:
         raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
-    check_pairs(policy, pairs)
-    check_head(policy)
-    reference_at = reference_values(reference, pairs, config)
+
+    def start():
+        check_pairs(policy, pairs)
+        prove(policy, config, max((p.longest for p in pairs), default=0))
+        if isinstance(reference, Policy):
+            prove_reference(reference, pairs, config)
+        return reference_values(reference, pairs, config)
+
+    reference_at = await in_thread(policy, start)
 
     def gradient(places):
         return dpo_gradient(policy, [pairs[i] for i in places], reference_at(places), config)
 
-    async for row in over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run):
-        yield row
+    async with aclosing(over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run)) as rows:
+        async for row in rows:
+            yield row
 
 
 def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig) -> dict:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -17,23 +18,39 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab.run import Run
 from grpolab.models import Policy
-from grpolab.rollouts import Batch, Group, Rollout, collate
+from grpolab.rollouts import Batch, Group, Rollout, collate, in_columns
 from grpolab.train import losses
 from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.train.layout import Layout, lay_out
-from grpolab.train.logps import check_head, check_lengths, rollout_logps
-from grpolab.train.loop import Optimisation, apply_gradient, draw, forward_passes, in_thread, loop, micro_batches, off_loop
+from grpolab.train.logps import check_lengths, rollout_logps
+from grpolab.train.loop import (
+    Optimisation,
+    apply_gradient,
+    epoch_batches,
+    forward_passes,
+    in_thread,
+    loop,
+    micro_batches,
+    off_loop,
+    shuffled,
+)
+from grpolab.train.proof import check_drift, prove
 
 
 @dataclass(frozen=True)
 class GRPOConfig(Optimisation):
-    """One step: `prompts_per_step` questions, `group_size` rollouts each, `inner_epochs` passes over them in
-    `minibatches` optimiser steps a pass.
+    """One step: `prompts_per_step` questions, `group_size` rollouts each, `inner_epochs` passes over them in `minibatches`
+    optimiser steps a pass, each on nearly equally many whole groups (in fewer steps where fewer groups have a signal).
 
     The advantage is centred in the group (`advantage_kind`), the loss a sum over all kept tokens divided by their count
     (`aggregation`), the ratio clipped by `clip_eps` = (low, high), and the leash `kl_coef` times the KL to the reference
     (`kl_kind`; a coefficient of 0 needs no reference). `objective`, `ratio` and `dual_clip` as in `losses.policy_loss`;
     `max_grad_norm`, `lr` and the rest as in Optimisation.
+
+    `max_logp_diff` = (mean, largest) bounds by how many nats a token the trainer may differ from the sampler before the first
+    optimiser step of a batch; beyond it the step stops with an error (`check_drift`). None asks for nothing. `sampler_cap` is
+    for rollouts of another sampler's numerics: the ratio is then to the trainer's own log-probs before the step (a forward
+    pass more), and each token is weighed by `losses.sampler_weight`.
 
     `refills` is dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): up to so many times a step, groups without a difference
     in reward are replaced by groups of further questions. What that costs stands in the row.
@@ -55,9 +72,15 @@ class GRPOConfig(Optimisation):
     kl_coef: float = 0.0
     kl_kind: str = "unbiased"
     row_width: int = 512
+    max_logp_diff: tuple[float, float] | None = (0.1, 5.0)
+    sampler_cap: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
+        if self.sampler_cap is not None and not self.sampler_cap >= 1:
+            raise ValueError(f"sampler_cap must be None or at least 1, got {self.sampler_cap}")
+        if self.max_logp_diff is not None and not min(self.max_logp_diff) > 0:
+            raise ValueError(f"max_logp_diff must be None or (mean, largest), both positive, got {self.max_logp_diff}")
         if self.group_size < 1 or self.prompts_per_step < 1 or self.inner_epochs < 1:
             raise ValueError(f"group_size, prompts_per_step and inner_epochs must be at least 1, got {self}")
         if self.refills < 0:
@@ -66,7 +89,8 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
 
 
-Reward = Callable[[str, Problem, Rollout], float | None]  # or an object that also has `batch`, see `score`
+# Called in the thread of the steps, never on the event loop; or an object that also has `batch`, see `score`.
+Reward = Callable[[str, Problem, Rollout], float | None]
 
 
 def finished_and_correct(text: str, problem: Problem, rollout: Rollout) -> float:
@@ -85,30 +109,42 @@ async def grpo(
     rewards in `watch` are not trained on: their means stand in each row under their names.
     """
     check_reference(policy, reference, config)
-    prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
-    check_head(policy)
-    check_lengths(policy, max(map(len, prompts.values()), default=0) + config.max_new_tokens, "prompt and completion")
+    batch_of = epoch_batches(problems, config.prompts_per_step, config.seed)
 
-    async with Sampler(policy) as sampler:
+    def start():
+        prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
+        longest = max(map(len, prompts.values()), default=0) + config.max_new_tokens
+        check_lengths(policy, longest, "prompt and completion")
+        prove_both(policy, reference, config, longest)
+        return prompts, list(prompts)
 
-        async def ask(asked, seed):
-            params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
-            return await scored(lambda: score(policy, asked, groups, reward), [reward])
+    prompts, distinct = await in_thread(policy, start)
+    sampler = await off_loop(lambda: Sampler(policy))
 
-        async def one_step(step, optimizer):
+    async def ask(asked, seed):
+        params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
+        groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
+        return await off_loop(lambda: score(policy, asked, groups, reward))
+
+    async def gather(step):
+        began = time.perf_counter()
+        asked = await off_loop(lambda: batch_of(step))
+        drawn = await ask(asked, config.seed * 1_000_003 + step)
+        groups, cost = await refill(ask, asked, drawn, distinct, config, step) if config.refills else (drawn, {})
+        sampling = time.perf_counter() - began
+        seen = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
+
+        def update(optimiser):
             began = time.perf_counter()
-            asked = draw(problems, config.prompts_per_step, step, config.seed)
-            drawn = await ask(asked, config.seed * 1_000_003 + step)
-            groups, cost = await refill(ask, asked, drawn, list(prompts), config, step) if config.refills else (drawn, {})
-            sampled = time.perf_counter()
-            row = await in_thread(policy, lambda: grpo_update(policy, reference, groups, config, optimizer, step))
-            row |= await scored(lambda: watched(policy, asked, drawn, reward, watch or {}), (watch or {}).values())
-            times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampled - began,
-                            row["trained_tokens"] * config.inner_epochs, time.perf_counter() - sampled)  # fmt: skip
-            return describe(drawn) | cost | row | times
+            row = grpo_update(policy, reference, groups, config, optimiser, step)
+            times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampling,
+                            row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)  # fmt: skip
+            return describe(drawn) | cost | row | seen | times
 
-        async for row in loop(policy, config, run, one_step):
+        return update
+
+    async with sampler, aclosing(loop(policy, config, run, gather)) as rows:
+        async for row in rows:
             yield row
 
 
@@ -120,6 +156,12 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
 
 
+def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
+    """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
+    for model in (policy, reference) if config.kl_coef else (policy,):
+        prove(model, config, longest)
+
+
 async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems: Sequence[Problem], config, step: int):
     """Dynamic sampling: (groups to train on, what it cost).
 
@@ -127,10 +169,11 @@ async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems
     a function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or questions run out,
     the step trains on fewer groups. `ask(problems, seed)` samples and scores.
     """
-    left = [p for p in random.Random(f"{config.seed}/{step}/refill").sample(problems, len(problems)) if p not in set(asked)]
+    used = set(asked)
+    left = (p for p in (problems[i] for i in shuffled(len(problems), f"{config.seed}/{step}/refill")) if p not in used)
     sampled, kept = list(drawn), with_signal(drawn)
     for extra in range(config.refills):
-        more, left = left[: config.prompts_per_step - len(kept)], left[config.prompts_per_step - len(kept) :]
+        more = list(islice(left, max(0, config.prompts_per_step - len(kept))))
         if not more:
             break
         fresh = await ask(more, fold_seed(config.seed, step, extra))
@@ -150,11 +193,6 @@ def with_signal(groups: Sequence[Group]) -> list[Group]:
 
 def tokens_of(groups: Sequence[Group]) -> int:
     return sum(len(r.tokens) for g in groups for r in g)
-
-
-async def scored(work, rewards):
-    """work(), off the event loop where a reward takes whole batches: a learned one, which computes for long."""
-    return await off_loop(work) if any(hasattr(r, "batch") for r in rewards) else work()
 
 
 def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
@@ -179,22 +217,28 @@ def watched(
     return {name: reward_tensor([g.rewards for g in of]).nanmean().item() for name, of in found.items()}
 
 
-def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimizer, step: int) -> dict:
-    """All optimiser steps on one batch of groups. A group without a difference in reward carries no gradient, so without
-    a leash it is left out of the forward pass and of the count."""
+def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int) -> dict:
+    """All optimiser steps on one batch of groups. The loss is a mean over all of them; a group without a difference in reward
+    has no gradient, so without a leash it is left out of the forward pass, and a minibatch of such groups is no step."""
     if not groups:
         return {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind)
-    kept = [i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())]
+    kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
+    own = {i: trainer_logps(policy, groups[i], config) for i in kept} if config.sampler_cap else None
     rows = []
     for epoch in range(config.inner_epochs):
-        order = random.Random(f"{config.seed}/{step}/{epoch}").sample(kept, len(kept))
-        size = math.ceil(len(order) / config.minibatches) or 1
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
+        order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
+        for part in nearly_equal(order, config.minibatches):
+            chosen = [i for i in part if i in kept]
+            if not chosen:
+                continue
+            whole = denominator_of([r for i in part for r in groups[i]], config)
             rollouts = [r for i in chosen for r in groups[i]]
-            metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config)
-            rows.append(metrics | apply_gradient(policy, optimizer, config, step))
+            old = [x for i in chosen for x in own[i]] if own else None
+            metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config, denominator=whole, old_logps=old)
+            if not rows:  # the policy has not moved yet
+                check_drift(policy, metrics, config.max_logp_diff, step)
+            rows.append(metrics | apply_gradient(policy, optimiser, config, step))
     size = {"trained_groups": len(kept), "trained_tokens": tokens_of([groups[i] for i in kept])}
     if not rows:
         return size
@@ -203,35 +247,69 @@ def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPO
     return row | before | size
 
 
-def grpo_gradient(policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig) -> dict:
-    """Accumulate the gradient of the clipped objective over `rollouts` with advantages `a` (N,); returns the metrics.
+def nearly_equal(items: Sequence, parts: int) -> list[Sequence]:
+    """Consecutive parts whose lengths differ by at most one; fewer than `parts` where there are fewer items."""
+    cuts = [len(items) * i // parts for i in range(parts + 1)]
+    return [items[a:b] for a, b in zip(cuts, cuts[1:]) if a < b]
 
-    The denominator is counted over all of them first, so the micro-batches cannot change the gradient.
+
+def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Tensor:
+    """What the loss of these rollouts is divided by."""
+    return losses.count(in_columns([r.mask for r in rollouts]), config.aggregation, max_new_tokens=config.max_new_tokens)
+
+
+@torch.no_grad()
+def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> list[list[float]]:
+    """Each rollout's log-probs by the trainer's forward as the policy stands."""
+    out = []
+    for part in micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget):
+        members = rollouts[part]
+        shape = (len(members), max(len(r.tokens) for r in members))
+        layout = lay_out(members, width=config.row_width, pad_id=policy.pad_id)
+        with forward_passes(policy, config):
+            logps, _ = rollout_logps(policy, layout, shape, config.temperature)
+        out += [line[: len(r.tokens)].tolist() for line, r in zip(logps, members)]
+    return out
+
+
+def grpo_gradient(
+    policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig, *,
+    denominator=None, old_logps=None,
+) -> dict:
+    """Accumulate the gradient of the clipped objective over `rollouts` with advantages `a` (N,); returns the metrics, means
+    over their tokens.
+
+    The `denominator` (default: of these rollouts) is counted before, so neither micro-batches nor what is left out of the
+    forward pass can change the gradient. `old_logps`: the trainer's own, where the rollouts' are of another sampler.
     """
-    denominator = losses.count(collate(rollouts, a).mask, config.aggregation, max_new_tokens=config.max_new_tokens)
+    denominator = denominator_of(rollouts, config) if denominator is None else denominator
     tokens = sum(sum(r.mask) for r in rollouts)
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
+    old_logps = old_logps and [old_logps[i] for i in order]
     lengths = [len(r.prompt) + len(r.tokens) for r in rollouts]
     parts = []
     for part in micro_batches(lengths, config.token_budget):
         batch = collate(rollouts[part], a[part])
+        old = in_columns(old_logps[part]) if old_logps else None
         layout = lay_out(rollouts[part], width=config.row_width, pad_id=policy.pad_id)
         with forward_passes(policy, config):
-            loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config)
+            loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
         loss.backward()
         parts.append(metrics)
     return {k: v.item() for k, v in losses.combine(parts).items()}
 
 
-def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig):
+def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig, old_logps=None):
     """The clipped policy gradient with its leash on one micro-batch: (loss, metrics). `denominator` and `tokens` count over
-    the whole batch: what the loss is divided by, and the kept tokens."""
-    mask, old_logps, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
+    the whole batch: what the loss is divided by, and the kept tokens of the forward passes. `old_logps` (N, T) as there."""
+    mask, sampled, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
+    old_logps = sampled if old_logps is None else old_logps.to(policy.device)
+    weights = {"sampler_logps": sampled, "sampler_cap": config.sampler_cap} if config.sampler_cap else {}
     logps, entropy = rollout_logps(policy, layout, mask.shape, config.temperature, with_entropy=True)
     loss, metrics = losses.policy_loss(
         logps, old_logps, a, mask, denominator=denominator, aggregation=config.aggregation, clip_eps=config.clip_eps,
-        objective=config.objective, ratio=config.ratio, dual_clip=config.dual_clip,
+        objective=config.objective, ratio=config.ratio, dual_clip=config.dual_clip, tokens=tokens, **weights,
     )
     metrics["entropy"] = (entropy * mask).sum() / tokens
     if config.kl_coef:
@@ -248,7 +326,7 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
 def describe(groups: Sequence[Group]) -> dict:
     """Reward, group health, and lengths by finish reason, of what the policy made of the questions drawn."""
     rewards = reward_tensor([g.rewards for g in groups])
-    rollouts = [r for g in groups for r in g]
+    rollouts = [r for g in groups for r in g if r.finish_reason != "lost"]  # an episode that is not there has no length
     cut = [len(r.tokens) for r in rollouts if r.finish_reason == "length"]
     ended = [len(r.tokens) for r in rollouts if r.finish_reason != "length"]
     return {
@@ -257,7 +335,7 @@ def describe(groups: Sequence[Group]) -> dict:
         "completion_length": mean(cut + ended),
         "ended_length": mean(ended),
         "truncated_length": mean(cut),
-        "truncated": len(cut) / len(rollouts),
+        "truncated": len(cut) / len(rollouts) if rollouts else float("nan"),
     }
 
 

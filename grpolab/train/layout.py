@@ -1,13 +1,16 @@
 """Where rollouts lie in a forward pass: a shared prompt once, its completions side by side.
 
-Shapes: R rows of W tokens, K chosen tokens, N rollouts, T tokens of the longest completion.
+A Layout is built once, of segments: runs of tokens that see themselves and, a completion, the prompt that it continues. What
+a forward pass reads follows from them: padded rows, or one line of tokens without rows.
+Shapes: R rows of W tokens, M tokens in a line, K chosen tokens, N rollouts, T tokens of the longest completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -16,54 +19,105 @@ from grpolab.rollouts import Rollout
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How rollouts lie in a forward pass: each of R rows holds a prompt once and after it, side by side, as many of its
-    completions as fit; a completion sees the prompt and itself, at the positions it would have alone.
+class Segment:
+    """Tokens side by side in a row, at the positions `start`, `start` + 1, ...; each sees those before it in its segment
+    and, where `prompt` is the number of another segment, all of that."""
 
-    ids, positions, owner: (R, W); owner is -1 on padding, 0 on the prompt, k on the row's k-th completion. For each of K
-    chosen tokens: `predictor`, the flat index in (R, W) of the hidden state that predicts it, `target`, its id, and `row`,
-    `column`, its place in the (N, T) of the Batch.
+    ids: tuple[int, ...]
+    start: int = 0
+    prompt: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Segments, and the numbers of those in each row: one rollout's tokens, or a prompt and after it several completions,
+    each at the positions that it would have alone.
+
+    For each of K chosen tokens: `segment` and `offset`, the place of the token whose hidden state predicts it, `target`, its
+    id, and `row`, `column`, its place in the (N, T) of the Batch.
     """
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    owner: torch.Tensor
-    predictor: torch.Tensor
+    rollouts: tuple[Rollout, ...]
+    pad_id: int
+    segments: tuple[Segment, ...]
+    rows: tuple[tuple[int, ...], ...]
+    segment: torch.Tensor
+    offset: torch.Tensor
     target: torch.Tensor
     row: torch.Tensor
     column: torch.Tensor
 
+    @cached_property
+    def width(self) -> int:
+        """W, the tokens of the longest row."""
+        return max(sum(len(self.segments[s].ids) for s in row) for row in self.rows)
+
+    @cached_property
+    def _begins(self) -> torch.Tensor:
+        """The flat index in (R, W) of each segment's first token."""
+        begins = (
+            r * self.width + sum(len(self.segments[before].ids) for before in row[:k])
+            for r, row in enumerate(self.rows) for k in range(len(row))
+        )  # fmt: skip
+        return torch.tensor(list(begins))
+
+    @property
+    def predictor(self) -> torch.Tensor:
+        """The flat index in (R, W) of the hidden state that predicts each chosen token: (K,)."""
+        return self._begins[self.segment] + self.offset
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """(R, W), padded at the right."""
+        return self._in_rows((s.ids for s in self.segments), self.pad_id)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """(R, W), 0 on padding."""
+        return self._in_rows((range(s.start, s.start + len(s.ids)) for s in self.segments), 0)
+
     @property
     def attention(self) -> torch.Tensor | None:
         """(R, 1, W, W), True where a query may look, or None where causal attention is enough."""
-        if self.owner.max() < 2:
+        if all(len(row) == 1 for row in self.rows):
             return None
-        causal = torch.ones(2 * self.owner.shape[1:], dtype=torch.bool).tril()
-        query, key = self.owner[:, :, None], self.owner[:, None, :]
-        return (((key == 0) | (key == query)) & causal)[:, None]
+        own = self._in_rows(([s] * len(x.ids) for s, x in enumerate(self.segments)), -1)
+        prompt = self._in_rows(([-2 if x.prompt is None else x.prompt] * len(x.ids) for x in self.segments), -2)
+        causal = torch.ones(self.width, self.width, dtype=torch.bool).tril()
+        same, before = own[:, :, None] == own[:, None, :], prompt[:, :, None] == own[:, None, :]
+        return ((same | before) & causal)[:, None]
+
+    @cached_property
+    def apart(self) -> Layout:
+        """The same rollouts, one a row."""
+        return lay_out(self.rollouts, width=0, pad_id=self.pad_id)
 
     @cached_property
     def tokens(self) -> Tokens:
         """The same without rows and padding."""
-        real = (self.owner >= 0).flatten()
-        number = real.cumsum(0) - 1
-        lone, prompts, completions = [], [], []
-        for owner, row in zip(self.owner, number.view_as(self.owner)):
-            parts = row[owner >= 0].split(owner[owner >= 0].unique_consecutive(return_counts=True)[1].tolist())
-            shared = len(parts) > 2
-            lone.append(parts[0] if shared else torch.cat(parts))
-            if shared:
-                prompts += parts[:1] * (len(parts) - 1)
-                completions += parts[1:]
-        ids, positions = (x.flatten()[real] for x in (self.ids, self.positions))
-        return Tokens(ids, positions, number[self.predictor], *_table(lone), *_table(prompts), *_table(completions))
+        ends = list(accumulate(len(s.ids) for s in self.segments))
+        line = [torch.arange(end - len(s.ids), end) for s, end in zip(self.segments, ends)]
+        ids = torch.tensor([i for s in self.segments for i in s.ids])
+        positions = torch.cat([torch.arange(s.start, s.start + len(s.ids)) for s in self.segments])
+        predictor = torch.tensor([0, *ends])[self.segment] + self.offset
+        lone = [x for x, s in zip(line, self.segments) if s.prompt is None]
+        completions = [(line[s.prompt], x) for x, s in zip(line, self.segments) if s.prompt is not None]
+        prompts, completions = zip(*completions) if completions else ((), ())
+        return Tokens(ids, positions, predictor, *_table(lone), *_table(prompts), *_table(completions))
+
+    def _in_rows(self, values: Iterable[Iterable[int]], filler: int) -> torch.Tensor:
+        """One value a token of each segment -> (R, W)."""
+        table = torch.full((len(self.rows) * self.width,), filler)
+        for begin, x in zip(self._begins.tolist(), map(list, values)):
+            table[begin : begin + len(x)] = torch.tensor(x, dtype=torch.long)
+        return table.view(len(self.rows), self.width)
 
 
 @dataclass(frozen=True)
 class Tokens:
     """M tokens in one line, ids and positions (M,), and tables of their numbers. What sees only itself is a row of `lone`
     (A, P): shared prompts, and rollouts that share none. A row of `completions` (S, T) also sees its row of `prompts`
-    (S, P'). Tables are padded at the right with 0; `*_real` is True where they are not padding."""
+    (S, P'). Tables are padded at the right with 0; `*_real` is True where they are not padding. `predictor` (K,)."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -90,30 +144,36 @@ def _table(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -> Layout:
     """Rollouts -> Layout with rows of at most `width` tokens (a single rollout may be longer); `width=0` gives one rollout
     a row. Neighbouring rollouts of the same prompt share it."""
-    rows: list[list[int]] = []
+    segments: list[Segment] = []
+    rows, chosen = [], []
+    for members in _families(rollouts, width):
+        prompt, first = rollouts[members[0]].prompt, len(segments)
+        written = [i for i in members if rollouts[i].tokens]
+        shared = len(written) > 1
+        segments.append(Segment(prompt if shared else prompt + sum((rollouts[i].tokens for i in written), ())))
+        for i in written:
+            column = torch.tensor(rollouts[i].mask).nonzero().squeeze(1)
+            if shared:
+                segments.append(Segment(rollouts[i].tokens, len(prompt), first))
+            after_prompt = shared & (column == 0)  # what a prompt's last token predicts
+            segment = torch.where(after_prompt, first, len(segments) - 1)
+            offset = torch.where(after_prompt, len(prompt) - 1, column - 1 + (0 if shared else len(prompt)))
+            target = torch.tensor(rollouts[i].tokens)[column]
+            chosen.append(torch.stack([segment, offset, target, torch.full_like(column, i), column]))
+        rows.append(tuple(range(first, len(segments))))
+    chosen = torch.cat(chosen, dim=1) if chosen else torch.zeros(5, 0, dtype=torch.long)
+    return Layout(tuple(rollouts), pad_id, tuple(segments), tuple(rows), *chosen)
+
+
+def _families(rollouts: Sequence[Rollout], width: int) -> list[list[int]]:
+    """The numbers of neighbouring rollouts of one prompt that fit a row together."""
+    families: list[list[int]] = []
+    taken = 0
     for i, r in enumerate(rollouts):
-        fits = rows and rollouts[rows[-1][0]].prompt == r.prompt
-        taken = len(r.prompt) + sum(len(rollouts[j].tokens) for j in rows[-1]) if fits else 0
-        if fits and taken + len(r.tokens) <= width:
-            rows[-1].append(i)
+        if families and rollouts[families[-1][0]].prompt == r.prompt and taken + len(r.tokens) <= width:
+            families[-1].append(i)
+            taken += len(r.tokens)
         else:
-            rows.append([i])
-    length = max(len(rollouts[row[0]].prompt) + sum(len(rollouts[i].tokens) for i in row) for row in rows)
-    ids = torch.full((len(rows), length), pad_id)
-    positions = torch.zeros(len(rows), length, dtype=torch.long)
-    owner = torch.full((len(rows), length), -1)
-    places = []
-    for r, row in enumerate(rows):
-        prompt = rollouts[row[0]].prompt
-        p = at = len(prompt)
-        ids[r, :p], positions[r, :p], owner[r, :p] = torch.tensor(prompt), torch.arange(p), 0
-        for k, i in enumerate(row, start=1):
-            tokens, span = rollouts[i].tokens, slice(at, at + len(rollouts[i].tokens))
-            ids[r, span], owner[r, span] = torch.tensor(tokens), k
-            positions[r, span] = torch.arange(p, p + len(tokens))
-            chosen = torch.tensor(rollouts[i].mask).nonzero().squeeze(1)
-            before = torch.where(chosen == 0, p - 1, at + chosen - 1)
-            target = torch.tensor(tokens, dtype=torch.long)[chosen]  # also where there are none
-            places.append(torch.stack([before + r * length, target, torch.full_like(chosen, i), chosen]))
-            at += len(tokens)
-    return Layout(ids, positions, owner, *torch.cat(places, dim=1))
+            families.append([i])
+            taken = len(r.prompt) + len(r.tokens)
+    return families

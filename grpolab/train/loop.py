@@ -1,8 +1,10 @@
 """What every training loop shares: the configuration of the optimiser, one step of it, and the loop over steps.
 
-A loop draws everything that it draws from (config.seed, step), so that parameters and optimiser are all there is to save;
-given a Run it writes its metrics there and goes on where an interrupted run of the same configuration stopped. The heavy
-work runs in a thread that holds `policy.lock`, so the event loop keeps answering while a step computes.
+A step has two halves. `gather(step)` collects what the step needs and changes nothing, so it may be cancelled anywhere; the
+update that it returns is run by `loop` alone, in the thread of the steps, which holds `policy.lock`: this is the one place
+where training changes weights, and the event loop keeps answering meanwhile. A loop draws everything that it draws from
+(config.seed, step), so parameters and optimiser are all there is to save; given a Run it writes its metrics there and goes
+on where an interrupted run of the same configuration stopped.
 """
 
 from __future__ import annotations
@@ -14,27 +16,30 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from itertools import islice
 from typing import TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpolab.lab.run import Run
+from grpolab.lab.run import Run, origin, provenance
 from grpolab.models import Policy
-from grpolab.sync import rest_threads, set_own_threads
+from grpolab.sync import set_own_threads
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Optimisation:
-    """An optimiser by name (`OPTIMISERS`) with linear warm-up, then constant or cosine to zero.
+    """An optimiser by name (`OPTIMISERS`; the two AdamWs with `BETAS`) with linear warm-up over `warmup` steps, then
+    constant or cosine to zero; the gradient's norm is clipped at `max_grad_norm`, and `seed` and the step's number decide
+    everything that is drawn. `save_every` so many steps a Run keeps a checkpoint.
 
     These change memory and speed but not the objective: `token_budget`, the most tokens (padding counted) in one forward
     pass; `checkpoint_activations`, which keeps only the inputs of the layers and makes the rest again in the backward;
@@ -72,35 +77,7 @@ class Optimisation:
 
 # --- optimisers -------------------------------------------------------------------------------------------------------
 
-BETAS = (0.9, 0.99)
-
-
-class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose moments live in the processor's memory, where the step is taken too: the device holds parameters and
-    gradients alone. The parameters on the device stay the one truth; where they are on the processor nothing is copied."""
-
-    def __init__(self, parameters, **options):
-        self.live = list(parameters)
-        super().__init__([host_copy(p) for p in self.live], fused=True, **options)
-
-    @torch.no_grad()
-    def step(self):
-        pairs = list(zip(self.live, self.param_groups[0]["params"]))
-        for live, host in pairs:
-            host.copy_(live)
-            host.grad = None if live.grad is None else live.grad.to("cpu")
-        super().step()
-        for live, host in pairs:
-            live.copy_(host)
-
-    def zero_grad(self):
-        for p in (*self.live, *self.param_groups[0]["params"]):
-            p.grad = None
-
-
-def host_copy(p: torch.Tensor) -> torch.Tensor:
-    """The parameter in the processor's memory: itself, or a copy of one on a device."""
-    return p.detach().to("cpu")
+BETAS = (0.9, 0.99)  # of both AdamWs: the second moment forgets in 100 steps, since the runs here last a few hundred
 
 
 def adamw(parameters, **options):
@@ -121,15 +98,11 @@ def adafactor(parameters, **options):
     return torch.optim.Adafactor(parameters, **options)
 
 
-OPTIMISERS = {
-    "adamw": adamw,
-    "adamw_8bit": adamw_8bit,
-    "adafactor": adafactor,
-    "adamw_cpu": partial(OffloadedAdamW, betas=BETAS),
-}
+# One more is an entry here: (parameters, lr=, weight_decay=) -> an optimiser, e.g. torchao's CPUOffloadOptimizer on a GPU.
+OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
 
 
-def make_optimizer(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
+def make_optimiser(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
     return OPTIMISERS[config.optimiser](policy.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
 
 
@@ -157,18 +130,15 @@ async def off_loop(work: Callable[[], T]) -> T:
         raise RuntimeError("a training step waits for another training step in its own thread: await both from one loop")
     threads = torch.get_num_threads()
 
-    def rested():
+    def threaded():
         if torch.get_num_threads() != threads:
             set_own_threads(threads)
         try:
             return work()
         except StopIteration as error:  # a future cannot carry it
             raise RuntimeError("StopIteration left a training step or a reward: give `next` a default") from error
-        finally:
-            rest_threads()
 
-    rest_threads()
-    return await asyncio.get_running_loop().run_in_executor(_steps(os.getpid()), rested)
+    return await asyncio.get_running_loop().run_in_executor(_steps(os.getpid()), threaded)
 
 
 @cache
@@ -177,17 +147,31 @@ def _steps(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, STEPS)
 
 
-def draw(items: Sequence[T], n: int, step: int, seed: int) -> list[T]:
-    """The `n` items of a step: walks through a fresh permutation of `items` every epoch; a function of its arguments."""
+def shuffled(n: int, seed: str) -> Iterator[int]:
+    """0, ..., n - 1 in the order of `random.Random(seed).sample(range(n), n)`, at the cost of what is taken of it."""
+    below, moved = random.Random(seed).randrange, {}
+    for left in range(n, 0, -1):
+        i = below(left)
+        yield moved.get(i, i)
+        moved[i] = moved.pop(left - 1, left - 1)
+
+
+def epoch_batches(items: Sequence[T], size: int, seed: int) -> Callable[[int], list[T]]:
+    """step -> its `size` items: the steps walk through a fresh permutation of `items` every epoch. A function of (seed,
+    step) alone; the permutations are kept only as far as they were walked, which saves time."""
     if not items:
         raise ValueError("there is nothing to train on: the data set is empty")
-    out = []
-    for k in range(step * n, (step + 1) * n):
-        epoch, place = divmod(k, len(items))
-        if k == step * n or place == 0:
-            order = random.Random(f"{seed}/{epoch}").sample(range(len(items)), len(items))
-        out.append(items[order[place]])
-    return out
+    order = lru_cache(maxsize=2)(lambda epoch: ([], shuffled(len(items), f"{seed}/{epoch}")))
+
+    def batch(step: int) -> list[T]:
+        out = []
+        for epoch, place in (divmod(k, len(items)) for k in range(step * size, (step + 1) * size)):
+            walked, ahead = order(epoch)
+            walked.extend(islice(ahead, max(0, place + 1 - len(walked))))
+            out.append(items[walked[place]])
+        return out
+
+    return batch
 
 
 def autocast(policy: Policy, config: Optimisation):
@@ -224,54 +208,93 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
         yield slice(start, len(lengths))
 
 
-def apply_gradient(policy: Policy, optimizer, config: Optimisation, step: int) -> dict:
+def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
     """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm).item()
     if not math.isfinite(norm):
-        optimizer.zero_grad()
+        optimiser.zero_grad()
         raise FloatingPointError(f"the gradient norm at step {step} is {norm}: lower lr={config.lr}, or look at the batch")
     lr = config.lr_at(step)
-    for group in optimizer.param_groups:
+    for group in optimiser.param_groups:
         group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
+    optimiser.step()
+    optimiser.zero_grad()
     policy.version += 1
     return {"grad_norm": norm, "lr": lr}
 
 
-async def loop(policy: Policy, config: Optimisation, run: Run | None, one_step) -> AsyncIterator[dict]:
-    """Steps from where the run stopped to the end; `one_step(step, optimizer)` is awaited and returns its row."""
-    optimizer = make_optimizer(policy, config)
-    first = 0
-    if run is not None:
-        first = await in_thread(policy, lambda: run.load_checkpoint(config, policy, optimizer))
-        run.metrics = run.metrics[:first]
-    for step in range(first, config.steps):
-        row = {"step": step} | await one_step(step, optimizer)
+Update = Callable[[torch.optim.Optimizer], dict]
+
+
+async def loop(
+    policy: Policy, config: Optimisation, run: Run | None, gather: Callable[[int], Awaitable[Update]]
+) -> AsyncIterator[dict]:
+    """Steps from where the run stopped to the end. `await gather(step)` collects what a step needs; the update that it
+    returns takes the optimiser, changes the weights and returns the step's row.
+
+    An interrupt, a cancel, an error or a consumer that leaves: a step whose update has begun is finished by its thread, and
+    with a Run what is whole is kept as a checkpoint. An update that failed half-way leaves the checkpoint before it.
+    """
+    optimiser, base = None, origin(policy)
+    if run is None and policy.version:
+        print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there")
+    done = saved = version = 0
+
+    def begin():
+        nonlocal done, saved, version, base, optimiser
+        optimiser = make_optimiser(policy, config)
+        if run is not None:
+            done = saved = run.begin(config, policy, optimiser)
+            base = run.base
+        version = policy.version
+        return done
+
+    def whole_step(step, update):
+        nonlocal done, saved, version
+        row = {"step": step} | update(optimiser)
+        done, version = step + 1, policy.version
+        policy.provenance = provenance(config, run, done, base)
         if run is not None:
             run.log(row)
-            if (step + 1) % config.save_every == 0 and step + 1 < config.steps:
-                saved = step + 1
-                await in_thread(policy, lambda: run.save_checkpoint(saved, config, policy, optimizer))  # noqa: B023
-        yield row
-    if run is not None:
-        run.drop_checkpoint()
+            if done == config.steps:
+                run.drop_checkpoint()
+            elif done % config.save_every == 0:
+                run.save_checkpoint(done, config, policy, optimiser)
+                saved = done
+        return row
+
+    def keep():
+        if saved < done < config.steps and policy.version == version:
+            run.save_checkpoint(done, config, policy, optimiser)
+
+    with run.held() if run else nullcontext():
+        for step in range(await in_thread(policy, begin), config.steps):
+            try:
+                update = await gather(step)
+                row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
+                yield row
+            except BaseException:
+                if run is not None:
+                    await in_thread(policy, keep)  # queued behind the step that the thread may still be in
+                raise
 
 
-async def over_batches(policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None):
+def over_batches(
+    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None
+) -> AsyncIterator[dict]:
     """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
     done(batch) names what the step did as a rate and counts it."""
+    batch_of = epoch_batches(items, config.batch_size, config.seed)
 
-    def update(step, optimizer):
-        began = time.perf_counter()
-        batch = draw(items, config.batch_size, step, config.seed)
-        row = gradient(batch)
-        row |= apply_gradient(policy, optimizer, config, step)
-        seconds = time.perf_counter() - began
-        return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
+    async def gather(step):
+        def update(optimiser):
+            began = time.perf_counter()
+            batch = batch_of(step)
+            row = gradient(batch)
+            row |= apply_gradient(policy, optimiser, config, step)
+            seconds = time.perf_counter() - began
+            return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
 
-    async def one_step(step, optimizer):
-        return await in_thread(policy, lambda: update(step, optimizer))
+        return update
 
-    async for row in loop(policy, config, run, one_step):
-        yield row
+    return loop(policy, config, run, gather)

@@ -1,4 +1,5 @@
 """The losses of post-training, to be read beside the papers: pure functions on log-probabilities; imports torch only.
+Longer than most files here: the formulas share masks and denominators, and are compared with each other.
 
 Shapes: N rows, T tokens, D hidden size, V vocabulary, P preference pairs. `logps[n, t]` in nats is of the token in
 column t itself, given what precedes it. `mask` is 1 where the policy chose the token; what is masked can hold anything,
@@ -7,7 +8,7 @@ also NaN, and moves nothing.
 Every loss is a sum divided by a `denominator` that the caller gives: `count` over the whole batch (all micro-batches,
 all ranks), so that no way of splitting, padding or ordering the batch can change the gradient; gradients ADD over
 micro-batches and ranks (DDP averages: multiply by the world size). Every loss returns `(loss, metrics)`. Metrics are
-detached scalars aggregated like the loss; they add too, except the names that end in `_max` (`combine` does both).
+detached scalars that add over micro-batches too, except the names that end in `_max` (`combine` does both).
 """
 
 from __future__ import annotations
@@ -23,21 +24,6 @@ MAX_LOG_RATIO = 20.0  # ratios are capped at e^20 so that fp32 cannot overflow; 
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
-
-def token_logps(hidden, head, ids, mask, *, bias=None, temperature=1.0, chunk=None) -> Tensor:
-    """log p(ids[n, t] | ids[n, :t]) where `mask` asks, 0 elsewhere: (N, T), fp32 (float64 for float64 inputs).
-
-    hidden: (N, T, D) final hidden states; head: (V, D); bias: (V,) or None; ids, mask: (N, T), with nothing asked of
-    column 0, which nothing precedes. The rest is `target_logps` at the positions that the mask asks for.
-    """
-    if hidden.shape[:2] != ids.shape or mask.shape != ids.shape:
-        shapes = f"hidden {tuple(hidden.shape)}, ids {tuple(ids.shape)}, mask {tuple(mask.shape)}"
-        raise ValueError(f"hidden (N, T, D), ids (N, T) and mask (N, T) must agree in N and T, got {shapes}")
-    chosen = chosen_places(mask)
-    rows = hidden.flatten(0, 1).index_select(0, chosen - 1)
-    logps, _ = target_logps(rows, head, ids.flatten()[chosen], bias=bias, temperature=temperature, chunk=chunk)
-    return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape)
-
 
 def chosen_places(mask) -> Tensor:
     """The flat index in (N, T) of each token that the mask asks for; its logits are those of the column before."""
@@ -277,25 +263,101 @@ def _pair_loss(denominator, **terms):
 
 
 # --- policy gradient --------------------------------------------------------------------------------------------------
+#
+# A ratio of probabilities, an objective in it, and for a sampler that is not the trainer a weight; `policy_loss` puts them
+# together. r: (N, T) or (N, 1); a: (N, T) or (N, 1), the advantages; clip_eps = (low, high), where inf opens a side.
 
-def policy_loss(logps, old_logps, advantages, mask, *, denominator, aggregation="token", clip_eps=(0.2, 0.2),
-                dual_clip=None, ratio="token", objective="ppo", sampler_logps=None, sampler_cap=2.0):
+
+def token_ratio(logps, old_logps, keep) -> Tensor:
+    """r_t = pi(y_t) / pi_old(y_t): (N, T) (PPO, arXiv 1707.06347, section 3)."""
+    return _exp(logps - old_logps)
+
+
+def sequence_ratio(logps, old_logps, keep) -> Tensor:
+    """s = (pi(y) / pi_old(y))^(1 / |y|), the geometric mean over the row: (N, 1) (GSPO, arXiv 2507.18071, eq. 7)."""
+    log_ratio = logps - old_logps
+    return _exp(log_ratio.sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp(min=1))
+
+
+def ppo(r, a, logps, clip_eps) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, eq. 7; high above low: DAPO, arXiv 2503.14476, eq. 10)."""
+    return -torch.minimum(r * a, _clip(r, clip_eps) * a)
+
+
+def dual_clipped(x, a, cap) -> Tensor:
+    """Where A < 0, at most -cap A: a ratio far above 1 no longer pushes without end (arXiv 1912.09729, eq. 5)."""
+    return torch.where(a < 0, torch.minimum(x, -cap * a), x)
+
+
+def cispo(r, a, logps, clip_eps) -> Tensor:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi: a clipped token keeps a gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5,
+    which leave the lower side open: clip_eps = (1, high))."""
+    return -_clip(r, clip_eps).detach() * a * logps
+
+
+def sampler_weight(old_logps, sampler_logps, cap) -> Tensor:
+    """min(pi_old / pi_sampler, cap) at each token: truncated importance sampling. Token by token, since weights of whole
+    sequences die with their length."""
+    return (old_logps - sampler_logps).clamp(max=math.log(cap)).exp()
+
+
+RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
+OBJECTIVES = {"ppo": ppo, "cispo": cispo}
+
+
+def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="ppo", ratio="token", clip_eps=(0.2, 0.2),
+                dual_clip=None, aggregation="token", sampler_logps=None, sampler_cap=2.0, tokens=None):
     """The clipped policy gradient. logps, old_logps, mask: (N, T); advantages: (N,) or (N, T).
 
-    With r = exp(logps - old_logps) and r' = r clipped to [1 - clip_eps[0], 1 + clip_eps[1]] (inf opens a side):
-      objective "ppo"    -min(r A, r' A) (PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, eq. 10),
-                         and where A < 0 at most -dual_clip A (dual clip, arXiv 1912.09729);
-      objective "cispo"  -sg(r') A logps: clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5,
-                         which leave the lower side open: clip_eps=(1, high)).
-    ratio "sequence" replaces r by its geometric mean over the row (GSPO, arXiv 2507.18071, eq. 7).
-    aggregation "token" (DAPO), "sequence" (GRPO, arXiv 2402.03300, eq. 3), "constant" (Dr. GRPO): see `count`.
+    `objective` "ppo", with `dual_clip` a `dual_clipped` one, or "cispo", in the `ratio` "token" or "sequence", summed as
+    `aggregation` says (see `count`): "token" (DAPO), "sequence" (GRPO, arXiv 2402.03300, eq. 3), "constant" (Dr. GRPO).
     sampler_logps (N, T): for a sampler that is not the trainer, whose own are then old_logps; each token is weighed by
-    min(exp(old_logps - sampler_logps), sampler_cap). Token by token: weights of whole sequences die with their length.
-    Metrics: `logp_diff` is between logps and the sampler's; clip_low, clip_high: share of tokens without gradient.
+    `sampler_weight`. Metrics are means over `tokens`, the kept tokens of the whole batch (default: the denominator):
+    `logp_diff` is between logps and the sampler's; clip_low, clip_high: share of tokens without gradient.
     """
     keep = _keep(mask, logps, old_logps, *([] if sampler_logps is None else [sampler_logps]))
-    low, high = clip_eps
-    if low < 0 or high < 0:
+    _check_policy_options(advantages, mask, objective, ratio, clip_eps, dual_clip, sampler_cap)
+    a = _fill(advantages if advantages.dim() == 2 else advantages[:, None], keep)
+    if not bool(a.isfinite().all()):
+        raise ValueError("advantages of kept tokens must be finite: give 0 to rollouts whose reward abstains")
+    logps, old_logps = _fill(logps, keep), _fill(old_logps, keep).detach()
+    sampled = old_logps if sampler_logps is None else _fill(sampler_logps, keep).detach()
+
+    r = RATIOS[ratio](logps, old_logps, keep)
+    x = OBJECTIVES[objective](r, a, logps, clip_eps)
+    if dual_clip is not None and objective == "ppo":
+        x = dual_clipped(x, a, dual_clip)
+    if sampler_logps is not None:
+        x = x * sampler_weight(old_logps, sampled, sampler_cap)
+    loss = aggregate(x, keep, denominator=denominator, aggregation=aggregation)
+
+    means = {"ratio": r, "clip_low": (r < 1 - clip_eps[0]) & (a < 0), "clip_high": (r > 1 + clip_eps[1]) & (a > 0),
+             "logp_diff": (logps - sampled).abs()}
+    if dual_clip is not None:
+        means["clip_dual"] = (r > dual_clip) & (a < 0)
+    if sampler_logps is not None:
+        means["sampler_weight"] = sampler_weight(old_logps, sampled, sampler_cap)
+        means["sampler_capped"] = old_logps - sampled > math.log(sampler_cap)
+    tokens = denominator if tokens is None else tokens
+    values = {k: aggregate(v.to(logps.dtype), keep, denominator=tokens) for k, v in means.items()}
+    maxima = {k + "_max": _fill(means[k], keep).amax() for k in ("ratio", "logp_diff")}
+    return loss, {k: v.detach() for k, v in ({"policy_loss": loss} | values | maxima).items()}
+
+
+def _clip(r, clip_eps):
+    return r.clamp(1 - clip_eps[0], 1 + clip_eps[1])
+
+
+def _exp(log_ratio):
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _check_policy_options(advantages, mask, objective, ratio, clip_eps, dual_clip, sampler_cap):
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {tuple(OBJECTIVES)}, got {objective!r}")
+    if ratio not in RATIOS:
+        raise ValueError(f"ratio must be one of {tuple(RATIOS)}, got {ratio!r}")
+    if min(clip_eps) < 0:
         raise ValueError(f"clip_eps (low, high) are distances from a ratio of 1 and cannot be negative, got {clip_eps}")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip bounds the ratio of negative advantages and must exceed 1, got {dual_clip}")
@@ -303,42 +365,6 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, aggregation=
         raise ValueError(f"sampler_cap must be at least 1, or it shrinks the on-policy tokens too, got {sampler_cap}")
     if advantages.shape not in (mask.shape[:1], mask.shape):
         raise ValueError(f"advantages must be (N,) or (N, T) for N, T = {tuple(mask.shape)}: {tuple(advantages.shape)}")
-    a = _fill(advantages if advantages.dim() == 2 else advantages[:, None], keep)
-    logps, old_logps = _fill(logps, keep), _fill(old_logps, keep).detach()
-    if not bool(a.isfinite().all()):
-        raise ValueError("advantages of kept tokens must be finite: give 0 to rollouts whose reward abstains")
-
-    log_ratio = logps - old_logps
-    if ratio == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp(min=1)
-    elif ratio != "token":
-        raise ValueError(f"ratio must be 'token' or 'sequence', got {ratio!r}")
-    r = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped = r.clamp(1 - low, 1 + high)
-    if objective == "ppo":
-        x = -torch.minimum(r * a, clipped * a)
-        if dual_clip is not None:
-            x = torch.where(a < 0, torch.minimum(x, -dual_clip * a), x)
-    elif objective == "cispo":
-        x = -clipped.detach() * a * logps
-    else:
-        raise ValueError(f"objective must be 'ppo' or 'cispo', got {objective!r}")
-
-    sampled = old_logps if sampler_logps is None else _fill(sampler_logps, keep).detach()
-    means = {"ratio": r, "clip_low": (r < 1 - low) & (a < 0), "clip_high": (r > 1 + high) & (a > 0),
-             "logp_diff": (logps - sampled).abs()}
-    if dual_clip is not None:
-        means["clip_dual"] = (r > dual_clip) & (a < 0)
-    if sampler_logps is not None:
-        log_weight = old_logps - sampled
-        means["sampler_weight"] = log_weight.clamp(max=math.log(sampler_cap)).exp()
-        means["sampler_capped"] = log_weight > math.log(sampler_cap)
-        x = x * means["sampler_weight"]
-    loss, *values = (aggregate(v.to(logps.dtype), keep, denominator=denominator, aggregation=aggregation)
-                     for v in (x, *means.values()))
-    maxima = {k + "_max": _fill(means[k], keep).amax() for k in ("ratio", "logp_diff")}
-    metrics = {"policy_loss": loss} | dict(zip(means, values)) | maxima
-    return loss, {k: v.detach() for k, v in metrics.items()}
 
 
 # --- KL to the reference ----------------------------------------------------------------------------------------------
@@ -350,7 +376,7 @@ def kl_estimate(logps, ref_logps, kind="k3") -> Tensor:
     """
     d = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind not in ("k1", "k2", "k3"):
-        raise ValueError(f"kind must be 'k1', 'k2' or 'k3' ('unbiased' exists in the loss only), got {kind!r}")
+        raise ValueError(f"kind must be 'unbiased', 'k1', 'k2' or 'k3', got {kind!r}")
     return -d if kind == "k1" else d**2 / 2 if kind == "k2" else d.expm1() - d
 
 
@@ -360,7 +386,7 @@ def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logp
     "unbiased": exp(logps - old_logps) k3 with the gradient through the ratio (DeepSeek-V3.2, arXiv 2512.02556, eq. 7):
     over tokens of the sampler old_logps (default: on-policy) its mean is the KL at the visited prefixes and its
     gradient that KL's. "k2" has this gradient on-policy only, "k3" (GRPO) never, and the mean gradient of "k1" is zero.
-    None of them counts that a token changes the prefixes to come; `kl_reward` does. The metric `kl` is k3 (or `kind`).
+    None of them counts that a token changes the prefixes to come. The metric `kl` is k3 (or `kind`).
     """
     keep = _keep(mask, logps, ref_logps, *([] if old_logps is None else [old_logps]))
     logps = _fill(logps, keep)
@@ -370,12 +396,3 @@ def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logp
         x = kl * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss, kl = (aggregate(v, keep, denominator=denominator, aggregation=aggregation) for v in (x, kl.detach()))
     return loss, {"kl": kl}
-
-
-def kl_reward(logps, ref_logps, mask, kind="k1") -> Tensor:
-    """KL in the reward: each row's summed estimate (N,), detached; train on rewards - kl_coef * kl_reward(...).
-
-    "k1" at the sampler's logps gives the exact gradient of the KL of whole sequences; "k2" and "k3" do not.
-    """
-    keep = _keep(mask, logps, ref_logps)
-    return _fill(kl_estimate(_fill(logps, keep), _fill(ref_logps, keep), kind), keep).sum(1).detach()

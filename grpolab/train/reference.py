@@ -24,8 +24,10 @@ from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, autocast
 from grpolab.train.preferences import Pair, content_key
+from grpolab.train.proof import prove
 
 BLOCK = 8
+FORWARD = 2  # counts changes of what a forward computes: a file of an earlier one is not found
 SHARED = 512  # a row of so many tokens holds a prompt once and its two completions
 
 
@@ -60,7 +62,7 @@ def cache_logps(
     config, data = config or Optimisation(), content_key(pairs)
     if folder is None:
         return ReferenceLogps(_compute(reference, pairs, config), data)
-    key = hashlib.sha256(json.dumps([weights_key(reference), data, config.autocast]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([weights_key(reference), data, config.autocast, FORWARD]).encode()).hexdigest()
     path = Path(folder) / f"reference-{key[:32]}.safetensors"
     if path.exists():
         return ReferenceLogps(_read(path, key, len(pairs)), data)
@@ -101,6 +103,11 @@ def reference_values(
     return resident
 
 
+def prove_reference(reference: Policy, pairs: Sequence[Pair], config: Optimisation) -> None:
+    """The reference's forward, proved on rows like those in which its log-probs are computed."""
+    prove(reference, config, max((p.longest for p in pairs), default=0), width=SHARED)
+
+
 def _score_block(reference: Policy, pairs: Sequence[Pair], block: int, config: Optimisation) -> torch.Tensor:
     """(up to BLOCK, 2) on the CPU."""
     with torch.no_grad(), reference.lock, autocast(reference, config):
@@ -110,6 +117,7 @@ def _score_block(reference: Policy, pairs: Sequence[Pair], block: int, config: O
 def _compute(reference: Policy, pairs: Sequence[Pair], config: Optimisation) -> torch.Tensor:
     if not pairs:
         raise ValueError("there are no pairs to score")
+    prove_reference(reference, pairs, config)
     return torch.cat([_score_block(reference, pairs, b, config) for b in range(math.ceil(len(pairs) / BLOCK))])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +16,12 @@ import torch
 
 from grpolab.chat import Example, pad
 from grpolab.lab.run import Run
-from grpolab.models import Policy, choose_device, in_own_memory
+from grpolab.models import Policy, choose_device, in_own_memory, refuse_gaps
 from grpolab.train import losses
-from grpolab.train.logps import decoder_states
-from grpolab.train.loop import (
-    Optimisation,
-    forward_passes,
-    micro_batches,
-    over_batches,
-)
+from grpolab.train.logps import decoder_states, way_of
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
+from grpolab.train.proof import prove
 
 
 class RewardModel(Policy):
@@ -58,7 +55,7 @@ class RewardModel(Policy):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=dtype, use_safetensors=True, output_loading_info=True
+                name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
             )
         except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
             raise ValueError(f"{name} is not a readable reward model: {error}") from error
@@ -67,15 +64,22 @@ class RewardModel(Policy):
                 f"{name} is no reward model: it has {model.config.num_labels} labels and lacks "
                 f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy"
             )
+        refuse_gaps(report, name)
         return cls(in_own_memory(model).to(target).eval(), tokenizer, Path(name).name, (tokenizer.eos_token_id,))
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Token ids of N sequences -> rewards (N,) in fp32, with gradient; each read at its own last token."""
+        return self.read(sequences)[1]
+
+    def read(self, sequences: Sequence[Sequence[int]], *, way: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The decoder's last state of each sequence (N, D), and the head's rewards (N,) of them."""
         rows = pad([Example(tuple(s), (0,) * len(s)) for s in sequences], self.pad_id)
         last = torch.tensor([i * rows.ids.shape[1] + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
-        states, head = decoder_states(self, rows.ids, rows.positions, rows.attention, last), _head(self.model)
-        with torch.autocast(self.device.type, enabled=False):  # the one number that everything hangs on stays in fp32
-            return torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float().squeeze(1)
+        way = way or way_of(self, "rewards")
+        states, head = decoder_states(self, rows.ids, rows.positions, rows.attention, last, way=way), _head(self.model)
+        with torch.autocast(self.device.type, enabled=False):  # the one number that everything depends on stays in fp32
+            rewards = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias)
+        return states, rewards.float().squeeze(1)
 
     def score(self, sequences: Sequence[Sequence[int]], *, token_budget: int = 8192) -> list[float]:
         """The reward of each sequence of token ids; equal sequences get equal rewards in every bit."""
@@ -133,13 +137,19 @@ async def reward_model(
     model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, run: Run | None = None
 ) -> AsyncIterator[dict]:
     """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
-    check_pairs(model, pairs)
+
+    def start():
+        check_pairs(model, pairs)
+        prove(model, config, max((p.longest for p in pairs), default=0), "rewards")
+
+    await in_thread(model, start)
 
     def gradient(places):
         return reward_gradient(model, [pairs[i] for i in places], config)
 
-    async for row in over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run):
-        yield row
+    async with aclosing(over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run)) as rows:
+        async for row in rows:
+            yield row
 
 
 def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from grpolab.arithmetic import Problem
@@ -10,13 +11,9 @@ from grpolab.chat import Example, encode_chat, pack, pad, user
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train import losses
-from grpolab.train.logps import check_head, check_lengths, masked_logps
-from grpolab.train.loop import (
-    Optimisation,
-    forward_passes,
-    micro_batches,
-    over_batches,
-)
+from grpolab.train.logps import can_pack, check_lengths, masked_logps
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
+from grpolab.train.proof import prove
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,11 @@ def demonstrations(policy: Policy, problems: Sequence[Problem]) -> list[Example]
 
 async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *, run: Run | None = None) -> AsyncIterator[dict]:
     """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included."""
-    check_head(policy)
-    check_lengths(policy, max((len(e.ids) for e in examples), default=0), "example")
+
+    def check():
+        longest = max((len(e.ids) for e in examples), default=0)
+        check_lengths(policy, longest, "example")
+        prove(policy, config, longest, "examples")
 
     def gradient(batch):
         return sft_gradient(policy, batch, config)
@@ -45,17 +45,20 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
     def tokens(batch):
         return {"tokens_per_s": sum(len(e.ids) for e in batch)}
 
-    async for row in over_batches(policy, examples, gradient, tokens, config, run):
-        yield row
+    await in_thread(policy, check)
+    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run)) as rows:
+        async for row in rows:
+            yield row
 
 
 def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) -> dict:
     """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics."""
     batch = sorted(batch, key=lambda e: len(e.ids))
     denominator = sum(sum(e.mask) for e in batch)
+    width = config.pack_width if can_pack(policy) else 0
     parts = []
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
-        packed = pack(batch[part], config.pack_width, policy.pad_id) if config.pack_width else pad(batch[part], policy.pad_id)
+        packed = pack(batch[part], width, policy.pad_id) if width else pad(batch[part], policy.pad_id)
         with forward_passes(policy, config):
             logps, mask = masked_logps(policy, packed)
         loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)

@@ -25,8 +25,14 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, val
 def readable(model) -> bool:
     """Whether `states` computes what this model's own forward does: not under another attention, nor with its dropout,
     nor where somebody hooked or replaced the forward of a part."""
-    plain = model.config._attn_implementation == "sdpa" and not model.training and llama_obstacle(model) is None
+    plain = attention_of(model) == "sdpa" and not model.training and llama_obstacle(model) is None
     return plain and not any(map(_altered, model.modules()))
+
+
+def attention_of(model) -> str | None:
+    """The name of the model's attention, or None where transformers no longer says it under this name: nothing is `readable`
+    then."""
+    return getattr(model.config, "_attn_implementation", None)
 
 
 def _altered(module) -> bool:

@@ -1,0 +1,235 @@
+"""Every number that the README and benchmarks/RESULTS.md give, made from the records beside this file.
+
+    make results     # after any record in benchmarks/results/ changed; a test compares what stands there with what this writes
+
+A section without its record is left out; nothing is typed in by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
+from grpolab.files import atomic_write  # noqa: E402
+
+BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
+WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
+METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
+
+
+def record(name: str, results: Path):
+    path = results / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def table(head: list[str], rows: list[list]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def rate(interval: str) -> str:
+    """The value of "45.4% [42.3%, 48.5%]" without its interval."""
+    return interval.split(" ")[0]
+
+
+def shown(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def times(ratios: list[float]) -> str:
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{low}×" if low == high else f"{low} to {high}×"
+
+
+# --- RESULTS.md -------------------------------------------------------------------------------------------------------
+
+
+def notebooks(results: Path) -> str | None:
+    records = {path.stem: json.loads(path.read_text()) for path in sorted((results / "notebooks").glob("*.json"))}
+    if not records:
+        return None
+    rows = [[name, r["minutes"], r["threads"] or "all", f"{sum(c['passed'] for c in r['checks'])} of {len(r['checks'])}"]
+            for name, r in records.items()]  # fmt: skip
+    text = "`make notebooks` executes the series on the embedded model and stores it with these values.\n\n"
+    text += table(["notebook", "minutes", "threads", "checks passed"], rows)
+    for name, r in records.items():
+        checks = [[c["name"], shown(c["measured"]), c["bound"]] for c in r["checks"]]
+        text += f"\n\n**{name}**\n\n" + table(["check", "measured", "bound"], checks)
+    return text
+
+
+def grpo_seeds(results: Path) -> str | None:
+    found = record("grpo_seeds", results)
+    if not found:
+        return None
+    rows = [[seed, f"{r['exact_before']} → {r['exact_after']}", r["gain"], f"{r['sampled_before']} → {r['sampled_after']}",
+             r["gain_sampled"], r["doomed"]] for seed, r in found.items()]  # fmt: skip
+    head = ["seed", "greedy exact match, SFT → GRPO", "gain", "sampled at T = 1, SFT → GRPO", "gain",
+            "without leash and clip, 10 × lr"]  # fmt: skip
+    return ("Embedded model, sums and differences; `OMP_NUM_THREADS=1 python benchmarks/grpo_seeds.py 0 1 2`. Another number "
+            "of threads rounds differently, and so a run takes another path.\n\n" + table(head, rows))  # fmt: skip
+
+
+def dpo_seeds(results: Path) -> str | None:
+    found = record("seeds", results)
+    if not found:
+        return None
+    rows, models = [], []
+    for seed, r in found["seeds"].items():
+        d, m = r["03_dpo"], r["05_reward_model"]
+        rows.append([seed, d["pairs"]["pairs"], d["accuracy"], d["gain"], d["gain_sampled"]])
+        models.append([seed, m["accuracy"], m["far"], m["near"], m["exact_before"],
+                       *(m["exact_after"][k] for k in ("rule", "learned", "learned, leash"))])  # fmt: skip
+    return (f"`{found['command']}` with {found['threads']} thread. DPO:\n\n"
+            + table(["seed", "pairs", "held-out pairs told apart", "greedy gain", "sampled gain"], rows)
+            + "\n\nThe reward model, and GRPO on it (greedy exact match):\n\n"
+            + table(["seed", "pairs told apart", "grossly wrong", "one digit wrong", "before", "by the rule",
+                     "by the learned reward", "with a leash"], models))  # fmt: skip
+
+
+def multi_turn(results: Path) -> str | None:
+    found = record("multi_turn_seeds", results)
+    if not found:
+        return None
+    rows = [[seed, f"{r['before']} → {r['after']}", f"{r['called_before']} → {r['called_after']}",
+             f"{r['head']} → {r['head_after']}"] for seed, r in found["seeds"].items()]  # fmt: skip
+    head = ["seed", "success, warm-up → GRPO", "episodes with a call", "right in the head"]
+    return f"`{found['command']}`, {found['held_out']} held-out questions, greedy.\n\n" + table(head, rows)
+
+
+def smollm2(results: Path) -> str | None:
+    rows = []
+    for name in ("sft", "decode_engine", "dpo", "grpo", "reward_model"):
+        r = record(f"smollm2_{name}", results)
+        if r:
+            v = r["values"]
+            before = v.get("exact_before", v.get("base_exact", ""))
+            after = v.get("exact_after", v.get("exact", ""))
+            after = ", ".join(f"{k} {x}" for k, x in after.items()) if isinstance(after, dict) else after
+            gains = [x if isinstance(x, str) else "" for x in (v.get("gain"), v.get("gain_sampled"), v.get("accuracy"))]
+            rows.append([r["gate"], r["machine"], f"{before} → {after}" if after else "", *gains, r["passed"]])
+    head = ["notebook", "machine", "greedy exact match", "gain", "sampled gain", "pairs told apart", "gate passed"]
+    return "`grpolab run NN -p model smollm2-135m`.\n\n" + table(head, rows) if rows else None
+
+
+def decode(results: Path) -> str | None:
+    found = record("decode", results)
+    if not found:
+        return None
+    rows = [[r["model"], WORKLOADS[r["workload"]], r["rollouts"], f"{r['ratio']:.2f}×",
+             f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}", f"{r['target']:g}×", r["rounds"], r["peer"],
+             f"{r['tokens_per_s']['sampler']:,.0f}", f"{r['profile']['of_fp32_arithmetic']:.0%}"]
+            for r in found["rows"]]  # fmt: skip
+    head = ["model", "workload", "rollouts", "ratio", "worst … best", "goal", "rounds", "peer", "our tokens/s",
+            "of the machine's arithmetic"]  # fmt: skip
+    return ("Wall clock against `generate()` with its best batching, sampling at T = 1 with log-probabilities, prefill "
+            "included: `OMP_NUM_THREADS=2 python benchmarks/decode.py`.\n\n" + table(head, rows))  # fmt: skip
+
+
+def trl(results: Path) -> str | None:
+    found = record("trl", results)
+    if not found:
+        return None
+    rows = []
+    for r in found["rows"]:
+        goal = r["goal"]["memory"]
+        rows.append([r["model"], r["precision"], METHODS[r["method"]], f"{r['speed']:.2f}×", f"{r['goal']['speed']:g}×",
+                     f"{r['grpolab']['step_s']:.3g}", f"{r['memory']:.2f}", f"{goal:.2f}" if goal else "",
+                     r["goal"]["memory_of"].replace("_gb", "").replace("_", " ")])  # fmt: skip
+    head = ["model", "precision", "method", "speed", "goal", "our seconds a step", "memory, ours / TRL's", "goal", "memory of"]
+    workload = "; ".join(f"{METHODS[k]}: {v}" for k, v in found["workload"].items())
+    return (f"A training step against TRL {found['rows'][0]['machine']['versions']['trl']}, same weights, batch, lengths and "
+            f"AdamW ({workload}): `OMP_NUM_THREADS=2 python benchmarks/against_trl.py`.\n\n" + table(head, rows))  # fmt: skip
+
+
+def pool(results: Path) -> str | None:
+    found = record("pool", results)
+    if not found:
+        return None
+    steps = {(row["who"], str(row["sessions"])): row["steps_per_s"] for row in found["table"]}
+    peer = next(row["who"] for row in found["table"] if row["who"] != "grpolab")
+    rows = [[n, f"{r['median']:.2f}×", f"{r['least']:.2f} … {r['most']:.2f}", f"{steps['grpolab', n]:,.0f}",
+             f"{steps[peer, n]:,.0f}"] for n, r in found["ratios"].items()]  # fmt: skip
+    group = found["group"]
+    return (f"Client and server against {peer}'s, same environment, each with its default settings, {found['rounds']} rounds: "
+            "`python benchmarks/pool.py`.\n\n"
+            + table(["sessions", "ratio of steps a second", "least … most", "ours", "theirs"], rows)
+            + f"\n\nA group of {group['sessions']} episodes of {group['turns']} steps takes {group['wall_s'] * 1e3:.0f} ms; "
+            f"the environment's own waiting is {group['env_s'] * 1e3:.0f} ms of it.")  # fmt: skip
+
+
+SECTIONS = {
+    "The series": notebooks, "GRPO over seeds": grpo_seeds, "DPO and reward model over seeds": dpo_seeds,
+    "Multi-turn GRPO over seeds": multi_turn, "SmolLM2-135M-Instruct": smollm2, "Decode engine": decode,
+    "Training step": trl, "Environment pool": pool,
+}  # fmt: skip
+
+
+def results_page(results: Path) -> str:
+    """The text of RESULTS.md."""
+    text = ("# Results\n\nMade by `make results` from the records in [results/](results/); each section names the command that "
+            "fills its record. Rates are in brackets with their 95 % intervals.\n")  # fmt: skip
+    for title, section in SECTIONS.items():
+        body = section(results)
+        text += f"\n## {title}\n\n{body}\n" if body else ""
+    return text
+
+
+# --- the README's table -----------------------------------------------------------------------------------------------
+
+
+def readme_table(results: Path) -> str:
+    """The one table of the README: a line a claim."""
+    rows = []
+    seeds, found, turns = (record(name, results) for name in ("seeds", "grpo_seeds", "multi_turn_seeds"))
+    if seeds:
+        sft = [r["01_sft"] for r in seeds["seeds"].values()]
+        dpo = [r["03_dpo"] for r in seeds["seeds"].values()]
+        model = [r["05_reward_model"] for r in seeds["seeds"].values()]
+        rows.append(["SFT: answers in the asked format", f"{rate(sft[0]['base_format'])} → {each(sft, 'format')}"])
+        rows.append(["DPO: gain in sampled exact match", each(dpo, "gain_sampled")])
+        rows.append(["reward model: held-out pairs told apart", each(model, "accuracy")])
+    if found:
+        runs = found.values()
+        rows.append(["GRPO: greedy exact match", f"{each(runs, 'exact_before')} → {each(runs, 'exact_after')}"])
+        rows.append(["GRPO: sampled exact match", f"{each(runs, 'sampled_before')} → {each(runs, 'sampled_after')}"])
+    if turns:
+        played = turns["seeds"].values()
+        rows.append(["multi-turn GRPO: success with the calculator", f"{each(played, 'before')} → {each(played, 'after')}"])
+    for title, name, key in (("decode engine", "decode", "ratio"), ("a training step", "trl", "speed")):
+        measured = record(name, results)
+        if measured:
+            peer = "`generate()`" if name == "decode" else "TRL"
+            rows.append([f"{title}: times as fast as {peer}", times([row[key] for row in measured["rows"]])])
+    measured = record("pool", results)
+    if measured:
+        ratios = [r["median"] for r in measured["ratios"].values()]
+        rows.append(["environment pool: steps a second, of OpenEnv's", times(ratios)])
+    return table(["measured", "value"], rows)
+
+
+def each(rows, key: str) -> str:
+    """One value a seed, in the order of the record; once where they agree."""
+    values = [rate(row[key]) for row in rows]
+    return " / ".join(values if len(set(values)) > 1 else values[:1])
+
+
+def with_table(readme: str, made: str) -> str:
+    """The README's text with the table between its two marks."""
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    results, readme = HERE / "results", ROOT / "README.md"
+    print(atomic_write(HERE / "RESULTS.md", results_page(results)))
+    print(atomic_write(readme, with_table(readme.read_text(), readme_table(results))))
+
+
+if __name__ == "__main__":
+    main()

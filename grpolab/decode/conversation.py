@@ -1,0 +1,109 @@
+"""Several turns of one exchange, whose keys and values stay between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grpolab.decode.requests import Kept, Request
+from grpolab.decode.sampling import SamplingParams
+from grpolab.rollouts import Rollout
+
+if TYPE_CHECKING:
+    from grpolab.decode.sampler import Sampler
+
+
+class Conversation:
+    """Turns of one exchange: what the policy wrote has mask 1, what was given to it has mask 0.
+
+        conversation = sampler.conversation(seed=3)
+        turn = await conversation.sample(prompt_ids)             # the first turn's ids are the prompt
+        turn = await conversation.sample(observation_ids)        # only the new ids are prefilled
+        rollout = conversation.rollout()                         # one token sequence, nothing tokenised twice
+
+    A turn that is cancelled or fails leaves the conversation as it was before it. One that fills the context finishes as
+    "context" and is the last: `room` is then 0.
+    """
+
+    def __init__(self, sampler: Sampler, seed: int):
+        self.sampler, self.seed, self.turns = sampler, seed, []
+        self._kept: Kept | None = Kept()
+        self._waiting = False
+        self._ids: tuple[int, ...] = ()
+        self._rollout: Rollout | None = None
+
+    @property
+    def room(self) -> int:
+        """How many ids the next turn may give at most, so that one token of an answer still fits the context."""
+        return max(0, self.sampler.context - 1 - len(self._ids))
+
+    async def sample(self, ids: Sequence[int], params: SamplingParams | None = None) -> Rollout:
+        """Append ids and let the policy answer. Returns this turn's rollout; its prompt is everything before it.
+
+        Raises ValueError where they leave no room for an answer (`room`), RuntimeError while another turn is sampled.
+        """
+        self.sampler._check_may_wait()
+        request = self._submit(ids, params)
+        try:
+            await self.sampler._awaited(request)
+        finally:
+            self._waiting = False
+        return self._take(request)
+
+    def sample_sync(self, ids: Sequence[int], params: SamplingParams | None = None) -> Rollout:
+        """`sample` for scripts."""
+        self.sampler._check_may_wait()
+        request = self._submit(ids, params)
+        try:
+            request.result()
+        finally:
+            self._waiting = False
+        return self._take(request)
+
+    def rollout(self) -> Rollout:
+        """The whole exchange as one rollout: prompt, then policy turns (mask 1) and what came between (mask 0)."""
+        if self._rollout is None:
+            raise ValueError("the conversation has no turn yet; sample one first")
+        return self._rollout
+
+    def close(self) -> None:
+        """Free its keys and values."""
+        self._kept = None
+
+    def _submit(self, ids: Sequence[int], params: SamplingParams | None) -> Request:
+        if self._kept is None:
+            raise RuntimeError("the conversation is closed; start another with sampler.conversation()")
+        if self._waiting:
+            raise RuntimeError("a turn of this conversation is still being sampled; await it first")
+        if self.turns and (len(ids) > self.room or len(self._ids) >= self.sampler.context):
+            raise ValueError(f"the conversation holds {len(self._ids)} of the context's {self.sampler.context} tokens, "
+                             f"and {len(ids)} more leave no room for an answer; end it here, its rollout() is whole")
+        request = self.sampler._request([(*self._ids, *ids)], [[self.seed]], params or SamplingParams(), kept=self._kept)
+        self.sampler._queue(request)
+        self._waiting = True
+        return request
+
+    def _take(self, request: Request) -> Rollout:
+        turn = request.rollouts[0][0]
+        given, whole = turn.prompt[len(self._ids):], self._rollout
+        zeros = (0.0,) * len(given)
+        if whole is None:
+            whole = turn
+        else:
+            whole = Rollout(
+                prompt=whole.prompt, tokens=whole.tokens + given + turn.tokens,
+                mask=whole.mask + (0,) * len(given) + turn.mask, logps=whole.logps + zeros + turn.logps,
+                raw_logps=whole.raw_logps + zeros + turn.raw_logps, finish_reason=turn.finish_reason, seed=self.seed,
+                policy_version=whole.policy_version, timings=turn.timings, kept_mass=_joined_mass(whole, given, turn))
+        self.turns.append(turn)
+        self._rollout, self._ids = whole, turn.prompt + turn.tokens
+        if self._kept is not None:  # it may have been closed meanwhile
+            self._kept = request.kept
+        return turn
+
+
+def _joined_mass(whole: Rollout, given: tuple, turn: Rollout) -> tuple[float, ...]:
+    if not (whole.kept_mass or turn.kept_mass):
+        return ()
+    before, after = (r.kept_mass or (1.0,) * len(r.tokens) for r in (whole, turn))
+    return before + (1.0,) * len(given) + after

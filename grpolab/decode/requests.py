@@ -1,0 +1,158 @@
+"""What callers ask for and how far it is: passive data that the scheduler fills in."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+import torch
+
+from grpolab.decode.cache import SlotCache
+from grpolab.decode.sampling import SamplingParams
+from grpolab.rollouts import Group, Rollout
+
+
+@dataclass
+class Stats:
+    """What a sampler did since it was made; seconds are of its worker thread."""
+
+    prefill_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    row_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    refreshes: int = 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The keys and values of a conversation between two turns: its first `length` positions, under the weights of `epoch`."""
+
+    cache: SlotCache | None = None
+    length: int = 0
+    epoch: int = -1
+
+
+@dataclass(eq=False)
+class Request:
+    """The handle of a submitted request: `result(timeout)` waits for the groups, `cancel()` ends its rollouts early.
+
+    prompts, seeds  B prompts, (B, G) seeds; `rollouts` (B, G) are filled in as they finish, `left` counts those to come
+    eos         ids that end a rollout as "eos"; params.stop_ids end it as "stop_id"
+    on_rollout  called with (prompt index, sample index, rollout) as each one finishes
+    kept        of a conversation: what its turns before this one left, and from the end of this one what it leaves
+    may_wait    raises where waiting for the result would last for ever
+    stopped     the finish reason that its unfinished rollouts get
+    spent       tokens taken from params.max_total_tokens
+    """
+
+    prompts: list[tuple[int, ...]]
+    seeds: list[list[int]]
+    params: SamplingParams
+    eos: frozenset[int]
+    on_rollout: Callable[[int, int, Rollout], None] | None = None
+    kept: Kept | None = None
+    may_wait: Callable[[], None] = lambda: None
+    future: Future = field(default_factory=Future)
+    submitted: float = field(default_factory=time.perf_counter)
+    stopped: str | None = None
+    spent: int = 0
+
+    def __post_init__(self):
+        self.rollouts: list[list[Rollout | None]] = [[None] * len(s) for s in self.seeds]
+        self.left = sum(map(len, self.seeds))
+
+    def result(self, timeout: float | None = None) -> list[Group]:
+        """The groups, in the order of the prompts; TimeoutError after `timeout` seconds."""
+        if not self.future.done():
+            self.may_wait()
+        return self.future.result(timeout)
+
+    def cancel(self) -> None:
+        """End the unfinished rollouts at the next step, with what they have and finish_reason "cancelled"."""
+        self.stopped = self.stopped or "cancelled"
+
+
+@dataclass(eq=False)
+class Pending:
+    """A prompt of a request in the queue. `samples`: the indices that wait; `cache`, `row`, `logits`: its prefill."""
+
+    request: Request
+    index: int
+    ids: tuple[int, ...]
+    samples: deque[int]
+    cache: SlotCache | None = None
+    row: int = 0
+    logits: torch.Tensor | None = None
+    prefill_seconds: float = 0.0
+
+    def limit(self, context: int) -> int:
+        """How many tokens a sample may take."""
+        return min(self.request.params.max_new_tokens, context - len(self.ids))
+
+    def kept(self, epoch: int) -> int:
+        """How many of its positions the conversation still holds."""
+        kept = self.request.kept
+        return kept.length if kept is not None and kept.epoch == epoch else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """Whose row it is, and what the clocks showed when it entered: `before` holds the decode and sample seconds, the steps
+    and the row steps of the sampler at that time."""
+
+    request: Request
+    index: int
+    sample: int
+    version: int
+    epoch: int
+    prefill_seconds: float
+    entered: float
+    before: tuple[float, float, int, int]
+
+
+def pending(request: Request) -> list[Pending]:
+    return [Pending(request, i, ids, deque(range(len(s)))) for i, (ids, s) in enumerate(zip(request.prompts, request.seeds))]
+
+
+def ending(request: Request) -> str | None:
+    """The finish reason that its unfinished rollouts get at once, if any: it was stopped, has failed, or nobody waits."""
+    return request.stopped or ("cancelled" if request.future.done() else None)
+
+
+def book(request: Request, tokens: int) -> bool:
+    """Take tokens from its budget; a request that has too few left stops."""
+    budget = request.params.max_total_tokens
+    if budget is not None and request.spent + tokens > budget:
+        request.stopped = request.stopped or "budget"
+        return False
+    request.spent += tokens
+    return True
+
+
+def deliver(request: Request, index: int, sample: int, rollout: Rollout) -> None:
+    """Hand over a finished rollout, and with the last one the groups. Whatever the callback raises is its caller's alone."""
+    if request.future.done():
+        return
+    request.rollouts[index][sample] = rollout
+    request.left -= 1
+    if request.on_rollout is not None:
+        try:
+            request.on_rollout(index, sample, rollout)
+        except BaseException as error:
+            return settle(request.future, error=error)
+    if request.left == 0:
+        settle(request.future, [Group(tuple(row)) for row in request.rollouts])
+
+
+def settle(future: Future, result=None, error: BaseException | None = None) -> None:
+    """Resolve a future that its waiter may have cancelled meanwhile."""
+    try:
+        future.set_result(result) if error is None else future.set_exception(error)
+    except InvalidStateError:
+        pass

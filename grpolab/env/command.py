@@ -1,0 +1,68 @@
+"""`python -m grpolab serve`: an environment server as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from grpolab.env.backends import BackendPool, read_backend
+from grpolab.env.isolate import Isolation
+from grpolab.env.server import check_token, serve_forever
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m grpolab serve`."""
+    parser.add_argument("environment", help="calculator, guess, or package.module:Class of your own")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --token-file")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and prints it")
+    parser.add_argument("--max-sessions", type=int, default=8)
+    parser.add_argument("--isolate", choices=("process", "thread"), default="process" if os.name == "posix" else "thread",
+                        help="where a session's environment lives: a process of its own that can be killed, or a thread")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
+                        help="a variable that those processes and the backends get beside PATH and the like")
+    parser.add_argument("--cwd", type=Path, help="the folder of those processes")
+    parser.add_argument("--memory-mib", type=int, help="the most memory that one of those processes may allocate")
+    parser.add_argument("--backend", metavar="COMMAND", help="what each session leases: a command that prints its address as "
+                        "its first line, or package.module:function that makes a Backend from its number")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds added to every reset and step")
+    parser.add_argument("--reset-timeout", type=float, default=60.0, help="seconds that a reset may take")
+    parser.add_argument("--step-timeout", type=float, default=60.0, help="seconds that a step may take")
+    parser.add_argument("--close-timeout", type=float, default=5.0, help="seconds that closing an environment may take")
+    parser.add_argument("--queue-timeout", type=float, default=10.0, help="seconds that a client may ask to wait for a slot")
+    parser.add_argument("--ping-interval", type=float, default=5.0, help="seconds between heartbeats; 0 turns them off")
+    parser.add_argument("--ping-timeout", type=float, default=10.0, help="seconds without answer before it is gone")
+    parser.add_argument("--token-file", type=Path, help="file that holds the bearer token which clients must send")
+    parser.add_argument("--trace", type=Path, help="JSONL file to append every call to")
+
+
+def main(args: argparse.Namespace) -> int:
+    """`python -m grpolab serve`: run a server process from parsed arguments; 2 where they make no sense."""
+    try:
+        variables = dict(_variable(given) for given in args.env)
+        if args.isolate == "thread" and (args.cwd or args.memory_mib is not None):
+            raise ValueError("--cwd and --memory-mib are of --isolate process: a thread has neither to itself")
+        isolate = "thread" if args.isolate == "thread" else Isolation(variables, args.cwd, args.memory_mib)
+        token = args.token_file and check_token(args.token_file.read_text().strip(), str(args.token_file))
+        backends = None
+        if args.backend is not None:
+            backends = BackendPool(read_backend(args.backend, env=variables), max(args.max_sessions, 1))
+        asyncio.run(serve_forever(
+            args.environment, max_sessions=args.max_sessions, host=args.host, port=args.port, isolate=isolate,
+            backends=backends, token=token, reset_timeout=args.reset_timeout, step_timeout=args.step_timeout,
+            close_timeout=args.close_timeout, queue_timeout=args.queue_timeout, ping_interval=args.ping_interval or None,
+            ping_timeout=args.ping_timeout, latency=args.latency, trace=args.trace))
+    except (ValueError, OSError) as error:
+        print(f"grpolab serve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _variable(given: str) -> tuple[str, str]:
+    """(name, value) of `NAME=VALUE`, or of `NAME` with the value that it has here."""
+    name, equals, value = given.partition("=")
+    if not name or not (equals or name in os.environ):
+        raise ValueError(f"--env {given}: {'it has no name' if not name else f'{name} is not set here'}; write NAME=VALUE")
+    return name, value if equals else os.environ[name]

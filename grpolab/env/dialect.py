@@ -1,0 +1,197 @@
+"""How a policy's text meets an environment: a `Dialect` turns what it wrote into an action and what was observed into
+text, and rules what an action that the environment cannot read costs.
+
+`TEXT` is the dialect of grpolab's own environments: {"text": ...} both ways. `MCP` speaks to OpenEnv's environments with
+tools: the question comes with their list, a turn is one call written as JSON. Others are made by `replace`:
+
+    typed = replace(TEXT, to_action=lambda text: {"number": int(text)}, to_text=lambda seen: seen["message"])
+    strict = replace(MCP, on_invalid="penalise", penalty=-0.1)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpolab.env import protocol
+from grpolab.env.protocol import InvalidAction, SessionLost, StepResult
+
+ON_INVALID = ("tell", "penalise", "abstain")
+MAX_DEPTH = 64  # of an action: OpenEnv's server ends a session over JSON that is nested beyond its own reader's depth
+MAX_REASON = 500  # characters of what the policy is told about an action that could not be read
+
+# OpenEnv's server cannot serialise the error of an action that failed a validator of its own, and ends the session so.
+_UNSENT_ERROR = "Unable to serialize unknown type"
+
+
+def text_action(text: str) -> dict:
+    """{"text": text}"""
+    return {"text": text}
+
+
+def text_observation(observation: dict) -> str:
+    """The string under "text"."""
+    said = observation.get("text")
+    if not isinstance(said, str):
+        raise ValueError(f"an observation with the keys {sorted(observation)} has no string 'text': say how it reads, with "
+                         "dialect=replace(TEXT, to_text=lambda observation: ...)")
+    return said
+
+
+def said_calls(results: Sequence[StepResult]) -> dict[str, float]:
+    """{"calls": n}: how many tool calls the environment counted so far, the number `calls` in its last metadata; else 0."""
+    calls = results[-1].metadata.get("calls", 0) if results else 0
+    return {"calls": calls if type(calls) in (int, float) else 0}
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """An action that could not be read: why, and whether the session ended over it."""
+
+    why: str
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The hooks between a policy's text and one kind of environment.
+
+    to_action   the text of a turn -> the action, a JSON object; raises ValueError or LookupError where the text is none
+    to_text     an observation, its `metadata` inside where it has any -> the text that the policy reads
+    introduce   async (seat) -> text that stands before the question, asked for after each reset; None for none
+    measure     the results of an episode's steps -> numbers by name; their means over episodes stand in the row
+    on_invalid  what becomes of an action that `to_action` or the environment refuses (a VALIDATION_ERROR): "tell" answers
+                with the reason in place of an observation; "penalise" does so too and pays `penalty`, once for each;
+                "abstain" ends the episode without a reward, so that it is not trained on. It counts as a turn.
+    """
+
+    to_action: Callable[[str], dict] = text_action
+    to_text: Callable[[dict], str] = text_observation
+    introduce: Callable[[Any], Awaitable[str]] | None = None
+    measure: Callable[[Sequence[StepResult]], Mapping[str, float]] = said_calls
+    on_invalid: str = "tell"
+    penalty: float | None = None
+
+    def __post_init__(self):
+        if self.on_invalid not in ON_INVALID:
+            raise ValueError(f"on_invalid={self.on_invalid!r}: use one of {', '.join(ON_INVALID)}")
+        if (self.on_invalid == "penalise") != (self.penalty is not None):
+            raise ValueError(f"on_invalid={self.on_invalid!r} with penalty={self.penalty}: a penalty is the reward of "
+                             "'penalise', which needs one, such as -0.1")
+
+    def read(self, result: StepResult) -> str:
+        """The text of an observation."""
+        said = self.to_text(result.observation | ({"metadata": result.metadata} if result.metadata else {}))
+        if not isinstance(said, str):
+            raise ValueError(f"to_text gave {said!r:.100} where the policy needs a string")
+        return said
+
+    def action(self, text: str) -> dict:
+        """The action that a turn's text stands for; raises InvalidAction where it stands for none that can be sent."""
+        try:
+            action = self.to_action(text)
+            if not isinstance(action, dict):
+                raise ValueError(f"an action is a JSON object, not {action!r:.50}")
+            _check_depth(action)
+            protocol.dumps(action)  # NaN is not JSON
+            json.dumps(action, ensure_ascii=False).encode()  # half of a surrogate pair ends an OpenEnv session
+        except (ValueError, LookupError, RecursionError) as fault:
+            raise InvalidAction(str(fault) or repr(fault)) from fault
+        return action
+
+    async def act(self, seat: Any, text: str) -> StepResult | Malformed:
+        """Do on the seat what the text says. Malformed where that is no action; whatever else fails is raised."""
+        try:
+            return await seat.step(self.action(text))
+        except InvalidAction as fault:
+            return Malformed(_reason(str(fault)))
+        except SessionLost as fault:
+            if _UNSENT_ERROR not in str(fault):
+                raise
+            return Malformed("a value that the environment does not accept", ended=True)
+
+
+def _check_depth(value: Any, left: int = MAX_DEPTH) -> None:
+    if isinstance(value, dict | list | tuple):
+        if left == 0:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_depth(part, left - 1)
+
+
+def _reason(why: str) -> str:
+    return f"error: {why}" if len(why) <= MAX_REASON else f"error: {why[:MAX_REASON]} ..."
+
+
+# --- environments with MCP tools --------------------------------------------------------------------------------------
+
+CALL_FORM = '{"name": "...", "arguments": {...}}'
+
+
+def tool_call(text: str) -> dict:
+    """The first JSON object in the text, {"name": tool, "arguments": {...}}, as OpenEnv's action `call_tool`."""
+    start = text.find("{")
+    try:
+        call, _ = json.JSONDecoder().raw_decode(text, max(start, 0))
+    except (ValueError, RecursionError):
+        call = None
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if start < 0 or not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        raise InvalidAction(f"write one tool call as {CALL_FORM}")
+    return {"type": "call_tool", "tool_name": call["name"], "arguments": arguments}
+
+
+def tool_text(observation: dict) -> str:
+    """What a tool returned, or its error. Of an observation that no call made (a reset's): its one text, else its JSON."""
+    if "tool_name" not in observation:
+        fields = observation.get("metadata", {}) | {k: v for k, v in observation.items() if k != "metadata"}
+        fields = {k: v for k, v in fields.items() if v not in (None, "", [], {})}
+        texts = list(fields.values())
+        return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else _plain(fields)
+    if observation.get("error"):
+        fault = observation["error"]
+        return _reason(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
+    result = observation.get("result")
+    if not isinstance(result, dict) or not isinstance(result.get("content"), list):
+        return _plain(result)
+    said = "\n".join(_block(block) for block in result["content"])
+    return _reason(said) if result.get("is_error") else said
+
+
+def _block(block: Any) -> str:
+    if isinstance(block, dict) and isinstance(block.get("text"), str):
+        return block["text"]
+    return f"[{block.get('type', 'unknown')}]" if isinstance(block, dict) else _plain(block)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+async def list_tools(seat: Any) -> str:
+    """The environment's tools, a line each, and the form of a call. Asking is no step of the episode."""
+    tools = (await seat.mcp("tools/list")).get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "name" in tool for tool in tools):
+        raise SessionLost(f"tools/list was answered with {tools!r:.200}, which is no list of tools")
+    return "\n".join(["Tools:", *map(describe_tool, tools), f"Call one of them: {CALL_FORM}"])
+
+
+def describe_tool(tool: dict) -> str:
+    """`add(a: integer, b?: integer): The sum.` of a tool's name, JSON schema and description; `?` may be left out."""
+    schema = tool.get("inputSchema") or tool.get("input_schema") or {}
+    required = schema.get("required", ())
+    parts = [f"{name}{'' if name in required else '?'}: {kind.get('type', 'any') if isinstance(kind, dict) else 'any'}"
+             for name, kind in schema.get("properties", {}).items()]
+    about = " ".join((tool.get("description") or "").split())
+    return f"{tool['name']}({', '.join(parts)})" + (f": {about}" if about else "")
+
+
+def tool_calls(results: Sequence[StepResult]) -> dict[str, float]:
+    """{"calls": n}: the calls that a tool answered without an error."""
+    return {"calls": sum("tool_name" in r.observation and not r.observation.get("error") for r in results)}
+
+
+TEXT = Dialect()
+MCP = Dialect(to_action=tool_call, to_text=tool_text, introduce=list_tools, measure=tool_calls)

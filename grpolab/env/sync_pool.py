@@ -1,0 +1,105 @@
+"""MultiTurnEnvPool: the synchronous pool, for scripts and for other code that cannot await."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from grpolab.env.client import Span
+from grpolab.env.pool import GrpoPool, Results
+from grpolab.env.protocol import StepResult
+from grpolab.env.seat import Seat
+
+
+class MultiTurnEnvPool:
+    """The synchronous pool: a GrpoPool, with the same arguments and methods, without `await`; rollouts are `async` still.
+
+    The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
+    pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it over there before it returns.
+    """
+
+    def __init__(self, url: str, size: int = 8, **options: Any):
+        self.pool = GrpoPool(url, size, **options)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._over: asyncio.Event | None = None
+
+    def __enter__(self) -> MultiTurnEnvPool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the loop's thread and connect, all or nothing; a failure leaves nothing, and it may be tried again."""
+        if self._loop is not None:
+            return
+        ready = threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._live(ready),), daemon=True)
+        self._thread.start()
+        ready.wait()
+        try:
+            self._call(self.pool.connect())
+        except BaseException:
+            self._end()
+            raise
+
+    async def _live(self, ready: threading.Event) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        ready.set()
+        await self._over.wait()
+
+    def close(self) -> None:
+        """Close every session and end the thread; bounded by `deadlines.close`. Idempotent."""
+        if self._loop is not None:
+            try:
+                self._call(self.pool.close())
+            finally:
+                self._end()
+
+    def reset_group(self, task: Any = None, *, seed: int | None = None, distinct: bool = False) -> list[StepResult]:
+        return self._call(self.pool.reset_group(task, seed=seed, distinct=distinct))
+
+    def run_group_step(self, actions: Sequence[dict]) -> list[StepResult]:
+        return self._call(self.pool.run_group_step(actions))
+
+    def run_group(self, rollout: Callable[[Seat], Awaitable[Any]]) -> Results:
+        return self._call(self.pool.run_group(rollout))
+
+    def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
+        return self.pool.record_group_result(task, rewards, success=success)
+
+    @property
+    def trace(self) -> list[Span]:
+        return self.pool.trace
+
+    def _call(self, work: Coroutine) -> Any:
+        """Run a coroutine over there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
+        if self._loop is None:
+            work.close()
+            raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
+        loop, done = self._loop, threading.Event()
+        task: list[asyncio.Task] = []
+
+        def begin() -> None:
+            task.append(loop.create_task(work))
+            task[0].add_done_callback(lambda _: done.set())
+
+        try:
+            loop.call_soon_threadsafe(begin)
+            while not done.wait(0.1):  # in short waits, so that an interrupt gets in on every platform
+                pass
+        except BaseException:
+            loop.call_soon_threadsafe(lambda: task[0].cancel())
+            done.wait(self.pool.deadlines.close + 1.0)
+            raise
+        return task[0].result()
+
+    def _end(self) -> None:
+        thread, loop = self._thread, self._loop
+        self._thread = self._loop = None
+        loop.call_soon_threadsafe(self._over.set)
+        thread.join()

@@ -1,0 +1,56 @@
+"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and a hash of the former."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def weights_hash(policy) -> str:
+    """A hash of all parameters by name."""
+    digest = hashlib.sha256()
+    for name, p in policy.model.named_parameters():
+        p = p.detach().cpu().contiguous()
+        digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
+        digest.update(p.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {name: p.detach().cpu().contiguous() for name, p in policy.model.named_parameters()}
+
+
+def put_weights(policy, path: Path) -> None:
+    """The parameters that a file of `weights` holds, back into the policy."""
+    saved = load_file(path)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            parameter.copy_(saved[name])
+
+
+def split(state: dict) -> tuple[dict[str, torch.Tensor], dict]:
+    """An optimiser's state dict -> tensors by the path of their keys, and the rest as JSON with None in their places."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def walk(value, path):
+        if isinstance(value, torch.Tensor):
+            tensors["/".join(path)] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            return None
+        return {str(k): walk(v, (*path, str(k))) for k, v in value.items()} if isinstance(value, dict) else value
+
+    return tensors, {"slots": walk(state["state"], ()), "param_groups": state["param_groups"]}
+
+
+def join(tensors: dict[str, torch.Tensor], scalars: dict) -> dict:
+    slots = {int(i): values for i, values in json.loads(json.dumps(scalars["slots"])).items()}
+    for key, value in tensors.items():
+        i, *path, name = key.split("/")
+        place = slots[int(i)]
+        for part in path:
+            place = place[part]
+        place[name] = value
+    return {"state": slots, "param_groups": scalars["param_groups"]}

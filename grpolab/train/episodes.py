@@ -1,0 +1,304 @@
+"""Episodes: a policy in the seats of a pool.
+
+An episode is one token sequence: the question, then in turn what the policy wrote (mask 1, with its sampling logps) and
+what the environment answered (mask 0). Nothing is decoded and tokenised again, so what is trained is what was sampled.
+While one rollout waits for its environment the others are decoded, in the sampler's one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from grpolab.chat import Example, encode_chat, observation_ids, prompt_ids, user
+from grpolab.decode.sampler import Conversation, Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.env.dialect import TEXT, Dialect, Malformed
+from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Seat, rollout_seed
+from grpolab.env.protocol import ConnectError, DeadlineExceeded, EnvError, Environment, StepResult
+from grpolab.models import Policy
+from grpolab.rollouts import Group, Rollout
+from grpolab.train.logps import check_lengths
+
+CUT = frozenset({"length", "context", "budget", "cancelled"})  # finish reasons of a turn that the policy did not end
+LONG_TEXT = 2000  # characters: about a millisecond of tokenising; longer texts are tokenised off the event loop
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one episode: turns of the policy, and tokens of the whole sequence, question and observations included."""
+
+    max_turns: int = 4
+    max_total_tokens: int = 192
+
+    def __post_init__(self):
+        if self.max_turns < 1 or self.max_total_tokens < 2:
+            raise ValueError(f"an episode needs a turn and a few tokens, got {self}")
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A rollout with its reward, and how it came about: `turns` are pairs (what the policy wrote, what it was told).
+
+    `rollout.finish_reason` is "done" when the environment ended the episode, "turns" at the turn limit, "length" when the
+    tokens ran out: a turn was cut (then nobody heard it), or an observation did not fit (then the policy did not read it,
+    and `turns` keeps its beginning). All three keep what the environment paid until then, and the latter two, which are
+    the policy's doing, earn 0.0 where it paid nothing. "invalid" ended over an action that could not be read; under
+    `abstain` its reward is None. A lost session is not the policy's doing and gives no episode.
+
+    `heard` are the observations that stand in the rollout's tokens, `invalid` counts the actions that could not be read,
+    `measures` are the numbers of the dialect's `measure`, `env_s` the seconds spent waiting for the environment.
+    """
+
+    rollout: Rollout
+    question: str
+    turns: tuple[tuple[str, str], ...]
+    heard: tuple[str, ...] = ()
+    invalid: int = 0
+    measures: dict = field(default_factory=dict)
+    env_s: float = field(default=0.0, compare=False)
+
+    @property
+    def calls(self) -> float:
+        """Tool calls, by the dialect's measure of that name."""
+        return self.measures.get("calls", 0)
+
+    @property
+    def text(self) -> str:
+        """The transcript, one line a message."""
+        lines = [f"environment: {self.question}"]
+        for wrote, told in self.turns:
+            lines += [f"policy:      {wrote}", f"environment: {told}"]
+        return "\n".join(lines)
+
+
+def as_task(task: Any) -> Any:
+    """A task as it travels: any JSON value as it is, a dataclass (a `Problem`) as the dict of its fields."""
+    return asdict(task) if is_dataclass(task) and not isinstance(task, type) else task
+
+
+def demonstrate(tokenizer, env: Environment, task: Any, turns: Sequence[str], *, dialect: Dialect = TEXT,
+                introduction: str = "") -> Example:
+    """`turns` said in an environment whose methods are plain, as a conversation to imitate: mask 1 on the turns alone.
+
+    `introduction` stands before the question, as `dialect.introduce` puts it there in an episode.
+    """
+    said = user(_introduced(introduction, dialect.read(env.reset(task=as_task(task)))))
+    for wrote in turns:
+        told = dialect.read(env.step(dialect.action(wrote)))
+        said += [{"role": "assistant", "content": wrote}, *user(told)]
+    return encode_chat(tokenizer, said[:-1])
+
+
+async def play(seat: Seat, sampler: Sampler, task: Any, *, seed: int, params: SamplingParams, limits: Limits,
+               dialect: Dialect = TEXT, reset_seed: int | None = None) -> Episode:
+    """One episode of `task` on a seat. `params.max_new_tokens` bounds each turn; `seed` makes its draws.
+
+    `reset_seed` (default: `seed`) is the environment's: rollouts of a group share it, so that they get one question.
+    """
+    check_limits(sampler.policy, limits)
+    conversation = sampler.conversation(seed=seed)
+    try:
+        return await _Play(seat, sampler.policy, conversation, params, limits, dialect).run(
+            as_task(task), seed if reset_seed is None else reset_seed)
+    finally:
+        conversation.close()
+
+
+class _Play:
+    """One episode while it is played."""
+
+    def __init__(self, seat: Seat, policy: Policy, conversation: Conversation, params, limits: Limits, dialect: Dialect):
+        self.seat, self.policy, self.conversation = seat, policy, conversation
+        self.params, self.limits, self.dialect = params, limits, dialect
+        self.turns: list[tuple[str, str]] = []
+        self.heard: list[str] = []
+        self.results: list[StepResult] = []
+        self.paid: list[float] = []
+        self.invalid, self.env_s = 0, 0.0
+
+    async def run(self, task: Any, seed: int) -> Episode:
+        question = await self._timed(self._ask(task, seed))
+        room = self.limits.max_total_tokens - 1
+        ids = await _fitting(self.policy.tokenizer, question, room, prompt_ids)
+        if ids is None:
+            raise ValueError(f"the question takes more than {room} tokens, which leaves no turn of "
+                             f"max_total_tokens={self.limits.max_total_tokens}: raise that, or shorten it in to_text")
+        reason = await self._turns(ids)
+        rollout = self.conversation.rollout()
+        if reason == "done" and not self.paid:
+            raise ValueError(f"the environment ended the episode {question!r:.200} without any reward, and none is made up")
+        reward = None if reason == "invalid" and self.dialect.on_invalid != "penalise" else sum(self.paid, 0.0)
+        return Episode(replace(rollout, reward=reward, finish_reason=reason), question, tuple(self.turns),
+                       tuple(self.heard), self.invalid, dict(self.dialect.measure(self.results)), self.env_s)
+
+    async def _ask(self, task: Any, seed: int) -> str:
+        result = await self.seat.reset(task=task, seed=seed)
+        before = await self.dialect.introduce(self.seat) if self.dialect.introduce else ""
+        return _introduced(before, self.dialect.read(result))
+
+    async def _turns(self, ids: list[int]) -> str:
+        """Turn by turn until the episode is over; returns why it is."""
+        used = 0
+        while True:
+            room = self.limits.max_total_tokens - used - len(ids)
+            with self.seat.span("generate"):
+                turn = await self.conversation.sample(
+                    ids, replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room)))
+            used = len(turn.prompt) + len(turn.tokens)
+            if turn.finish_reason in CUT:  # not what the policy wanted to say, so nobody hears it
+                return "length"
+            over, told = await self._say(self.policy.decode(turn.tokens))
+            if over:
+                return over
+            ids = await _fitting(self.policy.tokenizer, told, self.limits.max_total_tokens - used - 1, observation_ids)
+            if ids is None:
+                self.turns[-1] = (self.turns[-1][0], _beginning(told))
+                return "length"
+            self.heard.append(told)
+
+    async def _say(self, wrote: str) -> tuple[str, str]:
+        """Act on a turn of the policy: (why the episode is over, or "", what the policy is told)."""
+        result = await self._timed(self.dialect.act(self.seat, wrote))
+        if isinstance(result, Malformed):
+            self.invalid += 1
+            self.paid += [self.dialect.penalty] if self.dialect.on_invalid == "penalise" else []
+            over, told = result.ended or self.dialect.on_invalid == "abstain", result.why
+        else:
+            self.results.append(result)
+            self.paid += [] if result.reward is None else [result.reward]
+            over, told = result.done, self.dialect.read(result)
+        self.turns.append((wrote, told))
+        if over:
+            return "invalid" if isinstance(result, Malformed) else "done", told
+        return "turns" if len(self.turns) == self.limits.max_turns else "", told
+
+    async def _timed(self, work):
+        began = time.perf_counter()
+        try:
+            return await work
+        finally:
+            self.env_s += time.perf_counter() - began
+
+
+def check_limits(policy: Policy, limits: Limits) -> None:
+    """Refuse episodes that outgrow the context, before the first is played."""
+    check_lengths(policy, limits.max_total_tokens, "whole episode (limits.max_total_tokens)")
+
+
+def _introduced(before: str, question: str) -> str:
+    return "\n".join(part for part in (before, question) if part)
+
+
+async def _fitting(tokenizer, text: str, room: int, encode: Callable) -> list[int] | None:
+    """The ids of a text, or None where they are more than `room`. More characters than so many of the longest token could
+    stand for are not tokenised at all, and long texts not on the event loop: 2 MB take seconds."""
+    if room < 1 or len(text) > room * _longest_token(tokenizer):
+        return None
+    if len(text) > LONG_TEXT:
+        ids = await asyncio.get_running_loop().run_in_executor(_tokenising, encode, tokenizer, text)
+    else:
+        ids = encode(tokenizer, text)
+    return ids if len(ids) <= room else None
+
+
+_tokenising = ThreadPoolExecutor(1, "grpolab-tokenise")  # one: a tokenizer is not made for several threads
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer) -> int:
+    """Characters of the longest token: none stands for more (of bytes, there are at least as many as of characters)."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= LONG_TEXT else f"{text[:LONG_TEXT]} ... ({len(text)} characters, which did not fit)"
+
+
+async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, seeds: Sequence[int], params: SamplingParams,
+                   limits: Limits, dialect: Dialect = TEXT, reset_seeds: Sequence[int] | None = None
+                   ) -> list[Episode | None]:
+    """An episode of each task: every seat takes the next one as it gets free. `reset_seeds` (default: `seeds`) are the
+    environments', equal within a group. Each episode has `deadlines.episode` s of its own.
+
+    Under the pool's `drop`, an episode that was lost is None and stands in `pool.failures`; its seat goes on. Raises
+    GroupFailed where fewer than `min_group` are left, or no seat has a session any more. Which seat plays which episode
+    depends on timing; the episode does not, for its draws come from its own seed.
+    """
+    check_limits(sampler.policy, limits)
+    episodes: list[Episode | None] = [None] * len(tasks)
+    todo = iter(range(len(tasks)))
+    failures: list[Failure] = []
+
+    async def work(seat: Seat) -> None:
+        for i in todo:
+            reset_seed = None if reset_seeds is None else reset_seeds[i]
+            episode = play(seat, sampler, tasks[i], seed=seeds[i], params=params, limits=limits, dialect=dialect,
+                           reset_seed=reset_seed)
+            try:
+                episodes[i] = await _within(episode, pool.deadlines.episode, i)
+            except EnvError as fault:
+                if pool.on_failure != "drop":
+                    raise
+                failures.append(Failure(seat.group, i, seat.turn, seat.session.episode_id, fault))
+                if isinstance(fault, ConnectError):  # no session is to be had: the other seats take what is left
+                    return
+
+    try:
+        # No seat works longer than one episode beyond its even share.
+        await pool.run_group(work, rounds=len(tasks) // pool.size + 1)
+    finally:
+        pool.note_failures(failures)
+    finished = len(tasks) - episodes.count(None)
+    if failures and (finished < pool.min_group or next(todo, None) is not None):  # or no seat had a session any more
+        raise GroupFailed(f"{finished} of {len(tasks)} episodes finished", tuple(failures))
+    return episodes
+
+
+async def _within(work, seconds: float, number: int) -> Episode:
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            return await work
+    except TimeoutError as fault:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded("episode", seconds, f"episode {number}") from fault
+
+
+async def evaluate_episodes(pool: GrpoPool, sampler: Sampler, problems: Sequence[Any], *, limits: Limits,
+                            max_new_tokens: int = 32, seed: int = 0, dialect: Dialect = TEXT) -> list[Episode]:
+    """One greedy episode of each problem; a lost one raises, for an evaluation is of all its questions."""
+    params = SamplingParams(greedy=True, max_new_tokens=max_new_tokens)
+    seeds = [rollout_seed(seed, 0, i) for i in range(len(problems))]
+    episodes = await play_all(pool, sampler, problems, seeds=seeds, params=params, limits=limits, dialect=dialect)
+    if None in episodes:
+        raise RuntimeError(f"{episodes.count(None)} of {len(episodes)} evaluation episodes were lost; run it again")
+    return episodes
+
+
+def as_groups(episodes: Sequence[Episode | None], group_size: int, min_group: int = 1) -> list[Group]:
+    """Consecutive episodes as groups. One that was lost, or abstains, stands in as an empty rollout without reward, and so
+    do all of a group in which fewer than `min_group` are left; a group without any episode is left out.
+
+    Raises ValueError where the rollouts of a group did not get the same question: their rewards do not compare.
+    """
+    groups = []
+    for start in range(0, len(episodes), group_size):
+        members = episodes[start : start + group_size]
+        asked = list(dict.fromkeys(e.question for e in members if e is not None))
+        if len(asked) > 1:
+            raise ValueError(
+                f"the rollouts of one group got different questions, {asked[0]!r:.100} and {asked[1]!r:.100}: the question "
+                "must depend on nothing but the task and the seed that reset gets; what else differs belongs out of to_text")
+        kept = [e is not None and e.rollout.reward is not None for e in members]
+        enough = sum(kept) >= min(min_group, len(members))
+        prompt = next((e.rollout.prompt for e in members if e is not None), None)
+        if prompt is not None:
+            absent = Rollout(prompt, (), (), (), (), "lost")
+            groups.append(Group(tuple(e.rollout if k and enough else absent for e, k in zip(members, kept))))
+    return groups

@@ -1,0 +1,132 @@
+"""Environments that misbehave, importable by name for processes of their own."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+from grpolab.env.protocol import StepResult
+
+
+class Base:
+    def __init__(self, resource=None):
+        self.resource = resource
+
+    def reset(self, **options):
+        return StepResult({"options": options, "pid": os.getpid()})
+
+    def step(self, action):
+        return StepResult({"pid": os.getpid(), **action})
+
+    def state(self):
+        return {"resource": self.resource}
+
+    def close(self):
+        pass
+
+
+class HangsInReset(Base):
+    def reset(self, **options):
+        threading.Event().wait()
+
+
+class Inspects(Base):
+    """{"do": expression}: what Python says, as text; {"spawn": true}: a child of its own; {"say": text}: on both outputs."""
+
+    def step(self, action):
+        if "do" in action:
+            return StepResult({"said": str(eval(action["do"], {"os": os, "sys": sys, "time": time}))})  # noqa: S307
+        if "spawn" in action:
+            return StepResult({"pid": os.getpid(), "child": subprocess.Popen(["sleep", "60"]).pid})
+        print(action["say"])
+        os.write(1, action["say"].encode())
+        print(action["say"], file=sys.stderr)
+        return StepResult({"said": action["say"]})
+
+
+class AsyncOdd(Base):
+    """{"exit": 3}: sys.exit; {"background": 3}: the same in a task of its own; {"block": s}: time.sleep on its loop;
+    {"wait": s}; {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
+
+    deaf_in_close = 0.0
+
+    async def reset(self, **options):
+        self.ticks = 0
+        self._ticker = asyncio.create_task(self._tick())
+        return StepResult({"options": options})
+
+    async def _tick(self):
+        while True:
+            await asyncio.sleep(0.01)
+            self.ticks += 1
+
+    async def step(self, action):
+        if "exit" in action:
+            sys.exit(action["exit"])
+        if "background" in action:
+            asyncio.get_running_loop().call_soon(sys.exit, action["background"])
+            await asyncio.sleep(60)
+        if "block" in action:
+            time.sleep(action["block"])
+        if "cancelled" in action:
+            raise asyncio.CancelledError
+        await asyncio.sleep(action.get("wait", 0))
+        await deaf(action.get("deaf", 0))
+        return StepResult({"ticks": self.ticks})
+
+    def state(self):  # a plain method beside `async` ones
+        return {"ticks": self.ticks}
+
+    async def close(self):
+        await deaf(self.deaf_in_close)
+
+
+class DeafInClose(AsyncOdd):
+    deaf_in_close = 3600.0
+
+
+async def deaf(seconds):
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        try:
+            await asyncio.sleep(left)
+        except asyncio.CancelledError:
+            pass
+
+
+class SaysAwaitable(Base):
+    """An awaitable from a method that is no `async def`."""
+
+    def step(self, action):
+        return asyncio.sleep(0)
+
+
+class Returns(Base):
+    """Returns what its action names, from a list of things that are no results."""
+
+    THINGS = {
+        "huge": lambda: StepResult({}, 10**400), "inf": lambda: StepResult({}, float("inf")),
+        "nan": lambda: StepResult({}, float("nan")), "text reward": lambda: StepResult({}, "1.0"),
+        "list reward": lambda: StepResult({}, [1.0]), "text done": lambda: StepResult({}, 0.0, "False"),
+        "text observation": lambda: StepResult("seen"), "set": lambda: StepResult({"a": {1, 2}}),
+        "nan inside": lambda: StepResult({"a": [float("nan")]}), "bytes": lambda: StepResult({"a": b"x"}),
+        "metadata": lambda: StepResult({}, metadata=[1]), "none": lambda: None, "dict": lambda: {"observation": {}},
+    }  # fmt: skip
+
+    def step(self, action):
+        return self.THINGS[action["thing"]]()
+
+    def state(self):
+        return {"a": object()}
+
+
+def not_an_environment():
+    return object()
+
+
+def store_backend(index):
+    from test_backends import store
+
+    return store(index)

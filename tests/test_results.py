@@ -1,0 +1,69 @@
+"""The README and RESULTS.md say what the records say: both are what `make results` writes."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+
+from grpolab.lab.run import repository
+
+ROOT = repository()
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import report  # noqa: E402
+
+RESULTS, README = ROOT / "benchmarks" / "results", (ROOT / "README.md").read_text()
+
+
+def test_results_md_is_what_the_command_writes():
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == report.results_page(RESULTS), "run: make results"
+
+
+def test_the_readmes_table_is_what_the_command_writes():
+    assert README == report.with_table(README, report.readme_table(RESULTS)), "run: make results"
+
+
+def test_the_readme_gives_no_other_measurement():
+    """No rate, ratio or time outside the table and the code: what is typed in by hand stays behind when the code moves on."""
+    own = re.sub(f"{report.BEGIN}.*{report.END}|```.*?```|`[^`]*`", "", README, flags=re.DOTALL)
+    assert re.findall(r"[0-9.]+\s?(?:%|×|ms\b|s\b|minutes?\b|GB\b|MB\b|tokens)", own) == []
+
+
+def test_the_map_names_every_module_in_its_room():
+    """A file that came or went is named or gone in the README's map."""
+    rows = [line.split("|")[1:3] for line in README.split("## Map of the package")[1].splitlines() if line.startswith("|")][2:]
+    rooms, room = {}, None
+    for name, files in rows:
+        room = name.strip().strip("`/") or room
+        rooms.setdefault(room, []).extend(re.findall(r"`(\w+\.py)`", files))
+    package = {"words": ROOT / "grpolab"} | {d.name: d for d in (ROOT / "grpolab").iterdir() if (d / "__init__.py").exists()}
+    modules = {name: sorted(p.name for p in d.glob("*.py") if not p.name.startswith("__")) for name, d in package.items()}
+    assert {name: sorted(files) for name, files in rooms.items()} == modules
+
+
+def test_every_section_follows_its_record(tmp_path):
+    """A changed record changes the page, a missing one drops its section."""
+    results = shutil.copytree(RESULTS, tmp_path / "results")
+    whole = report.results_page(results)
+    assert all(f"## {title}\n" in whole for title in report.SECTIONS)
+    pool = json.loads((results / "pool.json").read_text())
+    pool["ratios"]["1"]["median"] = 77.0
+    (results / "pool.json").write_text(json.dumps(pool))
+    assert "77.00×" in report.results_page(results) and "77.00×" in report.readme_table(results)
+    for record in results.glob("*.json"):
+        record.unlink()
+    assert set(re.findall(r"^## (.*)$", report.results_page(results), flags=re.M)) == {"The series"}
+    shutil.rmtree(results / "notebooks")
+    assert "##" not in report.results_page(results) and report.readme_table(results).count("\n") == 1
+
+
+@pytest.mark.parametrize("notebook", sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb")))
+def test_a_stored_notebook_has_its_record(notebook):
+    """The values of the record are those that the stored gate shows."""
+    record = json.loads((RESULTS / "notebooks" / f"{notebook}.json").read_text())
+    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
+    (gate,) = [c for c in cells if "gate" in c["metadata"].get("tags", [])]
+    shown = "".join("".join(o["data"]["text/html"]) for o in gate["outputs"] if "text/html" in o.get("data", {}))
+    measured = re.findall(r"<tr><td>.*?</td><td style='text-align:left'>.*?</td><td>(.*?)</td>", shown)
+    assert [report.shown(c["measured"]) for c in record["checks"]] == [m.replace("&#x27;", "'") for m in measured]

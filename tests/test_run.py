@@ -1,0 +1,351 @@
+"""A run knows where its policy started: its cell can be run again, interrupted, and never shares its folder unnoticed."""
+
+import asyncio
+import copy
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from grpolab.arithmetic import Task, generate
+from grpolab.files import append_line
+from grpolab.lab import run as lab_run
+from grpolab.lab.run import Run
+from grpolab.models import Policy
+from grpolab.train.grpo import GRPOConfig, grpo
+from grpolab.train.sft import SFTConfig, demonstrations, sft
+
+PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
+CONFIG = SFTConfig(steps=5, batch_size=6, lr=1e-3, save_every=2)
+TIMES = {"seconds", "tokens_per_s"}
+
+
+def fresh(tiny):
+    return Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "copy", tiny.eos_ids)
+
+
+def flat(policy):
+    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+
+
+def train(policy, run, config=CONFIG, stop=None):
+    """The cell: train, and return the numbers."""
+
+    async def cell():
+        rows = sft(policy, demonstrations(policy, PROBLEMS), config, run=run)
+        async for row in rows:
+            if row["step"] + 1 == stop:
+                break
+        await rows.aclose()
+
+    asyncio.run(cell())
+    return untimed(run.metrics) if run else None
+
+
+def untimed(rows):
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+def test_a_cell_run_twice_gives_the_same_numbers(tiny, tmp_path, capsys):
+    """On the policy that the first time has trained, in the run object of the first time or a new one."""
+    run = Run("x", root=tmp_path)
+    first = train(tiny, run)
+    end = flat(tiny)
+    assert len(first) == 5 and not capsys.readouterr().out
+    for again in (run, Run("x", root=tmp_path)):
+        version = tiny.version
+        assert train(tiny, again) == first and torch.equal(flat(tiny), end)
+        assert tiny.version == version + 6  # five steps, and the way back: a sampler that lives on must notice
+        assert capsys.readouterr().out.count("tiny goes back to the weights from which") == 1
+    table = pd.read_csv(run.folder / "metrics.csv")
+    assert table["step"].tolist() == list(range(5)) and table["loss"].tolist() == [r["loss"] for r in first]
+
+
+def test_another_learning_rate_starts_at_the_start_too(tiny, tmp_path):
+    first = train(tiny, Run("x", root=tmp_path))
+    other = train(tiny, Run("x", root=tmp_path), replace(CONFIG, lr=1e-4))
+    assert other[0]["loss"] == first[0]["loss"] and other[-1]["loss"] != first[-1]["loss"]
+
+
+def test_what_was_done_in_between_is_undone(tiny, tmp_path, capsys):
+    """Two runs one after another on one policy: either cell can be run again."""
+    one, two = Run("one", root=tmp_path), Run("two", root=tmp_path)
+    first, then = train(tiny, one), train(tiny, two)
+    assert then[0]["loss"] < first[-1]["loss"] * 1.5 and then != first
+    assert train(tiny, two) == then
+    assert train(tiny, one) == first
+    assert train(tiny, two) == then
+    train(tiny, one, replace(CONFIG, lr=1e-4))  # the second goes on from what the first now gives
+    assert train(tiny, two)[0]["loss"] > then[0]["loss"] * 1.2
+
+
+def test_a_version_never_stands_for_two_weights(tiny, tmp_path):
+    """A checkpoint is loaded into a policy that has gone on: who holds its weights of then must notice."""
+    whole = train(fresh(tiny), Run("whole", root=tmp_path))
+    run, seen = Run("x", root=tmp_path), []
+    train(tiny, run, stop=2)
+    train(tiny, None)
+    assert tiny.version == 7
+
+    async def cell():
+        async for _ in sft(tiny, demonstrations(tiny, PROBLEMS), CONFIG, run=run):
+            seen.append(tiny.version)
+
+    asyncio.run(cell())
+    assert seen == [9, 10, 11] and untimed(run.metrics) == whole
+
+
+def test_a_new_policy_is_never_taken_back_to_an_old_start(tiny, tmp_path, capsys):
+    """The policy of an earlier notebook was made anew: the run starts from it, not from what it once started from."""
+    train(fresh(tiny), Run("x", root=tmp_path), stop=3)
+    new = fresh(tiny)
+    train(new, None)
+    capsys.readouterr()
+    rows = train(new, Run("x", root=tmp_path))
+    assert [r["step"] for r in rows] == list(range(5))  # the checkpoint is of another start
+    assert "x starts over, from other weights than before" in capsys.readouterr().out
+    assert train(new, Run("x", root=tmp_path)) == rows
+
+
+def test_the_start_of_another_policy_is_no_start(tiny, tmp_path, capsys):
+    """Two policies in one folder by turns: the folder keeps the start of the last, and the first is told so."""
+    other = fresh(tiny)
+    train(other, None, replace(CONFIG, lr=1e-4))
+    train(tiny, Run("x", root=tmp_path))
+    theirs = train(other, Run("x", root=tmp_path))
+    capsys.readouterr()
+    rows = train(tiny, Run("x", root=tmp_path))
+    assert "the start of" in (out := capsys.readouterr().out) and "tiny is trained on from where it is" in out
+    assert rows[0]["loss"] != theirs[0]["loss"]
+
+
+def test_without_a_run_the_steps_so_far_are_told(tiny, capsys):
+    train(tiny, None)
+    assert not capsys.readouterr().out
+    train(tiny, None)
+    assert capsys.readouterr().out == "tiny: 5 steps were taken on this policy before; training goes on from there\n"
+
+
+def interrupted(policy, run, config, moment):
+    """The cell, cancelled once `moment()`."""
+
+    async def cell():
+        async for _ in sft(policy, demonstrations(policy, PROBLEMS), config, run=run):
+            pass
+
+    async def main():
+        task = asyncio.create_task(cell())
+        while not moment():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_an_interrupt_before_the_first_checkpoint_costs_nothing(tiny, tmp_path, monkeypatch):
+    """In the same process, on the policy that has moved; with the checkpoint that the interrupt leaves, and without."""
+    config = replace(CONFIG, save_every=100)
+    whole, run = train(fresh(tiny), Run("whole", root=tmp_path), config), Run("cut", root=tmp_path)
+    interrupted(tiny, run, config, lambda: tiny.version >= 2)
+    (left,) = run.folder.glob("checkpoint-*")
+    assert int(left.name[-1]) == tiny.version >= 2
+    assert train(tiny, run, config) == whole
+    monkeypatch.setattr(Run, "save_checkpoint", lambda *_: None)
+    interrupted(tiny, run, config, lambda: len(run.metrics) in (2, 3))
+    assert not list(run.folder.glob("checkpoint-*"))
+    assert train(tiny, run, config) == whole
+
+
+def test_a_step_whose_update_failed_half_way_is_not_kept(tiny, tmp_path):
+    """The second of its two optimiser steps fails, and the weights of the first are those of no step."""
+    config = GRPOConfig(steps=3, prompts_per_step=4, group_size=2, max_new_tokens=4, minibatches=2, save_every=100)
+
+    def cell(policy, run, spoil=lambda row: None):
+        async def walk():
+            async for row in grpo(policy, None, PROBLEMS, config, reward=lambda *a: float(a[2].seed % 7), run=run):
+                spoil(row)
+
+        asyncio.run(walk())
+        return flat(policy)
+
+    def fail_in_the_third_step(row):
+        calls = iter([1.0, float("nan")])
+        if row["step"] == 1:
+            weight.register_hook(lambda g: g * next(calls))
+
+    policy = fresh(tiny)
+    weight = policy.model.get_output_embeddings().weight
+    with pytest.raises(FloatingPointError, match="step 2"):
+        cell(policy, Run("x", root=tmp_path), fail_in_the_third_step)
+    assert policy.version == 5 and not list((tmp_path / "x").glob("checkpoint-*"))
+    weight._backward_hooks.clear()
+    assert torch.equal(cell(policy, Run("x", root=tmp_path)), cell(fresh(tiny), Run("whole", root=tmp_path)))
+
+
+def test_the_newest_of_two_checkpoints_counts(tiny, tmp_path):
+    """A kill between a save and the removal of the one before leaves both."""
+    run = Run("x", root=tmp_path)
+    train(tiny, run, stop=2)
+    shutil.copytree(run.folder / "checkpoint-00000002", tmp_path / "kept")
+    train(tiny, run, stop=4)
+    shutil.copytree(tmp_path / "kept", run.folder / "checkpoint-00000002")
+    rows = []
+
+    async def cell():
+        async for row in sft(tiny, demonstrations(tiny, PROBLEMS), CONFIG, run=run):
+            rows.append(row["step"])
+
+    asyncio.run(cell())
+    assert rows == [4] and not list(run.folder.glob("checkpoint-*"))
+
+
+# --- one folder, one loop ---------------------------------------------------------------------------------------------
+
+
+def test_another_seed_has_a_folder_of_its_own_or_is_refused(tiny, tmp_path):
+    run = Run("x", root=tmp_path)
+    first = train(fresh(tiny), run)
+    with pytest.raises(ValueError, match=r"holds the run of seed 0, and this one has seed 1.*Run\(\.\.\., seed=1\)"):
+        train(fresh(tiny), Run("x", root=tmp_path), replace(CONFIG, seed=1))
+    other = Run("x", root=tmp_path, seed=1)
+    assert other.folder == run.folder / "seed-1" and Run("x", root=tmp_path, seed=0).folder == run.folder
+    assert train(fresh(tiny), other, replace(CONFIG, seed=1)) != first
+    assert pd.read_csv(run.folder / "metrics.csv")["loss"].tolist() == [r["loss"] for r in first]
+
+
+def test_a_second_loop_of_the_process_is_refused_while_the_first_lives(tiny, tmp_path):
+    async def main():
+        examples = demonstrations(tiny, PROBLEMS)
+        first = sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path))
+        await anext(first)
+        with pytest.raises(RuntimeError, match="in use: another loop of this process is training into it"):
+            await anext(sft(fresh(tiny), examples, CONFIG, run=Run("x", root=tmp_path)))
+        await first.aclose()
+        async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
+            pass
+        async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
+            break  # unnamed and left: gone by the next turn of the event loop
+        await asyncio.sleep(0.3)
+        await anext(sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)))
+
+    asyncio.run(main())
+
+
+OTHER = """
+import os, sys, time
+from grpolab.lab.run import Run
+run = Run("x", root=sys.argv[1])
+with run.held():
+    child = os.fork()  # which outlives its parent and must not keep the lock
+    if child == 0:
+        sys.stdout.close()
+        time.sleep(30)
+        os._exit(0)
+    print(child, flush=True)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_second_process_is_refused_until_the_first_is_dead(tiny, tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+                             cwd=Path(__file__).parent.parent)  # fmt: skip
+    child = int(other.stdout.readline())
+    try:
+        with pytest.raises(RuntimeError, match=rf"in use: process {other.pid} is training into it.*Run\(\.\.\., seed="):
+            train(tiny, Run("x", root=tmp_path))
+        assert tiny.version == 0
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        os.kill(child, 0)  # alive
+        assert len(train(tiny, Run("x", root=tmp_path))) == 5
+    finally:
+        os.kill(child, signal.SIGKILL)
+        other.kill()
+        other.wait()
+        other.stdout.close()
+
+
+def test_where_locks_do_not_exist_training_goes_on(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpolab.files.fcntl", None)
+    assert len(train(tiny, Run("x", root=tmp_path))) == 5
+
+
+def test_the_start_lies_on_the_disk_only_while_the_model_lives(tiny, tmp_path):
+    policy, run = fresh(tiny), Run("x", root=tmp_path)
+    train(policy, run)
+    assert (run.folder / "start.safetensors").stat().st_size < 4e6 and not list(run.folder.glob("checkpoint-*"))
+    del policy
+    gc.collect()
+    assert sorted(p.name for p in run.folder.iterdir()) == [".process", "metrics.csv", "run.json"]
+
+
+# --- what it leaves ---------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_policy_says_where_it_comes_from(tiny, tmp_path):
+    run, two = Run("one", root=tmp_path), Run("two", root=tmp_path)
+    assert not (tiny.save(tmp_path / "p") / "provenance.json").exists()
+    train(tiny, run, replace(CONFIG, seed=3))
+    found = json.loads((tiny.save(tmp_path / "p") / "provenance.json").read_text())
+    assert found.pop("time").startswith("20") and len(found.pop("config")) == 12
+    assert found == {"run": str(run.folder), "method": "sft", "steps": 5, "seed": 3, "base": "tiny"}
+    train(tiny, two, stop=2)
+    assert tiny.provenance["base"] == str(run.folder) and tiny.provenance["steps"] == 2
+    train(tiny, run, replace(CONFIG, seed=3))  # back to its own start, and so to its own base
+    assert tiny.provenance["base"] == "tiny" and tiny.provenance["run"] == str(run.folder)
+
+
+def test_metrics_are_appended_and_a_new_column_rewrites_them(tmp_path, monkeypatch):
+    run, rewritten = Run("x", root=tmp_path), []
+    honest = lab_run.atomic_write
+    monkeypatch.setattr(lab_run, "atomic_write", lambda path, text: rewritten.append(path.name) or honest(path, text))
+    for step in range(50):
+        run.log({"step": step, "loss": 0.1 + step, "nothing": float("nan"), "text": "a,b"})
+        assert len(pd.read_csv(run.folder / "metrics.csv")) == step + 1
+    assert rewritten == ["metrics.csv"]
+    run.log({"step": 50, "late": 2})
+    run.log({"step": 51, "loss": 1 / 3})
+    table = pd.read_csv(run.folder / "metrics.csv")
+    assert rewritten == ["metrics.csv"] * 2 and table["step"].tolist() == list(range(52))
+    assert table["loss"].tolist()[:50] == [0.1 + s for s in range(50)] and table["loss"][51] == 1 / 3
+    assert table["late"].isna().sum() == 51 and table["nothing"].isna().all() and table["text"][0] == "a,b"
+
+
+def test_a_disk_that_takes_half_a_row_keeps_whole_rows(tmp_path):
+    path = tmp_path / "m.csv"
+    path.write_text("step,loss\n0,0.5\n")
+    script = (
+        "import resource, sys; from grpolab.files import append_line\n"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20)); append_line(sys.argv[1], '1,0.25\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True,
+                          cwd=Path(__file__).parent.parent)  # fmt: skip
+    assert done.returncode == 1 and "no space left for a row of metrics" in done.stderr
+    assert path.read_text() == "step,loss\n0,0.5\n"
+    append_line(path, "1,0.25\n")
+    assert pd.read_csv(path)["loss"].tolist() == [0.5, 0.25]
+
+
+def test_a_long_run_logs_in_constant_time(tmp_path):
+    run = Run("x", root=tmp_path)
+    run.metrics = [{f"c{i}": float(step) for i in range(30)} for step in range(30_000)]
+    run.log(run.metrics[0])
+    began = time.perf_counter()
+    for _ in range(20):
+        run.log(run.metrics[0])
+    assert time.perf_counter() - began < 1.0  # rewritten each time: 20 times 0.4 s
