@@ -133,5 +133,5 @@ def test_exact_mode_equals_the_trainer_in_every_bit():
 
 
 def test_exact_mode_is_refused_where_the_probe_differs():
-    with pytest.raises(ValueError, match="exact mode is not to be had here"):
+    with pytest.raises(ValueError, match="exact mode is impossible here"):
         Sampler(tiny_policy(), exact=True).engine  # noqa: B018  (waits for the choice)

@@ -73,10 +73,10 @@ def trained(monkeypatch):
     return seen
 
 
-async def train(policy, env, problems=PROBLEMS, config=CONFIG, size=6, pool_options=None, **options):
+async def train(policy, env, problems=PROBLEMS, config=CONFIG, size=6, pool_options=None, reference=None, **options):
     """The rows of a run with `size` seats on a server of `env`."""
     async with serve(env, max_sessions=size) as server, GrpoPool(server.url, size=size, **(pool_options or {})) as pool:
-        return [row async for row in multi_turn_grpo(policy, None, problems, config, pool, **options)]
+        return [row async for row in multi_turn_grpo(policy, reference, problems, config, pool, **options)]
 
 
 async def played(policy, env, tasks, limits=None, size=2, temperature=1.0, dialect=TEXT, max_new_tokens=24, **pool_options):
@@ -380,12 +380,15 @@ def test_training_goes_on_over_malformed_actions(caller, on_failure):
     assert [row["lost"] for row in rows] == [0, 0] and all(row["invalid"] > 0 for row in rows)
 
 
-def test_where_every_episode_abstains_the_row_and_a_warning_say_so(caller):
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_where_every_episode_abstains_the_row_and_a_warning_say_so(caller, kl_coef):
+    reference = Policy(copy.deepcopy(caller.model), caller.tokenizer, caller.name, caller.eos_ids)
     dialect = replace(speaking(on_invalid="abstain"), to_action=lambda text: {"number": 9})
     before = [p.clone() for p in caller.model.parameters()]
     with pytest.warns(UserWarning, match="every episode of this step abstained"):
-        row, = run(train(caller, Numbers, LARGE, dialect=dialect))
-    assert row["abstained"] + row["unheard"] == 1 and row["trained_tokens"] == 0
+        row, = run(train(caller, Numbers, LARGE, config=replace(CONFIG, kl_coef=kl_coef, max_new_tokens=40), dialect=dialect,
+                         reference=reference))
+    assert row["abstained"] == 1 and row["trained_tokens"] == 0
     assert all(torch.equal(p, q) for p, q in zip(before, caller.model.parameters()))
 
 

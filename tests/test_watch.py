@@ -212,7 +212,7 @@ def test_a_wrapper_that_computes_something_else_is_refused():
     wrapped.forward = lambda ids, **kwargs: wrapped.base_model((ids + 1) % 100, **kwargs)
     policy.model = wrapped
     with pytest.raises(ValueError, match="not its own forward"):
-        Sampler(policy)
+        Sampler(policy).engine  # noqa: B018
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import statistics
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 from grpolab.decode import attention
 from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
-from grpolab.decode.general import GeneralEngine, _evaluating
+from grpolab.decode.general import GeneralEngine, _evaluating, takes
 from grpolab.decode.llama import LlamaEngine
 from grpolab.models import attention_of, core, llama_obstacle, steady_context
 
@@ -121,8 +120,7 @@ def affordable(model, device) -> int:
                                                                           "num_attention_heads"))  # fmt: skip
     flops, square = FLOPS.get(torch.device(device).type, FLOPS["cpu"]), 4 * layers * width
     by_time = (((2 * weights) ** 2 + 4 * square * flops) ** 0.5 - 2 * weights) / (2 * square)  # 2 w P + square P^2 = flops
-    lean = attention_of(model) == "sdpa" and model.dtype == torch.float32  # then masks alone are held, without heads
-    matrices = 3 if lean else 3 * heads
+    matrices = 3 if attention_of(model) == "sdpa" else 3 * heads  # torch's own attention holds the masks alone
     return max(64, int(min(by_time, (SCORES / (4 * matrices)) ** 0.5)))
 
 
@@ -163,8 +161,9 @@ def _disagreement(engine, model, ids, lengths) -> str | None:
         return None if worst <= bound else f"logits differ by {worst:.2e}, bound {bound:.2e}, at {max(lengths)} positions"
     with _evaluating(model):
         others = [_own_cached_logits(model, ids, lengths, STEPS)]
-        with _other_attention(model):
-            others.append(_own_logits(model, ids, lengths, STEPS))
+        if max(lengths) <= LONG:  # the other attention may hold the scores of all heads
+            with _other_attention(model):
+                others.append(_own_logits(model, ids, lengths, STEPS))
     mean, *floors = (float(_distance(o.log_softmax(-1), own.log_softmax(-1)).mean()) for o in (ours, *others))
     bound = 2 * max(floors)
     return None if mean <= bound else f"logps differ by {mean:.2e} on average, bound {bound:.2e}, at {max(lengths)} positions"
@@ -177,7 +176,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _own_logits(model, ids, lengths, steps) -> torch.Tensor:
     """The model's forward without a cache, a row at a time: logits (n, steps + 1, V) after the last positions."""
-    last = {"logits_to_keep": steps + 1} if "logits_to_keep" in inspect.signature(core(model).forward).parameters else {}
+    last = {"logits_to_keep": steps + 1} if "logits_to_keep" in takes(core(model)) else {}
     whole = [model(row[None, : length + steps], use_cache=False, **last).logits[0] for row, length in zip(ids, lengths)]
     return torch.stack([logits[-steps - 1:] for logits in whole]).float()
 

@@ -88,14 +88,14 @@ class GeneralEngine:
         self.turned, self.min_rows = turned, 1 if single else ROWS
         weight = self.model.get_input_embeddings().weight
         self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
-        takes = inspect.signature(self.model.forward).parameters
-        missing = [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in takes]
+        taken = takes(self.model)
+        missing = [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in taken]
         if missing or config.is_encoder_decoder:
             raise ValueError(self._refusal(f"its forward does not take {', '.join(missing) or 'decoder tokens alone'}"))
         if attention_of(model) not in ("eager", "sdpa", EXACT):
             attention.set_common(self.model)
         self.context = steady_context(config)
-        self.extra = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.extra = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
         self.shapes = self._layer_shapes()
         self.order = {layer: i for i, layer in enumerate(self.shapes)}
         self.sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -184,6 +184,12 @@ class GeneralEngine:
         """The context in which rows of one new token are attended alike in any company."""
         several = self.device.type == "cpu" and self.min_rows > 1 and torch.get_num_threads() > 1
         return _TwoQueries() if several and self.dtype == torch.float32 else nullcontext()
+
+
+def takes(model) -> set[str]:
+    """The arguments of a model's forward, those included that a subclass hands on."""
+    forwards = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
+    return {name for forward in forwards for name in inspect.signature(forward).parameters}
 
 
 @contextmanager

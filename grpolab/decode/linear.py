@@ -77,12 +77,18 @@ def renewed(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor 
     return old.copy_(new)
 
 
+def private_operations():
+    """Torch has no public product that takes a bias and keeps oneDNN's layout. Where these fail, `F.linear` serves."""
+    return torch.ops.mkldnn
+
+
 def _pack(weight: torch.Tensor):
     """The product x -> x W^T + b on weights in oneDNN's blocked layout, or None where torch has no such product here."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
-    try:  # private operations of torch, which has no public ones that take a bias and keep the layout: then F.linear serves
-        product, packed = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+    try:
+        operations = private_operations()
+        product, packed = operations._linear_pointwise, operations._reorder_linear_weight(weight.contiguous(), 64)
         product(weight.new_zeros(2, weight.shape[1]), packed, None, "none", [], "")
     except (AttributeError, RuntimeError, TypeError):
         return None

@@ -6,7 +6,7 @@ who enters that of `admission.py`. A prompt is prefilled once for all its sample
 any length sit side by side. No threads here: one caller a time.
 
 A fault fails whom it belongs to: of a callback, a tokenizer or NaN logits its request, of the model in a prefill or a step
-the requests that were in it. The others go on.
+the requests that were in it. The others go on. Longer than most files here, since one loop body reads as one.
 """
 
 from __future__ import annotations

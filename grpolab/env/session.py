@@ -57,6 +57,7 @@ class Session:
         self._news = asyncio.Event()
         self._scope: asyncio.Timeout | None = None
         self._hung = False
+        self._abandoned = False  # its thread was left behind
         self._sent = 0
 
     @property
@@ -263,8 +264,6 @@ class Session:
                 self.server.abandoned += 1
                 self._abandoned = True
         return not fault
-
-    _abandoned = False
 
     def _thread_ended(self) -> None:
         if self._abandoned:

@@ -1,8 +1,6 @@
 """The losses of post-training, to be read beside the papers: pure functions on log-probabilities; imports torch only.
 Longer than most files here: the formulas share masks and denominators, and are compared with each other.
 
-Longer than most files here, since the losses are read together.
-
 Shapes: N rows, T tokens, D hidden size, V vocabulary, P preference pairs. `logps[n, t]` in nats is of the token in
 column t itself, given what precedes it. `mask` is 1 where the policy chose the token; what is masked can hold anything,
 also NaN, and moves nothing.
