@@ -290,11 +290,13 @@ def llama_obstacle(model) -> str | None:
     rope = config.rope_parameters.get("rope_type", "default")
     if rope not in ("default", "linear", "llama3", "yarn"):
         return f"its rotary positions of type {rope!r} change with the length"
+    linears = [model.lm_head] if hasattr(model, "lm_head") else []  # a reward model has another head
     for layer in model.model.layers:
         a, m = layer.self_attn, layer.mlp
-        for linear in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj, model.lm_head):
-            if type(linear) is not nn.Linear:
-                return f"a projection is a {type(linear).__name__}, not a plain Linear"
+        linears += [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
+    for linear in linears:
+        if type(linear) is not nn.Linear:
+            return f"a projection is a {type(linear).__name__}, not a plain Linear"
     for name, module in model.named_modules():
         if why := _foreign(module, config.model_type):
             return f"{name or 'the model'} {why}"

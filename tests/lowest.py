@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTED = ("test", "smollm2")  # extras
 FAST = """advantages arithmetic calculator chat checker cli curriculum evaluate files gate live losses markers models notebooks
-preferences protocol reward_model sampling sync pool""".split()
+pool preferences proof protocol reward_model sampling server sync""".split()
 
 
 def floors() -> list[str]:

@@ -485,9 +485,13 @@ def test_a_reward_that_raises_is_an_error_and_changes_nothing(tiny):
 @pytest.mark.parametrize(("groups", "minibatches", "sizes"), [(5, 4, [1, 1, 1, 2]), (6, 4, [1, 2, 1, 2]), (3, 4, [1, 1, 1])])
 def test_minibatches_are_so_many_and_nearly_equal(tiny, monkeypatch, groups, minibatches, sizes):
     taken, honest = [], train_grpo.grpo_gradient
-    spy = lambda p, ref, r, *a, **k: taken.append(len(r)) or honest(p, ref, r, *a, **k)  # noqa: E731
-    monkeypatch.setattr(train_grpo, "grpo_gradient", spy)
-    config = GRPOConfig(minibatches=minibatches, inner_epochs=2, prompts_per_step=8)
+
+    def gradient(policy, reference, rollouts, *args, **options):
+        taken.append(len(rollouts))
+        return honest(policy, reference, rollouts, *args, **options)
+
+    monkeypatch.setattr(train_grpo, "grpo_gradient", gradient)
+    config = GRPOConfig(minibatches=minibatches, inner_epochs=2, prompts_per_step=8, max_logp_diff=None)
     grpo_update(tiny, None, rollouts_of(tiny, PROBLEMS[:groups]), config, make_optimiser(tiny, config), 0)
     assert taken == [3 * n for n in sizes] * 2 and tiny.version == len(taken)
 

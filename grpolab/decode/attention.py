@@ -37,6 +37,7 @@ def _exact_attention(module, query, key, value, attention_mask, scaling=None, dr
     """`matmul_attention` behind the interface of transformers: query (n, q_heads, W, D), key and value (n, H, T, D)."""
     if dropout:
         raise ValueError(f"exact mode has no attention dropout, got {dropout}: set config.attention_dropout to 0")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling  # as every attention of transformers reads None
     out = matmul_attention(query, key.transpose(2, 3).contiguous(), value, attention_mask, scaling)
     return out.transpose(1, 2).contiguous(), None
 
