@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
-from test_families import make
+from test_families import FAMILIES, make
 from transformers import AutoConfig, LlamaForCausalLM
 
 from grpolab import models
@@ -59,14 +59,20 @@ def test_the_probe_itself_goes_past_position_80(monkeypatch):
     assert "at 157 positions" in disagreement(LlamaEngine(late), late)
 
 
-@pytest.mark.parametrize(("name", "setting"), [("qwen2 windows", "sliding"), ("llama4 chunks", "chunk")])
-def test_an_engine_blind_to_a_window_is_refused(name, setting, monkeypatch):
+@pytest.mark.parametrize(("name", "length"), [("qwen2 windows", 24), ("qwen2 windows", 170), ("llama4 chunks", 24),
+                                              ("llama4 chunks", 170)])  # fmt: skip
+def test_an_engine_blind_to_a_window_is_refused(name, length, monkeypatch):
+    """Also where the window is longer than what every probe looks at."""
+    kind, shape = FAMILIES[name]
+    shape = {key: length if value == 24 else value for key, value in shape.items()}
+    monkeypatch.setitem(FAMILIES, name, (kind, shape))
     build = GeneralEngine.__init__
 
     def blind(self, *args):
         build(self, *args)
-        setattr(self, setting, 10**6)
+        self.sliding = self.chunk = 10**6
 
+    assert choose_engine(make(name).model).name == "general"
     monkeypatch.setattr(GeneralEngine, "__init__", blind)
     with pytest.raises(ValueError, match="not its own forward"):
         choose_engine(make(name).model)
