@@ -45,6 +45,10 @@ class Sampler:
     threads of torch in the worker; None takes the process's number, "auto" the quicker of one and that number, timed
             over a few steps at the start (`sampler.threads` says which); last bits may then differ between two runs
 
+    A rollout is decided by its prompt, its seed and the weights. Its bits do not depend on the other rows where
+    `agreement.company_share` is 0: for the llama engine, and on processors that we tried for the general one, mixtures of
+    experts excepted; elsewhere a last bit, and so rarely a token, may.
+
     The engine is chosen and proved by the worker, at the first use or in `async with`; until then `engine`, `slots` and
     `threads` wait for it. What it refuses is raised there, to every caller.
     """
