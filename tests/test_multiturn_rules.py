@@ -195,6 +195,26 @@ def test_what_was_paid_is_kept_by_an_episode_that_was_cut(caller):
     assert all(e.rollout.reward == 0.25 * len(e.turns) > 0 for e in found)
 
 
+def test_what_the_reset_paid_counts_and_an_episode_that_is_over_at_its_reset_is_refused(caller):
+    class Welcoming(Paying):
+        def reset(self, seed=None, task=None):
+            return replace(super().reset(seed=seed, task=task), reward=1.0)
+
+    class Over(CalculatorEnv):
+        def reset(self, seed=None, task=None):
+            return replace(super().reset(seed=seed, task=task), reward=1.0, done=True)
+
+    episode, = run(played(caller, Welcoming, PROBLEMS[:1], Limits(max_turns=2), temperature=1e-3))
+    assert episode.rollout.reward == 1.5
+    with pytest.raises(ValueError, match="ended its episode as it was reset"):
+        run(played(caller, Over, PROBLEMS[:1]))
+
+
+def test_half_a_surrogate_pair_is_no_text(caller):
+    episode, = run(played(caller, saying("a \udcff b"), PROBLEMS[:1], Limits(max_turns=2), temperature=1e-3))
+    assert episode.turns[0][1] == "a ? b"
+
+
 def test_the_environments_deadline_is_each_episodes_own(caller):
     """Four episodes of a second each on one seat, and two and a half seconds for one of them."""
     deadlines = Deadlines(episode=2.5, group=2.5)

@@ -142,3 +142,15 @@ def test_rows_of_several_requests_are_drawn_each_by_its_own_params():
             assert mixed.tokens[i] == alone.tokens[0] and mixed.logps[i] == alone.logps[0]
             assert mixed.raw_logps[i] == alone.raw_logps[0]
     assert mixed.kept_mass[0] == 1 and mixed.kept_mass[2] < 1
+
+
+@pytest.mark.parametrize("strings", [("\ud800",), (3,), ("",), (b"x",)])
+def test_a_stop_string_that_is_no_text_is_refused(strings):
+    with pytest.raises(ValueError, match="stop_strings holds"):
+        SamplingParams(stop_strings=strings)
+
+
+@pytest.mark.parametrize("name", ["greedy", "ignore_eos"])
+def test_a_switch_takes_true_or_false_alone(name):
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
+        SamplingParams(**{name: "no"})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpolab.arithmetic import Problem, Task, generate
-from grpolab.chat import encode_chat, prompt_ids, user
+from grpolab.chat import Example, encode_chat, prompt_ids, user
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout, collate
@@ -710,3 +710,51 @@ def test_what_the_policy_did_not_end_counts_as_truncated():
     rollouts = [Rollout((1,), (7,) * n, (1,) * n, (0.0,) * n, (0.0,) * n, why, reward=1.0) for why, n in reasons.items()]
     row = describe([Group(tuple(rollouts))])
     assert (row["truncated"], row["truncated_length"], row["ended_length"]) == (3 / 5, 4.0, 1.5)
+
+
+def test_a_gradient_that_somebody_left_is_not_taken(tiny):
+    examples, config = demonstrations(tiny, PROBLEMS), SFTConfig(steps=1, batch_size=4)
+    start = flat(tiny)
+    clean = collect(sft(tiny, examples, config))[0]["grad_norm"]
+    torch.nn.utils.vector_to_parameters(start, tiny.model.parameters())
+    ids = torch.tensor([examples[0].ids])
+    (50 * tiny.model(ids, labels=ids).loss).backward()
+    assert collect(sft(tiny, examples, config))[0]["grad_norm"] == clean
+
+
+@pytest.mark.parametrize("wrong", [{"max_grad_norm": -1.0}, {"max_grad_norm": 0.0}, {"max_grad_norm": float("nan")},
+                                   {"lr": float("inf")}, {"warmup": -1}, {"weight_decay": -1.0}, {"batch_size": 0}])
+def test_a_number_that_would_train_nothing_or_wrongly_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SFTConfig(**wrong)
+
+
+def test_two_loops_on_one_policy_are_an_error(tiny):
+    async def both():
+        config = SFTConfig(steps=3, batch_size=2)
+
+        async def alone():
+            return [row async for row in sft(tiny, demonstrations(tiny, PROBLEMS), config)]
+
+        return await asyncio.gather(alone(), alone(), return_exceptions=True)
+
+    found = asyncio.run(both())
+    assert any(isinstance(x, RuntimeError) and "one loop at a time" in str(x) for x in found)
+
+
+def test_the_first_token_of_an_example_counts_nowhere(tiny):
+    whole = [Example((5, 6, 7), (1, 1, 1))] * 4
+    asked = [Example((5, 6, 7), (0, 1, 1))] * 4
+    first, second = (sft_gradient(tiny, batch, SFTConfig()) for batch in (whole, asked))
+    tiny.model.zero_grad()
+    assert first == second
+
+
+UNTAUGHT = [((5,), (1,)), ((5, 6), (0, 0)), ((5, 6), (1, 0)), ((5, 6), (0, 1, 1)), ((), ()), ((5, 6), (0, 2))]
+
+
+@pytest.mark.parametrize("wrong", [Example(*parts) for parts in UNTAUGHT])
+def test_an_example_without_a_token_to_train_on_is_named(tiny, wrong):
+    good = demonstrations(tiny, PROBLEMS[:1])
+    with pytest.raises(ValueError, match="example 1 has"):
+        collect(sft(tiny, good + [wrong], SFTConfig(steps=1)))

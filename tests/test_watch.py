@@ -245,6 +245,17 @@ def test_looking_costs_little_beside_a_step():
         calls += event in ("call", "c_call")
 
     sys.setprofile(trace)
-    watch.modules_changed(), watch.weights_changed(False)
+    watch.modules_changed(deep=False), watch.weights_changed(False)
     sys.setprofile(None)
     assert calls < 10 * len(list(policy.model.modules()))
+
+
+def test_a_number_that_is_set_on_a_module_is_noticed():
+    """A scale of the attention, which the engine read as it was chosen."""
+    policy = tiny_policy()
+    with Sampler(policy, slots=4) as sampler:
+        sampled(sampler)
+        for layer in policy.model.model.layers:
+            layer.self_attn.scaling *= 3
+        found = audit(policy, sampled(sampler))
+    assert found.raw_max_error < 1e-4

@@ -72,8 +72,13 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.max_total_tokens is not None and self.max_total_tokens < 1:
             raise ValueError(f"max_total_tokens must be at least 1, got {self.max_total_tokens}; None switches it off")
-        if any(not s for s in self.stop_strings):
-            raise ValueError(f"stop_strings holds an empty string: {self.stop_strings}")
+        for s in self.stop_strings:
+            if not isinstance(s, str) or not s or s != s.encode("utf-8", "ignore").decode():
+                raise ValueError(f"stop_strings holds {s!r}: it takes texts of at least one character, without half a "
+                                 "surrogate pair; token ids go to stop_ids")
+        for name in ("greedy", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     @property
     def truncates(self) -> bool:

@@ -123,7 +123,7 @@ class Scheduler:
         idle, watch = self.rows.n == 0, self.watch
         if not (idle or self.waiting) and watch.version == self.policy.version:
             return True
-        again = watch.modules_changed()
+        again = watch.modules_changed(deep=idle)
         if not again and not watch.weights_changed(deep=idle):
             return True
         if again or not self.engine.proved:
@@ -279,8 +279,8 @@ class Scheduler:
     def _says_stop(self, i: int) -> str | BaseException | None:
         """Whether the newest token completes a stop string; the tail is long enough, as a token has a byte or more."""
         strings = self.owners[i].request.params.stop_strings
-        tail = max(len(s.encode()) for s in strings) + 4
         try:
+            tail = max(len(s.encode()) for s in strings) + 4
             text = self.policy.tokenizer.decode(self.rows.taken(i)[0][-tail:].tolist())
         except BaseException as error:  # a tokenizer of the user's own
             return error

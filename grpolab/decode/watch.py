@@ -9,12 +9,15 @@ import torch
 
 from grpolab.models import attention_of
 
+PLAIN = (bool, int, float)
+
 
 class Watch:
     """What a model was made of when `look` last ran, against what it is made of now.
 
     `modules_changed`  another model object, module, hook, replaced forward, attention implementation, or parameters of another
                        dtype or device: an engine must be chosen anew
+                       `deep` also compares the plain numbers and switches that are set on modules (a scale, an adapter's)
     `weights_changed`  the policy's version, or a parameter replaced, moved or edited in place (torch counts those edits).
                        `deep` also sums the bits of all weights, which sees edits through `.data`, that torch does not
                        count; it reads every weight once, as a decode step does, so it is for when nothing runs.
@@ -32,14 +35,16 @@ class Watch:
         children, buffers, parameters, *hooks = ([space[name] for space in self.spaces] for name in tables)
         self.parts, self.own = [d for d in (*children, *buffers) if d], [d for d in parameters if d]
         self.hooks = [*hooks[0], *hooks[1]]
-        self.known, self.form = self._parts(), self._form()
+        self.known, self.form, self.constants = self._parts(), self._form(), self._constants()
         self.stamp, self.sums = self._stamp(), checksum(self.model)
 
-    def modules_changed(self) -> bool:
+    def modules_changed(self, deep: bool) -> bool:
         if self.policy.model is not self.model:
             return True
         now = self._parts()
-        return len(now) != len(self.known) or not all(map(is_, now, self.known)) or self._form() != self.form
+        if len(now) != len(self.known) or not all(map(is_, now, self.known)) or self._form() != self.form:
+            return True
+        return deep and self._constants() != self.constants
 
     def weights_changed(self, deep: bool) -> bool:
         return self._stamp() != self.stamp or (deep and checksum(self.model) != self.sums)
@@ -55,6 +60,9 @@ class Watch:
         replaced, parameters = [id(space["forward"]) for space in self.spaces if "forward" in space], self._parameters()
         return (tuple(chain.from_iterable(self.hooks)), replaced, attention_of(self.model),
                 [p.dtype for p in parameters], [p.device for p in parameters])
+
+    def _constants(self) -> list:
+        return [(name, x) for space in self.spaces for name, x in space.items() if type(x) in PLAIN and name != "training"]
 
     def _stamp(self) -> tuple:
         parameters = self._parameters()

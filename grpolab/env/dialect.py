@@ -86,7 +86,7 @@ class Dialect:
         said = self.to_text(result.observation | ({"metadata": result.metadata} if result.metadata else {}))
         if not isinstance(said, str):
             raise ValueError(f"to_text gave {said!r:.100} where the policy needs a string")
-        return said
+        return said.encode("utf-8", "replace").decode()  # half a surrogate pair, of a subprocess say, is no text
 
     def action(self, text: str) -> dict:
         """The action that a turn's text stands for; raises InvalidAction where it stands for none that can be sent."""

@@ -217,6 +217,7 @@ class GrpoPool:
         if len(actions) != self.size:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
         with self._exclusive():
+            self._was_reset = False  # these are the group's rollouts: the next ones are another group's
             return await self._all(lambda seat: seat.step(actions[seat.index]))
 
     async def run_group(self, rollout: Callable[[Seat], Awaitable[Any]], *, rounds: int = 1) -> Results:

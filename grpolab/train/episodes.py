@@ -138,6 +138,10 @@ class _Play:
 
     async def _ask(self, task: Any, seed: int) -> str:
         result = await self.seat.reset(task=task, seed=seed)
+        if result.done:
+            raise ValueError(f"the environment ended its episode as it was reset (task {task!r:.100}), so no turn of it "
+                             "earns anything: give it a task that is still to be done")
+        self.paid += [result.reward] if result.reward else []
         before = await self.dialect.introduce(self.seat) if self.dialect.introduce else ""
         return _introduced(before, self.dialect.read(result))
 

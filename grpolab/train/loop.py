@@ -68,6 +68,12 @@ class Optimisation:
             raise ValueError(f"autocast must be None or 'bfloat16' (float16 would need loss scaling), got {self.autocast!r}")
         if self.steps < 1 or self.lr <= 0 or self.token_budget < 1 or self.save_every < 1:
             raise ValueError(f"steps, lr, token_budget and save_every must be positive, got {self}")
+        if not math.isfinite(self.lr):
+            raise ValueError(f"lr must be a finite number, got {self.lr}")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {self.max_grad_norm}; float('inf') clips nothing")
+        if self.warmup < 0 or not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"warmup and weight_decay must be at least 0, got {self.warmup} and {self.weight_decay}")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step 0, 1, ..., steps - 1."""
@@ -242,6 +248,7 @@ async def loop(
 
     def begin():
         nonlocal done, saved, version, base, optimiser
+        policy.model.zero_grad()  # of somebody else's backward
         optimiser = make_optimiser(policy, config)
         if run is not None:
             done = saved = run.begin(config, policy, optimiser)
@@ -251,7 +258,14 @@ async def loop(
 
     def whole_step(step, update):
         nonlocal done, saved, version
-        row = {"step": step} | update(optimiser)
+        if policy.version != version:
+            raise RuntimeError(f"step {step}: somebody else changed the policy's weights since this loop's last step (version "
+                               f"{version} then, {policy.version} now): train one policy in one loop at a time")
+        try:
+            row = {"step": step} | update(optimiser)
+        except BaseException:
+            policy.model.zero_grad()  # half a step's gradient is nobody's
+            raise
         done, version = step + 1, policy.version
         policy.provenance = provenance(config, run, done, base)
         if run is not None:

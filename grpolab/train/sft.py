@@ -23,6 +23,11 @@ class SFTConfig(Optimisation):
     batch_size: int = 64
     pack_width: int = 0
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch_size < 1 or self.pack_width < 0:
+            raise ValueError(f"batch_size must be at least 1 and pack_width at least 0, got {self}")
+
 
 def demonstrations(policy: Policy, problems: Sequence[Problem]) -> list[Example]:
     """Each problem's question and target as one tokenised conversation."""
@@ -35,6 +40,7 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
     """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included."""
 
     def check():
+        check_examples(examples)
         longest = max((len(e.ids) for e in examples), default=0)
         check_lengths(policy, longest, "example")
         prove(policy, config, longest, "examples")
@@ -51,10 +57,19 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
             yield row
 
 
+def check_examples(examples: Sequence[Example]) -> None:
+    """Refuse what has nothing to be trained on, by its place."""
+    for i, e in enumerate(examples):
+        if len(e.mask) != len(e.ids) or not set(e.mask) <= {0, 1}:
+            raise ValueError(f"example {i} has {len(e.ids)} tokens and the mask {e.mask}: give each token 0 or 1")
+        if not any(e.mask[1:]):
+            raise ValueError(f"example {i} has no token to train on: its mask marks none after the first")
+
+
 def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) -> dict:
     """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics."""
     batch = sorted(batch, key=lambda e: len(e.ids))
-    denominator = sum(sum(e.mask) for e in batch)
+    denominator = sum(sum(e.mask[1:]) for e in batch)  # the first token of an example follows nothing
     width = config.pack_width if can_pack(policy) else 0
     parts = []
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
