@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+CUT = frozenset({"length", "context", "budget", "cancelled"})  # finish reasons of what the policy did not end itself
+
 
 @dataclass(frozen=True)
 class Rollout:

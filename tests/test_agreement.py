@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
-from test_families import make
+from test_families import FAMILIES, make
 from transformers import AutoConfig, LlamaForCausalLM
 
 from grpolab import models
@@ -59,14 +59,20 @@ def test_the_probe_itself_goes_past_position_80(monkeypatch):
     assert "at 157 positions" in disagreement(LlamaEngine(late), late)
 
 
-@pytest.mark.parametrize(("name", "setting"), [("qwen2 windows", "sliding"), ("llama4 chunks", "chunk")])
-def test_an_engine_blind_to_a_window_is_refused(name, setting, monkeypatch):
+@pytest.mark.parametrize(("name", "length"), [("qwen2 windows", 24), ("qwen2 windows", 170), ("llama4 chunks", 24),
+                                              ("llama4 chunks", 170)])  # fmt: skip
+def test_an_engine_blind_to_a_window_is_refused(name, length, monkeypatch):
+    """Also where the window is longer than what every probe looks at."""
+    kind, shape = FAMILIES[name]
+    shape = {key: length if value == 24 else value for key, value in shape.items()}
+    monkeypatch.setitem(FAMILIES, name, (kind, shape))
     build = GeneralEngine.__init__
 
     def blind(self, *args):
         build(self, *args)
-        setattr(self, setting, 10**6)
+        self.sliding = self.chunk = 10**6
 
+    assert choose_engine(make(name).model).name == "general"
     monkeypatch.setattr(GeneralEngine, "__init__", blind)
     with pytest.raises(ValueError, match="not its own forward"):
         choose_engine(make(name).model)
@@ -76,9 +82,9 @@ def test_a_window_too_long_to_probe_ends_the_context(monkeypatch, caplog):
     policy = make("mistral window")  # 24 positions
     monkeypatch.setattr(agreement, "affordable", lambda *_: 20)
     with caplog.at_level(logging.WARNING), Sampler(policy, slots=4) as sampler:
-        assert sampler.context == 24 and "sampled up to 24 positions" in caplog.text
         rollout = sampler.sample_sync([[3] * 10], params=SamplingParams(greedy=True, max_new_tokens=99))[0][0]
         assert len(rollout.tokens) == 14 and rollout.finish_reason == "context"
+        assert sampler.context == 24 and "sampled up to 24 positions" in caplog.text
         with pytest.raises(ValueError, match="context of 24"):
             sampler.sample_sync([[3] * 24])
 
@@ -143,8 +149,9 @@ def test_rollouts_of_the_general_engine_do_not_depend_on_their_company(name):
 
 
 def test_nor_on_two_threads():
-    with Sampler(make("gemma3"), slots=8, threads=2) as sampler:
-        assert sampler.run_sync(company_share, sampler.engine, 4, 1) == 0
+    """Where torch's own attention of a single query rounds by the row's place (see `_TwoQueries`)."""
+    with Sampler(make("gpt2"), slots=8, threads=2) as sampler:
+        assert sampler.run_sync(company_share, sampler.engine, 7, 1) == 0
 
 
 def test_company_is_seen_where_rows_are_computed_as_they_come(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from decode_helpers import VOCAB, flat, ragged_prompts, tiny_policy
 
-from grpolab.decode import scheduler
+from grpolab.decode import prefill
 from grpolab.decode.audit import FAULTS, audit, recompute, sabotage
 from grpolab.decode.cache import FIRST
 from grpolab.decode.graphs import StaticStep, fault
@@ -204,7 +204,7 @@ def test_auto_keeps_the_quicker_number_of_threads(policy, monkeypatch):
 
 def test_long_prompts_are_prefilled_in_pieces(policy, monkeypatch):
     prompts = ragged_prompts(3, 100, 200)
-    monkeypatch.setattr(scheduler, "PREFILL_COLUMNS", 32)
+    monkeypatch.setattr(prefill, "PREFILL_COLUMNS", 32)
     with Sampler(policy) as sampler:
         found = audit(policy, flat(sampler.sample_sync(prompts, params=SamplingParams(max_new_tokens=20, seed=0))))
     assert found.max_error <= 1e-4

@@ -369,3 +369,15 @@ def test_closing_waits_outside_a_loop_and_when_awaited(policy):
     Sampler(policy).close()  # never used
     own = Sampler(policy)
     own.run_sync(own.close)  # from its own worker
+
+
+def test_a_prompt_that_a_new_model_has_no_room_for_is_refused_while_it_waits():
+    policy, small = tiny_policy(), tiny_policy(context=64).model
+    with Sampler(policy, slots=1) as sampler:
+        running = sampler.submit([[1, 2]], params=SamplingParams(max_new_tokens=40))
+        waits, fits = sampler.submit([[3] * 100], params=PARAMS), sampler.submit([[4, 5]], params=PARAMS)
+        sampler.run_sync(setattr, policy, "model", small)
+        assert len(running.result(timeout=10)[0][0].tokens) == 40
+        with pytest.raises(ValueError, match="100 tokens and leaves no room in the context of 64"):
+            waits.result(timeout=10)
+        assert len(fits.result(timeout=10)[0][0].tokens) == 25

@@ -17,7 +17,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout, collate
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
-from grpolab.train.grpo import GRPOConfig, finished_and_correct, grpo, grpo_gradient, grpo_update, score
+from grpolab.train.grpo import GRPOConfig, describe, finished_and_correct, grpo, grpo_gradient, grpo_update, score
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser, micro_batches, shuffled
@@ -703,3 +703,10 @@ def test_a_model_that_changes_its_logits_is_refused(tiny):
     policy.model.register_forward_hook(lambda module, args, out: out.__setitem__("logits", out.logits * 2))
     with pytest.raises(ValueError, match="changes its logits"):
         prove(policy, GRPOConfig(), 60)
+
+
+def test_what_the_policy_did_not_end_counts_as_truncated():
+    reasons = {"eos": 1, "stop_string": 2, "length": 3, "context": 4, "budget": 5, "lost": 0}
+    rollouts = [Rollout((1,), (7,) * n, (1,) * n, (0.0,) * n, (0.0,) * n, why, reward=1.0) for why, n in reasons.items()]
+    row = describe([Group(tuple(rollouts))])
+    assert (row["truncated"], row["truncated_length"], row["ended_length"]) == (3 / 5, 4.0, 1.5)

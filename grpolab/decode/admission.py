@@ -1,18 +1,12 @@
-"""Who enters the batch next, and what is prefilled together. Pure functions."""
+"""Who enters the batch next: a pure function of the queue, the rows in progress and the memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-
-from grpolab.decode.cache import round_up
-from grpolab.decode.requests import Pending
-
-PREFILL_PAIRS = 2**22  # query-key pairs in one prefill call: rows times width times window
-BUCKET = 8  # prompts are padded to multiples of this, so that a row's width depends on its own length alone
 
 
 def admit(waiting: Iterable[tuple[int, int]], rows: int, longest: int, slots: int, memory: int) -> list[int]:
@@ -33,19 +27,6 @@ def admit(waiting: Iterable[tuple[int, int]], rows: int, longest: int, slots: in
         if counts[-1] < samples:
             return counts if sum(counts) >= max(1, capacity // 8) else []
     return counts
-
-
-def prefill_batches(prompts: Sequence[Pending], epoch: int) -> list[tuple[list[Pending], int, int]]:
-    """(prompts, width of what is new, width of what is kept): a row's widths, and so its last bits, are its own."""
-    buckets: dict[tuple[int, int], list[Pending]] = {}
-    for prompt in prompts:
-        kept = prompt.kept(epoch)
-        buckets.setdefault((round_up(len(prompt.ids) - kept, BUCKET), round_up(kept, BUCKET)), []).append(prompt)
-    batches = []
-    for (width, behind), members in buckets.items():
-        size = max(1, PREFILL_PAIRS // (width * (behind + width)))
-        batches += [(members[i: i + size], width, behind) for i in range(0, len(members), size)]
-    return batches
 
 
 def free_bytes(device: torch.device) -> int:

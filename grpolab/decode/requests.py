@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from operator import index
 
 import torch
 
@@ -114,6 +115,30 @@ class Owner:
     prefill_seconds: float
     entered: float
     before: tuple[float, float, int, int]
+
+
+def checked_prompt(prompt: Sequence[int], i: int, vocab: int, context: int) -> tuple[int, ...]:
+    """The ids of prompt i, or a ValueError that names what is wrong with it."""
+    if not len(prompt):
+        raise ValueError(f"prompt {i} is empty; give it at least one token, e.g. the bos id")
+    if len(prompt) >= context:
+        raise no_room(i, len(prompt), context)
+    ids = tuple(index(t) for t in prompt)
+    wrong = next((t for t in ids if not 0 <= t < vocab), None)
+    if wrong is not None:
+        raise ValueError(f"prompt {i} holds token id {wrong}, outside the vocabulary 0..{vocab - 1}"
+                         "; encode it with the policy's tokenizer")
+    return ids
+
+
+def checked_seed(seed: int) -> int:
+    if not 0 <= index(seed) < 2**64:
+        raise ValueError(f"a rollout's seed must be from 0 to 2**64 - 1, got {seed}; params.seed may be any integer")
+    return index(seed)
+
+
+def no_room(i: int, tokens: int, context: int) -> ValueError:
+    return ValueError(f"prompt {i} has {tokens} tokens and leaves no room in the context of {context}; shorten it")
 
 
 def pending(request: Request) -> list[Pending]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import operator
 import threading
 import weakref
 from collections import deque
@@ -22,7 +21,7 @@ import torch
 from grpolab.decode.agreement import choose_engine, inexact_share, seconds_a_step
 from grpolab.decode.attention import share_attention
 from grpolab.decode.conversation import Conversation
-from grpolab.decode.requests import Kept, Request, Stats, settle
+from grpolab.decode.requests import Kept, Request, Stats, checked_prompt, checked_seed, settle
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.decode.scheduler import Scheduler
 from grpolab.rollouts import Group, Rollout
@@ -45,6 +44,10 @@ class Sampler:
     cuda_graphs  replay a step as one CUDA graph; off, since it has not yet been run on a GPU
     threads of torch in the worker; None takes the process's number, "auto" the quicker of one and that number, timed
             over a few steps at the start (`sampler.threads` says which); last bits may then differ between two runs
+
+    A rollout is decided by its prompt, its seed and the weights. Its bits do not depend on the other rows where
+    `agreement.company_share` is 0: for the llama engine, and on processors that we tried for the general one, mixtures of
+    experts excepted; elsewhere a last bit, and so rarely a token, may.
 
     The engine is chosen and proved by the worker, at the first use or in `async with`; until then `engine`, `slots` and
     `threads` wait for it. What it refuses is raised there, to every caller.
@@ -126,7 +129,7 @@ class Sampler:
 
     def conversation(self, seed: int | None = None) -> Conversation:
         """A multi-turn exchange that keeps its keys and values between turns."""
-        return Conversation(self, self._fresh_seed() if seed is None else _checked_seed(seed))
+        return Conversation(self, self._fresh_seed() if seed is None else checked_seed(seed))
 
     def submit(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1, params: SamplingParams | None = None,
                seeds: Sequence[Sequence[int]] | None = None,
@@ -196,28 +199,15 @@ class Sampler:
                  on_rollout: Callable[[int, int, Rollout], None] | None = None, kept: Kept | None = None) -> Request:
         """A request of checked prompts, ids and seeds."""
         vocab = len(self.policy.model.get_input_embeddings().weight)
-        ids = [self._checked(prompt, i, vocab) for i, prompt in enumerate(prompts)]
+        ids = [checked_prompt(prompt, i, vocab, self.context) for i, prompt in enumerate(prompts)]
         bad = [i for i in params.stop_ids if not 0 <= i < vocab]
         if bad:
             raise ValueError(f"stop_ids {bad} are outside the vocabulary 0..{vocab - 1}; give token ids")
         if params.stop_strings and self.policy.tokenizer is None:
             raise ValueError("stop_strings need a policy with a tokenizer; use stop_ids")
         eos = frozenset(() if params.ignore_eos else self.policy.eos_ids)
-        seeds = [[_checked_seed(s) for s in row] for row in seeds]
+        seeds = [[checked_seed(s) for s in row] for row in seeds]
         return Request(ids, seeds, params, eos, on_rollout, kept, self._check_may_wait)
-
-    def _checked(self, prompt: Sequence[int], i: int, vocab: int) -> tuple[int, ...]:
-        if not len(prompt):
-            raise ValueError(f"prompt {i} is empty; give it at least one token, e.g. the bos id")
-        if len(prompt) >= self.context:
-            raise ValueError(f"prompt {i} has {len(prompt)} tokens and leaves no room in the context of "
-                             f"{self.context}; shorten it")
-        ids = tuple(operator.index(t) for t in prompt)
-        wrong = next((t for t in ids if not 0 <= t < vocab), None)
-        if wrong is not None:
-            raise ValueError(f"prompt {i} holds token id {wrong}, outside the vocabulary 0..{vocab - 1}"
-                             "; encode it with the policy's tokenizer")
-        return ids
 
     def _fresh_seed(self) -> int:
         with self._wake:
@@ -328,12 +318,6 @@ class Sampler:
             settle(item.future if isinstance(item, Request) else item[0], error=error)
         with self._wake:
             self._worker = None
-
-
-def _checked_seed(seed: int) -> int:
-    if not 0 <= operator.index(seed) < 2**64:
-        raise ValueError(f"a rollout's seed must be from 0 to 2**64 - 1, got {seed}; params.seed may be any integer")
-    return operator.index(seed)
 
 
 def _answer(future: Future, fn: Callable, args: tuple) -> None:

@@ -2,40 +2,40 @@
 
 A rollout in progress is a row; the rows in progress are always 0..n-1: the last row moves into the gap of a finished one
 (compaction), waiting rollouts are appended (refill). Where a row keeps its keys and values is the business of `cache.py`,
-who enters that of `admission.py`. A prompt is prefilled once for all its samples. Each row has its own position, so rows of
-any length sit side by side. No threads here: one caller a time.
+who enters that of `admission.py`. A prompt is prefilled once for all its samples (`prefill.py`). Each row has its own
+position, so rows of any length sit side by side. No threads here: one caller a time.
 
 A fault fails whom it belongs to: of a callback, a tokenizer or NaN logits its request, of the model in a prefill or a step
-the requests that were in it. The others go on. Longer than most files here, since one loop body reads as one.
+the requests that were in it. The others go on.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from grpolab.decode.admission import admit, free_bytes, prefill_batches
-from grpolab.decode.cache import WINDOW, Prefilled, round_up, store_for
+from grpolab.decode.admission import admit, free_bytes
+from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.graphs import static_step
-from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, pending, settle
+from grpolab.decode.prefill import prefill, prefill_batches, synchronize
+from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, no_room, pending, settle
 from grpolab.decode.rows import Rows
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed
 from grpolab.decode.watch import Watch
 from grpolab.rollouts import Rollout
 
-PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
 
 
 class Scheduler:
     """Slots, waiting prompts and the loop body `step()`. `slots` None: what a fifth of free memory holds, <= 512."""
 
-    def __init__(self, policy, choose: Callable, slots: int | None, stats: Stats | None = None, cuda_graphs: bool = False):
+    def __init__(self, policy, choose: Callable, slots: int | None, stats: Stats, cuda_graphs: bool = False):
         """choose: () -> an engine for the policy's model as it is now."""
         self.policy, self.choose, self.cuda_graphs = policy, choose, cuda_graphs
         self.engine = engine = choose()
@@ -45,7 +45,7 @@ class Scheduler:
         self.slots = slots or 1 << (max(8, min(512, fitting)).bit_length() - 1)
         self.block = BLOCK if self.device.type == "cuda" else 1
         self.static = static_step(engine) if cuda_graphs else None
-        self.stats = stats or Stats()
+        self.stats = stats
         self.requests: list[Request] = []  # that have unfinished rollouts
         self.waiting: deque[Pending] = deque()
         self.epoch, self.watch = 0, Watch(policy)
@@ -73,14 +73,17 @@ class Scheduler:
         return bool(self.rows.n or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Put a request with at least one rollout into the queue, unless a prompt of it is too long for the engine."""
-        longest = max(map(len, request.prompts))
-        if longest >= self.context:
-            settle(request.future, error=ValueError(f"a prompt has {longest} tokens and leaves no room in the context of "
-                                                    f"{self.context} that the engine is proved for; shorten it"))
-            return
+        """Put a request with at least one rollout into the queue."""
+        prompts = pending(request)
         self.requests.append(request)
-        self.waiting.extend(pending(request))
+        self.waiting.extend(prompts)
+        self._refuse_long(prompts)
+
+    def _refuse_long(self, prompts: Iterable[Pending]) -> None:
+        """Fail the requests of prompts that the engine has no room for; it was not known when they were submitted."""
+        for p in prompts:
+            if p.limit(self.context) < 1:
+                settle(p.request.future, error=no_room(p.index, len(p.ids), self.context))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -130,6 +133,7 @@ class Scheduler:
             self.device = self.engine.device
             self.static = static_step(self.engine) if self.cuda_graphs else None
             self._clear_rows()
+            self._refuse_long(self.waiting)
         else:
             self.engine.refresh()
             if self.static is not None:
@@ -168,7 +172,9 @@ class Scheduler:
         chosen = [(p, count) for p, count in zip(self.waiting, counts) if count]
         for batch, *widths in prefill_batches([p for p, _ in chosen if p.cache is None], self.epoch):
             try:
-                self._prefill(batch, *widths)
+                seconds, fed = prefill(self.engine, batch, *widths, self.epoch, self.store.unit)
+                self.stats.prefill_seconds += seconds
+                self.stats.prefill_tokens += fed
             except BaseException as error:
                 for p in batch:
                     settle(p.request.future, error=error)
@@ -188,34 +194,6 @@ class Scheduler:
             if not p.samples:
                 p.cache = p.logits = None
         self.waiting = deque(p for p in self.waiting if p.samples)
-
-    def _prefill(self, prompts: list[Pending], width: int, behind: int) -> None:
-        """Feed prompts, less what their conversation has kept: up to `width` columns after up to `behind` kept ones."""
-        started = time.perf_counter()
-        kept = [p.kept(self.epoch) for p in prompts]
-        tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-        for i, p in enumerate(prompts):
-            tokens[i, : len(p.ids) - kept[i]] = torch.tensor(p.ids[kept[i]:])
-        tokens, start = tokens.to(self.device), torch.tensor(kept, device=self.device)
-        last = torch.tensor([len(p.ids) - 1 for p in prompts], device=self.device) - start
-        cache = self.engine.allocate(len(prompts), round_up(behind + width, self.store.unit))
-        for i, p in enumerate(prompts):
-            if kept[i]:
-                cache.put([i], p.request.kept.cache, [0], kept[i])
-        logits = None
-        for c in range(0, width, PREFILL_COLUMNS):
-            piece = tokens[:, c: c + PREFILL_COLUMNS]
-            window = min(round_up(behind + c + piece.shape[1], WINDOW), behind + width)
-            end = (last - c).clamp(0, piece.shape[1] - 1)
-            part = self.engine.forward(piece, start + c, end, cache, window)
-            logits = part if logits is None else torch.where((last >= c)[:, None], part, logits)
-        synchronize(self.device)
-        seconds, fed = time.perf_counter() - started, sum(len(p.ids) for p in prompts) - sum(kept)
-        for i, p in enumerate(prompts):
-            p.cache, p.row, p.logits = cache, i, logits[i]
-            p.prefill_seconds = seconds * (len(p.ids) - kept[i]) / fed
-        self.stats.prefill_seconds += seconds
-        self.stats.prefill_tokens += fed
 
     def _enter(self, entering: Sequence[tuple[Pending, int]]) -> None:
         """Give samples of prefilled prompts their rows and draw their first tokens."""
@@ -370,8 +348,3 @@ def kinds_of(owners: Sequence[Owner], device) -> list[tuple[SamplingParams, torc
         key = "greedy" if p.greedy else (p.temperature, p.top_k, p.top_p, p.min_p)
         groups.setdefault(key, (p, []))[1].append(i)
     return [(p, torch.tensor(rows, device=device)) for p, rows in groups.values()]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

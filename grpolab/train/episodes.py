@@ -22,10 +22,9 @@ from grpolab.env.dialect import TEXT, Dialect, Malformed
 from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Seat, rollout_seed
 from grpolab.env.protocol import ConnectError, DeadlineExceeded, EnvError, Environment, StepResult
 from grpolab.models import Policy
-from grpolab.rollouts import Group, Rollout
+from grpolab.rollouts import CUT, Group, Rollout
 from grpolab.train.logps import check_lengths
 
-CUT = frozenset({"length", "context", "budget", "cancelled"})  # finish reasons of a turn that the policy did not end
 LONG_TEXT = 2000  # characters: about a millisecond of tokenising; longer texts are tokenised off the event loop
 
 

@@ -18,7 +18,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab.run import Run
 from grpolab.models import Policy
-from grpolab.rollouts import Batch, Group, Rollout, collate, in_columns
+from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, in_columns
 from grpolab.train import losses
 from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.train.layout import Layout, lay_out
@@ -327,8 +327,8 @@ def describe(groups: Sequence[Group]) -> dict:
     """Reward, group health, and lengths by finish reason, of what the policy made of the questions drawn."""
     rewards = reward_tensor([g.rewards for g in groups])
     rollouts = [r for g in groups for r in g if r.finish_reason != "lost"]  # an episode that is not there has no length
-    cut = [len(r.tokens) for r in rollouts if r.finish_reason == "length"]
-    ended = [len(r.tokens) for r in rollouts if r.finish_reason != "length"]
+    cut = [len(r.tokens) for r in rollouts if r.finish_reason in CUT]
+    ended = [len(r.tokens) for r in rollouts if r.finish_reason not in CUT]
     return {
         "reward": rewards.nanmean().item(),
         **group_health(rewards),
