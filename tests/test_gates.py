@@ -679,7 +679,8 @@ def test_every_claim_of_the_pool_gate_can_fail(bad, name, tmp_path):
 MULTI_TURN_LEARNED = {
     "head": Interval(0.0, 0.0, 0.01), "before": Interval(0.3, 0.26, 0.34), "after": Interval(0.98, 0.96, 0.99),
     "called_before": Interval(0.3, 0.26, 0.34), "called_after": Interval(1.0, 0.99, 1.0),
-    "head_after": Interval(0.0, 0.0, 0.01),
+    "head_after": Interval(0.0, 0.0, 0.01), "tries": pd.Series([30, 10]),
+    "tiered_config": SimpleNamespace(steps=10, prompts_per_step=4),
     "metrics": pd.DataFrame({"ratio": [1.0], "lost": [0], "turns": [2.0], "sampling_s": [1.0], "update_s": [1.0]}),
 }  # fmt: skip
 
@@ -769,6 +770,7 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
         ({"checked": SimpleNamespace(max_error=0.1)}, "recorded − recomputed logps of whole episodes, nats"),
         ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(ratio=1.1)}, "ratio at step 0"),
         ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(lost=1)}, "episodes lost"),
+        ({"tries": pd.Series([30, 9])}, "groups that the curriculum was told of"),
     ],
 )
 def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
