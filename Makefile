@@ -52,7 +52,7 @@ test: install .venv/smollm2 openenv test-lowest
 
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest: .venv/lowest/installed
-	PYTHONPATH=. .venv/lowest/bin/python -m pytest -n 2 --dist loadfile $$($(PY) tests/lowest.py --tests)
+	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 2 --dist loadfile $$($(PY) tests/lowest.py --tests)
 
 # RESULTS.md and the README's table from the records in benchmarks/results/.
 results: install
