@@ -232,7 +232,8 @@ class GrpoPool:
 
         async def run(seat: Seat) -> None:
             try:
-                finished[seat.index] = await _within(rollout(seat), rounds * self.deadlines.episode, seat.index)
+                finished[seat.index] = await within(
+                    rollout(seat), rounds * self.deadlines.episode, f"rollout {seat.index}")
             except Exception as cause:
                 failure = Failure(seat.group, seat.index, seat.turn, seat.session.episode_id, cause)
                 if self.on_failure != "drop" or not isinstance(cause, EnvError):
@@ -310,15 +311,15 @@ def _interruptible():
         handle.cancel()
 
 
-async def _within(work: Awaitable, seconds: float, rollout: int) -> Any:
-    """The result of a rollout; raises DeadlineExceeded("episode") after `seconds`."""
+async def within(work: Awaitable, seconds: float, what: str) -> Any:
+    """The result of `what`, a rollout or an episode; raises DeadlineExceeded("episode") after `seconds`."""
     try:
         async with asyncio.timeout(seconds) as scope:
             return await work
     except TimeoutError as fault:
         if not scope.expired():
             raise
-        raise DeadlineExceeded("episode", seconds, f"rollout {rollout}") from fault
+        raise DeadlineExceeded("episode", seconds, what) from fault
 
 
 async def _close_all(sessions: Sequence[EnvSession]) -> None:

@@ -19,8 +19,8 @@ from grpolab.chat import Example, encode_chat, observation_ids, prompt_ids, user
 from grpolab.decode.sampler import Conversation, Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.env.dialect import TEXT, Dialect, Malformed
-from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Seat, rollout_seed
-from grpolab.env.protocol import ConnectError, DeadlineExceeded, EnvError, Environment, StepResult
+from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Seat, rollout_seed, within
+from grpolab.env.protocol import ConnectError, EnvError, Environment, StepResult
 from grpolab.models import Policy
 from grpolab.rollouts import CUT, Group, Rollout
 from grpolab.train.logps import check_lengths
@@ -244,7 +244,7 @@ async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, se
             episode = play(seat, sampler, tasks[i], seed=seeds[i], params=params, limits=limits, dialect=dialect,
                            reset_seed=reset_seed)
             try:
-                episodes[i] = await _within(episode, pool.deadlines.episode, i)
+                episodes[i] = await within(episode, pool.deadlines.episode, f"episode {i}")
             except EnvError as fault:
                 if pool.on_failure != "drop":
                     raise
@@ -261,16 +261,6 @@ async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, se
     if failures and (finished < pool.min_group or next(todo, None) is not None):  # or no seat had a session any more
         raise GroupFailed(f"{finished} of {len(tasks)} episodes finished", tuple(failures))
     return episodes
-
-
-async def _within(work, seconds: float, number: int) -> Episode:
-    try:
-        async with asyncio.timeout(seconds) as scope:
-            return await work
-    except TimeoutError as fault:
-        if not scope.expired():
-            raise
-        raise DeadlineExceeded("episode", seconds, f"episode {number}") from fault
 
 
 async def evaluate_episodes(pool: GrpoPool, sampler: Sampler, problems: Sequence[Any], *, limits: Limits,
