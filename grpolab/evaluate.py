@@ -1,4 +1,5 @@
-"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks."""
+"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, fixed prompts
+with checks."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpolab.arithmetic import Problem
-from grpolab.chat import Message, prompt_ids
+from grpolab.chat import prompt_ids
 from grpolab.checker import check_answer, parse_boxed_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -170,51 +171,10 @@ def side_by_side(before: Evaluation, after: Evaluation, n: int = 6):
     return pd.DataFrame(table).set_index("question")
 
 
-# --- any prompts, each with a check -----------------------------------------------------------------------------------
+# --- the fixed prompts ------------------------------------------------------------------------------------------------
+
 
 Check = Callable[[str, Rollout], bool]  # of a completion's text and its rollout (tokens, finish_reason, ...)
-Prompt = str | Sequence[Message]
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What became of (prompt, check) cases: `passed[i][s]` says whether completion s of prompt i, `texts[i][s]`, passed."""
-
-    prompts: tuple[Prompt, ...]
-    texts: tuple[tuple[str, ...], ...]
-    passed: tuple[tuple[bool, ...], ...]
-    greedy: bool
-
-    @property
-    def rates(self) -> list[float]:
-        """The share of each prompt's completions that passed."""
-        return [sum(p) / len(p) for p in self.passed]
-
-    @property
-    def rate(self) -> Interval:
-        return rate_interval(self.rates, self.greedy)
-
-    def pass_at(self, k: int) -> Interval:
-        """The chance that one of k samples passes, its interval over prompts."""
-        return mean_interval([pass_at_k(len(p), sum(p), k) for p in self.passed])
-
-
-async def evaluate_checks(
-    policy: Policy, cases: Sequence[tuple[Prompt, Check]], *, samples: int = 0, temperature: float = 1.0,
-    max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
-) -> Checked:
-    """Ask each prompt (text or messages), once greedily or `samples` times, and apply its `check(text, rollout)`."""
-    params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
-    prompts = tuple(prompt for prompt, _ in cases)
-    groups = await _ask(policy, prompts, samples or 1, params, sampler)
-    texts = _texts(policy, groups)
-    passed = tuple(
-        tuple(bool(check(t, r)) for t, r in zip(written, group)) for (_, check), written, group in zip(cases, texts, groups)
-    )
-    return Checked(prompts, texts, passed, greedy=samples == 0)
-
-
-# --- the fixed prompts ------------------------------------------------------------------------------------------------
 
 
 def stops(text: str, rollout: Rollout) -> bool:
