@@ -59,15 +59,19 @@ def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
     def decorate(asserts):
         @functools.wraps(asserts)
         def check(answer):
-            return _judge(name, lambda: asserts(_watched(answer)))
+            try:
+                asserts(_watched(answer))
+            except Exception as error:
+                return _verdict(name, error)
+            return Verdict(name, RIGHT)
 
         @functools.wraps(asserts)
         async def check_async(answer):
             try:
-                outcome = await asserts(_watched(answer))
+                await asserts(_watched(answer))
             except Exception as error:
-                return _judge(name, lambda: _again(error))
-            return _judge(name, lambda: outcome)
+                return _verdict(name, error)
+            return Verdict(name, RIGHT)
 
         made = check_async if inspect.iscoroutinefunction(asserts) else check
         made.wrong = tuple(wrong)
@@ -76,22 +80,13 @@ def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
     return decorate
 
 
-def _judge(name: str, asserts: Callable[[], None]) -> Verdict:
-    try:
-        asserts()
-    except Unsolved as error:
+def _verdict(name: str, error: Exception) -> Verdict:
+    """What an error inside the asserts says of the answer."""
+    if isinstance(error, Unsolved | NotImplementedError):
         return Verdict(name, UNSOLVED, str(error))
-    except NotImplementedError:
-        return Verdict(name, UNSOLVED)
-    except AssertionError as error:
+    if isinstance(error, AssertionError):
         return Verdict(name, WRONG, str(error) or "an assert of the check failed")
-    except Exception as error:
-        return Verdict(name, WRONG, f"it raised {type(error).__name__}: {error}")
-    return Verdict(name, RIGHT)
-
-
-def _again(error: Exception):
-    raise error
+    return Verdict(name, WRONG, f"it raised {type(error).__name__}: {error}")
 
 
 def _watched(answer):
