@@ -684,6 +684,24 @@ def test_the_token_is_asked_for_everywhere_but_health():
     run(main())
 
 
+@pytest.mark.parametrize("headers", [
+    ["Bearer secret", "Bearer secret"], ["Bearer secret", "Bearer wrong"], [b"Bearer \xff"], []])
+@pytest.mark.parametrize("path", ["/status", "/ws"])
+def test_an_authorization_that_is_none_is_refused_with_401(path, headers):
+    async def main():
+        async with serve(EchoEnv, token="secret") as server:
+            port = int(server.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            lines = [b"GET %s HTTP/1.1" % path.encode(), b"Host: x", b"Upgrade: websocket", b"Connection: Upgrade",
+                     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13",
+                     *(b"Authorization: " + (h if isinstance(h, bytes) else h.encode()) for h in headers)]
+            writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
+            assert b" 401 " in await reader.readline()
+            writer.close()
+
+    run(main())
+
+
 def test_a_browser_is_refused_and_takes_no_slot():
     async def main():
         async with serve(EchoEnv, max_sessions=1) as server:
