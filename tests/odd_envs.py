@@ -43,7 +43,8 @@ class Inspects(Base):
         if "spawn" in action:
             return StepResult({"pid": os.getpid(), "child": subprocess.Popen(["sleep", "60"]).pid})
         if "escape" in action:
-            code = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=-3, stderr=-3).pid)"
+            code = ("import subprocess as s; "
+                    "print(s.Popen(['sleep', '60'], start_new_session=True, stdout=s.DEVNULL, stderr=s.DEVNULL).pid)")
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, start_new_session=True, check=True)
             return StepResult({"pid": os.getpid(), "child": int(done.stdout)})
         print(action["say"])
@@ -154,12 +155,22 @@ def broken_backend(index):
     raise KeyError("no backend")
 
 
+def not_a_backend(index):
+    return object()
+
+
 class LameBackend:
     def __init__(self, index):
         pass
 
     def start(self):
         raise OSError("lame")
+
+    def healthy(self):
+        return True
+
+    def scrub(self):
+        return True
 
     def stop(self):
         pass

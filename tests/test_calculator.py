@@ -101,7 +101,8 @@ def test_an_action_must_be_a_text(action):
 
 @pytest.mark.parametrize("task", [
     {}, {"a": 1, "op": "/", "b": 2}, {"a": "x", "op": "+", "b": 2}, 3, [1, "+", 2], {"a": 2.9, "op": "+", "b": 2},
-    {"a": 2, "op": "+", "b": True}, {"a": "3", "op": "+", "b": 2}, {"a": 10**12, "op": "*", "b": 2}, {"a": 1, "op": [], "b": 2}])
+    {"a": 2, "op": "+", "b": True}, {"a": "3", "op": "+", "b": 2}, {"a": 10**12, "op": "*", "b": 2},
+    {"a": 1, "op": [], "b": 2}])
 def test_a_task_must_be_a_problem(task):
     with pytest.raises(InvalidAction):
         CalculatorEnv().reset(task=task)

@@ -153,14 +153,16 @@ def test_who_has_waited_longer_than_the_server_lets_wait_keeps_its_place_in_line
 def test_who_does_not_come_back_loses_its_place_in_line(monkeypatch):
     async def main():
         monkeypatch.setattr(admission, "RETURNS", 0.3)
-        async with serve(EchoEnv, max_sessions=1, queue_timeout=0.2) as one:
-            raw = await opens(one.url)
-            assert await refused(one.url, wait=9, group="gone 1") == 503
-            assert await refused(one.url, wait=0, group="asks-no-more 1") == 503
-            await raw.close()
+        monkeypatch.setattr(admission, "KEPT", 0.3)
+        async with serve(EchoEnv, max_sessions=2, queue_timeout=0.2) as two:
+            raw = await opens(two.url)
+            assert await refused(two.url, wait=9, group="gone 2") == 503  # of two slots there is one
             start = time.monotonic()
-            await (await opens(one.url, wait=9)).close()
-            assert 0.05 < time.monotonic() - start < SOON
+            async with GrpoPool(two.url, size=1, queue=6):  # which nobody else waits for any more
+                assert 0.05 < time.monotonic() - start < 6
+                assert await refused(two.url, wait=9) == 503  # without a name none can come back
+            await raw.close()
+            await (await opens(two.url)).close()
 
     run(main())
 

@@ -61,7 +61,7 @@ def serve(descriptor: int) -> None:
     if told["check"]:
         try:
             load_factory(told["factory"])
-        except BaseException as fault:  # noqa: BLE001  whatever a module raises when it is imported
+        except BaseException as fault:  # noqa: BLE001  KeyboardInterrupt, say, which a module may raise as well
             answer(str(fault) if isinstance(fault, ValueError) else repr(fault), type(fault).__name__)
         else:
             answer("", "")
