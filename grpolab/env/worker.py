@@ -172,6 +172,8 @@ class Worker:
             said = f"{fault}, whose text could not be made: {type(second).__name__}"
         if not isinstance(raised, Exception):
             said = f"{self._name} raised {fault}: {said}"
+        elif not isinstance(raised, InvalidAction) and fault not in said:
+            said = f"{fault}: {said}"  # the text of a KeyError is but a key
         if kind in ("create", "close"):
             log.error("%s of %s failed", kind, self._name, exc_info=raised)
             return said, fault
