@@ -1056,6 +1056,30 @@ def test_the_synchronous_twin_in_a_running_loop():
         assert asyncio.run(cell()) == [("b0", 2.0), ("b1", 2.0)]
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_synchronous_twin_in_the_loop_that_serves_says_what_is_wrong(host):
+    """It would wait for an answer that cannot come while it waits."""
+    async def main():
+        async with serve(EchoEnv, max_sessions=4) as server:
+            url = server.url.replace("127.0.0.1", host)
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"served by this very event loop.*async with GrpoPool"):
+                MultiTurnEnvPool(url, size=2).start()
+            pool = MultiTurnEnvPool(url, size=2)
+            await asyncio.to_thread(pool.start)  # from a thread there is nothing in the way
+            with pytest.raises(RuntimeError, match="served by this very event loop"):
+                pool.reset_group()
+            assert len(await asyncio.to_thread(pool.reset_group)) == 2
+            with pytest.raises(RuntimeError, match="served by this very event loop"):
+                pool.close()
+            assert time.monotonic() - start < SOON
+            await asyncio.to_thread(pool.close)
+        with pytest.raises(ConnectError):  # it is served no longer
+            MultiTurnEnvPool(url, size=2).start()
+
+    run(main())
+
+
 def test_the_synchronous_twin_under_an_interrupt():
     import _thread
     import signal
