@@ -167,6 +167,16 @@ def test_store_puts_the_executed_notebook_in_place(series):
     assert record["passed"] and record["checks"][0]["name"] == "n" and record["minutes"] >= 0 and "threads" in record
 
 
+def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
+    source = GATE.format(name="01_fine").replace(".folder)", ".folder, shortened='2 of 9 steps')")
+    nbformat.write(small(source), series / "01_fine.ipynb")
+    before = (series / "01_fine.ipynb").read_text()
+    assert notebooks.run_series(["01"], {}, store=True) == 0
+    out = capsys.readouterr().out
+    assert "shortened" in out.split() and "identities passed; claims not judged: 2 of 9 steps; not stored" in out
+    assert (series / "01_fine.ipynb").read_text() == before
+
+
 def test_store_keeps_the_static_page_of_a_slider(series):
     views = "{0: View('<i>first</i>', 'first'), 9: View('<i>last</i>', 'last')}"
     slider = f"from grpolab.lab.tokens import View, by_step\nby_step({views})"

@@ -26,7 +26,8 @@ def find(numbers: list[str]) -> list[Path]:
 
 
 def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> int:
-    """Execute notebooks, print one line each, return the exit status: 0 when every one ran and its gate passed.
+    """Execute notebooks, print one line each, return the exit status: 0 when every one ran and its gate passed, or passed as
+    far as a shortened run is judged (such a run is never stored).
 
     The executed copy lies in runs/<notebook>/<model>/ (of another seed than 0 in its seed-<seed>/), also when it failed: it
     is then the log. With `store` it also takes the place of its source, if it passed, its figures that of
@@ -59,11 +60,14 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
         error = _execute(path, output, own)
         folder = next((f for f in folders if (f / "results.json").exists()), folder)
         verdict = _verdict(folder, error)
-        failed += verdict != "gate passed"
+        failed += verdict not in ("gate passed", "shortened")
         minutes = (time.monotonic() - began) / 60
         print(f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}", flush=True)
         if error:
             print(f"    {error}", flush=True)
+        elif verdict == "shortened":
+            kept = "; not stored" if store else ""
+            print(f"    identities passed; claims not judged: {_results(folder)['shortened']}{kept}", flush=True)
         elif store and verdict == "gate passed":
             atomic_write(path, json.dumps(clean(json.loads(output.read_text())), indent=1, ensure_ascii=False) + "\n")
             for figure in (folder / "figures").glob("*.png"):
@@ -99,12 +103,17 @@ def _execute(path: Path, output: Path, parameters: dict) -> str | None:
     return None
 
 
+def _results(folder: Path) -> dict:
+    """What the gate wrote; nothing where it did not come that far."""
+    path = folder / "results.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def _verdict(folder: Path, error: str | None) -> str:
-    results = folder / "results.json"
-    if not results.exists():
+    results = _results(folder)
+    if not results or (results["passed"] and error):
         return "failed" if error else "no gate"
-    passed = json.loads(results.read_text())["passed"]
-    return "failed" if passed and error else "gate passed" if passed else "gate FAILED"
+    return "gate FAILED" if not results["passed"] else "shortened" if results.get("shortened") else "gate passed"
 
 
 def clean(notebook: dict) -> dict:

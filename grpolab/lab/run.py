@@ -58,6 +58,7 @@ class Run:
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
         self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.began = time.time()
         self.metrics: list[dict] = []
         self.base = ""  # where the policy of its loop came from
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
@@ -100,6 +101,17 @@ class Run:
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
         return atomic_write(self.folder / "figures" / f"{name}.png", buffer.getvalue())
+
+    def made(self) -> str:
+        """One line: what lies in the folder and was written since this Run was made, figures by name."""
+        files = [p for p in sorted(self.folder.iterdir()) if not p.name.startswith((".", "start."))]
+        files = [p for p in files if p.name != "figures" and any(self._fresh(f) for f in (p, *p.rglob("*")))]
+        figures = [p.stem for p in sorted((self.folder / "figures").glob("*.png")) if self._fresh(p)]
+        names = ", ".join(p.name + "/" * p.is_dir() for p in files) or "nothing"
+        return f"{self.shown(self.folder)}: {names}" + (f"; figures: {', '.join(figures)}" if figures else "")
+
+    def _fresh(self, path: Path) -> bool:
+        return path.is_file() and path.stat().st_mtime >= self.began - 1  # some file systems count in whole seconds
 
     # -- one loop at a time --------------------------------------------------------------------------------------------
 
