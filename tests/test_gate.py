@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from grpolab.lab.gate import GateError, gate
+from grpolab.lab.gate import GateError, gate, shortened
 from grpolab.lab.readable import readable
 from grpolab.lab.run import Run
 
@@ -110,6 +110,11 @@ def test_a_shortened_run_is_judged_by_its_identities_alone(tmp_path):
             g.equal("identity", 1, 2)
             g.claims()
             g.at_least("gain", 0.5, 0.6)
+
+
+def test_what_a_run_leaves_out_is_named():
+    assert shortened(steps=(20, 150), questions=(100, 1000)) == "20 of 150 steps, 100 of 1000 questions"
+    assert shortened(steps=(150, 150), questions=(2000, 1000)) == ""
 
 
 def test_claims_of_a_whole_run_are_judged(tmp_path):

@@ -1,5 +1,7 @@
 """Progress and pictures: they show the values that they are given."""
 
+import base64
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -39,11 +41,33 @@ def test_the_html_holds_the_latest_value_and_no_markup_from_outside():
     assert "&lt;b&gt;" in html and "0.75" in html and "nan" not in html and "value='3' max='4'" in html
 
 
-def test_a_sparkline_rises_with_its_values():
-    points = sparkline([0.0, 1.0, 2.0]).split("points='")[1].split("'")[0].split()
-    heights = [float(p.split(",")[1]) for p in points]
+def test_a_sparkline_is_an_image_that_rises_with_its_values():
+    html = sparkline([0.0, 1.0, 2.0])
+    assert html.startswith("<img ") and "<svg" not in html
+    image = base64.b64decode(html.split("base64,")[1].split("'")[0]).decode()
+    heights = [float(p.split(",")[1]) for p in image.split("points='")[1].split("'")[0].split()]
     assert heights[0] > heights[1] > heights[2]  # SVG counts downwards
     assert sparkline([1.0]) == "" and sparkline([3.0, 3.0])
+
+
+def test_a_value_outside_its_healthy_range_is_coloured():
+    live = Dashboard(4, ["mixed", "kl", "mine"], healthy={"kl": (None, 0.1), "mine": (1, 2)})
+    live.update({"step": 0, "mixed": 0.5, "kl": 0.05, "mine": 11657.3})
+    assert plots.WARNING not in live._repr_html_().split("mine")[0]
+    live.update({"step": 1, "mixed": 0.05, "kl": 0.2, "mine": 1.5})
+    mixed, kl, mine = live._repr_html_().split("<tr>")[1:]
+    assert plots.WARNING in mixed and "only these teach" in mixed and "usually at least 0.1" in mixed
+    assert plots.WARNING in kl and "usually at most 0.1" in kl and "nats a token" in kl
+    assert plots.WARNING not in mine and "usually 1 to 2" in mine
+    assert "mine 1.5" in repr(live) and repr(live) == str(live)
+
+
+def test_the_clock_stands_still_after_the_last_row(monkeypatch):
+    live = Dashboard(1, [])
+    live.update({"step": 0})
+    said = repr(live)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    assert repr(live) == said
 
 
 def test_a_curve_draws_the_column_and_its_running_mean():

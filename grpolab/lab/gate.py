@@ -55,10 +55,16 @@ class Check:
         return repr(self.measured) if self.failed and text in self.bound.split() else text
 
 
+def shortened(**parts: tuple[int, int]) -> str:
+    """What a run leaves out of the whole one: shortened(steps=(20, 150), questions=(1000, 1000)) is "20 of 150 steps", and
+    "" where nothing is left out, as `gate` takes it."""
+    return ", ".join(f"{readable(done)} of {readable(whole)} {name}" for name, (done, whole) in parts.items() if done < whole)
+
+
 class gate:
     """Collect checks, then show them, write them to `results.json`, and raise GateError if any failed.
 
-        with gate("04 grpo", run, shortened=shortened) as g:
+        with gate("04 grpo", run, shortened=shortened(steps=(config.steps, 150))) as g:
             g.close("KL at step 0", kl0, 0.0, atol=1e-6)
             g.claims()
             g.above("greedy gain: lower end of its interval", gain.low, 0.0, advice="-p steps 300 learns more")

@@ -238,6 +238,10 @@ class Run:
         print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
 
+    def checkpointed(self) -> int:
+        """The steps after which the newest checkpoint was kept; 0 without one."""
+        return max((int(d.name.removeprefix("checkpoint-")) for d in self._checkpoints()), default=0)
+
     def drop_checkpoint(self) -> None:
         """The loop is done: nothing is left to go on from."""
         self._drop_checkpoints(keep=None)
