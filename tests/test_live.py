@@ -1,6 +1,7 @@
 """Progress and pictures: they show the values that they are given."""
 
 import base64
+from io import BytesIO
 
 import matplotlib
 
@@ -8,6 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from PIL import Image
 
 from grpolab import plots
 from grpolab.evaluate import Interval
@@ -92,6 +94,16 @@ def test_group_health_fills_the_whole():
     metrics = pd.DataFrame({"step": [0, 1], "all_wrong": [0.5, 0.2], "mixed": [0.3, 0.3], "all_right": [0.2, 0.5]})
     ax = plots.group_health(metrics, title="t")
     assert max(c.get_paths()[0].vertices[:, 1].max() for c in ax.collections) == pytest.approx(1.0)
+
+
+def test_a_figure_has_twice_its_pixels_and_few_bytes():
+    ax = plots.curve(pd.DataFrame({"step": range(50), "r": range(50)}), "r", title="t", ylabel="r", color=plots.REWARD)
+    data, size = plots._for_notebook(ax.figure)
+    image = Image.open(BytesIO(data))
+    assert image.width > 1200 and (size["width"], size["height"]) == (image.width // 2, image.height // 2)
+    assert len(data) < 40_000
+    drawn = {color for _, color in image.convert("RGB").getcolors()}
+    assert (0, 158, 115) in drawn and (255, 255, 255) in drawn  # the palette's green is exactly itself
 
 
 def test_a_figure_is_saved_in_the_runs_folder(tmp_path):

@@ -7,15 +7,19 @@ blue against rejected orange (Okabe and Ito's palette, told apart by colour-blin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.figure import Figure
+from PIL import Image  # matplotlib brings it
 
 POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
 CHOSEN, REJECTED, HELD_OUT, SKY, PURPLE = "#0072B2", "#E69F00", "#000000", "#56B4E9", "#CC79A7"
 
+DPI = 100  # at which a figure has its nominal size in pixels
 STYLE = {
-    "figure.figsize": (6.4, 3.2), "figure.dpi": 100, "figure.constrained_layout.use": True, "savefig.dpi": 110,
+    "figure.figsize": (6.4, 3.2), "figure.dpi": DPI, "figure.constrained_layout.use": True,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3,
     "axes.titlelocation": "left", "axes.titlesize": 11, "axes.labelsize": 10, "font.size": 10, "legend.frameon": False,
     "lines.linewidth": 1.8,
@@ -23,14 +27,27 @@ STYLE = {
 
 
 def use_style() -> None:
-    """Apply the house style to the figures that follow; in a notebook they are drawn at double resolution."""
+    """Apply the house style to the figures that follow; a notebook shows them at double resolution."""
     plt.rcParams.update(STYLE)
     from IPython import get_ipython
 
-    if getattr(get_ipython(), "kernel", None):
-        from matplotlib_inline.backend_inline import set_matplotlib_formats
+    shell = get_ipython()
+    if getattr(shell, "kernel", None):
+        shell.display_formatter.formatters["image/png"].for_type(Figure, _for_notebook)
 
-        set_matplotlib_formats("retina", pil_kwargs={"optimize": True})
+
+def png(figure: Figure) -> bytes:
+    """A figure at twice its size in 256 colours, a third of the bytes of all colours."""
+    drawn, small = BytesIO(), BytesIO()
+    figure.savefig(drawn, format="png", dpi=2 * DPI, bbox_inches="tight", facecolor="white")
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    return small.getvalue()
+
+
+def _for_notebook(figure: Figure) -> tuple[bytes, dict]:
+    image = png(figure)
+    width, height = Image.open(BytesIO(image)).size
+    return image, {"width": width // 2, "height": height // 2}
 
 
 def _axes(ax):

@@ -96,13 +96,10 @@ class Run:
     def figure(self, name: str, figure) -> Path:
         """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder, at double
         resolution."""
-        from io import BytesIO
+        from grpolab.lab.plots import png
 
         figure = getattr(figure, "figure", figure)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=200, bbox_inches="tight", metadata={"Software": None},
-                       pil_kwargs={"optimize": True})  # fmt: skip
-        return atomic_write(self.folder / "figures" / f"{name}.png", buffer.getvalue())
+        return atomic_write(self.folder / "figures" / f"{name}.png", png(figure))
 
     def made(self) -> str:
         """One line: what lies in the folder and was written since this Run was made, figures by name."""
