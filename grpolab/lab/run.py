@@ -65,6 +65,7 @@ class Run:
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
         self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.began = time.time()
         self.metrics: list[dict] = []
         self._data = ""  # a hash of what its loop trains on
         self.base = ""  # where the policy of its loop came from
@@ -101,13 +102,23 @@ class Run:
         return pd.DataFrame(self.metrics)
 
     def figure(self, name: str, figure) -> Path:
-        """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder."""
-        from io import BytesIO
+        """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder, at double
+        resolution."""
+        from grpolab.lab.plots import png
 
         figure = getattr(figure, "figure", figure)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
-        return atomic_write(self.folder / "figures" / f"{name}.png", buffer.getvalue())
+        return atomic_write(self.folder / "figures" / f"{name}.png", png(figure))
+
+    def made(self) -> str:
+        """One line: what lies in the folder and was written since this Run was made, figures by name."""
+        files = [p for p in sorted(self.folder.iterdir()) if not p.name.startswith((".", "start."))]
+        files = [p for p in files if p.name != "figures" and any(self._fresh(f) for f in (p, *p.rglob("*")))]
+        figures = [p.stem for p in sorted((self.folder / "figures").glob("*.png")) if self._fresh(p)]
+        names = ", ".join(p.name + "/" * p.is_dir() for p in files) or "nothing"
+        return f"{self.shown(self.folder)}: {names}" + (f"; figures: {', '.join(figures)}" if figures else "")
+
+    def _fresh(self, path: Path) -> bool:
+        return path.is_file() and path.stat().st_mtime >= self.began - 1  # some file systems count in whole seconds
 
     # -- one loop at a time --------------------------------------------------------------------------------------------
 
@@ -247,6 +258,10 @@ class Run:
         self._write_table()
         print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
+
+    def checkpointed(self) -> int:
+        """The steps after which the newest checkpoint was kept; 0 without one."""
+        return max((int(d.name.removeprefix("checkpoint-")) for d in self._checkpoints()), default=0)
 
     def drop_checkpoint(self) -> None:
         """The loop is done: nothing is left to go on from."""
