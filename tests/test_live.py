@@ -7,9 +7,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from grpolab import load_policy, plots
+from grpolab import plots
 from grpolab.evaluate import Interval
-from grpolab.lab.live import Dashboard, sparkline, tokens_html
+from grpolab.lab.live import Dashboard, sparkline
 from grpolab.lab.run import Run
 
 
@@ -44,14 +44,6 @@ def test_a_sparkline_rises_with_its_values():
     heights = [float(p.split(",")[1]) for p in points]
     assert heights[0] > heights[1] > heights[2]  # SVG counts downwards
     assert sparkline([1.0]) == "" and sparkline([3.0, 3.0])
-
-
-def test_tokens_are_shaded_where_the_policy_chose():
-    policy = load_policy("tiny")
-    html = tokens_html(policy.tokenizer, policy.tokenizer("<1 ", add_special_tokens=False)["input_ids"], [0, 1, 1])
-    spans = html.split("<span")[1:]
-    assert [plots.POLICY in s for s in spans] == [False, True, True]
-    assert "&lt;" in spans[0] and "␣" in spans[2]
 
 
 def test_a_curve_draws_the_column_and_its_running_mean():
