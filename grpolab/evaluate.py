@@ -1,5 +1,4 @@
-"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, fixed prompts
-with checks."""
+"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpolab.arithmetic import Problem
-from grpolab.chat import prompt_ids
+from grpolab.chat import Message, prompt_ids
 from grpolab.checker import check_answer, parse_boxed_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -111,16 +110,19 @@ async def evaluate(
 ) -> Evaluation:
     """Ask every question: once greedily (`samples=0`), or `samples` times at `temperature`."""
     params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
-    groups = await _ask(policy, [p.question for p in problems], samples or 1, params, sampler)
+    groups = await _ask(policy, _chat(policy, [p.question for p in problems]), samples or 1, params, sampler)
     return Evaluation(tuple(problems), _texts(policy, groups), greedy=samples == 0)
 
 
-async def _ask(policy: Policy, prompts, group_size: int, params: SamplingParams, sampler: Sampler | None) -> list[Group]:
-    if not prompts:
+def _chat(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:
+    return [prompt_ids(policy.tokenizer, p) for p in prompts]
+
+
+async def _ask(policy: Policy, ids: list[list[int]], group_size: int, params: SamplingParams, sampler: Sampler | None):
+    if not ids:
         raise ValueError("there are no questions to evaluate")
     own = sampler or Sampler(policy)
     try:
-        ids = [prompt_ids(policy.tokenizer, p) for p in prompts]
         return await own.sample(ids, group_size=group_size, params=params)
     finally:
         if sampler is None:
@@ -171,10 +173,65 @@ def side_by_side(before: Evaluation, after: Evaluation, n: int = 6):
     return pd.DataFrame(table).set_index("question")
 
 
-# --- the fixed prompts ------------------------------------------------------------------------------------------------
-
+# --- any prompts, each with a check -----------------------------------------------------------------------------------
 
 Check = Callable[[str, Rollout], bool]  # of a completion's text and its rollout (tokens, finish_reason, ...)
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What became of (prompt, check) cases: `passed[i][s]` says whether completion s of prompt i, `texts[i][s]`, passed."""
+
+    prompts: tuple[Prompt, ...]
+    texts: tuple[tuple[str, ...], ...]
+    passed: tuple[tuple[bool, ...], ...]
+    greedy: bool
+
+    @property
+    def rates(self) -> list[float]:
+        """The share of each prompt's completions that passed."""
+        return [sum(p) / len(p) for p in self.passed]
+
+    @property
+    def rate(self) -> Interval:
+        return rate_interval(self.rates, self.greedy)
+
+    def pass_at(self, k: int) -> Interval:
+        """The chance that one of k samples passes, its interval over prompts."""
+        return mean_interval([pass_at_k(len(p), sum(p), k) for p in self.passed])
+
+
+async def evaluate_checks(
+    policy: Policy, cases: Sequence[tuple[Prompt, Check]], *, samples: int = 0, temperature: float = 1.0,
+    max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
+) -> Checked:
+    """Ask each prompt (text or messages), once greedily or `samples` times, and apply its `check(text, rollout)`."""
+    params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
+    prompts = tuple(prompt for prompt, _ in cases)
+    groups = await _ask(policy, _chat(policy, prompts), samples or 1, params, sampler)
+    texts = _texts(policy, groups)
+    passed = tuple(
+        tuple(bool(check(t, r)) for t, r in zip(written, group)) for (_, check), written, group in zip(cases, texts, groups)
+    )
+    return Checked(prompts, texts, passed, greedy=samples == 0)
+
+
+async def evaluate_plain(
+    policy: Policy, problems: Sequence[Problem], *, samples: int = 0, temperature: float = 1.0, max_new_tokens: int = 8,
+    seed: int = 0, sampler: Sampler | None = None,
+) -> Checked:
+    """The same questions as plain text to be continued, `28 + 47 =`, without chat and box: what a base model knows in its
+    own form. Right is a continuation whose first line is the number and nothing else."""
+    params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
+    prompts = tuple(f"{p.a} {p.op} {p.b} =" for p in problems)
+    ids = [policy.tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    texts = _texts(policy, await _ask(policy, ids, samples or 1, params, sampler))
+    passed = tuple(tuple(t.split("\n")[0].strip() == str(p.answer) for t in written) for p, written in zip(problems, texts))
+    return Checked(prompts, texts, passed, greedy=samples == 0)
+
+
+# --- the fixed prompts ------------------------------------------------------------------------------------------------
 
 
 def stops(text: str, rollout: Rollout) -> bool:
@@ -240,7 +297,7 @@ async def evaluate_fixed(
     """Answer the fixed prompts greedily and judge stop token, corruption, format and arithmetic."""
     prompts = tuple(fixed_prompts() if prompts is None else prompts)
     params = SamplingParams(greedy=True, max_new_tokens=max_new_tokens)
-    groups = await _ask(policy, [p.prompt for p in prompts], 1, params, sampler)
+    groups = await _ask(policy, _chat(policy, [p.prompt for p in prompts]), 1, params, sampler)
     texts, passed = [policy.decode(g[0].tokens) for g in groups], {}
     for p, text, group in zip(prompts, texts, groups):
         for name, check in p.checks.items():

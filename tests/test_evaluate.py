@@ -1,4 +1,4 @@
-"""Rates, pass@k, and the fixed prompts with their checks."""
+"""Rates, pass@k, checks of any kind, and the fixed prompts."""
 
 import itertools
 import math
@@ -6,11 +6,13 @@ import math
 import pytest
 
 from grpolab.arithmetic import Problem
+from grpolab.chat import prompt_ids
 from grpolab.evaluate import (
     Evaluation,
     FixedPrompt,
     calibrate,
     evaluate,
+    evaluate_checks,
     evaluate_fixed,
     fixed_prompts,
     formatted,
@@ -100,6 +102,26 @@ def test_calibration_bins_hold_equally_many_in_order_of_the_prediction():
     assert [(i.value, i.high) for _, i in points] == [(v, wilson(int(2 * v), 2).high) for v in (0.5, 0.5, 1.0)]
     with pytest.raises(ValueError, match="do not fill 4 bins"):
         calibrate([0.5], [True], bins=4)
+
+
+# --- any checks -------------------------------------------------------------------------------------------------------
+
+
+def test_any_prompts_with_checks_of_ones_own(tiny):
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "?"}]
+    cases = [("Say 7.", lambda text, rollout: text == "7"), (conversation, lambda text, rollout: len(rollout.prompt) > 12)]
+    checked = run_sync(evaluate_checks(tiny, cases, sampler=Parrot(tiny, "7")))
+    assert checked.passed == ((True,), (True,)) and checked.texts == (("7",), ("7",)) and checked.rate.value == 1
+    sampled = run_sync(evaluate_checks(tiny, cases[:1] * 2, samples=4, sampler=Parrot(tiny, "7", "8")))
+    assert sampled.rates == [0.5, 0.5] and sampled.pass_at(2).value == pytest.approx(5 / 6)
+    with pytest.raises(ValueError, match="no questions"):
+        run_sync(evaluate_checks(tiny, []))
+
+
+def test_the_model_itself_is_asked_through_its_template(tiny):
+    seen = []
+    run_sync(evaluate_checks(tiny, [("What is 1 + 1?", lambda text, rollout: seen.append(rollout) or True)], max_new_tokens=3))
+    assert list(seen[0].prompt) == prompt_ids(tiny.tokenizer, "What is 1 + 1?") and len(seen[0].tokens) <= 3
 
 
 # --- the fixed prompts ------------------------------------------------------------------------------------------------
