@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpolab.rollouts import Rollout
+if TYPE_CHECKING:  # torch stays out of what only reads rows
+    from grpolab.rollouts import Rollout
 
 PROMPTS = ("prompt", "question", "messages")  # where a row's prompt may stand, in this order
 
@@ -47,6 +48,21 @@ def prompt_of(row: Any) -> str | Sequence[dict]:
     if not (turns or isinstance(prompt, str) and prompt.strip()):
         raise ValueError(f"the {name!r} of a row is a text or a list of messages, got {str(prompt)[:120]!r}")
     return prompt
+
+
+def demonstration_of(row: Any) -> list[dict]:
+    """The conversation that a row shows, to its last assistant turn: whole `messages`, or a prompt with a `completion` or
+    `target`, text or messages. ValueError where there is nothing to imitate."""
+    asked = prompt_of(row)
+    said = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+    has = row if isinstance(row, Mapping) else [n for n in ("completion", "target") if hasattr(row, n)]
+    name = next((n for n in ("completion", "target") if n in has), None)
+    if name is not None:
+        answer = value_of(row, name)
+        said += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
+    if said[-1].get("role") != "assistant":
+        raise ValueError(f"a demonstration needs a completion, or messages that end with the assistant's: {str(row)[:120]}")
+    return said
 
 
 def read_rows(path: str | Path, needs: Iterable[str] = ()) -> list[dict]:
@@ -102,11 +118,17 @@ def gsm8k(path: str | Path) -> list[dict]:
     return rows
 
 
-def right_number(text: str, row: Any, rollout: Rollout) -> float:
-    """A reward: 1.0 where the final number of a completion that the policy ended itself is the row's `answer`, else 0.0."""
+def wanted_number(row: Any, where: str = "the row") -> Decimal:
+    """The number in a row's `answer`; ValueError that says `where` there is none."""
     wanted = final_number(str(value_of(row, "answer")))
     if wanted is None:
-        raise ValueError(f"the row's answer holds no number: {str(value_of(row, 'answer'))[:80]!r}")
+        raise ValueError(f"{where}: its answer holds no number: {str(value_of(row, 'answer'))[:80]!r}")
+    return wanted
+
+
+def right_number(text: str, row: Any, rollout: Rollout) -> float:
+    """A reward: 1.0 where the final number of a completion that the policy ended itself is the row's `answer`, else 0.0."""
+    wanted = wanted_number(row)
     return float(rollout.finish_reason == "eos" and final_number(text) == wanted)
 
 
