@@ -50,15 +50,23 @@ class Run:
     - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same, else it
       starts over, and a line says so where the start is new.
     Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
-    or fails. Another seed in the same folder is refused, and so is a second loop at the same time, in this process or
-    another; the lock goes with its process, however that ends.
+    or fails. One that was trained on other data or against another reference is refused (that a reward is another function
+    is not noticed). Another seed in the same folder is refused, and so is a second loop at the same time, in this process
+    or another; the lock goes with its process, however that ends.
     """
 
     def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None):
+        for name in names:
+            if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+                raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
+                                 "it in is Run(..., root=folder)")
+        if not (seed is None or isinstance(seed, int) and seed >= 0):
+            raise ValueError(f"a run's seed is None or an integer from 0, got {seed!r}")
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
         self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.metrics: list[dict] = []
+        self._data = ""  # a hash of what its loop trains on
         self.base = ""  # where the policy of its loop came from
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
@@ -122,10 +130,11 @@ class Run:
 
     # -- where it started, and checkpoints -----------------------------------------------------------------------------
 
-    def begin(self, config, policy, optimiser) -> int:
+    def begin(self, config, policy, optimiser, data: str = "") -> int:
         """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
 
-        Raises ValueError for a damaged checkpoint, and where the folder holds a run of another seed."""
+        `data` is a hash of what the loop trains on, "" where it is not known. Raises ValueError for a damaged checkpoint or
+        one that was trained on other data, and where the folder holds a run of another seed."""
         self._clear_partial()
         note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
         self._refuse_another_seed(note, plain)
@@ -140,13 +149,14 @@ class Run:
                 self.drop_checkpoint()
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
-        self.metrics, self._columns, self.base = [], (), note["base"]
+        self.metrics, self._columns, self.base, self._data = [], (), note["base"], data
+        self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         if mine and not steps and note["start"] != key:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain}, indent=1) + "\n")
+        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
             del trained[later]
         trained[name] = note["start"]
@@ -171,6 +181,18 @@ class Run:
                 f"own with Run(..., seed={new}), or delete that one"
             )
 
+    def _refuse_other_data(self, plain: dict) -> None:
+        newest = max(self._checkpoints(), default=None)
+        try:
+            state = json.loads((newest / "state.json").read_text()) if newest else {}
+        except (OSError, ValueError):  # damaged: whoever loads it says so
+            return
+        if state.get("config") == plain and self._data and state.get("data") not in (None, "", self._data):
+            raise ValueError(
+                f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
+                "bring those back, or delete that folder to start over, or give this run another name"
+            )
+
     def _keep_start(self, policy) -> None:
         """The weights as they are, until the model or the process goes: only then can a policy have moved away from them."""
         from safetensors.torch import save_file
@@ -193,7 +215,7 @@ class Run:
             save_file(weights(policy), folder / "model.safetensors")
             tensors, scalars = split(optimiser.state_dict())
             save_file(tensors, folder / "optimiser.safetensors")
-            state = {"step": step, "version": policy.version, "config": _plain_config(config)}
+            state = {"step": step, "version": policy.version, "config": _plain_config(config), "data": self._data}
             (folder / "state.json").write_text(json.dumps(state | {"optimiser": scalars}))
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)

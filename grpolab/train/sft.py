@@ -9,6 +9,7 @@ from typing import Any
 
 from grpolab.chat import Example, encode_chat, pack, pad
 from grpolab.lab.run import Run
+from grpolab.lab.states import data_hash
 from grpolab.models import Policy
 from grpolab.tasks import demonstration_of
 from grpolab.train import losses
@@ -50,8 +51,11 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
     def tokens(batch):
         return {"tokens_per_s": sum(len(e.ids) for e in batch)}
 
+    def data():
+        return data_hash(examples)
+
     await in_thread(policy, check)
-    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run)) as rows:
+    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run, data)) as rows:
         async for row in rows:
             yield row
 
