@@ -134,8 +134,8 @@ class Recorder:
         groups, lines = self.groups(step), list(self.lines([step]))
         held = sum(len(g.group) for g in groups)
         if held < lines[0]["of"]:
-            raise ValueError(f"the record keeps {held} of the {lines[0]['of']} rollouts of step {step}, and an update needs all "
-                             "of them: record with keep='all'")
+            raise ValueError(f"the record keeps {held} of the {lines[0]['of']} rollouts of step {step}, and an update needs "
+                             "all of them: record with keep='all'")
         return groups
 
 
@@ -178,7 +178,7 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
         line["mask"] = [r.mask for r in rollouts]
     if g.parts:
         line["parts"] = {name: list(values) for name, values in g.parts.items()}
-    if any(g.turns):
+    if g.turns:  # of an episode, also of one without a turn
         line["turns"] = g.turns
     if any(g.absent):
         line["absent"] = g.absent
@@ -271,12 +271,12 @@ def table(lines: Iterable[dict], columns: Sequence[str] | None = None):
     import pandas as pd
 
     rows: list[dict] = []
-    known = dict.fromkeys(COLUMNS)
+    known, empty = dict.fromkeys(COLUMNS), True
     for line in lines:
-        known |= dict.fromkeys(line.get("parts", ()))
+        known, empty = known | dict.fromkeys(line.get("parts", ())), False
         rows += rows_of(line, columns)
     missing = [c for c in columns or () if c not in known]
-    if missing and rows:
+    if missing and not empty:
         raise ValueError(f"the record has no column {', '.join(missing)}; it has {', '.join(known)}")
     return pd.DataFrame(rows, columns=list(columns or known))
 

@@ -118,6 +118,18 @@ class Run:
         steps = [steps] if isinstance(steps, int) else steps
         return table(self.recorder.lines(steps, tell=warnings.warn), columns)
 
+    def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
+        """`lab.replay.replay`: a recorded rollout generated again and compared in every bit."""
+        from grpolab.lab.replay import replay
+
+        return replay(self, step, group, rollout, **options)
+
+    def bundle(self, step: int, path: str | Path, **options) -> Path:
+        """`lab.replay.bundle`: one file with which a step can be replayed elsewhere."""
+        from grpolab.lab.replay import bundle
+
+        return bundle(self, step, path, **options)
+
     def figure(self, name: str, figure) -> Path:
         """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder."""
         from io import BytesIO
