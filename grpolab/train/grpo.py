@@ -37,6 +37,7 @@ from grpolab.train.loop import (
     shuffled,
 )
 from grpolab.train.proof import check_drift, prove
+from grpolab.train.recorded import as_recorded
 
 
 @dataclass(frozen=True)
@@ -132,13 +133,23 @@ async def grpo(
 
     async def gather(step):
         began = time.perf_counter()
+        sampled: list[tuple[Problem, Group]] = []
+
+        async def noted(asked, seed):
+            groups = await ask(asked, seed)
+            sampled.extend(zip(asked, groups))
+            return groups
+
         asked = await off_loop(lambda: batch_of(step))
-        drawn = await ask(asked, config.seed * 1_000_003 + step)
-        groups, cost = await refill(ask, asked, drawn, distinct, config, step) if config.refills else (drawn, {})
+        drawn = await noted(asked, config.seed * 1_000_003 + step)
+        groups, cost = await refill(noted, asked, drawn, distinct, config, step) if config.refills else (drawn, {})
         sampling = time.perf_counter() - began
-        seen = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
+        parts = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
+        seen = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}
 
         def update(optimiser):
+            if run is not None:  # before the update, so that the record tells of a step that fails
+                run.record(step, policy, as_recorded(sampled, groups, parts, config.advantage_kind), sampler.engine.name)
             began = time.perf_counter()
             row = grpo_update(policy, reference, groups, config, optimiser, step)
             times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampling,
@@ -220,10 +231,10 @@ def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], 
 
 def watched(
     policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward]
-) -> dict:
-    """The mean of each watched reward over all rollouts; the groups hold those of the `trained` one already."""
+) -> dict[str, list[list[float | None]]]:
+    """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already."""
     found = {name: groups if r is trained else score(policy, problems, groups, r) for name, r in watch.items()}
-    return {name: reward_tensor([g.rewards for g in of]).nanmean().item() for name, of in found.items()}
+    return {name: [g.rewards for g in of] for name, of in found.items()}
 
 
 def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int) -> dict:

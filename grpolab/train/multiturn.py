@@ -31,6 +31,7 @@ from grpolab.train.episodes import (
 )
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, prove_both, timings, tokens_of
 from grpolab.train.loop import epoch_batches, in_thread, loop, off_loop
+from grpolab.train.recorded import episodes_as_recorded
 
 __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
 
@@ -76,6 +77,9 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
         _warn(habits, config, limits, told)
 
         def update(optimiser):
+            if run is not None:
+                recorded = episodes_as_recorded(asked, episodes, groups, scored, config.advantage_kind)
+                run.record(step, policy, recorded, sampler.engine.name)
             began = time.perf_counter()
             row = grpo_update(policy, reference, scored, config, optimiser, step)
             times = timings(tokens_of(groups), sampling, row["trained_tokens"] * config.inner_epochs,
