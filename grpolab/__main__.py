@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""python -m grpolab run | data | eval | sft | dpo | grpo | reward | serve"""
-=======
-"""python -m grpolab run | data | eval | serve | replay"""
->>>>>>> recorder
+"""python -m grpolab run | data | eval | sft | dpo | grpo | reward | serve | replay"""
 
 from __future__ import annotations
 

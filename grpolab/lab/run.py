@@ -53,22 +53,9 @@ class Run:
     - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same, else it
       starts over, and a line says so where the start is new.
     Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
-<<<<<<< HEAD
     or fails. One that was trained on other data or against another reference is refused (that a reward is another function
     is not noticed). Another seed in the same folder is refused, and so is a second loop at the same time, in this process
     or another; the lock goes with its process, however that ends.
-    """
-
-    def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None):
-        for name in names:
-            if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
-                raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
-                                 "it in is Run(..., root=folder)")
-        if not (seed is None or isinstance(seed, int) and seed >= 0):
-            raise ValueError(f"a run's seed is None or an integer from 0, got {seed!r}")
-=======
-    or fails. Another seed in the same folder is refused, and so is a second loop at the same time, in this process or
-    another; the lock goes with its process, however that ends.
 
     The folder also keeps every rollout (`rollouts`; `keep="all"`, "none", or how many a step), from which `lab.replay` and
     its neighbours tell later what happened. With `replay_every=n` it keeps the weights and the optimiser before every n-th
@@ -77,9 +64,14 @@ class Run:
 
     def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None, keep: str | int = "all",
                  replay_every: int = 0):
+        for name in names:
+            if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+                raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
+                                 "it in is Run(..., root=folder)")
+        if not (seed is None or isinstance(seed, int) and seed >= 0):
+            raise ValueError(f"a run's seed is None or an integer from 0, got {seed!r}")
         if replay_every < 0:
             raise ValueError(f"replay_every must be 0 (keep no weights) or a number of steps, got {replay_every}")
->>>>>>> recorder
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
         self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -195,24 +187,17 @@ class Run:
                 self.drop_checkpoint()
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
-<<<<<<< HEAD
         self.metrics, self._columns, self.base, self._data = [], (), note["base"], data
+        self._sitting = None
         self._refuse_other_data(plain)
-=======
-        self.metrics, self._columns, self.base, self._sitting = [], (), note["base"], None
->>>>>>> recorder
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         if mine and not steps and note["start"] != key:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-<<<<<<< HEAD
         atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
-=======
-        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain}, indent=1) + "\n")
         self.recorder.rewind(steps)
         self._begin_keeping(steps, plain, policy, optimiser)
->>>>>>> recorder
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
             del trained[later]
         trained[name] = note["start"]
@@ -267,15 +252,8 @@ class Run:
         target = self.folder / f"checkpoint-{step:08d}"
         shutil.rmtree(target, ignore_errors=True)
         with atomic_folder(target) as folder:
-<<<<<<< HEAD
-            save_file(weights(policy), folder / "model.safetensors")
-            tensors, scalars = split(optimiser.state_dict())
-            save_file(tensors, folder / "optimiser.safetensors")
-            state = {"step": step, "version": policy.version, "config": _plain_config(config), "data": self._data}
-            (folder / "state.json").write_text(json.dumps(state | {"optimiser": scalars}))
-=======
-            save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config))
->>>>>>> recorder
+            save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
+                       data=self._data)
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)
         self._drop_checkpoints(keep=target)
