@@ -82,7 +82,7 @@ def test_an_interrupt_is_one_line_and_a_rerun_goes_on_from_there(prepared, body)
     assert status == "error" and errors == []  # run-all stops here, and no traceback
     (line,) = [s for s in said.splitlines() if "stopped" in s]
     assert " of 10000; a rerun of this cell goes on from " in line
-    assert "interrupted at" in shown[-1]["text/html"] and "interrupted" in shown[-1]["text/plain"]
+    assert ">interrupted<" in shown[-1]["text/html"] and "interrupted" in shown[-1]["text/plain"]
     _, said, _, _ = prepared.run(TRAIN + body, interrupt_after=2)
     assert steps_in(said, "going on after step ", " ") == int(line.split("goes on from ")[1])
 
