@@ -74,7 +74,7 @@ def test_the_clock_stands_still_after_the_last_row(monkeypatch):
 
 def test_a_curve_draws_the_column_and_its_running_mean():
     metrics = pd.DataFrame({"step": range(4), "reward": [0.0, 1.0, 0.0, 1.0]})
-    ax = plots.curve(metrics, "reward", title="it rises", ylabel="reward", window=2)
+    ax = plots.curve(metrics, "reward", title="it rises", ylabel="reward", window=3)
     raw, mean = (line.get_ydata().tolist() for line in ax.lines)
     assert raw == [0, 1, 0, 1] and mean == [0, 0.5, 0.5, 0.5]
     turning = pd.DataFrame({"step": range(7), "reward": [0.0, 1.0, 2.0, 3.0, 2.0, 1.0, 0.0]})
@@ -88,6 +88,14 @@ def test_bars_have_their_values_and_intervals():
     ax = plots.rates(table, title="t")
     assert [round(p.get_height(), 6) for p in ax.patches] == [0.2, 0.6]
     assert [t.get_text() for t in ax.texts] == ["20.0%", "60.0%"]
+
+
+def test_levels_are_dashed_lines_with_their_names_and_values():
+    ax = plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r")
+    plots.levels({"base": 0.75}, ax)
+    line = ax.lines[-1]
+    assert line.get_linestyle() == "--" and set(line.get_ydata()) == {0.75}
+    assert [t.get_text() for t in ax.texts] == ["base 75%"]
 
 
 def test_group_health_fills_the_whole():

@@ -90,6 +90,15 @@ def held_out(points: Sequence[tuple[int, object]], ax, label: str = "held-out") 
     ax.errorbar(steps, values, yerr=errors, fmt="o", color=HELD_OUT, markersize=5, capsize=3, zorder=5, label=label)
 
 
+def levels(values: dict[str, float], ax, colors: dict[str, str] | None = None) -> None:
+    """What a curve is compared with, as dashed lines across it: values[name] = height, the name written on the line."""
+    for name, height in values.items():
+        color = (colors or {}).get(name, REFERENCE)
+        ax.axhline(height, color=color, linestyle="--", linewidth=1.2, zorder=1)
+        ax.annotate(f"{name} {height:.0%}", (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, 2),
+                    textcoords="offset points", color=color, fontsize=9, va="bottom")
+
+
 def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
     """Share of groups all wrong, mixed and all right over steps: only the mixed carry gradient."""
     ax = _axes(ax)
