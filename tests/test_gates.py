@@ -562,7 +562,7 @@ POOL_FOUND = {
     "opened": 4, "size": 4, "isolated": True, "ninth": SimpleNamespace(active=4), "counts": [0] * 10, "rewards": [1.0] * 3,
     "failure": SimpleNamespace(rollout=3), "tasks_left": 0, "replayed": [["higher"], ["higher"]],
     "after": [SimpleNamespace(observation={"text": "42"})] * 4, "serial": 4.0, "one": 1.0, "group": 1.1, "turns": 6,
-    "latency": 0.05,
+    "latency": 0.05, "stale": "higher", "misled": 3, "leaked": 2, "misled_in_pool": 0,
 }  # fmt: skip
 
 
@@ -602,6 +602,17 @@ def leave_a_task_behind(monkeypatch):
     monkeypatch.setattr(GrpoPool, "run_group", untidy)
 
 
+def ask_the_question_of_another_seat(monkeypatch):
+    honest, before = Seat.reset, [None]
+
+    async def mixed(self, *, task=None, **kw):
+        if isinstance(task, dict) and "secret" in task:
+            task, before[0] = before[0] or task, task
+        return await honest(self, task=task, **kw)
+
+    monkeypatch.setattr(Seat, "reset", mixed)
+
+
 def forget_to_close(monkeypatch):
     kept = []
 
@@ -628,10 +639,11 @@ def make_up_a_reward_for_the_dead(monkeypatch):
         (let_sessions_hear_each_other, {"transcripts equal to those of lone sessions"}),
         (step_one_after_the_other, {"serial / group wall clock"}),
         (leave_a_task_behind, {"tasks left by an interrupted group"}),
+        (ask_the_question_of_another_seat, {"rollouts misled in the pool"}),
         (make_up_a_reward_for_the_dead, {"rewards after one death"}),
         (forget_to_close, {"most sessions left by a failed connect"}),
     ],
-    ids=["honest", "shared words", "in turn", "stray task", "made-up reward", "leak"],
+    ids=["honest", "shared words", "in turn", "stray task", "mixed questions", "made-up reward", "leak"],
 )
 def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "06_env_pool", "await stack.aclose", {}, tmp_path, monkeypatch, size=4,
@@ -644,6 +656,10 @@ def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("bad", "name"),
     [
+        ({"stale": "lower"}, "a reply after lost patience answers the wrong question"),
+        ({"misled": 0}, "rollouts misled on one shared session"),
+        ({"leaked": 0}, "sessions that gather leaves open"),
+        ({"misled_in_pool": 1}, "rollouts misled in the pool"),
         ({"opened": 5}, "sessions opened, by the server's count"),
         ({"isolated": False}, "transcripts equal to those of lone sessions"),
         ({"ninth": SimpleNamespace(active=5)}, "the ninth"),
