@@ -562,7 +562,7 @@ POOL_FOUND = {
     "opened": 4, "size": 4, "isolated": True, "ninth": SimpleNamespace(active=4), "counts": [0] * 10, "rewards": [1.0] * 3,
     "failure": SimpleNamespace(rollout=3), "tasks_left": 0, "replayed": [["higher"], ["higher"]],
     "after": [SimpleNamespace(observation={"text": "42"})] * 4, "serial": 4.0, "one": 1.0, "group": 1.1, "turns": 6,
-    "latency": 0.05,
+    "latency": 0.05, "stale": "higher", "misled": 3, "leaked": 2, "misled_in_pool": 0,
 }  # fmt: skip
 
 
@@ -605,6 +605,17 @@ def leave_a_task_behind(monkeypatch):
     monkeypatch.setattr(GrpoPool, "run_group", untidy)
 
 
+def ask_the_question_of_another_seat(monkeypatch):
+    honest, before = Seat.reset, [None]
+
+    async def mixed(self, *, task=None, **kw):
+        if isinstance(task, dict) and "secret" in task:
+            task, before[0] = before[0] or task, task
+        return await honest(self, task=task, **kw)
+
+    monkeypatch.setattr(Seat, "reset", mixed)
+
+
 def forget_to_close(monkeypatch):
     kept = []
 
@@ -631,10 +642,11 @@ def make_up_a_reward_for_the_dead(monkeypatch):
         (let_sessions_hear_each_other, {"transcripts equal to those of lone sessions"}),
         (step_one_after_the_other, {"serial / group wall clock"}),
         (leave_a_task_behind, {"tasks left by an interrupted group"}),
+        (ask_the_question_of_another_seat, {"rollouts misled in the pool"}),
         (make_up_a_reward_for_the_dead, {"rewards after one death"}),
         (forget_to_close, {"most sessions left by a failed connect"}),
     ],
-    ids=["honest", "shared words", "in turn", "stray task", "made-up reward", "leak"],
+    ids=["honest", "shared words", "in turn", "stray task", "mixed questions", "made-up reward", "leak"],
 )
 def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "06_env_pool", "await stack.aclose", {}, tmp_path, monkeypatch, size=4,
@@ -647,6 +659,10 @@ def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("bad", "name"),
     [
+        ({"stale": "lower"}, "a reply after lost patience answers the wrong question"),
+        ({"misled": 0}, "rollouts misled on one shared session"),
+        ({"leaked": 0}, "sessions that gather leaves open"),
+        ({"misled_in_pool": 1}, "rollouts misled in the pool"),
         ({"opened": 5}, "sessions opened, by the server's count"),
         ({"isolated": False}, "transcripts equal to those of lone sessions"),
         ({"ninth": SimpleNamespace(active=5)}, "the ninth"),
@@ -764,6 +780,7 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
         ({"after": Interval(0.96, 0.33, 0.99)}, "success after"),
         ({"before": Interval(0.84, 0.8, 0.88)}, "success before"),
         ({"head": Interval(0.08, 0.06, 0.11)}, "right in the head"),
+        ({"head_after": Interval(0.08, 0.06, 0.11)}, "right in the head after"),
         ({"called_after": Interval(0.35, 0.3, 0.4)}, "tool calls after"),
         ({"misplaced": 1}, "episodes whose mask 0 is not the environment's words"),
         ({"same": False}, "episodes on one seat and on eight are the same"),
@@ -778,6 +795,7 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
 )
 def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
+    from grpolab.lab.gate import shortened
     from grpolab.lab.run import Run
 
     async def nothing(): ...
@@ -785,6 +803,8 @@ def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
     measured = {"stack": SimpleNamespace(aclose=nothing), "pool": SimpleNamespace(close=nothing), "tiny": True, "gate": gate,
                 "server": SimpleNamespace(status=lambda: {"sessions": 0}), "run": Run("07_multi_turn_grpo", root=tmp_path),
                 "checked": SimpleNamespace(max_error=1e-6), "misplaced": 0, "same": True, "kept": 100, "needed": 100,
-                "anew": 200, "together": 1.0, "alone": 5.0} | MULTI_TURN_LEARNED  # fmt: skip
+                "anew": 200, "together": 1.0, "alone": 5.0, "whole": (520, 24, 2), "held_out": [1, 2],
+                "sft_config": SimpleNamespace(steps=520), "config": SimpleNamespace(steps=24),
+                "shortened": shortened} | MULTI_TURN_LEARNED  # fmt: skip
     assert judge("07_multi_turn_grpo", dict(measured)) == []
     assert judge("07_multi_turn_grpo", measured | bad) == [name]
