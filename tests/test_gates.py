@@ -397,11 +397,12 @@ def test_every_claim_of_the_dpo_gate_can_fail(bad, name, tiny, tmp_path):
 
 # --- 04 grpo ----------------------------------------------------------------------------------------------------------
 
+ENDS = {"1 epoch": {"largest ratio": 1.0}, "careful": {"largest ratio": 7.0}, "no clip": {"largest ratio": 50.0}}
 GRPO_LEARNED = {
     "overfit_reward": 0.995, "gain": Interval(0.3, 0.28, 0.32), "gain_sampled": Interval(0.3, 0.28, 0.32),
     "plain": Plain(0.76), "before": Rates(0.62), "after": Rates(0.93), "before_sampled": Rates(0.5),
     "after_sampled": Rates(0.85), "pass_at": {"SFT": [Interval(0.5, 0.4, 0.6)], "GRPO": [Interval(0.85, 0.8, 0.9)]},
-    "survived": {"careful": 0.7, "step × 10": 0.0}, "ends": {}, "rollouts_used": 51200, "seconds": 1.0,
+    "survived": {"careful": 0.7, "step × 10": 0.0}, "ends": ENDS, "rollouts_used": 51200, "seconds": 1.0,
     "metrics": pd.DataFrame({"ratio": [1.0], "sampling_s": [1.0], "update_s": [1.0]}),
 }  # fmt: skip
 
@@ -463,8 +464,10 @@ def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypa
         ({"before": Rates(0.51)}, "best SFT, greedy"),
         ({"before": Rates(0.73)}, "best SFT, greedy, not above"),
         ({"survived": {"careful": 0.7, "step × 10": 0.4}}, "held-out after a step × 10, of what it was"),
-        ({"survived": {"careful": 0.5, "step × 10": 0.0}}, "held-out after the careful steps, of what it was"),
+        ({"survived": {"careful": 0.45, "step × 10": 0.0}}, "held-out after the careful steps, of what it was"),
         ({"pass_at": {"SFT": [Interval(0.8, 0.7, 0.9)], "GRPO": [Interval(0.85, 0.8, 0.9)]}}, "pass@1 gained"),
+        ({"ends": ENDS | {"1 epoch": {"largest ratio": 1.2}}}, "largest ratio with 1 epoch"),
+        ({"ends": ENDS | {"no clip": {"largest ratio": 8.0}}}, "largest ratio without clipping, of the careful run's"),
         ({"step_error": 0.1}, "step by hand − step of the package, of the way gone"),
         ({"trick_error": {"no baseline": 9.0}}, "sampled gradient, standard errors from the exact one"),
         ({"noise_left": 1.2}, "variance left by the baseline"),
