@@ -79,7 +79,11 @@ def grpo_seeds(results: Path) -> str | None:
         passes += [[name, seed, *row["pass_at"].values()] for name, row in (("best SFT", sft), ("GRPO", grpo))]
         curve += [[seed, steps, row["seconds"], row["greedy"], row["sampled"], row["choosing"]]
                   for steps, row in sorted(r["sft"].items(), key=lambda item: int(item[0]))]  # fmt: skip
-    gains = [[seed, r["grpo"]["gain"], r["grpo"]["gain_sampled"]] for seed, r in found["seeds"].items()]
+    if "four_times" in found:
+        more = found["four_times"]
+        rows.append(["SFT, more demonstrations", "0", f"{more['answers']} demonstrations", more["seconds"], more["greedy"],
+                     more["sampled"]])  # fmt: skip
+    gains = [[seed, points(r["grpo"]["gain"]), points(r["grpo"]["gain_sampled"])] for seed, r in found["seeds"].items()]
     text = (f"`{found['command']}`, {found['held_out']} held-out questions, {found['practice']} to practise on; another number "
             "of threads rounds differently, and so a run takes another path. Seconds are of training, on a machine that did "
             "other work beside it.\n\n")  # fmt: skip
@@ -88,7 +92,7 @@ def grpo_seeds(results: Path) -> str | None:
     text += table(["seed", "greedy gain", "sampled gain"], gains)
     text += "\n\nOne of k samples is right (200 questions):\n\n"
     text += table(["policy", "seed", *(f"k = {k}" for k in base["pass_at"])], passes)
-    text += "\n\nSFT steps on the same demonstrations; the last column chose the best, on other questions:\n\n"
+    text += "\n\nSFT steps on the same demonstrations; the last column is on the 400 questions that chose the best:\n\n"
     return text + table(["seed", "steps", "seconds", "greedy", "sampled", "greedy, choosing"], curve)
 
 
