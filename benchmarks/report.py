@@ -38,6 +38,11 @@ def rate(interval: str) -> str:
     return interval.split(" ")[0]
 
 
+def points(difference: str) -> str:
+    """"31.7% [28.7%, 34.7%]", a difference of rates, in percentage points."""
+    return difference.replace("%", "") + " points"
+
+
 def times(ratios: list[float]) -> str:
     low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return f"{low}×" if low == high else f"{low} to {high}×"
