@@ -115,8 +115,8 @@ def levels(values: dict[str, float], ax, colors: dict[str, str] | None = None) -
     for name, height in values.items():
         color = (colors or {}).get(name, REFERENCE)
         ax.axhline(height, color=color, linestyle="--", linewidth=1.2, zorder=1)
-        ax.annotate(f"{name} {height:.0%}", (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, 2),
-                    textcoords="offset points", color=color, fontsize=9, va="bottom")
+        ax.annotate(f"{name} {height:.0%}", (1.0, height), xycoords=("axes fraction", "data"), xytext=(-2, 2),
+                    textcoords="offset points", color=color, fontsize=9, ha="right", va="bottom")
 
 
 def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
