@@ -4,6 +4,7 @@ import ast
 import json
 import re
 
+import badges
 import nbformat
 import pytest
 
@@ -65,6 +66,10 @@ def test_one_parameters_cell_of_literals(notebook):
         assert isinstance(statement, ast.AnnAssign)
         ast.literal_eval(statement.value)
     assert all("#@param" in line for line in cell.source.splitlines())
+
+
+def test_badge_and_setup_cell_follow_the_address_in_pyproject(path):
+    assert len(badges.wanted(json.loads(path.read_text()), path.name)) == 2 and not badges.differing(path), "run: make badges"
 
 
 def test_title_and_badge_name_the_file(path, notebook):
@@ -286,7 +291,7 @@ def test_the_conda_environment_agrees_with_the_lock():
     import tomllib
 
     project = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]
-    extras = [extra for name, extra in project["optional-dependencies"].items() if name != "interop"]
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in ("interop", "lab")]
     wanted = sum(extras, project["dependencies"])
     direct = {re.split(r"[><=\[; ]", d)[0].lower().replace("_", "-") for d in wanted}
     assert direct == {k.lower().replace("_", "-") for k in pinned}
