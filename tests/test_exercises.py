@@ -1,0 +1,158 @@
+"""Every exercise of every notebook: its stub is unsolved, its solution right, its wrong answers refused. And the checks."""
+
+import ast
+import asyncio
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+
+import matplotlib
+import nbformat
+import pytest
+
+from grpolab.lab.exercises import RIGHT, UNSOLVED, WRONG, exercise
+from grpolab.lab.run import repository
+
+matplotlib.use("Agg")
+EXAMPLE = Path(__file__).parent / "exercise.ipynb"
+NOTEBOOKS = [EXAMPLE, *sorted((repository() / "notebooks").glob("*.ipynb"))]
+
+
+@cache
+def exercises(path):
+    """(task, check, stub) of each exercise as source texts, and the metadata of the check."""
+    cells = nbformat.read(path, as_version=4).cells
+    return [
+        (cells[i - 2].source, cells[i - 1].source, cell.source, cells[i - 1].metadata)
+        for i, cell in enumerate(cells)
+        if "exercise" in cell.metadata.get("tags", [])
+    ]
+
+
+EACH = [pytest.param(path, i, id=f"{path.stem}-{i + 1}") for path in NOTEBOOKS for i in range(len(exercises(path)))]
+
+
+def solution(task):
+    (block,) = re.findall(r"<details><summary>Solution</summary>\n\n```python\n(.*?)\n```\n\n</details>", task, flags=re.S)
+    return block
+
+
+def run(source, names):
+    """Execute a cell as a notebook does; the value of its last line, which must be an expression."""
+    tree = ast.parse(source)
+    last = ast.Expression(tree.body.pop().value)
+    for part, mode in ((tree, "exec"), (last, "eval")):
+        value = eval(compile(part, "<cell>", mode, flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)  # noqa: S307  (our own)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+    return value
+
+
+def prepared(check):
+    """Names after the check's cell, and the check itself."""
+    names = {"__name__": "__main__"}
+    exec(compile(check, "<check>", "exec"), names)  # noqa: S102  (our own)
+    return names, next(v for v in reversed(names.values()) if hasattr(v, "wrong"))
+
+
+@pytest.mark.parametrize(("path", "i"), EACH)
+def test_the_stub_is_not_solved_yet(path, i):
+    _, check, stub, _ = exercises(path)[i]
+    names, _ = prepared(check)
+    assert run(stub, names).state == UNSOLVED
+
+
+@pytest.mark.parametrize(("path", "i"), EACH)
+def test_the_solution_is_right(path, i):
+    task, check, stub, _ = exercises(path)[i]
+    names, _ = prepared(check)
+    run(stub, names)  # for its imports
+    verdict = run(solution(task) + "\n" + stub.splitlines()[-1], names)
+    assert verdict.state == RIGHT, verdict
+
+
+@pytest.mark.parametrize(("path", "i"), EACH)
+def test_wrong_answers_are_refused_with_a_reason(path, i):
+    _, source, stub, _ = exercises(path)[i]
+    names, check = prepared(source)
+    run(stub, names)
+    for answer in check.wrong:
+        verdict = check(answer)
+        verdict = asyncio.run(verdict) if inspect.iscoroutine(verdict) else verdict
+        assert verdict.state == WRONG and not verdict.message.startswith("it raised"), verdict
+
+
+@pytest.mark.parametrize(("path", "i"), EACH)
+def test_the_check_is_folded_and_the_task_has_its_number(path, i):
+    task, _, _, metadata = exercises(path)[i]
+    assert "check" in metadata["tags"] and metadata["jupyter"] == {"source_hidden": True} and metadata["cellView"] == "form"
+    assert re.match(rf"### Exercise {i + 1} · \S", task)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS[1:], ids=lambda path: path.stem)
+def test_a_notebook_has_three_or_four(path):
+    if not exercises(path):
+        pytest.skip("none so far")
+    assert len(exercises(path)) in (3, 4)
+
+
+# --- the checks themselves --------------------------------------------------------------------------------------------
+
+
+@exercise("E", wrong=[2])
+def check_three(answer):
+    assert answer == 3, f"not {answer}"
+
+
+@exercise("E", wrong=[lambda: 2])
+def check_call(answer):
+    assert answer() == 3
+
+
+@exercise("E", wrong=[1])
+async def check_awaited(answer):
+    assert await answer() == 3, "not three"
+
+
+@pytest.mark.parametrize("answer", [None, ...])
+def test_no_answer_is_unsolved(answer):
+    assert check_three(answer).state == UNSOLVED and check_call(lambda: answer).state == UNSOLVED
+
+
+def test_right_wrong_and_broken_answers():
+    assert check_three(3).state == RIGHT
+    assert repr(check_three(4)).startswith("✗ E: not right yet: not 4")
+    assert repr(check_call(lambda: None)) == "… E: not solved yet: it returns nothing so far"
+    assert "it raised ZeroDivisionError" in check_call(lambda: 1 / 0).message
+    assert check_call(lambda: 4).message
+
+    def stub():
+        raise NotImplementedError
+
+    class Stub:
+        def __eq__(self, other):
+            raise NotImplementedError
+
+    assert check_call(stub).state == UNSOLVED and check_three(Stub()).state == UNSOLVED
+
+
+def test_an_async_check_is_awaited():
+    def returning(value):
+        async def answer():
+            return value
+
+        return answer
+
+    states = [asyncio.run(check_awaited(returning(value))).state for value in (None, 2, 3)]
+    assert states == [UNSOLVED, WRONG, RIGHT]
+
+
+def test_a_check_without_a_wrong_answer_is_refused():
+    with pytest.raises(ValueError, match="needs at least one wrong answer"):
+        exercise("E", wrong=[])
+
+
+def test_a_verdict_escapes_what_the_answer_says():
+    verdict = check_three("<script>")
+    assert "<script>" not in verdict._repr_html_() and "&lt;script&gt;" in verdict._repr_html_()
