@@ -7,9 +7,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from grpolab import load_policy, plots
+from grpolab import plots
 from grpolab.evaluate import Interval
-from grpolab.lab.live import Dashboard, sparkline, tokens_html
+from grpolab.lab.live import Dashboard, sparkline
 from grpolab.lab.run import Run
 
 
@@ -46,19 +46,11 @@ def test_a_sparkline_rises_with_its_values():
     assert sparkline([1.0]) == "" and sparkline([3.0, 3.0])
 
 
-def test_tokens_are_shaded_where_the_policy_chose():
-    policy = load_policy("tiny")
-    html = tokens_html(policy.tokenizer, policy.tokenizer("<1 ", add_special_tokens=False)["input_ids"], [0, 1, 1])
-    spans = html.split("<span")[1:]
-    assert [plots.POLICY in s for s in spans] == [False, True, True]
-    assert "&lt;" in spans[0] and "␣" in spans[2]
-
-
 def test_a_curve_draws_the_column_and_its_running_mean():
     metrics = pd.DataFrame({"step": range(4), "reward": [0.0, 1.0, 0.0, 1.0]})
-    ax = plots.curve(metrics, "reward", title="it rises", ylabel="reward", window=2)
+    ax = plots.curve(metrics, "reward", title="it rises", ylabel="reward", window=3)
     raw, mean = (line.get_ydata().tolist() for line in ax.lines)
-    assert raw == [0, 1, 0, 1] and mean == [0, 0.5, 0.5, 0.5]
+    assert raw == [0, 1, 0, 1] and mean == pytest.approx([1 / 2, 1 / 3, 2 / 3, 1 / 2])  # centred: it does not lag
     assert ax.get_title(loc="left") == "it rises" and ax.get_ylabel() == "reward"
 
 
@@ -67,6 +59,14 @@ def test_bars_have_their_values_and_intervals():
     ax = plots.rates(table, title="t")
     assert [round(p.get_height(), 6) for p in ax.patches] == [0.2, 0.6]
     assert [t.get_text() for t in ax.texts] == ["20.0%", "60.0%"]
+
+
+def test_levels_are_dashed_lines_with_their_names_and_values():
+    ax = plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r")
+    plots.levels({"base": 0.75}, ax)
+    line = ax.lines[-1]
+    assert line.get_linestyle() == "--" and set(line.get_ydata()) == {0.75}
+    assert [t.get_text() for t in ax.texts] == ["base 75%"]
 
 
 def test_group_health_fills_the_whole():

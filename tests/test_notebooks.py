@@ -167,6 +167,23 @@ def test_store_puts_the_executed_notebook_in_place(series):
     assert record["passed"] and record["checks"][0]["name"] == "n" and record["minutes"] >= 0 and "threads" in record
 
 
+def test_store_keeps_the_static_page_of_a_slider(series):
+    views = "{0: View('<i>first</i>', 'first'), 9: View('<i>last</i>', 'last')}"
+    slider = f"from grpolab.lab.tokens import View, by_step\nby_step({views})"
+    notebook = small(GATE.format(name="01_fine"))
+    notebook.cells.append(nbformat.v4.new_code_cell(slider))
+    nbformat.write(notebook, series / "01_fine.ipynb")
+    assert notebooks.run_series(["01"], {}, store=True) == 0
+    executed, stored = (
+        nbformat.read(path, as_version=4)
+        for path in (series.parent / "runs" / "01_fine" / "tiny" / "01_fine.ipynb", series / "01_fine.ipynb")
+    )
+    view = "application/vnd.jupyter.widget-view+json"
+    assert view in executed.cells[-1].outputs[0].data and "SelectionSliderModel" in json.dumps(executed.metadata)
+    assert set(stored.cells[-1].outputs[0].data) == {"text/html", "text/plain"} and "widgets" not in stored.metadata
+    assert "<i>last</i>" in stored.cells[-1].outputs[0].data["text/html"]
+
+
 def test_unknown_notebooks_and_parameters_are_refused(series, capsys):
     assert main(["run", "07"]) == 1 and "there are 01, 02" in capsys.readouterr().err
     assert main(["run", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capsys.readouterr().err

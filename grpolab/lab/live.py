@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from grpolab.lab.plots import POLICY
+from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
 
 
 class Dashboard:
@@ -74,13 +75,3 @@ def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> st
     )
     line = f"<polyline points='{points}' fill='none' stroke='{POLICY}' stroke-width='1.5'/>"
     return f"<svg width='{width}' height='{height}'>{line}</svg>"
-
-
-def tokens_html(tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:
-    """Tokens side by side, specials and spaces visible; those with mask 1 shaded."""
-    spans = []
-    for i, chosen in zip(ids, mask):
-        text = escape(tokenizer.decode([i]).replace("\n", "↵")).replace(" ", "␣")
-        shade = f"background:{POLICY}33" if chosen else "background:#7F7F7F1A"
-        spans.append(f"<span style='{shade};padding:1px 2px;margin:1px;display:inline-block'>{text}</span>")
-    return f"<div style='font-family:monospace;line-height:1.7'>{''.join(spans)}</div>"

@@ -109,7 +109,7 @@ def _verdict(folder: Path, error: str | None) -> str:
 
 def clean(notebook: dict) -> dict:
     """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
-    the kernel's display name and Python version."""
+    the kernel's display name and Python version; and without widgets, which need a kernel: their static page stays."""
     notebook["metadata"].pop("papermill", None)
     notebook["metadata"]["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook["metadata"]["language_info"] = {"name": "python"}
@@ -121,4 +121,6 @@ def clean(notebook: dict) -> dict:
             del cell["metadata"]["tags"]
         if cell["cell_type"] == "code":
             cell["outputs"] = [o for o in cell["outputs"] if not (o["output_type"] == "stream" and o["name"] == "stderr")]
+            for output in cell["outputs"]:
+                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return notebook

@@ -32,12 +32,12 @@ def _axes(ax):
 
 
 def curve(metrics: pd.DataFrame, column: str, *, title: str, ylabel: str, color=POLICY, window: int = 1, label=None, ax=None):
-    """One metric over steps: the values faint, their mean over `window` steps solid."""
+    """One metric over steps: the values faint, their mean over `window` steps around each one solid."""
     ax = _axes(ax)
     x, y = metrics["step"], metrics[column]
     if window > 1:
         ax.plot(x, y, color=color, alpha=0.25, linewidth=1)
-        y = y.rolling(window, min_periods=1).mean()
+        y = y.rolling(window, min_periods=1, center=True).mean()
     ax.plot(x, y, color=color, label=label)
     if label:
         ax.annotate(label, (x.iloc[-1], y.iloc[-1]), xytext=(4, 0), textcoords="offset points", color=color, va="center")
@@ -60,6 +60,15 @@ def held_out(points: Sequence[tuple[int, object]], ax, label: str = "held-out") 
     values = [i.value for _, i in points]
     errors = [[i.value - i.low for _, i in points], [i.high - i.value for _, i in points]]
     ax.errorbar(steps, values, yerr=errors, fmt="o", color=HELD_OUT, markersize=5, capsize=3, zorder=5, label=label)
+
+
+def levels(values: dict[str, float], ax, colors: dict[str, str] | None = None) -> None:
+    """What a curve is compared with, as dashed lines across it: values[name] = height, the name written on the line."""
+    for name, height in values.items():
+        color = (colors or {}).get(name, REFERENCE)
+        ax.axhline(height, color=color, linestyle="--", linewidth=1.2, zorder=1)
+        ax.annotate(f"{name} {height:.0%}", (0.0, height), xycoords=("axes fraction", "data"), xytext=(4, 2),
+                    textcoords="offset points", color=color, fontsize=9, va="bottom")
 
 
 def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
@@ -173,7 +182,7 @@ def paths(runs: dict[str, pd.DataFrame], x: str, y: str, *, title: str, xlabel: 
     """Two metrics against each other as a run goes on: the mean of `window` steps, from the dot to the arrow's head."""
     ax = _axes(ax)
     for name, metrics in runs.items():
-        smooth = metrics[[x, y]].rolling(window, min_periods=1).mean()
+        smooth = metrics[[x, y]].rolling(window, min_periods=1, center=True).mean()
         a, b = smooth[x].to_numpy(), smooth[y].to_numpy()
         ax.plot(a, b, color=colors[name], label=name)
         ax.plot(a[0], b[0], "o", color=colors[name], markersize=5)
