@@ -32,6 +32,11 @@ class Interval:
     def __str__(self):
         return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
 
+    @property
+    def points(self) -> str:
+        """A difference of two rates, in percentage points."""
+        return f"{100 * self.value:+.1f} points [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+
 
 def wilson(successes: int, n: int, z: float = Z95) -> Interval:
     """The Wilson score interval of a rate (Wilson 1927, JASA 22, p. 209); n must be at least 1."""

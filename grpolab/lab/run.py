@@ -50,15 +50,24 @@ class Run:
     - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same, else it
       starts over, and a line says so where the start is new.
     Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
-    or fails. Another seed in the same folder is refused, and so is a second loop at the same time, in this process or
-    another; the lock goes with its process, however that ends.
+    or fails. One that was trained on other data or against another reference is refused (that a reward is another function
+    is not noticed). Another seed in the same folder is refused, and so is a second loop at the same time, in this process
+    or another; the lock goes with its process, however that ends.
     """
 
     def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None):
+        for name in names:
+            if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+                raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
+                                 "it in is Run(..., root=folder)")
+        if not (seed is None or isinstance(seed, int) and seed >= 0):
+            raise ValueError(f"a run's seed is None or an integer from 0, got {seed!r}")
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
         self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.began = time.time()
         self.metrics: list[dict] = []
+        self._data = ""  # a hash of what its loop trains on
         self.base = ""  # where the policy of its loop came from
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
@@ -93,13 +102,23 @@ class Run:
         return pd.DataFrame(self.metrics)
 
     def figure(self, name: str, figure) -> Path:
-        """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder."""
-        from io import BytesIO
+        """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder, at double
+        resolution."""
+        from grpolab.lab.plots import png
 
         figure = getattr(figure, "figure", figure)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
-        return atomic_write(self.folder / "figures" / f"{name}.png", buffer.getvalue())
+        return atomic_write(self.folder / "figures" / f"{name}.png", png(figure))
+
+    def made(self) -> str:
+        """One line: what lies in the folder and was written since this Run was made, figures by name."""
+        files = [p for p in sorted(self.folder.iterdir()) if not p.name.startswith((".", "start."))]
+        files = [p for p in files if p.name != "figures" and any(self._fresh(f) for f in (p, *p.rglob("*")))]
+        figures = [p.stem for p in sorted((self.folder / "figures").glob("*.png")) if self._fresh(p)]
+        names = ", ".join(p.name + "/" * p.is_dir() for p in files) or "nothing"
+        return f"{self.shown(self.folder)}: {names}" + (f"; figures: {', '.join(figures)}" if figures else "")
+
+    def _fresh(self, path: Path) -> bool:
+        return path.is_file() and path.stat().st_mtime >= self.began - 1  # some file systems count in whole seconds
 
     # -- one loop at a time --------------------------------------------------------------------------------------------
 
@@ -122,10 +141,11 @@ class Run:
 
     # -- where it started, and checkpoints -----------------------------------------------------------------------------
 
-    def begin(self, config, policy, optimiser) -> int:
+    def begin(self, config, policy, optimiser, data: str = "") -> int:
         """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
 
-        Raises ValueError for a damaged checkpoint, and where the folder holds a run of another seed."""
+        `data` is a hash of what the loop trains on, "" where it is not known. Raises ValueError for a damaged checkpoint or
+        one that was trained on other data, and where the folder holds a run of another seed."""
         self._clear_partial()
         note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
         self._refuse_another_seed(note, plain)
@@ -140,13 +160,14 @@ class Run:
                 self.drop_checkpoint()
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
-        self.metrics, self._columns, self.base = [], (), note["base"]
+        self.metrics, self._columns, self.base, self._data = [], (), note["base"], data
+        self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         if mine and not steps and note["start"] != key:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain}, indent=1) + "\n")
+        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
             del trained[later]
         trained[name] = note["start"]
@@ -171,6 +192,18 @@ class Run:
                 f"own with Run(..., seed={new}), or delete that one"
             )
 
+    def _refuse_other_data(self, plain: dict) -> None:
+        newest = max(self._checkpoints(), default=None)
+        try:
+            state = json.loads((newest / "state.json").read_text()) if newest else {}
+        except (OSError, ValueError):  # damaged: whoever loads it says so
+            return
+        if state.get("config") == plain and self._data and state.get("data") not in (None, "", self._data):
+            raise ValueError(
+                f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
+                "bring those back, or delete that folder to start over, or give this run another name"
+            )
+
     def _keep_start(self, policy) -> None:
         """The weights as they are, until the model or the process goes: only then can a policy have moved away from them."""
         from safetensors.torch import save_file
@@ -193,7 +226,7 @@ class Run:
             save_file(weights(policy), folder / "model.safetensors")
             tensors, scalars = split(optimiser.state_dict())
             save_file(tensors, folder / "optimiser.safetensors")
-            state = {"step": step, "version": policy.version, "config": _plain_config(config)}
+            state = {"step": step, "version": policy.version, "config": _plain_config(config), "data": self._data}
             (folder / "state.json").write_text(json.dumps(state | {"optimiser": scalars}))
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)
@@ -225,6 +258,10 @@ class Run:
         self._write_table()
         print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
+
+    def checkpointed(self) -> int:
+        """The steps after which the newest checkpoint was kept; 0 without one."""
+        return max((int(d.name.removeprefix("checkpoint-")) for d in self._checkpoints()), default=0)
 
     def drop_checkpoint(self) -> None:
         """The loop is done: nothing is left to go on from."""
