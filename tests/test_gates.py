@@ -291,7 +291,7 @@ DPO_LEARNED = {
     "before": Rates(0.46), "after": Rates(0.5), "before_sampled": Rates(0.3), "after_sampled": Rates(0.37),
     "gain": Interval(0.04, 0.0, 0.08), "gain_sampled": Interval(0.07, 0.05, 0.09), "points": DPO_POINTS,
     "last": DPO_POINTS.iloc[-1], "change": {"chosen": 0.1, "rejected": -2.3}, "rows": {},
-    "metrics": pd.DataFrame({"seconds": [1.0]}), "plain": SimpleNamespace(rate=Interval(0.93, 0.91, 0.95)), "points_of": str,
+    "metrics": pd.DataFrame({"seconds": [1.0]}), "plain": SimpleNamespace(rate=Interval(0.93, 0.91, 0.95)), "left_out": "",
     "over_sft": {"more demonstrations": Interval(0.05, 0.03, 0.07)}, "greedy": {}, "sampled": {},
 }  # fmt: skip
 
@@ -515,7 +515,7 @@ def rewards_of(looks):
 
 REWARD_LEARNED = {
     "accuracy": Interval(0.7, 0.64, 0.76), "near": Interval(0.55, 0.45, 0.65), "far": Interval(0.85, 0.8, 0.9),
-    "reload_error": 0.0, "strongest": "leash 0.8", "overpaid": 0.9,
+    "reload_error": 0.0, "strongest": "leash 0.8", "overpaid": 0.9, "left_out": "",
     "best_of_n": pd.DataFrame({"n": [1, 2], "truth": [Interval(0.3, 0.2, 0.4)] * 2}),
 } | rewards_of(LOOKS)  # fmt: skip
 
