@@ -70,13 +70,16 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line in one write; a disk that takes only a part of it is rid of that part."""
+    append_bytes(path, line.encode(), "a row of metrics")
+
+
+def append_bytes(path: Path, data: bytes, what: str) -> None:
+    """Add `data` in one write; a disk that takes only a part of it is rid of that part."""
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
-        data = line.encode()
         if file.write(data) != len(data):
             file.truncate(end)
-            raise OSError(errno.ENOSPC, "no space left for a row of metrics", str(path))
+            raise OSError(errno.ENOSPC, f"no space left for {what}", str(path))
 
 
 HELD = -1

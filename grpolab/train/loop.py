@@ -293,6 +293,7 @@ async def loop(
         policy.provenance = provenance(config, run, done, base)
         if run is not None:
             run.log(row)
+            run.keep_for_replay(done, config, policy, optimiser)
             if done == config.steps:
                 run.drop_checkpoint()
             elif done % config.save_every == 0:
