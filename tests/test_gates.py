@@ -499,7 +499,7 @@ def a_run(truth, learned, kl):
 
 LOOKS = {
     "rule": a_run([0.3, 0.36, 0.4], [0.0, 0.1, 0.2], 1.0), "no leash": a_run([0.3, 0.35, 0.05], [0.0, 0.6, 1.0], 9.0),
-    "leash 0.8": a_run([0.3, 0.34, 0.33], [0.0, 0.1, 0.2], 0.5),
+    "leash 0.2": a_run([0.3, 0.34, 0.33], [0.0, 0.1, 0.2], 0.5),
 }  # fmt: skip
 
 
@@ -515,7 +515,7 @@ def rewards_of(looks):
 
 REWARD_LEARNED = {
     "accuracy": Interval(0.7, 0.64, 0.76), "near": Interval(0.55, 0.45, 0.65), "far": Interval(0.85, 0.8, 0.9),
-    "reload_error": 0.0, "strongest": "leash 0.8", "overpaid": 0.9, "left_out": "",
+    "reload_error": 0.0, "strongest": "leash 0.2", "overpaid": 0.9, "left_out": "",
     "best_of_n": pd.DataFrame({"n": [1, 2], "truth": [Interval(0.3, 0.2, 0.4)] * 2}),
 } | rewards_of(LOOKS)  # fmt: skip
 
@@ -592,8 +592,8 @@ def another(name, **columns):
         (another("no leash", truth=[0.3, 0.35, 0.31]), "no leash"),
         (another("no leash", kl=[0.1, 4.0, 9.0]), "start"),
         (another("rule", truth=[0.3, 0.36, 0.31]), "rule"),
-        (another("leash 0.8", truth=[0.3, 0.2, 0.01]), "strongest leash"),
-        (another("leash 0.8", kl=[0.0, 4.0, 8.0]), "strongest leash"),
+        (another("leash 0.2", truth=[0.3, 0.2, 0.01]), "strongest leash"),
+        (another("leash 0.2", kl=[0.0, 4.0, 8.0]), "strongest leash"),
     ],
 )
 def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):
