@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
 
 from grpolab.env.calculator import action_text
 from grpolab.env.protocol import StepResult
@@ -14,13 +15,17 @@ _GUESS = re.compile(r"[0-9]{1,9}")
 class GuessEnv:
     """A number from 1 to `highest`, drawn from `seed` or given as `task` {"secret": 42}; `max_turns` guesses.
 
-    The last number in the text is the guess. Reward 1.0 when it is found, 0.0 when the turns are used up; paid once.
+    The last number in the text is the guess. Reward 1.0 when it is found, less `price` for each guess before that one,
+    and 0.0 when the turns are used up; paid once.
     """
 
-    def __init__(self, *, highest: int = 100, max_turns: int = 7):
+    def __init__(self, *, highest: int = 100, max_turns: int = 7, price: float = 0.0):
         if highest < 1 or max_turns < 1:
             raise ValueError(f"highest={highest}, max_turns={max_turns}: both are at least 1")
-        self.highest, self.max_turns = highest, max_turns
+        if not 0 <= price * (max_turns - 1) < 1:
+            raise ValueError(f"price={price}: with max_turns={max_turns} it lies between 0 and 1 / {max_turns - 1}, so that "
+                             "finding the number late is still better than not finding it")
+        self.highest, self.max_turns, self.price = highest, max_turns, price
         self._secret = 0
         self._turn = 0
         self._done = True
@@ -38,7 +43,8 @@ class GuessEnv:
         said = self._compare(int(guesses[-1])) if guesses else "write a number"
         found = said == "correct"
         self._done = found or self._turn >= self.max_turns
-        return StepResult({"text": said}, float(found) if self._done else None, self._done)
+        reward = 1.0 - self.price * (self._turn - 1) if found else 0.0
+        return StepResult({"text": said}, reward if self._done else None, self._done)
 
     def _compare(self, guess: int) -> str:
         return "correct" if guess == self._secret else "higher" if guess < self._secret else "lower"
@@ -47,3 +53,18 @@ class GuessEnv:
         return {"turn": self._turn, "max_turns": self.max_turns, "highest": self.highest, "done": self._done}
 
     def close(self) -> None: ...
+
+
+@cache
+def fewest_guesses(n: int) -> int:
+    """The guesses that the best strategy needs for n numbers, summed over all n secrets (Bellman's equation, in whole
+    numbers): every secret costs this guess, and those below and above it what is best there."""
+    if n < 0:
+        raise ValueError(f"n={n} numbers to guess from: give 0 or more")
+    return n + min((fewest_guesses(k - 1) + fewest_guesses(n - k) for k in range(1, n + 1)), default=0)
+
+
+def best_first_guesses(highest: int) -> list[int]:
+    """The first guesses from which `fewest_guesses(highest)` can be reached; the middle is always one of them."""
+    return [k for k in range(1, highest + 1)
+            if highest + fewest_guesses(k - 1) + fewest_guesses(highest - k) == fewest_guesses(highest)]
