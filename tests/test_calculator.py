@@ -139,6 +139,15 @@ def test_an_early_find_is_worth_more():
             GuessEnv(max_turns=4, price=price)
 
 
+def test_the_notes_say_what_is_still_possible():
+    env = GuessEnv(highest=100, max_turns=9, notes=True)
+    for _ in range(2):  # a second game starts afresh
+        env.reset(task={"secret": 30})
+        said = [env.step({"text": guess}).observation["text"] for guess in ("50", "20", "10", "60", "?", "29", "30")]
+        assert said == ["lower: 1 to 49", "higher: 21 to 49", "higher: 21 to 49", "lower: 21 to 49",
+                        "write a number: 21 to 49", "higher: 30 to 49", "correct"]  # fmt: skip
+
+
 def test_the_fewest_guesses_are_those_of_bisection():
     def bisection(n):  # in total over all secrets, by playing
         return n and n + bisection((n - 1) // 2) + bisection(n // 2)

@@ -16,23 +16,25 @@ class GuessEnv:
     """A number from 1 to `highest`, drawn from `seed` or given as `task` {"secret": 42}; `max_turns` guesses.
 
     The last number in the text is the guess. Reward 1.0 when it is found, less `price` for each guess before that one,
-    and 0.0 when the turns are used up; paid once.
+    and 0.0 when the turns are used up; paid once. With `notes` an answer also says which numbers are still possible
+    ("higher: 51 to 100"), so that the last answer is all that a player has to read.
     """
 
-    def __init__(self, *, highest: int = 100, max_turns: int = 7, price: float = 0.0):
+    def __init__(self, *, highest: int = 100, max_turns: int = 7, price: float = 0.0, notes: bool = False):
         if highest < 1 or max_turns < 1:
             raise ValueError(f"highest={highest}, max_turns={max_turns}: both are at least 1")
         if not 0 <= price * (max_turns - 1) < 1:
             raise ValueError(f"price={price}: with max_turns={max_turns} it lies between 0 and 1 / {max_turns - 1}, so that "
                              "finding the number late is still better than not finding it")
-        self.highest, self.max_turns, self.price = highest, max_turns, price
+        self.highest, self.max_turns, self.price, self.notes = highest, max_turns, price, notes
+        self._possible = (1, highest)
         self._secret = 0
         self._turn = 0
         self._done = True
 
     def reset(self, seed: int | None = None, task: dict | None = None) -> StepResult:
         self._secret = int(task["secret"]) if task else random.Random(seed).randint(1, self.highest)
-        self._turn, self._done = 0, False
+        self._turn, self._done, self._possible = 0, False, (1, self.highest)
         return StepResult({"text": f"Guess my number from 1 to {self.highest}."})
 
     def step(self, action: dict) -> StepResult:
@@ -42,12 +44,20 @@ class GuessEnv:
         self._turn += 1
         said = self._compare(int(guesses[-1])) if guesses else "write a number"
         found = said == "correct"
+        if self.notes and not found:
+            said = f"{said}: {self._note(said, int(guesses[-1]) if guesses else 0)}"
         self._done = found or self._turn >= self.max_turns
         reward = 1.0 - self.price * (self._turn - 1) if found else 0.0
         return StepResult({"text": said}, reward if self._done else None, self._done)
 
     def _compare(self, guess: int) -> str:
         return "correct" if guess == self._secret else "higher" if guess < self._secret else "lower"
+
+    def _note(self, said: str, guess: int) -> str:
+        """What is still possible after an answer."""
+        low, high = self._possible
+        self._possible = (max(low, guess + 1) if said == "higher" else low, min(high, guess - 1) if said == "lower" else high)
+        return f"{self._possible[0]} to {self._possible[1]}"
 
     def state(self) -> dict:
         return {"turn": self._turn, "max_turns": self.max_turns, "highest": self.highest, "done": self._done}
