@@ -1,4 +1,4 @@
-"""python -m grpolab run | data | eval | serve"""
+"""python -m grpolab run | data | eval | sft | dpo | grpo | reward | serve | replay"""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from pathlib import Path
 from grpolab import arithmetic
 from grpolab.env import command
 
+TRAINING = {"sft": "imitate demonstrations", "grpo": "learn from a reward", "dpo": "learn from preferences",
+            "reward": "train a reward model"}  # fmt: skip
+
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="grpolab", description="A laboratory for post-training language models.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="execute notebooks, all of them or those named by number")
-    run.add_argument("notebooks", nargs="*", metavar="NN", help="numbers, e.g. 01 04 (default: the whole series)")
+    run = commands.add_parser("run", help="execute notebooks, all of them or those named")
+    run.add_argument("notebooks", nargs="*", metavar="NN", help="numbers or names, e.g. 01 04_grpo (default: the whole series)")
     run.add_argument("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
                      help="set a notebook's parameter, e.g. -p model smollm2-135m")
     run.add_argument("--store", action="store_true", help="put the executed notebooks in the place of their sources")
@@ -40,9 +44,27 @@ def main(argv: list[str] | None = None) -> int:
     _task_options(evaluation)
     evaluation.set_defaults(go=_eval)
 
+    for name, help in TRAINING.items():
+        training = commands.add_parser(name, help=help)
+        if argv[:1] == [name]:  # its flags are the fields of a configuration, and torch is imported for them
+            from grpolab.train import command as trainer
+
+            trainer.add_arguments(training, name)
+            if name in ("sft", "grpo"):
+                _task_options(training)
+
     serving = commands.add_parser("serve", help="serve an environment over WebSockets: calculator, guess, or your own")
     command.add_arguments(serving)
     serving.set_defaults(go=command.main)
+
+    replaying = commands.add_parser("replay", help="generate recorded rollouts again and compare them in every bit")
+    replaying.add_argument("run", type=Path, help="a run's folder, or the file of a bundle")
+    replaying.add_argument("steps", nargs="*", type=int, metavar="STEP", help="steps (a bundle holds one)")
+    replaying.add_argument("--group", type=int, help="of the step (default: all)")
+    replaying.add_argument("--rollout", type=int, help="of the group (default: all)")
+    replaying.add_argument("--reference", help="the reference of a run with a leash, where it is not the run's own start")
+    replaying.add_argument("--bundle", type=Path, help="write the step to this file, to replay it elsewhere")
+    replaying.set_defaults(go=_replay)
 
     args = parser.parse_args(argv)
     try:
@@ -110,6 +132,28 @@ def _eval(args) -> int:
         print("\n" + "\n".join(f"pass@{k:<3} {table['sampled'].pass_at(k)}" for k in powers))
     print("\nfixed prompts, greedy\n" + suite_table(passed=fixed).to_string())
     return 0
+
+
+def _replay(args) -> int:
+    """0 where every bit agrees, 1 where one does not."""
+    from grpolab.lab.replay import bundle, replay, replay_bundle
+    from grpolab.lab.run import Run
+    from grpolab.models import load_policy
+
+    if args.run.is_file():
+        found = [replay_bundle(args.run, args.group, args.rollout)]
+    else:
+        if not (args.run / "run.json").is_file():
+            raise ValueError(f"{args.run} is neither a run's folder (with run.json) nor the file of a bundle")
+        if not args.steps or args.bundle and len(args.steps) > 1:
+            raise ValueError(f"name {'one step' if args.bundle else 'the steps'} of {args.run}, e.g. replay {args.run} 12")
+        run, reference = Run(root=args.run), args.reference and load_policy(args.reference)
+        if args.bundle:
+            print(bundle(run, args.steps[0], args.bundle, reference=reference))
+            return 0
+        found = [replay(run, step, args.group, args.rollout, reference=reference) for step in args.steps]
+    print("\n".join(map(str, found)))
+    return 0 if all(r.equal for r in found) else 1
 
 
 if __name__ == "__main__":

@@ -70,13 +70,16 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line in one write; a disk that takes only a part of it is rid of that part."""
+    append_bytes(path, line.encode(), "a row of metrics")
+
+
+def append_bytes(path: Path, data: bytes, what: str) -> None:
+    """Add `data` in one write; a disk that takes only a part of it is rid of that part."""
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
-        data = line.encode()
         if file.write(data) != len(data):
             file.truncate(end)
-            raise OSError(errno.ENOSPC, "no space left for a row of metrics", str(path))
+            raise OSError(errno.ENOSPC, f"no space left for {what}", str(path))
 
 
 HELD = -1
@@ -99,14 +102,16 @@ def lock_folder(folder: Path) -> int | None:
 
 def unlock_folder(handle: int | None) -> None:
     if handle in _locks:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # a child between fork and exec still holds a copy of the file, and with it the lock
         _locks.discard(handle)
         os.close(handle)
 
 
 def _unlock_all() -> None:
     """A forked child gives up its copies, or the parent's locks would outlive the parent."""
-    for handle in list(_locks):
-        unlock_folder(handle)
+    for handle in _locks:
+        os.close(handle)
+    _locks.clear()
 
 
 if hasattr(os, "register_at_fork"):

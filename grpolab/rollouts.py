@@ -1,12 +1,14 @@
-"""What travels along the flow: Rollout (one completion), Group (G rollouts of one prompt), Batch (tensors for the loss).
+"""What travels along the flow: Rollout (one completion), Group (G rollouts of one prompt), Batch (tensors for the loss),
+and RecordedGroup (a group as a run keeps it).
 
 Shapes: B prompts, G rollouts each, N = B * G rollouts, T tokens of the longest completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -64,6 +66,30 @@ class Group:
         if len(rewards) != len(self):
             raise ValueError(f"{len(rewards)} rewards for a group of {len(self)} rollouts")
         return Group(tuple(replace(r, reward=reward) for r, reward in zip(self.rollouts, rewards)))
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """A group of a step as a loop hands it to its Run, and as the record gives it back.
+
+    `advantages` one a rollout; `problem` any JSON value or dataclass; `parts` further numbers of each rollout by name
+    (watched rewards, measures of an episode); `turns` of each rollout, pairs (what the policy wrote, what it was told).
+    `used` is False for a group that the update did not get, and `absent` is True for a rollout that it did not get.
+    """
+
+    group: Group
+    advantages: tuple[float, ...]
+    problem: Any = None
+    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    turns: Sequence[Sequence[tuple[str, str]]] = ()
+    used: bool = True
+    absent: tuple[bool, ...] = ()
+
+    @property
+    def trained(self) -> Group:
+        """The group as the update gets it: an absent rollout is empty and has no reward."""
+        lost = [Rollout(r.prompt, (), (), (), (), "lost") for r in self.group]
+        return Group(tuple(x if gone else r for r, x, gone in zip(self.group, lost, self.absent or (False,) * len(lost))))
 
 
 @dataclass(frozen=True)

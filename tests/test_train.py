@@ -17,7 +17,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout, collate
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
-from grpolab.train.grpo import GRPOConfig, describe, finished_and_correct, grpo, grpo_gradient, grpo_update, score
+from grpolab.train.grpo import GRPOConfig, describe, grpo, grpo_gradient, grpo_update
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser, micro_batches, shuffled
@@ -25,6 +25,7 @@ from grpolab.train.preferences import load_preferences
 from grpolab.train.proof import prove
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
+from grpolab.train.rewards import finished_and_correct, score
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient  # fmt: skip
 
 train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name
@@ -758,3 +759,27 @@ def test_an_example_without_a_token_to_train_on_is_named(tiny, wrong):
     good = demonstrations(tiny, PROBLEMS[:1])
     with pytest.raises(ValueError, match="example 1 has"):
         collect(sft(tiny, good + [wrong], SFTConfig(steps=1)))
+
+
+def test_a_group_of_one_without_a_leash_is_refused():
+    with pytest.raises(ValueError, match="group_size=1 never trains.*at least 2"):
+        GRPOConfig(group_size=1)
+    assert GRPOConfig(group_size=1, kl_coef=0.1).group_size == 1
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_reward_that_is_text_is_refused_by_name(tiny, batch):
+    def spelled(text, problem, rollout):
+        return "0.5"
+
+    class Spelled:
+        def batch(self, texts, problems, rollouts):
+            return ["0.5"] * len(texts)
+
+    config = GRPOConfig(steps=1, prompts_per_step=2, group_size=2, max_new_tokens=3)
+
+    async def first():
+        return [row async for row in grpo(tiny, None, PROBLEMS, config, reward=Spelled() if batch else spelled)]
+
+    with pytest.raises(TypeError, match="the reward '[sS]pelled' gave '0.5', of type str"):
+        asyncio.run(first())

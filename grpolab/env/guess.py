@@ -6,8 +6,8 @@ import random
 import re
 from functools import cache
 
-from grpolab.env.calculator import action_text
-from grpolab.env.protocol import StepResult
+from grpolab.env.calculator import action_text, check_counts
+from grpolab.env.protocol import InvalidAction, StepResult, whole
 
 _GUESS = re.compile(r"[0-9]{1,9}")
 
@@ -21,8 +21,7 @@ class GuessEnv:
     """
 
     def __init__(self, *, highest: int = 100, max_turns: int = 7, price: float = 0.0, notes: bool = False):
-        if highest < 1 or max_turns < 1:
-            raise ValueError(f"highest={highest}, max_turns={max_turns}: both are at least 1")
+        check_counts(highest=highest, max_turns=max_turns)
         if not 0 <= price * (max_turns - 1) < 1:
             raise ValueError(f"price={price}: with max_turns={max_turns} it lies between 0 and 1 / {max_turns - 1}, so that "
                              "finding the number late is still better than not finding it")
@@ -33,9 +32,15 @@ class GuessEnv:
         self._done = True
 
     def reset(self, seed: int | None = None, task: dict | None = None) -> StepResult:
-        self._secret = int(task["secret"]) if task else random.Random(seed).randint(1, self.highest)
+        self._secret = random.Random(seed).randint(1, self.highest) if task is None else self._read(task)
         self._turn, self._done, self._possible = 0, False, (1, self.highest)
         return StepResult({"text": f"Guess my number from 1 to {self.highest}."})
+
+    def _read(self, task: dict) -> int:
+        secret = whole(task.get("secret")) if isinstance(task, dict) else None
+        if secret is None or not 1 <= secret <= self.highest:
+            raise InvalidAction(f'a task here is {{"secret": 42}}, a whole number from 1 to {self.highest}')
+        return secret
 
     def step(self, action: dict) -> StepResult:
         guesses = _GUESS.findall(action_text(action))

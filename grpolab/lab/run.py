@@ -1,4 +1,6 @@
-"""A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json."""
+"""A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json.
+
+Longer than most: what a folder holds (start, checkpoint, metrics, record, weights for replay) has to agree, and is kept here."""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ import os
 import random
 import shutil
 import time
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -19,7 +22,9 @@ from pathlib import Path
 import torch
 
 from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, unlock_folder
-from grpolab.lab.states import join, put_weights, split, weights, weights_hash
+from grpolab.lab.record import Recorder, table
+from grpolab.lab.states import computed_on, load_state, put_weights, save_state, weights, weights_hash
+from grpolab.rollouts import RecordedGroup
 
 
 def repository() -> Path:
@@ -50,16 +55,34 @@ class Run:
     - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same, else it
       starts over, and a line says so where the start is new.
     Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
-    or fails. Another seed in the same folder is refused, and so is a second loop at the same time, in this process or
-    another; the lock goes with its process, however that ends.
+    or fails. One that was trained on other data or against another reference is refused (that a reward is another function
+    is not noticed). Another seed in the same folder is refused, and so is a second loop at the same time, in this process
+    or another; the lock goes with its process, however that ends.
+
+    The folder also keeps every rollout (`rollouts`; `keep="all"`, "none", or how many a step), from which `lab.replay` and
+    its neighbours tell later what happened. With `replay_every=n` it keeps the weights and the optimiser before every n-th
+    step too, so that any step can be computed again; what they take is told at the start.
     """
 
-    def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None):
+    def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None, keep: str | int = "all",
+                 replay_every: int = 0):
+        for name in names:
+            if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+                raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
+                                 "it in is Run(..., root=folder)")
+        if not (seed is None or isinstance(seed, int) and seed >= 0):
+            raise ValueError(f"a run's seed is None or an integer from 0, got {seed!r}")
+        if replay_every < 0:
+            raise ValueError(f"replay_every must be 0 (keep no weights) or a number of steps, got {replay_every}")
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
         self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.began = time.time()
         self.metrics: list[dict] = []
+        self._data = ""  # a hash of what its loop trains on
         self.base = ""  # where the policy of its loop came from
+        self.recorder, self.replay_every = Recorder(self.folder / "rollouts", keep), replay_every
+        self._sitting: dict | None = None  # on what the present loop computes
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
     @staticmethod
@@ -69,7 +92,7 @@ class Run:
 
     def child(self, name: str) -> Run:
         """A run of its own in a folder below this one."""
-        return Run(name, root=self.folder)
+        return Run(name, root=self.folder, keep=self.recorder.keep, replay_every=self.replay_every)
 
     def log(self, row: dict) -> dict:
         """Add one row of metrics and append it to the table. A kill leaves whole lines, or a last one without its end."""
@@ -92,14 +115,50 @@ class Run:
 
         return pd.DataFrame(self.metrics)
 
+    def record(self, step: int, policy, groups: Sequence[RecordedGroup], engine: str = "") -> None:
+        """Keep the rollouts of a step, before its update; `engine` names the sampler's."""
+        self._sitting = self._sitting or computed_on(policy, engine)
+        self.recorder.add(step, groups, policy.decode, self._sitting)
+
+    def rollouts(self, steps: int | Iterable[int] | None = None, columns: Sequence[str] | None = None):
+        """The recorded rollouts as a DataFrame, a row each, also while a loop is writing: of these steps (a number, a range;
+        None: all), with these columns (None: `record.COLUMNS` and the parts of the reward).
+
+        Nothing is read before it is asked for, and only the files that hold these steps. A warning names what a damaged
+        file has lost."""
+        steps = [steps] if isinstance(steps, int) else steps
+        return table(self.recorder.lines(steps, tell=warnings.warn), columns)
+
+    def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
+        """`lab.replay.replay`: a recorded rollout generated again and compared in every bit."""
+        from grpolab.lab.replay import replay
+
+        return replay(self, step, group, rollout, **options)
+
+    def bundle(self, step: int, path: str | Path, **options) -> Path:
+        """`lab.replay.bundle`: one file with which a step can be replayed elsewhere."""
+        from grpolab.lab.replay import bundle
+
+        return bundle(self, step, path, **options)
+
     def figure(self, name: str, figure) -> Path:
-        """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder."""
-        from io import BytesIO
+        """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder, at double
+        resolution."""
+        from grpolab.lab.plots import png
 
         figure = getattr(figure, "figure", figure)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
-        return atomic_write(self.folder / "figures" / f"{name}.png", buffer.getvalue())
+        return atomic_write(self.folder / "figures" / f"{name}.png", png(figure))
+
+    def made(self) -> str:
+        """One line: what lies in the folder and was written since this Run was made, figures by name."""
+        files = [p for p in sorted(self.folder.iterdir()) if not p.name.startswith((".", "start."))]
+        files = [p for p in files if p.name != "figures" and any(self._fresh(f) for f in (p, *p.rglob("*")))]
+        figures = [p.stem for p in sorted((self.folder / "figures").glob("*.png")) if self._fresh(p)]
+        names = ", ".join(p.name + "/" * p.is_dir() for p in files) or "nothing"
+        return f"{self.shown(self.folder)}: {names}" + (f"; figures: {', '.join(figures)}" if figures else "")
+
+    def _fresh(self, path: Path) -> bool:
+        return path.is_file() and path.stat().st_mtime >= self.began - 1  # some file systems count in whole seconds
 
     # -- one loop at a time --------------------------------------------------------------------------------------------
 
@@ -122,10 +181,11 @@ class Run:
 
     # -- where it started, and checkpoints -----------------------------------------------------------------------------
 
-    def begin(self, config, policy, optimiser) -> int:
+    def begin(self, config, policy, optimiser, data: str = "") -> int:
         """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
 
-        Raises ValueError for a damaged checkpoint, and where the folder holds a run of another seed."""
+        `data` is a hash of what the loop trains on, "" where it is not known. Raises ValueError for a damaged checkpoint or
+        one that was trained on other data, and where the folder holds a run of another seed."""
         self._clear_partial()
         note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
         self._refuse_another_seed(note, plain)
@@ -140,13 +200,17 @@ class Run:
                 self.drop_checkpoint()
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
-        self.metrics, self._columns, self.base = [], (), note["base"]
+        self.metrics, self._columns, self.base, self._data = [], (), note["base"], data
+        self._sitting = None
+        self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         if mine and not steps and note["start"] != key:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain}, indent=1) + "\n")
+        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
+        self.recorder.rewind(steps)
+        self._begin_keeping(steps, plain, policy, optimiser)
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
             del trained[later]
         trained[name] = note["start"]
@@ -171,6 +235,18 @@ class Run:
                 f"own with Run(..., seed={new}), or delete that one"
             )
 
+    def _refuse_other_data(self, plain: dict) -> None:
+        newest = max(self._checkpoints(), default=None)
+        try:
+            state = json.loads((newest / "state.json").read_text()) if newest else {}
+        except (OSError, ValueError):  # damaged: whoever loads it says so
+            return
+        if state.get("config") == plain and self._data and state.get("data") not in (None, "", self._data):
+            raise ValueError(
+                f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
+                "bring those back, or delete that folder to start over, or give this run another name"
+            )
+
     def _keep_start(self, policy) -> None:
         """The weights as they are, until the model or the process goes: only then can a policy have moved away from them."""
         from safetensors.torch import save_file
@@ -185,16 +261,12 @@ class Run:
 
         What a loop draws is a function of (seed, step), so parameters, optimiser and metrics are all there is to keep.
         """
-        from safetensors.torch import save_file
-
+        self.recorder.sync()
         target = self.folder / f"checkpoint-{step:08d}"
         shutil.rmtree(target, ignore_errors=True)
         with atomic_folder(target) as folder:
-            save_file(weights(policy), folder / "model.safetensors")
-            tensors, scalars = split(optimiser.state_dict())
-            save_file(tensors, folder / "optimiser.safetensors")
-            state = {"step": step, "version": policy.version, "config": _plain_config(config)}
-            (folder / "state.json").write_text(json.dumps(state | {"optimiser": scalars}))
+            save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
+                       data=self._data)
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)
         self._drop_checkpoints(keep=target)
@@ -203,20 +275,15 @@ class Run:
     def _load_checkpoint(self, plain: dict, policy, optimiser, mine: bool) -> int:
         """Restore the newest checkpoint of the same configuration and return its steps; 0 when there is none. One of
         another configuration is dropped."""
-        from safetensors.torch import load_file
-
         newest = max(self._checkpoints(), default=None)
         if newest is None:
             return 0
         try:
-            state = json.loads((newest / "state.json").read_text())
-            if state["config"] != plain:
+            if json.loads((newest / "state.json").read_text())["config"] != plain:
                 self.drop_checkpoint()
                 return 0
-            tensors = load_file(newest / "optimiser.safetensors")
-            optimiser.load_state_dict(join(tensors, state["optimiser"]))
             metrics = [json.loads(line) for line in (newest / "metrics.jsonl").read_text().splitlines()]
-            put_weights(policy, newest / "model.safetensors")
+            state = load_state(newest, policy, optimiser)
             # never a number that stood for other weights of this policy
             policy.version = max(state["version"], policy.version + mine)
         except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
@@ -225,6 +292,44 @@ class Run:
         self._write_table()
         print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
+
+    def checkpointed(self) -> int:
+        """The steps after which the newest checkpoint was kept; 0 without one."""
+        return max((int(d.name.removeprefix("checkpoint-")) for d in self._checkpoints()), default=0)
+
+    # -- weights for replay --------------------------------------------------------------------------------------------
+
+    def kept(self) -> dict[int, Path]:
+        """Step -> the folder with the weights and the optimiser before it, of those kept for replay."""
+        folders = [d for d in (self.folder / "replay").glob("step-*") if d.name.removeprefix("step-").isdigit()]
+        return {int(d.name.removeprefix("step-")): d for d in sorted(folders)}
+
+    def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
+        """Keep the weights and the optimiser before `step`, where it is one of every `replay_every`."""
+        if self.replay_every and step % self.replay_every == 0:
+            with atomic_folder(self.folder / "replay" / f"step-{step:08d}") as folder:
+                save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
+                           weights=weights_hash(policy))
+
+    def _begin_keeping(self, steps: int, plain: dict, policy, optimiser) -> None:
+        """Drop what was kept of steps that are now to come, tell what is going to be kept, and keep the start."""
+        for step, folder in self.kept().items():
+            if step > steps or not steps:
+                shutil.rmtree(folder, ignore_errors=True)
+        if not self.replay_every or "steps" not in plain:
+            return
+        one = sum(p.numel() * p.element_size() for p in policy.model.parameters()) * 3  # AdamW: two moments a parameter
+        number = len(range(steps, plain["steps"] + 1, self.replay_every))
+        free = shutil.disk_usage(self.folder).free
+        if one * number > free:
+            raise ValueError(f"replay_every={self.replay_every} keeps {number} times up to {one / 1e6:.0f} MB, and the disk of "
+                             f"{self.shown(self.folder)} has {free / 1e6:.0f} MB left: keep them more rarely")
+        print(f"{self.shown(self.folder)} keeps weights and optimiser for replay every {self.replay_every} steps: "
+              f"{number} times up to {one / 1e6:.1f} MB, {one * number / 1e6:.0f} MB in all")
+        if not (self.folder / "replay" / "policy").exists() or not steps:
+            policy.save(self.folder / "replay" / "policy")
+        if steps not in self.kept():
+            self.keep_for_replay(steps, plain, policy, optimiser)
 
     def drop_checkpoint(self) -> None:
         """The loop is done: nothing is left to go on from."""

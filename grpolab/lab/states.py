@@ -1,13 +1,20 @@
-"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and a hash of the former."""
+"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and hashes of the former and of
+the data. And what the bits of a computation depend on beside them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from numbers import Number
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 
 def weights_hash(policy) -> str:
@@ -18,6 +25,25 @@ def weights_hash(policy) -> str:
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
         digest.update(p.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def data_hash(items: Iterable, reference=None) -> str:
+    """A hash of what a loop trains on, in its order: JSON values, dataclasses, tensors and plain objects by their content;
+    and of the weights of the policy that it is measured from, where there is one."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(json.dumps(item, default=_content, skipkeys=True).encode() + b"\n")
+    digest.update(weights_hash(reference).encode() if reference else b"")
+    return digest.hexdigest()
+
+
+def _content(x):
+    """What JSON can hold of a value. Never its address, which is another in every process."""
+    if is_dataclass(x):
+        return {f.name: getattr(x, f.name) for f in fields(x)}
+    if hasattr(x, "tolist"):
+        return x.tolist()
+    return vars(x) if hasattr(x, "__dict__") else f"{type(x).__name__} {str(x) if isinstance(x, bytes | Number) else ''}"
 
 
 def weights(policy) -> dict[str, torch.Tensor]:
@@ -54,3 +80,47 @@ def join(tensors: dict[str, torch.Tensor], scalars: dict) -> dict:
             place = place[part]
         place[name] = value
     return {"state": slots, "param_groups": scalars["param_groups"]}
+
+
+def save_state(folder: Path, policy, optimiser, **more) -> None:
+    """Parameters, optimiser and `more` (JSON) into a folder, for `load_state`."""
+    save_file(weights(policy), folder / "model.safetensors")
+    tensors, scalars = split(optimiser.state_dict())
+    save_file(tensors, folder / "optimiser.safetensors")
+    (folder / "state.json").write_text(json.dumps(more | {"optimiser": scalars}))
+
+
+def load_state(folder: Path, policy, optimiser) -> dict:
+    """What `save_state` left, back into the policy and the optimiser; returns `more`."""
+    state = json.loads((folder / "state.json").read_text())
+    optimiser.load_state_dict(join(load_file(folder / "optimiser.safetensors"), state["optimiser"]))
+    put_weights(policy, folder / "model.safetensors")
+    return state
+
+
+def computed_on(policy, engine: str = "") -> dict:
+    """What the bits of a rollout depend on beside weights, prompt and seed: versions, processor, threads."""
+    return {
+        "python": platform.python_version(), "grpolab": _version("grpolab"), "torch": torch.__version__,
+        "transformers": _version("transformers"), "system": platform.system(), "processor": processor(),
+        "device": torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type,
+        "dtype": str(policy.dtype), "threads": torch.get_num_threads(), "policy": policy.name, "engine": engine,
+    }  # fmt: skip
+
+
+@cache
+def processor() -> str:
+    """The name of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@cache
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

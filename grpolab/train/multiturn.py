@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import time
 import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -27,8 +25,10 @@ from grpolab.train.episodes import (
     play,
     play_all,
 )
-from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, prove_both, timings, tokens_of
-from grpolab.train.loop import epoch_batches, in_thread, loop, off_loop
+from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
+from grpolab.train.loop import off_loop
+from grpolab.train.recorded import episodes_as_recorded
+from grpolab.train.sources import Drawn, Source, Tasks
 
 __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
 
@@ -40,7 +40,8 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
 
     `problems` are tasks, JSON values or dataclasses, or a curriculum: an object with `next_tasks(n)` and
     `record_result(task, rate)`, told after each step how large a share of a group earned at least `success`; with
-    `state()` and `load(state)` too, a run that was interrupted goes on exactly. An
+    `state()` and `load(state)` too, a run that was interrupted goes on exactly, and one whose cell is run again begins with
+    the curriculum as it was when it first began. An
     environment may also draw its question from the seed: the rollouts of a group are reset with one, their draws have
     their own. `dialect` says how text becomes actions and observations text.
 
@@ -54,14 +55,23 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     check_limits(policy, limits)
     if config.refills:
         raise ValueError(f"refills={config.refills}: dynamic sampling is grpo's; leave it 0 for episodes")
-    await in_thread(policy, lambda: prove_both(policy, reference, config, limits.max_total_tokens))
     sampler = await off_loop(lambda: Sampler(policy))
-    told: list[str] = []  # the warnings that were given
-    source = _Source(problems, config, run, success)
+    tasks = Tasks(problems, config, run, success)
+    source = played(pool, sampler, tasks, config, limits, dialect)
+    steps = grpo_from(policy, reference, source, config, longest=limits.max_total_tokens, run=run,
+                      content=lambda: map(as_task, tasks.content()))
+    async with sampler, aclosing(steps) as rows:
+        async for row in rows:
+            yield row
 
-    async def gather(step):
-        began, size = time.perf_counter(), config.group_size
-        asked = source.tasks(step)
+
+def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, limits: Limits, dialect: Dialect) -> Source:
+    """The source of `multi_turn_grpo`: episodes of the tasks on the seats of a pool."""
+    told: list[str] = []  # the warnings that were given
+
+    async def source(step: int) -> Drawn:
+        size = config.group_size
+        asked = [as_task(row) for row in tasks.tasks(step)]
         episodes = await play_all(
             pool, sampler, [task for task in asked for _ in range(size)], limits=limits, dialect=dialect,
             params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
@@ -69,21 +79,14 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
             reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in range(len(asked)) for _ in range(size)])
         groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
         scored = [g for g in groups if any(reward is not None for reward in g.rewards)]
-        sampling, habits = time.perf_counter() - began, _habits(episodes)
+        habits = _habits(episodes)
         _warn(habits, config, limits, told)
+        rewards = [[e and e.rollout.reward for e in episodes[i * size : (i + 1) * size]] for i in range(len(asked))]
+        return Drawn(
+            scored, habits, seen=groups, taken=lambda: tasks.record(asked, rewards), engine=sampler.engine.name,
+            record=lambda: episodes_as_recorded(asked, episodes, groups, scored, config.advantage_kind))
 
-        def update(optimiser):
-            began = time.perf_counter()
-            row = grpo_update(policy, reference, scored, config, optimiser, step)
-            times = timings(tokens_of(groups), sampling, row["trained_tokens"] * config.inner_epochs,
-                            time.perf_counter() - began)
-            return describe(groups) | row | times | habits | source.record(asked, episodes)
-
-        return update
-
-    async with sampler, aclosing(loop(policy, config, run, gather)) as rows:
-        async for row in rows:
-            yield row
+    return source
 
 
 def _draws_of(seed: int, step: int, rollout: int) -> int:
@@ -116,50 +119,3 @@ def _warn(habits: dict, config: GRPOConfig, limits: Limits, told: list[str]) -> 
         told.append("abstained")
         warnings.warn("every episode of this step abstained over an action that could not be read, so there is nothing to "
                       "learn from: use on_invalid='tell' or 'penalise', or show the form of an action first", stacklevel=2)
-
-
-class _Source:
-    """The tasks of a step: drawn from a list, or wanted by a curriculum, which is told what came of them. The rows hold
-    its state at the run's start and all that it was told since, so that a run which goes on brings it back to there."""
-
-    def __init__(self, problems: Any, config: GRPOConfig, run: Run | None, success: float):
-        self.problems, self.config, self.run, self.success = problems, config, run, success
-        self.adaptive = hasattr(problems, "next_tasks")
-        self.batch_of = None if self.adaptive else epoch_batches(problems, config.prompts_per_step, config.seed)
-        self.begun: dict | None = None  # what the first row says
-
-    def tasks(self, step: int) -> list:
-        if not self.adaptive:
-            return [as_task(p) for p in self.batch_of(step)]
-        if self.begun is None:
-            self._begin(step)
-        return list(self.problems.next_tasks(self.config.prompts_per_step))
-
-    def record(self, asked: Sequence, episodes: Sequence[Episode | None]) -> dict:
-        """Tell the curriculum each group's rate of success; returns what of it belongs into the row."""
-        if not self.adaptive:
-            return {}
-        size, results = self.config.group_size, []
-        for g, task in enumerate(asked):
-            rewards = [e.rollout.reward for e in episodes[g * size : (g + 1) * size] if e is not None]
-            rewards = [r for r in rewards if r is not None]
-            if rewards:
-                results.append((task, sum(r >= self.success for r in rewards) / len(rewards)))
-        row = {"tier": self.problems.tier} if hasattr(self.problems, "tier") else {}
-        for task, rate in results:
-            self.problems.record_result(task, rate)
-        said, self.begun = self.begun | {"results": results}, {}
-        return row | {"curriculum": json.dumps(said)}
-
-    def _begin(self, step: int) -> None:
-        kept = hasattr(self.problems, "state") and hasattr(self.problems, "load")
-        self.begun = {"start": json.loads(json.dumps(self.problems.state()))} if kept and not step else {}  # as it is now
-        if not step:
-            return
-        rows = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
-        if len(rows) != step or not kept or "start" not in rows[0]:
-            raise ValueError(f"the run goes on after step {step}, and its curriculum cannot be brought back to there: it "
-                             "needs `state()` and `load(state)`, as a Curriculum has, and the rows of the steps before")
-        self.problems.load(rows[0]["start"])
-        for task, rate in (result for row in rows for result in row["results"]):
-            self.problems.record_result(task, rate)

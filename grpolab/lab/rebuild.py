@@ -1,0 +1,162 @@
+"""The state of a run before any of its steps: from the weights kept for replay and the recorded rollouts, update by update.
+
+An update is a function of weights, optimiser and rollouts, and the record holds the rollouts; so nothing is sampled and no
+reward is asked. Each row that is computed again is compared with the run's own.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+
+from grpolab.lab.run import Run
+from grpolab.lab.states import load_state, weights_hash
+from grpolab.models import Policy, load_policy
+from grpolab.rollouts import RecordedGroup
+from grpolab.sync import set_own_threads
+from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
+from grpolab.train.loop import make_optimiser
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class State:
+    """Policy and optimiser before `step`, from the kept step `kept` on. `notes` say where an update that was done again gave
+    another row than the run's: the weights are then not those of the run."""
+
+    step: int
+    kept: int
+    policy: Policy
+    optimiser: torch.optim.Optimizer
+    config: GRPOConfig
+    notes: tuple[str, ...] = ()
+
+
+def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Policy | None = None) -> State:
+    """The state before `step` (with the number of the run's steps: at its end). It computes, so call it with the threads of
+    the run (`with_threads`). The policy is loaded, or `policy`, whose weights are replaced.
+
+    The `reference` of a run with a leash is its start unless another is given. Raises ValueError where no weights were kept,
+    where a step between is not wholly on the record, and for files that are damaged."""
+    config, kept = config_of(run), run.kept()
+    before = [s for s in kept if s <= step]
+    if not before or step > config.steps:
+        there = f"weights are kept before steps {', '.join(map(str, kept))}" if kept else (
+            "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
+        raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
+    policy = policy or load_kept(run)
+    optimiser = make_optimiser(policy, config)
+    start = max(before)
+    restore(run, start, policy, optimiser)
+    notes: list[str] = []
+    if start < step:
+        reference = reference or (_start_of(run) if config.kl_coef else None)
+        check_reference(policy, reference, config)
+        rows = metrics_of(run)
+        steps = [run.recorder.whole(s) for s in range(start, step)]
+        prove_both(policy, reference, config, longest(steps))
+        for s, groups in zip(range(start, step), steps):
+            row = grpo_update(policy, reference, [g.trained for g in groups if g.used], config, optimiser, s)
+            if not notes and (note := _differing(row, rows.get(s, {}), s)):
+                notes.append(note)
+    return State(step, start, policy, optimiser, config, tuple(notes))
+
+
+def with_threads(threads: int | None, work: Callable[[], T]) -> T:
+    """`work()` in a thread of its own with so many torch threads (None: as the caller has)."""
+    threads = threads or torch.get_num_threads()
+
+    def threaded():
+        set_own_threads(threads)
+        return work()
+
+    with ThreadPoolExecutor(1, "grpolab-replay") as pool:
+        return pool.submit(threaded).result()
+
+
+def config_of(run: Run) -> GRPOConfig:
+    """The configuration of the run's last loop."""
+    try:
+        return as_config(json.loads((run.folder / "run.json").read_text())["config"], run.shown(run.folder))
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{run.shown(run.folder)} holds no run that can be replayed: its run.json cannot be read "
+                         f"({error})") from error
+
+
+def as_config(plain: dict, where) -> GRPOConfig:
+    """A configuration that was written as JSON."""
+    known = {f.name for f in fields(GRPOConfig)}
+    if missing := known ^ plain.keys():
+        raise ValueError(f"{where} was left by another method or version than GRPO of this one: its configuration differs in "
+                         f"{', '.join(sorted(missing))}")
+    return GRPOConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
+
+
+def load_kept(run: Run) -> Policy:
+    """The policy that the run started from."""
+    return load_policy(str(run.folder / "replay" / "policy"), device=device_of(run.recorder.sittings()))
+
+
+def device_of(sittings: list[dict]) -> str | None:
+    """The kind of device that the run computed on, where this machine has it."""
+    cpu = sittings and sittings[-1].get("device") in ("cpu", "mps")
+    return sittings[-1]["device"] if cpu else None
+
+
+def restore(run: Run, step: int, policy: Policy, optimiser) -> None:
+    """The kept state before `step` into policy and optimiser; ValueError for one that is damaged or another model's."""
+    folder = run.kept()[step]
+    try:
+        state = load_state(folder, policy, optimiser)
+    except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
+        raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "
+                         f"{policy.name!r}; without them, replay from another kept step") from error
+    policy.version = state["version"]
+    if weights_hash(policy) != state["weights"]:
+        raise ValueError(f"the weights kept in {folder} are not those that were written: their hash is another")
+
+
+def metrics_of(run: Run) -> dict[int, dict[str, float]]:
+    """Step -> the numbers of its row, as metrics.csv has them."""
+    try:
+        with open(run.folder / "metrics.csv", newline="") as file:
+            return {int(row["step"]): {k: float(v) for k, v in row.items() if _number(v)} for row in csv.DictReader(file)
+                    if _number(row.get("step"))}  # fmt: skip
+    except OSError:
+        return {}
+
+
+def _number(text: str | None) -> bool:
+    try:
+        return text is not None and float(text) == float(text)
+    except ValueError:
+        return False
+
+
+def longest(steps: list[list[RecordedGroup]]) -> int:
+    """Tokens of the longest sequence."""
+    return max((len(r.prompt) + len(r.tokens) for groups in steps for g in groups for r in g.group), default=1)
+
+
+def _start_of(run: Run) -> Policy:
+    kept = run.kept()
+    if 0 not in kept:
+        raise ValueError("the run has a leash, and the weights of its start, which its reference may be, are not kept: give "
+                         "the reference")
+    return load_kept(run)
+
+
+def _differing(row: dict, recorded: dict, step: int) -> str | None:
+    """The first number of an update that is not the run's."""
+    for name, value in row.items():
+        if name in recorded and value == value and recorded[name] != value:
+            return (f"the update of step {step} gives {name} {value:.9g}, where the run had {recorded[name]:.9g}: the weights "
+                    "are not the run's from there on (another machine or number of threads, or another reference)")
+    return None

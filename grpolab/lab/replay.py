@@ -1,0 +1,246 @@
+"""Replay: a recorded rollout generated again from the weights of its step and its seed, compared in every bit.
+
+What a rollout is depends on weights, prompt and seed alone, so equal bits prove that the record, the weights and the sampler
+are what they were; where it parts, the report says at which token, by how much, and what is not as it was recorded.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.files import atomic_write
+from grpolab.lab.rebuild import as_config, config_of, device_of, rebuild, with_threads
+from grpolab.lab.record import recorded
+from grpolab.lab.run import Run
+from grpolab.lab.states import computed_on, weights, weights_hash
+from grpolab.models import Policy, load_policy
+from grpolab.rollouts import RecordedGroup, Rollout
+from grpolab.train.grpo import GRPOConfig
+
+BUNDLE = 1  # the format of a bundle
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One rollout twice. `token` is the first that is not the recorded one, else the first whose log-prob has other bits,
+    else None; `nats` the largest difference of log-probs of equal tokens up to there; `parted` says in words what differs."""
+
+    step: int
+    group: int
+    rollout: int
+    recorded: Rollout
+    again: Rollout
+    token: int | None
+    nats: float
+    parted: str
+
+    @property
+    def equal(self) -> bool:
+        return not self.parted
+
+    def __str__(self):
+        where = f"step {self.step}, group {self.group}, rollout {self.rollout}"
+        if self.equal:
+            return f"{where}: all {len(self.again.tokens)} tokens and their log-probs agree in every bit"
+        return f"{where}: {self.parted}"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The replay of some rollouts of a step. `differs` names what is not as it was recorded: weights, versions, threads."""
+
+    rollouts: tuple[Replayed, ...]
+    differs: tuple[str, ...]
+    kept: int | None  # the step whose weights were kept; None for a bundle
+
+    @property
+    def equal(self) -> bool:
+        return all(r.equal for r in self.rollouts)
+
+    def __str__(self):
+        parted = [r for r in self.rollouts if not r.equal]
+        n = len(self.rollouts)
+        lines = [f"step {self.rollouts[0].step}: {n - len(parted)} of {n} rollouts agree in every bit"] * (n > 1)
+        lines += [str(r) for r in (parted[:5] if n > 1 else self.rollouts)]
+        lines += [f"... and {len(parted) - 5} more"] * (len(parted) > 5)
+        same = "weights, processor, versions and threads are those of the record"
+        lines += [f"not as recorded: {d}" for d in self.differs] or ([same] if parted else [])
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def replay(run: Run, step: int, group: int | None = None, rollout: int | None = None, *, policy: Policy | None = None,
+           reference: Policy | None = None, threads: int | None = None) -> Replay:
+    """Generate a recorded rollout again (None: all of the group, all of the step) and compare.
+
+    The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`rebuild`), with as
+    many threads as the record names (`threads` takes another number)."""
+    groups = run.recorder.groups(step)
+    wanted = chosen(groups, step, group, rollout)
+    sitting = sitting_of(run.recorder.sittings(), step)
+    used = threads or sitting.get("threads")
+
+    def work():
+        state = rebuild(run, step, policy=policy, reference=reference)
+        found, now = regenerate(state.policy, state.config, step, groups, wanted, used)
+        return Replay(found, (*state.notes, *differences(sitting, now)), state.kept)
+
+    return with_threads(used, work)
+
+
+def chosen(groups: Sequence[RecordedGroup], step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
+    """(group, rollout) of those asked for; lost ones are left out."""
+    if group is not None and not 0 <= group < len(groups):
+        raise ValueError(f"step {step} has groups 0 to {len(groups) - 1}, not {group}")
+    places = range(len(groups)) if group is None else [group]
+    size = max(len(groups[g].group) for g in places)
+    if rollout is not None and not 0 <= rollout < size:
+        raise ValueError(f"group {group} of step {step} has rollouts 0 to {size - 1}, not {rollout}")
+    return [(g, i) for g in places for i in range(len(groups[g].group))
+            if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]  # fmt: skip
+
+
+def sitting_of(sittings: Sequence[dict], step: int) -> dict:
+    """On what the step was computed; nothing where that is not known."""
+    return next((s for s in reversed(sittings) if s["from"] <= step), {})
+
+
+def differences(then: dict, now: dict) -> tuple[str, ...]:
+    """What a computation depends on, where it is not as recorded."""
+    if not then:
+        return ("on what the step was computed is not known: sittings.json is missing or damaged",)
+    return tuple(f"{name} {now[name]!r}, recorded {then[name]!r}" for name in now
+                 if name != "policy" and name in then and then[name] != now[name])  # fmt: skip
+
+
+def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Sequence[RecordedGroup],
+               wanted: Sequence[tuple[int, int]], threads: int | None) -> tuple[tuple[Replayed, ...], dict]:
+    """The wanted rollouts sampled again: (each compared with its record, on what it was computed now)."""
+    params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
+    before = [(groups[g].group[i], bool(groups[g].turns)) for g, i in wanted]
+    with Sampler(policy, threads=threads) as sampler:
+        single = [r for r, played in before if not played]
+        request = sampler.submit([r.prompt for r in single], params=params, seeds=[[r.seed] for r in single])
+        again = iter([g[0] for g in request.result()])
+        found = [_episode(sampler, r, params) if played else next(again) for r, played in before]
+        now = computed_on(policy, sampler.engine.name)
+    return tuple(compare(step, g, i, r, a, played) for (g, i), (r, played), a in zip(wanted, before, found)), now
+
+
+def _episode(sampler: Sampler, r: Rollout, params: SamplingParams) -> Rollout:
+    """Turn by turn, with what the environment said as it was recorded."""
+    conversation, said = sampler.conversation(seed=r.seed), list(r.prompt)
+    try:
+        for chose, ids in runs_of(r):
+            if chose:
+                conversation.sample_sync(said, replace(params, max_new_tokens=len(ids)))
+                if conversation.turns[-1].tokens != ids:
+                    break
+            else:
+                said = list(ids)
+        return conversation.rollout()
+    finally:
+        conversation.close()
+
+
+def runs_of(r: Rollout) -> list[tuple[bool, tuple[int, ...]]]:
+    """Consecutive tokens of one writer: (whether the policy chose them, ids). Two turns without a word between them are told
+    apart by nobody, and sampled as one."""
+    out: list[tuple[bool, list[int]]] = []
+    for token, m in zip(r.tokens, r.mask):
+        if not out or out[-1][0] != bool(m):
+            out.append((bool(m), []))
+        out[-1][1].append(token)
+    return [(chose, tuple(ids)) for chose, ids in out]
+
+
+def compare(step: int, group: int, rollout: int, r: Rollout, a: Rollout, played: bool = False) -> Replayed:
+    """A recorded rollout and the same generated again. How one that was `played` in an environment finished is not asked."""
+    n = min(len(r.tokens), len(a.tokens))
+    other = next((t for t in range(n) if r.tokens[t] != a.tokens[t]), n)
+    nats = max((abs(r.logps[t] - a.logps[t]) for t in range(other)), default=0.0)
+    bits = next((t for t in range(other) if (r.logps[t], r.raw_logps[t]) != (a.logps[t], a.raw_logps[t])), None)
+    token, parted = None, ""
+    if other < n:
+        token, parted = other, (f"parts at token {other}: {r.tokens[other]} recorded, {a.tokens[other]} now; the log-probs "
+                                f"before it differ by at most {nats:.2g} nats")  # fmt: skip
+    elif len(r.tokens) != len(a.tokens):
+        token, parted = n, f"{len(r.tokens)} tokens recorded, {len(a.tokens)} now, equal as far as both go"
+    elif bits is not None:
+        token, parted = bits, f"the tokens agree; log-probs differ from token {bits} on, by at most {nats:.2g} nats"
+    elif not played and r.finish_reason != a.finish_reason:
+        parted = f"finished as {r.finish_reason!r} in the record, as {a.finish_reason!r} now"
+    return Replayed(step, group, rollout, r, a, token, nats, parted)
+
+
+# --- a step to carry away ---------------------------------------------------------------------------------------------
+
+
+def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, policy: Policy | None = None,
+           reference: Policy | None = None) -> Path:
+    """One file (zip) with all that `replay_bundle` needs of a step elsewhere: its rollouts with ids and seeds, tokenizer and
+    model configuration, versions, and the weights before it, or with `with_weights=False` their hash alone."""
+    lines = list(run.recorder.lines([step]))
+    run.recorder.groups(step)  # says what is missing
+    sitting = sitting_of(run.recorder.sittings(), step)
+    state = with_threads(sitting.get("threads"), lambda: rebuild(run, step, policy=policy, reference=reference))
+    about = {"bundle": BUNDLE, "step": step, "config": asdict(config_of(run)), "sitting": sitting, "notes": list(state.notes),
+             "weights": weights_hash(state.policy)}  # fmt: skip
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("bundle.json", json.dumps(about, indent=1))
+        file.writestr("rollouts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        for part in sorted((run.folder / "replay" / "policy").iterdir()):
+            if part.suffix != ".safetensors":
+                file.writestr(f"policy/{part.name}", part.read_bytes())
+        if with_weights:
+            from safetensors.torch import save
+
+            file.writestr("policy/model.safetensors", save(weights(state.policy), {"format": "pt"}))
+    return atomic_write(path, buffer.getvalue())
+
+
+def replay_bundle(path: str | Path, group: int | None = None, rollout: int | None = None, *, policy: Policy | None = None,
+                  threads: int | None = None) -> Replay:
+    """`replay` of a bundle. `policy` is needed where it came without weights; one whose weights have another hash is refused,
+    with its name."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            about = json.loads(file.read("bundle.json"))
+            lines = [json.loads(line) for line in file.read("rollouts.jsonl").splitlines()]
+            policy = policy or _bundled(file, about)
+    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError, EOFError) as error:
+        raise ValueError(f"{path} is not a whole bundle of a step ({error}): make it again with run.bundle") from error
+    if (found := weights_hash(policy)) != about["weights"]:
+        raise ValueError(f"{policy.name!r} has not the weights of the bundle {path}: their hash is {found[:12]}, that of the "
+                         f"bundle's step {about['step']} {about['weights'][:12]}")  # fmt: skip
+    groups, sitting = [recorded(line) for line in lines], about["sitting"]
+    config, used = as_config(about["config"], path), threads or sitting.get("threads")
+    wanted = chosen(groups, about["step"], group, rollout)
+
+    def work():
+        found, now = regenerate(policy, config, about["step"], groups, wanted, used)
+        return Replay(found, (*about["notes"], *differences(sitting, now)), None)
+
+    return with_threads(used, work)
+
+
+def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
+    """The policy inside a bundle; its files are written under their own names, never under a path from the file."""
+    names = [n for n in file.namelist() if n.startswith("policy/") and n == f"policy/{Path(n).name}"]
+    if "policy/model.safetensors" not in names:
+        raise ValueError(f"the bundle of step {about['step']} came without weights: give the policy that has them, hash "
+                         f"{about['weights'][:12]}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            (Path(folder) / Path(name).name).write_bytes(file.read(name))
+        return load_policy(folder, device=device_of([about["sitting"]]))

@@ -1,0 +1,293 @@
+"""Any recorded rollout comes again from its weights and its seed; where it does not, it is told why."""
+
+import asyncio
+import copy
+import gzip
+import json
+import shutil
+import zipfile
+
+import pytest
+import torch
+
+from grpolab.__main__ import main
+from grpolab.arithmetic import Task, generate
+from grpolab.env.calculator import CalculatorEnv
+from grpolab.env.pool import GrpoPool
+from grpolab.env.server import serve
+from grpolab.lab.rebuild import rebuild
+from grpolab.lab.replay import bundle, replay_bundle, runs_of
+from grpolab.lab.run import Run
+from grpolab.lab.states import weights_hash
+from grpolab.models import Policy
+from grpolab.rollouts import Rollout
+from grpolab.train.grpo import GRPOConfig, grpo
+from grpolab.train.multiturn import Limits, multi_turn_grpo
+from tests.test_multiturn import PROBLEMS as SUMS
+from tests.test_multiturn import caller  # noqa: F401
+from tests.test_record import digits
+
+PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
+CONFIG = GRPOConfig(steps=5, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2, kl_coef=0.1,
+                    inner_epochs=2, minibatches=2)
+
+
+def fresh(policy):
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)
+
+
+def flat(policy):
+    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+
+
+def train(policy, run, config=CONFIG, stop=None, reward=digits):
+    async def cell():
+        rows = grpo(policy, fresh(policy), PROBLEMS, config, reward=reward, run=run)
+        async for row in rows:
+            if row["step"] + 1 == stop:
+                break
+        await rows.aclose()
+
+    asyncio.run(cell())
+
+
+@pytest.fixture(scope="module")
+def left(_tiny, tmp_path_factory):
+    """The folder of a run, and the policy at its end."""
+    run, policy = Run("x", root=tmp_path_factory.mktemp("runs"), replay_every=3), fresh(_tiny)
+    train(policy, run)
+    return run.folder, policy
+
+
+@pytest.fixture
+def run(left, tmp_path):
+    """A run's folder as another process finds it: what it shows stands on the disk."""
+    return Run(root=shutil.copytree(left[0], tmp_path / "x"))
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_every_bit_comes_again(run, step):
+    """Also two updates behind the kept weights, with a leash, two passes and two minibatches."""
+    found = run.replay(step)
+    assert found.equal and len(found.rollouts) == 12 and found.kept == (0 if step < 3 else 3) and not found.differs
+    assert str(found) == f"step {step}: 12 of 12 rollouts agree in every bit"
+
+
+def test_one_rollout_and_the_end_of_the_run(run, left):
+    one = run.replay(4, 2, 1)
+    assert str(one).startswith("step 4, group 2, rollout 1: all ")
+    assert one.rollouts[0].recorded == run.recorder.groups(4)[2].group[1]
+    end = rebuild(run, 5)
+    assert torch.equal(flat(end.policy), flat(left[1])) and end.policy.version == left[1].version
+    for group, rollout, text in ((3, 0, "groups 0 to 2, not 3"), (0, 4, "rollouts 0 to 3, not 4")):
+        with pytest.raises(ValueError, match=text):
+            run.replay(4, group, rollout)
+
+
+def test_an_interrupted_run_is_replayed_as_an_uninterrupted_one(tiny, tmp_path):
+    run = Run("x", root=tmp_path, replay_every=2)
+    train(fresh(tiny), run, stop=3)
+    train(fresh(tiny), run)
+    assert sorted(run.kept()) == [0, 2, 4] and all(run.replay(step).equal for step in (1, 3, 4))
+
+
+def test_a_run_that_starts_over_keeps_nothing_of_the_one_before(tiny, tmp_path, capsys):
+    run = Run("x", root=tmp_path, replay_every=2)
+    train(fresh(tiny), run)
+    assert "keeps weights and optimiser for replay every 2 steps: 3 times up to 9.8 MB, 29 MB in all" in capsys.readouterr().out
+    train(fresh(tiny), run, GRPOConfig(**{**vars(CONFIG), "steps": 2, "lr": 1e-4}))
+    assert sorted(run.kept()) == [0, 2] and run.replay(1).equal
+
+
+def test_episodes_come_again_with_what_the_environment_said(caller, tmp_path):  # noqa: F811
+    run = Run("x", root=tmp_path, replay_every=2)
+    config = GRPOConfig(steps=3, prompts_per_step=2, group_size=4, max_new_tokens=24, lr=1e-3)
+
+    async def cell():
+        async with serve(CalculatorEnv, max_sessions=8) as server, GrpoPool(server.url, size=8) as pool:
+            async for _ in multi_turn_grpo(fresh(caller), None, SUMS, config, pool, limits=Limits(3, 96), run=run):
+                pass
+
+    asyncio.run(cell())
+    told = run.rollouts()
+    assert told["mask"].map(lambda m: 0 in m).any() and told["turns"].map(len).max() >= 2 and "calls" in told
+    assert told.loc[told["turns"].map(len) > 1, "turns"].iloc[0][0][1] in told["turns"].map(str).str.cat()
+    for step in range(3):
+        assert (found := run.replay(step)).equal, str(found)
+
+
+def test_the_words_of_policy_and_environment_alternate():
+    r = Rollout((9,), (1, 2, 3, 4, 5), (1, 1, 0, 1, 1), (0.0,) * 5, (0.0,) * 5, "done")
+    assert runs_of(r) == [(True, (1, 2)), (False, (3,)), (True, (4, 5))]
+
+
+# --- where it parts ---------------------------------------------------------------------------------------------------
+
+
+def rewrite(run, change):
+    """Change the lines of the record."""
+    path = run.recorder.path(0)
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    change(lines)
+    steps = dict.fromkeys(line["step"] for line in lines)
+    data = ("".join(json.dumps(line) + "\n" for line in lines if line["step"] == s) for s in steps)
+    path.write_bytes(b"".join(gzip.compress(text.encode()) for text in data))
+
+
+def test_the_token_at_which_it_parts_is_named(run):
+    def change(lines):
+        tokens = lines[0]["tokens"]
+        tokens[1][3] += 1
+        tokens[2].pop()
+        lines[0]["finish_reason"][3] = "eos"
+
+    rewrite(run, lambda lines: (change(lines), lines[0].update(logps=shorter(lines[0]))))
+    found = run.replay(0)
+    assert not found.equal and [r.token for r in found.rollouts[1:3]] == [3, 7]
+    assert "step 0: 9 of 12 rollouts agree in every bit" in str(found)
+    assert "group 0, rollout 1: parts at token 3" in str(found) and "rollout 2: 7 tokens recorded, 8 now" in str(found)
+    assert "rollout 3: finished as 'eos' in the record, as 'length' now" in str(found)
+    assert "weights, processor, versions and threads are those of the record" in str(found)
+
+
+def shorter(line):
+    """Without the last log-prob of the third rollout."""
+    import base64
+
+    import numpy as np
+
+    flat = np.frombuffer(base64.b64decode(line["logps"]), "<f4")
+    return base64.b64encode(np.delete(flat, 23).tobytes()).decode()
+
+
+def test_other_bits_of_equal_tokens_are_told_with_their_size(run):
+    import base64
+
+    import numpy as np
+
+    def change(lines):
+        flat = np.frombuffer(base64.b64decode(lines[0]["logps"]), "<f4").copy()
+        flat[10] += 0.25
+        lines[0]["logps"] = base64.b64encode(flat.tobytes()).decode()
+
+    rewrite(run, change)
+    found = run.replay(0, 0)
+    assert found.rollouts[1].token == 2 and found.rollouts[1].nats == pytest.approx(0.25)
+    assert "the tokens agree; log-probs differ from token 2 on, by at most 0.25 nats" in str(found)
+
+
+def test_what_is_not_as_recorded_is_named(run):
+    path = run.recorder.folder / "sittings.json"
+    sitting = json.loads(path.read_text())
+    sitting[0] |= {"torch": "1.0", "threads": 2, "processor": "another"}
+    path.write_text(json.dumps(sitting))
+    assert run.replay(0, 0, 0, threads=1).differs == (
+        f"torch {torch.__version__!r}, recorded '1.0'", f"processor {computed('processor')!r}, recorded 'another'",
+        "threads 1, recorded 2")
+    path.unlink()
+    assert "not known: sittings.json is missing" in run.replay(0, 0, 0).differs[0]
+
+
+def computed(name):
+    from grpolab.lab import states
+
+    return getattr(states, name)()
+
+
+def test_another_reference_is_noticed_by_the_rows(run, tiny):
+    with torch.no_grad():
+        next(tiny.model.parameters()).add_(0.1)
+    found = run.replay(2, reference=tiny)
+    assert "the update of step 0 gives " in found.differs[0] and "where the run had" in found.differs[0]
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------
+
+
+def test_without_kept_weights_there_is_no_way(run):
+    shutil.rmtree(run.folder / "replay" / "step-00000000")
+    with pytest.raises(ValueError, match="no way to step 2 of 5: weights are kept before steps 3"):
+        run.replay(2)
+    shutil.rmtree(run.folder / "replay")
+    with pytest.raises(ValueError, match=r"no weights were kept: Run\(..., replay_every=10\)"):
+        run.replay(2)
+
+
+def test_a_part_of_the_rollouts_reaches_a_kept_step_only(tiny, tmp_path):
+    run = Run("x", root=tmp_path, replay_every=2, keep=5)
+    train(fresh(tiny), run)
+    assert run.replay(2).equal and len(run.replay(2).rollouts) == 5
+    with pytest.raises(ValueError, match="keeps 5 of the 12 rollouts of step 2, and an update needs all of them"):
+        run.replay(3)
+
+
+def test_damaged_weights_are_named(run):
+    path = run.kept()[3] / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="step-00000003 are not those that were written: their hash is another"):
+        run.replay(4)
+    path.write_bytes(data[:1000])
+    with pytest.raises(ValueError, match="step-00000003 cannot be read"):
+        run.replay(4)
+    assert run.replay(2).equal
+
+
+def test_a_run_of_something_else_is_named(run):
+    path = run.folder / "run.json"
+    note = json.loads(path.read_text())
+    path.write_text(json.dumps(note | {"config": {"lr": 1}}))
+    with pytest.raises(ValueError, match="another method or version than GRPO.*group_size"):
+        run.replay(0)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="run.json cannot be read"):
+        run.replay(0)
+
+
+def test_kept_weights_that_do_not_fit_the_disk_are_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 20_000_000))
+    with pytest.raises(ValueError, match="replay_every=1 keeps 6 times up to 10 MB, and the disk of .* has 20 MB left"):
+        train(tiny, Run("x", root=tmp_path, replay_every=1))
+
+
+# --- carried away -----------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_replays_without_its_run(run, tmp_path):
+    path = run.bundle(4, tmp_path / "step.zip")
+    shutil.rmtree(run.folder)
+    found = replay_bundle(path)
+    assert found.equal and len(found.rollouts) == 12 and not found.differs and path.stat().st_size < 3.5e6
+
+
+def test_a_bundle_without_weights_wants_those_of_its_hash(run, tmp_path, left, tiny):
+    path = bundle(run, 4, tmp_path / "step.zip", with_weights=False)
+    assert path.stat().st_size < 30_000
+    with pytest.raises(ValueError, match="came without weights: give the policy that has them, hash "):
+        replay_bundle(path)
+    with pytest.raises(ValueError, match="'tiny' has not the weights of the bundle"):
+        replay_bundle(path, policy=tiny)
+    state = rebuild(run, 4)
+    assert weights_hash(state.policy) == json.loads(zipfile.ZipFile(path).read("bundle.json"))["weights"]
+    assert replay_bundle(path, 1, policy=state.policy).equal
+
+
+def test_a_file_that_is_no_whole_bundle_is_named(run, tmp_path):
+    path = bundle(run, 0, tmp_path / "step.zip", with_weights=False)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match="step.zip is not a whole bundle of a step"):
+        replay_bundle(path)
+
+
+def test_the_command_line(run, tmp_path, capsys):
+    assert main(["replay", str(run.folder), "0", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "step 0: 12 of 12 rollouts agree" in out and "step 4: 12 of 12" in out
+    assert main(["replay", str(run.folder), "3", "--bundle", str(tmp_path / "b.zip")]) == 0
+    assert main(["replay", str(tmp_path / "b.zip"), "--group", "1", "--rollout", "2"]) == 0
+    assert "step 3, group 1, rollout 2: all" in capsys.readouterr().out
+    rewrite(run, lambda lines: lines[0]["tokens"][0].__setitem__(0, 1))
+    assert main(["replay", str(run.folder), "0"]) == 1 and "parts at token 0" in capsys.readouterr().out
+    assert main(["replay", str(tmp_path / "nowhere"), "0"]) == 1 and "neither a run's folder" in capsys.readouterr().err
+    assert main(["replay", str(run.folder)]) == 1 and "name the steps" in capsys.readouterr().err
