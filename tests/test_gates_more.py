@@ -10,6 +10,7 @@ from grpolab import gate
 from grpolab.checker import check_answer
 from grpolab.env.guess import fewest_guesses
 from grpolab.evaluate import Interval, mean_interval, wilson
+from grpolab.lab.gate import shortened
 from grpolab.lab.run import Run
 from grpolab.parity import generate_parity
 
@@ -28,28 +29,30 @@ class Closed:
         return {"sessions": self.left}
 
 
-def game(turns, first="8", reward=0.7):
-    guesses = [(first, "higher"), *[("9", "higher")] * (turns - 1)]
+def game(turns, first="5", reward=0.7):
+    guesses = [(first, "higher"), *[("7", "higher")] * (turns - 1)]
     return SimpleNamespace(turns=tuple(guesses), rollout=SimpleNamespace(reward=reward))
 
 
 def games(turns, **of):
     """(greedy, sampled) games with these numbers of turns."""
     played = [game(n, **of) for n in turns]
-    return played, played * 16
+    return played, played * 32
 
 
-PERFECT = [1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4]
-AT_RANDOM = [2, 3, 4, 4, 4, 4, 5, 4, 3, 5, 4, 6, 5, 4, 4]
+PERFECT = [1, 2, 2, 3, 3, 3, 3, 4, 4]
+AT_RANDOM = [2, 3, 4, 4, 3, 4, 4, 3, 3]
 
 
 def guess_values(tmp_path):
     metrics = pd.DataFrame({"ratio": [1.0, 1.1], "lost": [0, 0], "sampling_s": [1.0, 1.0], "update_s": [1.0, 1.0]})
     return {
         "gate": gate, "run": Run("08_guess", root=tmp_path), "pool": Closed(), "stack": Closed(), "server": Closed(),
-        "best": fewest_guesses, "fewest_guesses": fewest_guesses, "depths": PERFECT, "highest": 15, "optimum": 49 / 15,
-        "teacher": 61 / 15, "middle": [8], "total": 0.3, "within": 0.2, "between": 0.1, "metrics": metrics,
-        "checked": SimpleNamespace(max_error=1e-6), "before": games(AT_RANDOM, first="11"), "after": games(PERFECT),
+        "best": fewest_guesses, "fewest_guesses": fewest_guesses, "depths": PERFECT, "highest": 9,
+        "optimum": 25 / 9,
+        "teacher": 30 / 9, "middle": [4, 5, 6], "shortened": shortened,
+        "config": SimpleNamespace(steps=40), "sft_config": SimpleNamespace(steps=150), "total": 0.3, "within": 0.2, "between": 0.1, "metrics": metrics,
+        "checked": SimpleNamespace(max_error=1e-6), "before": games(AT_RANDOM, first="1"), "after": games(PERFECT),
         "won": lambda played: wilson(sum(e.rollout.reward > 0 for e in played), len(played)),
         "guesses": lambda played: mean_interval([float(len(e.turns)) for e in played]),
         "counts": lambda played: "counted",
@@ -60,21 +63,20 @@ def guess_values(tmp_path):
     ("bad", "names"),
     [
         ({"depths": PERFECT[1:]}, {"optimum by trying all − sum of the depths"}),
-        ({"fewest_guesses": lambda n: 48}, {"optimum by trying all − the package's"}),
+        ({"fewest_guesses": lambda n: 24}, {"optimum by trying all − the package's"}),
         ({"between": 0.2}, {"variance − within − between secrets"}),
         ({"checked": SimpleNamespace(max_error=0.1)}, {"recorded − recomputed logps, nats"}),
         ({"metrics": {"ratio": 1.1}}, {"ratio at step 0"}),
         ({"metrics": {"lost": 1}}, {"games lost"}),
         ({"server": Closed(1)}, {"sessions that the closed pool left"}),
-        ({"before": games([1, *AT_RANDOM[1:-3], 1, 1, 1])}, {"greedy guesses for all secrets, before",
-          "sampled guesses before", "sampled guesses before, lower end − after, upper end"}),
-        ({"after": games([1, *PERFECT[:-1]])}, {"greedy guesses for all secrets, after"}),
-        ({"before": games([3] * 9 + [4] * 6)}, {"sampled guesses before"}),
-        ({"after": games([5] * 9 + [3] * 6)}, {"sampled guesses before, lower end − after, upper end",
+        ({"before": (games([1, *PERFECT[:-1]])[0], games(AT_RANDOM)[1])}, {"greedy guesses for all secrets, before"}),
+        ({"after": (games([1, *PERFECT[:-1]])[0], games(PERFECT)[1])}, {"greedy guesses for all secrets, after"}),
+        ({"before": games([3] * 17 + [2])}, {"sampled guesses before"}),
+        ({"after": games(AT_RANDOM)}, {"sampled guesses before, lower end − after, upper end",
           "sampled guesses after", "greedy guesses after / optimum"}),
-        ({"after": (games([4] * 15)[0], games(PERFECT)[1])}, {"greedy guesses after / optimum"}),
+        ({"after": (games([4] * 9)[0], games(PERFECT)[1])}, {"greedy guesses after / optimum"}),
         ({"after": (games(PERFECT)[0][:-1] + [game(4, reward=0.0)], games(PERFECT)[1])}, {"greedy games won after"}),
-        ({"after": games(PERFECT, first="11")}, {"first greedy guess, distance to the middle"}),
+        ({"after": games(PERFECT, first="1")}, {"first greedy guess is one of the best"}),
     ],
 )  # fmt: skip
 def test_every_claim_of_the_guess_gate_can_fail(bad, names, tmp_path):
@@ -92,10 +94,11 @@ class Answers:
 
 
 def longer_values(tmp_path):
-    held_out = generate_parity(0, 20, bits=8, seed=0)[1]
+    held_out = generate_parity(0, 500, bits=12, seed=0)[1]
     table = pd.DataFrame({"ratio": [1.0, 1.1]})
     return {
-        "gate": gate, "run": Run("09_longer_answers", root=tmp_path), "shares": (0.0, 0.1), "rare": 0.1, "held_out": held_out,
+        "gate": gate, "shortened": shortened, "config": SimpleNamespace(steps=40),
+        "run": Run("09_longer_answers", root=tmp_path), "shares": (0.0, 0.1), "rare": 0.1, "held_out": held_out,
         "check_answer": check_answer, "smaller": [0.0], "simulated": 0.245, "predicted": 0.245, "tables": {0.1: table},
         "imitated": {0.1: 0.1}, "length": lambda e: e.length, "together": 0.95, "beyond": 0.01,
         "skill": Interval(0.99, 0.98, 1.0), "before": {s: (Answers(0.5, 9), None) for s in (0.0, 0.1)},
