@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from test_gates import judge
+from test_gates import failures_under, judge, leave_sessions_open, report_logps_of_another_temperature
 
-from grpolab import gate
+from grpolab import gate, load_policy
 from grpolab.checker import check_answer
 from grpolab.env.guess import fewest_guesses
 from grpolab.evaluate import Interval, mean_interval, wilson
 from grpolab.lab.gate import shortened
 from grpolab.lab.run import Run
-from grpolab.parity import generate_parity
+from grpolab.parity import Parity, generate_parity
 
 
 class Closed:
@@ -40,6 +40,10 @@ def games(turns, **of):
     return played, played * 32
 
 
+def cost(e):
+    return len(e.turns) if e.rollout.reward > 0 else 6
+
+
 PERFECT = [1, 2, 2, 3, 3, 3, 3, 4, 4]
 AT_RANDOM = [2, 3, 4, 4, 3, 4, 4, 3, 3]
 
@@ -49,12 +53,13 @@ def guess_values(tmp_path):
     return {
         "gate": gate, "run": Run("08_guess", root=tmp_path), "pool": Closed(), "stack": Closed(), "server": Closed(),
         "best": fewest_guesses, "fewest_guesses": fewest_guesses, "depths": PERFECT, "highest": 9,
-        "optimum": 25 / 9,
-        "teacher": 30 / 9, "middle": [4, 5, 6], "shortened": shortened,
-        "config": SimpleNamespace(steps=40), "sft_config": SimpleNamespace(steps=150), "total": 0.3, "within": 0.2, "between": 0.1, "metrics": metrics,
+        "optimum": 25 / 9, "teacher": 30 / 9, "middle": [4, 5, 6], "total": 0.3, "within": 0.2, "between": 0.1,
+        "shortened": shortened, "config": SimpleNamespace(steps=40), "sft_config": SimpleNamespace(steps=150),
+        "metrics": metrics,
         "checked": SimpleNamespace(max_error=1e-6), "before": games(AT_RANDOM, first="1"), "after": games(PERFECT),
+        "cost": cost, "opening": lambda greedy: greedy[0].turns[0][0],
         "won": lambda played: wilson(sum(e.rollout.reward > 0 for e in played), len(played)),
-        "guesses": lambda played: mean_interval([float(len(e.turns)) for e in played]),
+        "guesses": lambda played: mean_interval([float(cost(e)) for e in played]),
         "counts": lambda played: "counted",
     }  # fmt: skip
 
@@ -84,6 +89,29 @@ def test_every_claim_of_the_guess_gate_can_fail(bad, names, tmp_path):
     assert judge("08_guess", dict(good)) == []
     changed = {k: good[k].assign(**v) if k == "metrics" else v for k, v in bad.items()}
     assert {name.split(":")[0] for name in judge("08_guess", good | changed)} == names
+
+
+def stop_too_early(monkeypatch):
+    monkeypatch.setattr("grpolab.env.guess.fewest_guesses", lambda n: max(0, n - 1))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (None, set()),
+        (report_logps_of_another_temperature, {"recorded − recomputed logps, nats"}),
+        (leave_sessions_open, {"sessions that the closed pool left"}),
+        (stop_too_early, None),
+    ],
+    ids=["honest", "wrong logps", "leak", "wrong optimum"],
+)
+def test_the_guess_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    """The cells up to the training, of which the embedded model, without a warm-up, takes part; the claims are not judged."""
+    learned = {k: guess_values(tmp_path)[k] for k in ("metrics", "after")}
+    policy = load_policy("tiny")
+    failed = failures_under(sabotage, "08_guess", "grpo_run = run.child", learned, tmp_path, monkeypatch,
+                            {"def untrained": {"policy": policy}}, warm_up_steps=1, steps=1)  # fmt: skip
+    assert failed == names  # None: the notebook's own assertion stops it
 
 
 class Answers:
@@ -129,3 +157,27 @@ def test_every_claim_of_the_longer_answers_gate_can_fail(bad, name, tmp_path):
     good = longer_values(tmp_path)
     assert judge("09_longer_answers", dict(good)) == []
     assert judge("09_longer_answers", good | bad) == [name]
+
+
+def forget_the_baseline(monkeypatch):
+    monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind: rewards)
+
+
+def box_the_other_parity(monkeypatch):
+    honest = Parity.short.fget
+    monkeypatch.setattr(Parity, "short", property(lambda self: honest(Parity(self.bits + "1"))))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [(None, set()), (forget_the_baseline, None), (box_the_other_parity, {"demonstrations that the checker calls wrong"})],
+    ids=["honest", "no baseline", "wrong box"],
+)
+def test_the_longer_answers_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    """The cells up to the training, without the imitation; the claims are not judged."""
+    given = ("tables", "imitated", "together", "beyond", "skill", "before", "after", "more", "shares")
+    learned = {k: v for k, v in longer_values(tmp_path).items() if k in given}
+    skipped = {"policies = {}": {}, "before = {": {}}
+    learned |= {"length": longer_values(tmp_path)["length"]}
+    failed = failures_under(sabotage, "09_longer_answers", "tables = {}", learned, tmp_path, monkeypatch, skipped, steps=1)
+    assert failed == names  # None: the notebook's own assertion stops it
