@@ -73,6 +73,7 @@ def guess_values(tmp_path):
         ({"checked": SimpleNamespace(max_error=0.1)}, {"recorded − recomputed logps, nats"}),
         ({"metrics": {"ratio": 1.1}}, {"ratio at step 0"}),
         ({"metrics": {"lost": 1}}, {"games lost"}),
+        ({"teacher": 3.6}, {"sampled guesses before"}),
         ({"server": Closed(1)}, {"sessions that the closed pool left"}),
         ({"before": (games([1, *PERFECT[:-1]])[0], games(AT_RANDOM)[1])}, {"greedy guesses for all secrets, before"}),
         ({"after": (games([1, *PERFECT[:-1]])[0], games(PERFECT)[1])}, {"greedy guesses for all secrets, after"}),
