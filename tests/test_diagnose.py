@@ -70,7 +70,8 @@ def test_nothing_is_found_in_a_healthy_run(name):
 def test_the_run_without_leash_and_clipping():
     found = illnesses(RECORDED["04_grpo/no_leash"])
     assert found.keys() == {"steps that are too large", "the reward has fallen", "groups without a difference"}
-    assert [f.step for f in found.values()] == sorted(f.step for f in found.values()) and found["steps that are too large"].step == 0
+    begins = [f.step for f in found.values()]
+    assert begins == sorted(begins) and found["steps that are too large"].step == begins[0] == 0
     assert "the mean of 5 steps was 0.23 at step 4 and is 0.11 at step 6" in found["the reward has fallen"].evidence
     assert "in 100% of the groups all rewards are equal, and 0% are all right" in found["groups without a difference"].evidence
 
@@ -111,20 +112,19 @@ def test_steps_that_are_too_large_and_far_from_the_reference(tiny):
     config = GRPOConfig(**{**vars(CONFIG), "steps": 8, "lr": 1e-2, "inner_epochs": 3, "kl_coef": 1e-6})
     found = illnesses(rows_of(tiny, config, digits, copied(tiny)))
     assert {"steps that are too large", "far from the reference"} <= found.keys()
-    assert "% of the tokens are clipped" in found["steps that are too large"].evidence
+    assert "a token's probability changed by a factor of" in found["steps that are too large"].evidence
     assert "the KL to the reference is" in found["far from the reference"].evidence
 
 
-def test_an_entropy_that_is_gone(tiny):
-    config = GRPOConfig(**{**vars(CONFIG), "steps": 24, "lr": 5e-3, "prompts_per_step": 8, "max_new_tokens": 8})
-    found = illnesses(rows_of(tiny, config, lambda text, *_: float(text.count("1"))))
-    assert "nats a token, so all rollouts of a group are the same" in found["the entropy is gone"].evidence
+def test_an_entropy_that_is_gone(taught):
+    config = GRPOConfig(**{**vars(CONFIG), "steps": 16, "lr": 3e-3})
+    found = illnesses(rows_of(taught, config, lambda text, *_: float(text.count("1"))))
+    assert "nats a token: the rollouts of a group are all but the same" in found["the entropy is gone"].evidence
 
 
 def test_a_length_that_runs_away(taught):
-    config = GRPOConfig(**{**vars(CONFIG), "steps": 16, "lr": 2e-3, "prompts_per_step": 8})
-    found = illnesses(rows_of(taught, config, length))
-    assert found["length runs away"].step > 4 and "(at first " in found["length runs away"].evidence
+    found = illnesses(rows_of(taught, GRPOConfig(**{**vars(CONFIG), "steps": 10, "lr": 3e-3}), length))
+    assert found["length runs away"].step >= 4 and "(at first " in found["length runs away"].evidence
 
 
 # --- rows, tables, runs -----------------------------------------------------------------------------------------------
@@ -134,6 +134,7 @@ def test_a_single_row_is_diagnosed():
     (found,) = diagnose({"step": 7, "uninformative": 0.9, "all_right": 0.1, "entropy": math.nan, "curriculum": "{}"})
     assert str(found).startswith("groups without a difference (from step 7): in 90% of the groups") and "Try: " in str(found)
     assert diagnose({"step": 7, "uninformative": 0.9, "all_right": 0.9}) == ()  # solved is not ill
+    assert "25% of the tokens are clipped" in diagnose({"clip_low": 0.15, "clip_high": 0.1, "ratio_max": 1.5})[0].evidence
 
 
 def test_one_bad_step_of_many_is_no_illness():

@@ -57,9 +57,9 @@ def _no_end(row) -> str | None:
 
 
 def _no_entropy(row) -> str | None:
-    entropy, right = row.get("entropy"), row.get("all_right", 0.0)
-    low = entropy is not None and entropy < 0.01 and right < 0.9
-    return f"the entropy is {entropy:.2g} nats a token, so all rollouts of a group are the same" if low else None
+    entropy = row.get("entropy")
+    low = entropy is not None and entropy < 0.01
+    return f"the entropy is {entropy:.2g} nats a token: the rollouts of a group are all but the same" if low else None
 
 
 def _drift(row) -> str | None:
@@ -109,7 +109,7 @@ def diagnose(what: Run | Mapping | Sequence[Mapping], *, held_out: Sequence[tupl
     rows = _rows_of(what)
     points = [(step, float(getattr(value, "value", value))) for step, value in held_out]
     over_time = (_longer(rows), _fallen(rows), _hacked(rows, points, "the held-out rate"),
-                 _hacked(rows, [(r["step"], r[watched]) for r in rows if watched in r], watched))  # fmt: skip
+                 _hacked(rows, _means(rows, watched, 10) if watched else [], watched))  # fmt: skip
     found = [*(f for rule in RULES if (f := _lasting(rule, rows))), *(f for f in over_time if f)]
     return Findings(sorted(found, key=lambda f: f.step))
 
@@ -156,7 +156,7 @@ def _longer(rows: Sequence[dict]) -> Finding | None:
     length, cut = _means(rows, "completion_length"), dict(_means(rows, "truncated"))
     if not length:
         return None
-    first, before = length[0][1], next(iter(cut.values()), 0.0)
+    first, before = (next(iter(_means(rows, name, 2)), (0, 0.0))[1] for name in ("completion_length", "truncated"))
     grown = next((s for s, mean in length if mean >= 1.2 * first and cut.get(s, 0.0) >= before + 0.15), None)
     if grown is None:
         return None
@@ -180,9 +180,7 @@ def _fallen(rows: Sequence[dict]) -> Finding | None:
 
 def _hacked(rows: Sequence[dict], points: Sequence[tuple[int, float]], judge: str | None) -> Finding | None:
     """The trained reward rises while another judge loses two fifths of its best and at least 0.05."""
-    rewards, points = _means(rows, "reward"), list(points)
-    if len(points) > 20:  # a value a step: as smooth as the reward
-        points = _means([{"step": s, "x": v} for s, v in points], "x")
+    rewards = _means(rows, "reward")
     if not rewards:
         return None
     reward_at = lambda step: min(rewards, key=lambda m: abs(m[0] - step))[1]  # noqa: E731
