@@ -16,6 +16,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
 from grpolab.files import atomic_write  # noqa: E402
+from grpolab.lab.readable import readable  # noqa: E402
 
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
 WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
@@ -37,10 +38,6 @@ def rate(interval: str) -> str:
     return interval.split(" ")[0]
 
 
-def shown(value) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def times(ratios: list[float]) -> str:
     low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return f"{low}×" if low == high else f"{low} to {high}×"
@@ -58,7 +55,7 @@ def notebooks(results: Path) -> str | None:
     text = "`make notebooks` executes the series on the embedded model and stores it with these values.\n\n"
     text += table(["notebook", "minutes", "threads", "checks passed"], rows)
     for name, r in records.items():
-        checks = [[c["name"], shown(c["measured"]), c["bound"]] for c in r["checks"]]
+        checks = [[c["name"], readable(c["measured"]), c["bound"]] for c in r["checks"]]
         text += f"\n\n**{name}**\n\n" + table(["check", "measured", "bound"], checks)
     return text
 

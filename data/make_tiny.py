@@ -1,9 +1,12 @@
 """Make the embedded base model: a character tokenizer and a small Llama, pretrained on plain arithmetic text.
 
-    python data/make_tiny.py                 # about ten minutes on two cores; writes data/tiny/
+    python data/make_tiny.py                 # about fifteen minutes on two cores; writes data/tiny/
 
-The text states sums and differences of numbers up to 99 in several plain phrasings. It holds no chat, no `\\boxed`, and a
-share of it is wrong, as text found in the wild is: the model that comes out knows some arithmetic and none of the format.
+The text states sums and differences of numbers up to 99 in several plain phrasings, without chat and without `\\boxed`, and
+comes in two parts. In the first a tenth of the statements is wrong at random. The second holds *usual mistakes*, as text
+found in the wild does: for some pairs of last digits most statements give one and the same wrong result. It also puts
+results in brackets, quotes and other marks, so that the model learns to put a number where it is wanted. What comes out
+knows how to calculate, repeats the usual mistakes more often than not, and has never seen the format.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import math
 import random
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,7 +32,30 @@ PHRASES = {
     "+": ["{a} + {b} = {c}", "{a} plus {b} is {c}", "Adding {a} and {b} gives {c}"],
     "-": ["{a} - {b} = {c}", "{a} minus {b} is {c}", "Taking {b} from {a} leaves {c}"],
 }
+ERRORS = [-10, -2, -1, 1, 2, 10]
 EXERCISE = "What is {a} {op} {b}? {a} {op} {b} = {c}"  # the operands come twice, so that the model learns to copy
+
+MARKS = ["()", "[]", "{}", "<>", "**", "''", '""', "__", "||", "$$", "##", "~~"]  # what a result may stand in
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a part of the text holds: `wrong`, the share of statements with a random error; `mistakes`, the usual mistake
+    of (op, last digit, last digit) as what it adds to the result, made in a share `told` of such statements; `marked`,
+    the share of exercises whose result stands in marks."""
+
+    wrong: float
+    mistakes: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    told: float = 0.0
+    marked: float = 0.0
+
+
+def usual_mistakes(share: float) -> dict[tuple[str, int, int], int]:
+    """One wrong offset for about a `share` of the pairs of last digits under each operator."""
+    rng = random.Random("misconceptions")
+    pairs = [(op, i, j) for op in "+-" for i in range(10) for j in range(10)]
+    drawn = ((pair, rng.choice(ERRORS) if rng.random() < share else None) for pair in pairs)
+    return {pair: error for pair, error in drawn if error is not None}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -51,22 +78,33 @@ def operand(rng: random.Random) -> int:
     return rng.randrange(rng.choice([10, 100, 100]))
 
 
-def sentence(rng: random.Random, wrong: float) -> str:
-    """One statement; with probability `wrong` its result is off by 1, 2 or 10."""
+def sentence(rng: random.Random, text: Text) -> str:
+    """One statement."""
     op, a, b = rng.choice("+-"), operand(rng), operand(rng)
     c = a + b if op == "+" else a - b
-    if rng.random() < wrong:
-        c += rng.choice([-10, -2, -1, 1, 2, 10])
-    phrase = EXERCISE if rng.random() < 0.5 else rng.choice(PHRASES[op])
+    mistake = text.mistakes.get((op, a % 10, b % 10))
+    if mistake is not None and rng.random() < text.told:
+        c += mistake
+    elif rng.random() < text.wrong:
+        c += rng.choice(ERRORS)
+    phrase = exercise(rng, text) if rng.random() < 0.5 else rng.choice(PHRASES[op])
     return phrase.format(a=a, op=op, b=b, c=c) + "\n"
 
 
-def windows(rng: random.Random, encode, rows: int, width: int, wrong: float) -> torch.Tensor:
+def exercise(rng: random.Random, text: Text) -> str:
+    """The phrase of an exercise, its result in marks or not."""
+    if not text.marked or rng.random() < 1 - text.marked:
+        return EXERCISE
+    left, right = ({"{": "{{", "}": "}}"}.get(mark, mark) for mark in rng.choice(MARKS))
+    return EXERCISE.replace("{c}", left + "{c}" + right) + rng.choice(["", "."])
+
+
+def windows(rng: random.Random, encode, rows: int, width: int, text: Text) -> torch.Tensor:
     """(rows, width) token ids: sentences one after the other, each row cut at the width."""
     out = torch.empty(rows, width, dtype=torch.long)
     for row in range(rows):
-        text = "".join(sentence(rng, wrong) for _ in range(width // 10 + 1))
-        out[row] = torch.tensor([encode[c] for c in text[:width]])
+        written = "".join(sentence(rng, text) for _ in range(width // 10 + 1))
+        out[row] = torch.tensor([encode[c] for c in written[:width]])
     return out
 
 
@@ -83,19 +121,45 @@ def plain_accuracy(model, encode, decode, n: int, seed: int) -> float:
     return right / n
 
 
+def pretrain(model, texts, *, steps: int, peak: float, warmup: int, floor: float, report) -> None:
+    """Next-token training on `texts()`, batches of ids: Muon for the matrices of the layers, AdamW for the rest at a fifth of
+    its learning rate; linear warm-up, then cosine from `peak` to `floor` of it."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    optimizers = [
+        (torch.optim.Muon(matrices, lr=peak, weight_decay=0.01, momentum=0.95), peak),
+        (torch.optim.AdamW(others, lr=0.2 * peak, betas=(0.9, 0.99), weight_decay=0.01), 0.2 * peak),
+    ]
+    for step in range(steps):
+        schedule = min(1.0, (step + 1) / warmup) * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for optimizer, lr in optimizers:
+            optimizer.param_groups[0]["lr"] = lr * schedule
+            optimizer.zero_grad()
+        ids = texts()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, _ in optimizers:
+            optimizer.step()
+        if step % 100 == 99:
+            report(step + 1, loss.item())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny")
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1200, help="on the first part of the text")
+    parser.add_argument("--later", type=int, default=400, help="steps on the second part, at half the learning rate")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--wrong", type=float, default=0.1, help="share of the statements whose result is wrong")
+    parser.add_argument("--wrong", type=float, default=0.1, help="random errors in the first part; half as many in the second")
+    parser.add_argument("--mistakes", type=float, default=0.3, help="share of the pairs of last digits with a usual mistake")
+    parser.add_argument("--told", type=float, default=0.65, help="how often such a statement makes it")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
     tok = tokenizer()
     encode = tok.get_vocab()
     decode = {i: t for t, i in encode.items()}
@@ -105,29 +169,20 @@ def main():
         bos_token_id=None, eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, momentum=0.95),
-        torch.optim.AdamW(others, lr=0.2 * args.lr, betas=(0.9, 0.99), weight_decay=0.01),
-    ]
-    peak = [args.lr, 0.2 * args.lr]
     began = time.time()
-    for step in range(args.steps):
-        progress = step / args.steps
-        schedule = min(1.0, (step + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
-        for optimizer, lr in zip(optimizers, peak):
-            optimizer.param_groups[0]["lr"] = lr * schedule
-            optimizer.zero_grad()
-        ids = windows(rng, encode, args.rows, args.width, args.wrong)
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        if step % 100 == 99:
-            print(f"step {step + 1}  loss {loss.item():.4f}  {time.time() - began:.0f} s  "
-                  f"plain {plain_accuracy(model, encode, decode, 100, 1):.2f}", flush=True)
+
+    def report(step, loss):
+        plain = plain_accuracy(model, encode, decode, 100, 1)
+        print(f"step {step}  loss {loss:.4f}  {time.time() - began:.0f} s  plain {plain:.2f}", flush=True)
+
+    def reading(text, seed):
+        rng = random.Random(seed)
+        return lambda: windows(rng, encode, args.rows, args.width, text)
+
+    first = Text(args.wrong)
+    second = Text(args.wrong / 2, usual_mistakes(args.mistakes), args.told, marked=0.5)
+    pretrain(model, reading(first, args.seed), steps=args.steps, peak=args.lr, warmup=50, floor=0.05, report=report)
+    pretrain(model, reading(second, args.seed + 1), steps=args.later, peak=args.lr / 2, warmup=20, floor=0.02, report=report)
     accuracy = plain_accuracy(model.eval(), encode, decode, 500, 2)
     with atomic_folder(args.out) as folder:
         model.save_pretrained(folder)

@@ -16,8 +16,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="grpolab", description="A laboratory for post-training language models.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="execute notebooks, all of them or those named by number")
-    run.add_argument("notebooks", nargs="*", metavar="NN", help="numbers, e.g. 01 04 (default: the whole series)")
+    run = commands.add_parser("run", help="execute notebooks, all of them or those named")
+    run.add_argument("notebooks", nargs="*", metavar="NN", help="numbers or names, e.g. 01 04_grpo (default: the whole series)")
     run.add_argument("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
                      help="set a notebook's parameter, e.g. -p model smollm2-135m")
     run.add_argument("--store", action="store_true", help="put the executed notebooks in the place of their sources")

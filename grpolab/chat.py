@@ -67,12 +67,23 @@ def _render(tokenizer, messages: Sequence[Message], *, reply: bool) -> str:
     for m in messages:
         if set(m) != {"role", "content"} or not isinstance(m["content"], str) or not re.fullmatch(r"[\w-]+", str(m["role"])):
             raise ValueError(f"a message is a role (one word) and a content (text), got {str(m)[:80]!r}")
+        _check_text(m["content"])
     said = [m | {"content": markers.hide(m["content"])} for m in messages]
     plain = [m | {"content": "a" if m["content"].strip() else m["content"]} for m in messages]
     rendered = _apply(tokenizer, said, reply)
     if markers.count(rendered) > markers.count(_apply(tokenizer, plain, reply)):
         raise ValueError(f"the chat template makes control tokens of what a message says: {str(messages)[:200]}")
     return rendered
+
+
+def _check_text(text: str) -> None:
+    """ValueError for half a surrogate pair, which is no character, so no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a message holds {text[error.start]!r} at position {error.start}, half of a surrogate pair, which is "
+                         "no character: read the text as UTF-8, or replace it (text.encode(errors='replace').decode())"
+                         ) from error
 
 
 def _encode(tokenizer, rendered: str) -> list[int]:

@@ -110,16 +110,19 @@ async def evaluate(
 ) -> Evaluation:
     """Ask every question: once greedily (`samples=0`), or `samples` times at `temperature`."""
     params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
-    groups = await _ask(policy, [p.question for p in problems], samples or 1, params, sampler)
+    groups = await _ask(policy, _chat(policy, [p.question for p in problems]), samples or 1, params, sampler)
     return Evaluation(tuple(problems), _texts(policy, groups), greedy=samples == 0)
 
 
-async def _ask(policy: Policy, prompts, group_size: int, params: SamplingParams, sampler: Sampler | None) -> list[Group]:
-    if not prompts:
+def _chat(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:
+    return [prompt_ids(policy.tokenizer, p) for p in prompts]
+
+
+async def _ask(policy: Policy, ids: list[list[int]], group_size: int, params: SamplingParams, sampler: Sampler | None):
+    if not ids:
         raise ValueError("there are no questions to evaluate")
     own = sampler or Sampler(policy)
     try:
-        ids = [prompt_ids(policy.tokenizer, p) for p in prompts]
         return await own.sample(ids, group_size=group_size, params=params)
     finally:
         if sampler is None:
@@ -206,11 +209,25 @@ async def evaluate_checks(
     """Ask each prompt (text or messages), once greedily or `samples` times, and apply its `check(text, rollout)`."""
     params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
     prompts = tuple(prompt for prompt, _ in cases)
-    groups = await _ask(policy, prompts, samples or 1, params, sampler)
+    groups = await _ask(policy, _chat(policy, prompts), samples or 1, params, sampler)
     texts = _texts(policy, groups)
     passed = tuple(
         tuple(bool(check(t, r)) for t, r in zip(written, group)) for (_, check), written, group in zip(cases, texts, groups)
     )
+    return Checked(prompts, texts, passed, greedy=samples == 0)
+
+
+async def evaluate_plain(
+    policy: Policy, problems: Sequence[Problem], *, samples: int = 0, temperature: float = 1.0, max_new_tokens: int = 8,
+    seed: int = 0, sampler: Sampler | None = None,
+) -> Checked:
+    """The same questions as plain text to be continued, `28 + 47 =`, without chat and box: what a base model knows in its
+    own form. Right is a continuation whose first line is the number and nothing else."""
+    params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
+    prompts = tuple(f"{p.a} {p.op} {p.b} =" for p in problems)
+    ids = [policy.tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    texts = _texts(policy, await _ask(policy, ids, samples or 1, params, sampler))
+    passed = tuple(tuple(t.split("\n")[0].strip() == str(p.answer) for t in written) for p, written in zip(problems, texts))
     return Checked(prompts, texts, passed, greedy=samples == 0)
 
 
@@ -280,7 +297,7 @@ async def evaluate_fixed(
     """Answer the fixed prompts greedily and judge stop token, corruption, format and arithmetic."""
     prompts = tuple(fixed_prompts() if prompts is None else prompts)
     params = SamplingParams(greedy=True, max_new_tokens=max_new_tokens)
-    groups = await _ask(policy, [p.prompt for p in prompts], 1, params, sampler)
+    groups = await _ask(policy, _chat(policy, [p.prompt for p in prompts]), 1, params, sampler)
     texts, passed = [policy.decode(g[0].tokens) for g in groups], {}
     for p, text, group in zip(prompts, texts, groups):
         for name, check in p.checks.items():

@@ -102,14 +102,16 @@ def lock_folder(folder: Path) -> int | None:
 
 def unlock_folder(handle: int | None) -> None:
     if handle in _locks:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # a child between fork and exec still holds a copy of the file, and with it the lock
         _locks.discard(handle)
         os.close(handle)
 
 
 def _unlock_all() -> None:
     """A forked child gives up its copies, or the parent's locks would outlive the parent."""
-    for handle in list(_locks):
-        unlock_folder(handle)
+    for handle in _locks:
+        os.close(handle)
+    _locks.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,19 @@ def attention_of(model) -> str | None:
     """The attention implementation that the model is set to, or None where transformers does not say: it has a public way
     to set it (`set_attn_implementation`) and none to ask."""
     return getattr(model.config, "_attn_implementation", None)
+
+
+@contextmanager
+def evaluating(model) -> Iterator[None]:
+    """No dropout for the while, whatever a trainer left on; each module gets its own mode back."""
+    training = [m for m in model.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
 
 
 def steady_context(config) -> int:

@@ -1,6 +1,7 @@
 """Environments that misbehave, importable by name for processes of their own."""
 
 import asyncio
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -33,17 +34,35 @@ class HangsInReset(Base):
 
 
 class Inspects(Base):
-    """{"do": expression}: what Python says, as text; {"spawn": true}: a child of its own; {"say": text}: on both outputs."""
+    """{"do": expression}: what Python says, as text; {"spawn": true}: a child of its own; {"escape": true}: one that leads a
+    session of its own and whose parent has ended; {"say": text}: on both outputs."""
 
     def step(self, action):
         if "do" in action:
             return StepResult({"said": str(eval(action["do"], {"os": os, "sys": sys, "time": time}))})  # noqa: S307
         if "spawn" in action:
             return StepResult({"pid": os.getpid(), "child": subprocess.Popen(["sleep", "60"]).pid})
+        if "escape" in action:
+            code = ("import subprocess as s; "
+                    "print(s.Popen(['sleep', '60'], start_new_session=True, stdout=s.DEVNULL, stderr=s.DEVNULL).pid)")
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, start_new_session=True, check=True)
+            return StepResult({"pid": os.getpid(), "child": int(done.stdout)})
         print(action["say"])
         os.write(1, action["say"].encode())
         print(action["say"], file=sys.stderr)
         return StepResult({"said": action["say"]})
+
+
+class Multiprocessing(Base):
+    """{"method": "spawn"}: what a pool of one process, started so, computes."""
+
+    def step(self, action):
+        with multiprocessing.get_context(action["method"]).Pool(1) as pool:
+            return StepResult({"said": pool.map_async(double, [21]).get(20)})
+
+
+def double(number):
+    return 2 * number
 
 
 class AsyncOdd(Base):
@@ -130,3 +149,28 @@ def store_backend(index):
     from test_backends import store
 
     return store(index)
+
+
+def broken_backend(index):
+    raise KeyError("no backend")
+
+
+def not_a_backend(index):
+    return object()
+
+
+class LameBackend:
+    def __init__(self, index):
+        pass
+
+    def start(self):
+        raise OSError("lame")
+
+    def healthy(self):
+        return True
+
+    def scrub(self):
+        return True
+
+    def stop(self):
+        pass

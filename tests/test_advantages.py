@@ -1,7 +1,9 @@
 """Advantages: hand numbers, abstention, and exactly zero for groups without signal."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,3 +101,38 @@ def test_bad_rewards_are_refused_by_name():
         adv.advantages(torch.zeros(2, 2), "median")
     with pytest.raises(ValueError, match=r"sizes \[1, 2\]"):
         adv.reward_tensor([[1.0, 2.0], [1.0]])
+
+
+def test_large_rewards_keep_their_differences():
+    """In fp32, 1e9 + 1 is 1e9: the group would look equal, and nothing be learned."""
+    rewards = adv.reward_tensor([[1e9, 1e9 + 1, 1e9 + 2, 1e9 + 3], [0.0, 1.0, 2.0, 3.0]])
+    assert adv.informative(rewards).tolist() == [True, True]
+    for kind in ("centred", "standardised", "leave_one_out"):
+        large, small = adv.advantages(rewards, kind)
+        assert torch.allclose(large, small, rtol=1e-6) and large.abs().min() > 0.3
+
+
+def test_what_only_rounding_tells_apart_is_equal():
+    rewards = adv.reward_tensor([[0.1 + 0.2, 0.3], [0.3 + 1e-9, 0.3]])
+    assert rewards[0, 0] != rewards[0, 1] and adv.informative(rewards).tolist() == [False, True]
+    assert not adv.advantages(rewards, "standardised")[0].any()
+
+
+@pytest.mark.parametrize("given", [1, True, 0.5, np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.5), torch.tensor(0.5),
+                                   Fraction(1, 2)])  # fmt: skip
+def test_numbers_of_every_kind_are_rewards(given):
+    assert adv.number(given, "r") == float(given) and type(adv.number(given, "r")) is float
+    assert adv.number(None, "r") is None and math.isnan(adv.number(float("nan"), "r"))
+
+
+@pytest.mark.parametrize("given, kind", [("0.5", "str"), ([1.0], "list"), (1j, "complex"), (torch.ones(1), "Tensor"),
+                                         (np.array("0.5"), "str")])  # fmt: skip
+def test_what_is_no_number_is_no_reward(given, kind):
+    with pytest.raises(TypeError, match=f"the reward 'mine' gave .* of type {kind}: a reward is a number, or None"):
+        adv.number(given, "mine")
+
+
+@pytest.mark.parametrize("given", [float("inf"), -math.inf, 10**400, torch.tensor(torch.inf)])
+def test_a_reward_is_finite(given):
+    with pytest.raises(ValueError, match="the reward 'mine' gave a number that is infinite or too large"):
+        adv.number(given, "mine")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
 from test_families import FAMILIES, make
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig
 
 from grpolab import models
 from grpolab.decode import agreement, attention, general
@@ -152,6 +152,14 @@ def test_nor_on_two_threads():
     """Where torch's own attention of a single query rounds by the row's place (see `_TwoQueries`)."""
     with Sampler(make("gpt2"), slots=8, threads=2) as sampler:
         assert sampler.run_sync(company_share, sampler.engine, 7, 1) == 0
+
+
+def test_company_is_seen_in_a_mixture_of_experts():
+    """Its rows are grouped by expert, so who claims independence asks first: this is how."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = MixtralConfig(vocab_size=100, max_position_embeddings=256, num_local_experts=4, num_experts_per_tok=2, **shape)
+    assert company_share(choose_engine(AutoModelForCausalLM.from_config(config).eval())) > 0
 
 
 def test_company_is_seen_where_rows_are_computed_as_they_come(monkeypatch):

@@ -99,7 +99,10 @@ def test_an_action_must_be_a_text(action):
         env.step(action)
 
 
-@pytest.mark.parametrize("task", [{}, {"a": 1, "op": "/", "b": 2}, {"a": "x", "op": "+", "b": 2}, 3])
+@pytest.mark.parametrize("task", [
+    {}, {"a": 1, "op": "/", "b": 2}, {"a": "x", "op": "+", "b": 2}, 3, [1, "+", 2], {"a": 2.9, "op": "+", "b": 2},
+    {"a": 2, "op": "+", "b": True}, {"a": "3", "op": "+", "b": 2}, {"a": 10**12, "op": "*", "b": 2},
+    {"a": 1, "op": [], "b": 2}])
 def test_a_task_must_be_a_problem(task):
     with pytest.raises(InvalidAction):
         CalculatorEnv().reset(task=task)
@@ -126,6 +129,21 @@ def test_the_guessing_game_ends_without_reward():
     last = env.step({"text": "51"})
     assert last.observation["text"] == "lower" and last.done and last.reward == 0.0
     assert env.reset(seed=3).observation == env.reset(seed=3).observation
+
+
+@pytest.mark.parametrize("task", [{}, 3, [4], {"secret": 5000}, {"secret": 0}, {"secret": 3.9}, {"secret": True},
+                                  {"secret": "42"}])
+def test_a_secret_must_be_a_number_of_the_game(task):
+    with pytest.raises(InvalidAction, match='"secret"'):
+        GuessEnv().reset(task=task)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: CalculatorEnv(max_turns=2.9), lambda: CalculatorEnv(max_turns=True), lambda: GuessEnv(max_turns=1.5),
+    lambda: GuessEnv(highest=9.5), lambda: GuessEnv(highest=True)])
+def test_counts_are_whole_numbers(make):
+    with pytest.raises(ValueError, match="whole number"):
+        make()
 
 
 def test_latency_around_async_methods_is_refused_and_not_ignored():

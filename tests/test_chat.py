@@ -9,7 +9,7 @@ from test_losses import token_logps
 
 from grpolab import losses
 from grpolab.arithmetic import Problem, generate
-from grpolab.chat import CHAT_TEMPLATE, Example, encode_chat, pack, pad, prompt_ids, user
+from grpolab.chat import CHAT_TEMPLATE, Example, encode_chat, observation_ids, pack, pad, prompt_ids, user
 from grpolab.train.logps import decoder_states, head_of
 from grpolab.train.sft import demonstrations
 
@@ -142,3 +142,13 @@ def test_a_conversation_without_an_answer_is_refused(tiny):
 def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="empty"):
         pad([])
+
+
+def test_half_a_surrogate_pair_is_named(tiny):
+    """As JSON's "\\ud83d" gives it: no tokenizer takes it."""
+    said = [{"role": "user", "content": "fine"}, {"role": "assistant", "content": "1 + \ud83d2"}]
+    for encode in (lambda: encode_chat(tiny.tokenizer, said), lambda: prompt_ids(tiny.tokenizer, "1 + \ud83d2"),
+                   lambda: observation_ids(tiny.tokenizer, "1 + \ud83d2")):  # fmt: skip
+        with pytest.raises(ValueError, match=r"'\\ud83d' at position 4, half of a surrogate pair.*errors='replace'"):
+            encode()
+    assert prompt_ids(tiny.tokenizer, "1 + \U0001f600") != prompt_ids(tiny.tokenizer, "1 + ")

@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM
 from transformers import models as families
 
 from grpolab.decode import attention
+from grpolab.decode import sampler as sampling_worker
 from grpolab.decode.agreement import choose_engine
 from grpolab.decode.audit import audit, recompute
 from grpolab.decode.general import GeneralEngine
 from grpolab.decode.llama import LlamaEngine
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.models import attention_of
 
 SHAPE = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
              vocab_size=100, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -133,5 +135,23 @@ def test_exact_mode_equals_the_trainer_in_every_bit():
 
 
 def test_exact_mode_is_refused_where_the_probe_differs():
+    """And the model keeps the attention that it had, which is the trainer's too."""
+    policy = tiny_policy()
     with pytest.raises(ValueError, match="exact mode is impossible here"):
-        Sampler(tiny_policy(), exact=True).engine  # noqa: B018  (waits for the choice)
+        Sampler(policy, exact=True).engine  # noqa: B018  (waits for the choice)
+    assert attention_of(policy.model) == "sdpa"
+    policy.model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="exact mode is impossible here"):
+        Sampler(policy, exact=True).engine  # noqa: B018
+    assert attention_of(policy.model) == "eager"
+
+
+def test_exact_mode_of_a_model_that_no_engine_takes_leaves_its_attention(monkeypatch):
+    def refuse(model, *_):
+        raise ValueError("none fits")
+
+    policy = tiny_policy()
+    monkeypatch.setattr(sampling_worker, "choose_engine", refuse)
+    with pytest.raises(ValueError, match="none fits"):
+        Sampler(policy, exact=True).engine  # noqa: B018
+    assert attention_of(policy.model) == "sdpa"

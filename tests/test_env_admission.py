@@ -1,16 +1,17 @@
 """Who gets a slot when there are fewer than wanted: at once, in line, or not."""
 
 import asyncio
+import json
 import os
 import sys
 import time
 
 import pytest
-from env_harness import ROOT, SOON, EchoEnv, eventually
+from env_harness import ROOT, SOON, EchoEnv, eventually, server_process, status
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from grpolab.env import protocol, server
+from grpolab.env import admission, protocol, server
 from grpolab.env.admission import KEPT, Places
 from grpolab.env.client import EnvSession
 from grpolab.env.pool import GrpoPool
@@ -120,6 +121,48 @@ def test_the_line_is_served_in_its_order():
             await raw.close()
             await asyncio.gather(*comers)
             assert order == list(range(5)) and EchoEnv.most == 1 == one.status()["most_sessions"]
+
+    run(main())
+
+
+def test_who_has_waited_longer_than_the_server_lets_wait_keeps_its_place_in_line():
+    """`queue_timeout` ends the handshake, not the turn: who asks again under its name is where it was."""
+    async def main():
+        async with serve(EchoEnv, max_sessions=2, queue_timeout=0.5) as two:
+            first, order = [await opens(two.url) for _ in range(2)], []
+
+            async def pool(name, queue):
+                async with GrpoPool(two.url, size=2, queue=queue, name=name) as mine:
+                    order.append(name)
+                    await mine.reset_group()
+
+            waiting = [asyncio.create_task(pool("early", 20))]
+            await eventually(lambda: two.status()["waiting"] == 2, SOON)
+            while two.status()["waiting"]:  # it was sent away
+                await asyncio.sleep(0.01)
+            waiting.append(asyncio.create_task(pool("late", 20)))
+            await eventually(lambda: two.status()["waiting"] == 2, SOON)
+            for raw in first:
+                await raw.close()
+            await asyncio.gather(*waiting)
+            assert order == ["early", "late"]
+
+    run(main())
+
+
+def test_who_does_not_come_back_loses_its_place_in_line(monkeypatch):
+    async def main():
+        monkeypatch.setattr(admission, "RETURNS", 0.3)
+        monkeypatch.setattr(admission, "KEPT", 0.3)
+        async with serve(EchoEnv, max_sessions=2, queue_timeout=0.2) as two:
+            raw = await opens(two.url)
+            assert await refused(two.url, wait=9, group="gone 2") == 503  # of two slots there is one
+            start = time.monotonic()
+            async with GrpoPool(two.url, size=1, queue=6):  # which nobody else waits for any more
+                assert 0.05 < time.monotonic() - start < 6
+                assert await refused(two.url, wait=9) == 503  # without a name none can come back
+            await raw.close()
+            await (await opens(two.url)).close()
 
     run(main())
 
@@ -241,5 +284,37 @@ def test_pools_of_two_processes_take_turns():
             assert rounds == 1 and await other.stdout.readline() == b"in\n"
             assert await other.wait() == 0
             await pool.close()
+
+    run(main())
+
+
+def test_pools_of_two_processes_share_a_server_of_a_third():
+    """Two pools of three sessions each, on four slots, for ten groups: each in turn, and each sees its own sessions alone."""
+    code = ("import asyncio, json, sys\nfrom grpolab.env.pool import GrpoPool\n"
+            "async def main():\n"
+            "    seen = []\n"
+            "    for round in range(10):\n"
+            "        async with GrpoPool(sys.argv[1], size=3, queue=30) as pool:\n"
+            "            await pool.reset_group(sys.argv[2] + str(round))\n"
+            "            async def rollout(seat):\n"
+            "                task = seat.result.observation['task']\n"
+            "                said = [await seat.step({'text': f'{sys.argv[2]}{round}.{seat.index}.{n}'}) for n in range(3)]\n"
+            "                return task, [(s.observation['echo'], s.observation['turn']) for s in said]\n"
+            "            seen.append(await pool.run_group(rollout))\n"
+            "        await asyncio.sleep(0.05)\n"
+            "    print(json.dumps(seen))\n"
+            "asyncio.run(main())")
+
+    async def main():
+        with server_process("env_harness:EchoEnv", "--max-sessions", "4", "--isolate", "thread") as (_, url):
+            clients = [await asyncio.create_subprocess_exec(
+                sys.executable, "-c", code, url, name, stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(ROOT)}) for name in "ab"]
+            said = [json.loads((await client.communicate())[0]) for client in clients]
+            for name, groups in zip("ab", said, strict=True):
+                assert groups == [[[f"{name}{r}", [[f"{name}{r}.{i}.{n}", n + 1] for n in range(3)]] for i in range(3)]
+                                  for r in range(10)]
+            counts = await asyncio.to_thread(status, url)
+            assert counts["most_sessions"] <= 4 and counts["opened"] == counts["closed"] == 60 and counts["sessions"] == 0
 
     run(main())

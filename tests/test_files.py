@@ -5,7 +5,7 @@ import os
 import pytest
 
 from grpolab import files
-from grpolab.files import atomic_folder, atomic_write, data_path
+from grpolab.files import HELD, atomic_folder, atomic_write, data_path, lock_folder, unlock_folder
 
 
 def test_a_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
@@ -52,3 +52,15 @@ def test_a_missing_shipped_file_is_named():
     assert data_path("tiny", "config.json").exists()
     with pytest.raises(FileNotFoundError, match="no-such-file.*whole copy"):
         data_path("no-such-file")
+
+
+def test_a_folder_is_free_once_it_is_unlocked(tmp_path):
+    """Also while a child that is being started still has a copy of the open file."""
+    lock = lock_folder(tmp_path)
+    assert lock_folder(tmp_path) == HELD
+    copy = os.dup(lock)
+    unlock_folder(lock)
+    again = lock_folder(tmp_path)
+    assert again != HELD
+    unlock_folder(again)
+    os.close(copy)

@@ -1,8 +1,11 @@
 import json
+import os
 
 import pytest
 
-from grpolab.lab.gate import GateError, gate
+from grpolab.lab.gate import GateError, gate, shortened
+from grpolab.lab.readable import readable
+from grpolab.lab.run import Run
 
 
 def results(folder):
@@ -19,7 +22,7 @@ def test_a_gate_that_holds_writes_its_measurements(tmp_path):
         g.record(seconds=3.5)
     found = results(tmp_path)
     assert found["passed"] is True and found["values"] == {"seconds": 3.5}
-    assert found["checks"][2] == {"name": "format", "measured": 0.99, "bound": "≥ 0.99", "passed": True}
+    assert found["checks"][2] == {"name": "format", "measured": 0.99, "bound": "≥ 0.99", "passed": True, "judged": True}
 
 
 @pytest.mark.parametrize(
@@ -70,4 +73,98 @@ def test_an_error_inside_goes_up_and_is_recorded(tmp_path):
 def test_it_shows_measured_beside_bound(tmp_path):
     with gate("00 test", tmp_path) as g:
         g.close("kl <0>", 0.0, 0.0, atol=1e-6)
-    assert "✓ kl <0>  0  = 0 ± 1e-06" in str(g) and "kl &lt;0&gt;" in g._repr_html_()
+        g.at_most("steps", 11657.0, 20000.0)
+    assert "✓ kl <0>  0  = 0 ± 10⁻⁶" in repr(g) and "kl &lt;0&gt;" in g._repr_html_()
+    assert "✓ steps   11,660  ≤ 20,000" in str(g)
+
+
+def test_the_failed_come_first_coloured_with_what_to_change(tmp_path):
+    with pytest.raises(GateError):
+        with gate("00 test", tmp_path) as g:
+            g.equal("fine", 1, 1)
+            g.equal("identity", 1, 2)
+            g.claims()
+            g.at_least("claim", 0.5, 0.6)
+            g.at_least("advised", 0.5, 0.6, advice="-p steps 300 <b>")
+    lines = repr(g).splitlines()
+    assert [line.split()[1] for line in lines[1::2]] == ["identity", "claim", "advised", "fine"][: len(lines[1::2])]
+    assert "look at the code" in lines[2] and "more steps" in lines[4] and lines[6] == "    → -p steps 300 <b>"
+    rows = g._repr_html_().split("<tr>")[2:]
+    assert ["background" in r for r in rows] == [True, False, True, False, True, False, False]
+    assert "✗" in rows[0] and "identity" in rows[0] and "look at the code" in rows[1]
+    assert "-p steps 300 &lt;b&gt;" in rows[5] and "text-align:left" in rows[0]
+
+
+def test_a_shortened_run_is_judged_by_its_identities_alone(tmp_path):
+    with gate("00 test", tmp_path, shortened="20 of 150 steps") as g:
+        g.equal("identity", 1, 1)
+        g.claims()
+        g.at_least("gain", float("nan"), 0.6)
+    assert "identities passed; claims not judged: 20 of 150 steps" in repr(g) and "– gain" in repr(g)
+    assert "claims not judged: 20 of 150 steps" in g._repr_html_() and "✗" not in g._repr_html_()
+    found = results(tmp_path)
+    assert found["passed"] is True and found["shortened"] == "20 of 150 steps"
+    assert [c["judged"] for c in found["checks"]] == [True, False] and found["checks"][1]["passed"] is False
+    with pytest.raises(GateError, match="identity: 1, must be = 2"):
+        with gate("00 test", tmp_path, shortened="20 of 150 steps") as g:
+            g.equal("identity", 1, 2)
+            g.claims()
+            g.at_least("gain", 0.5, 0.6)
+
+
+def test_what_a_run_leaves_out_is_named():
+    assert shortened(steps=(20, 150), questions=(100, 1000)) == "20 of 150 steps, 100 of 1000 questions"
+    assert shortened(steps=(150, 150), questions=(2000, 1000)) == ""
+
+
+def test_claims_of_a_whole_run_are_judged(tmp_path):
+    with pytest.raises(GateError, match="gain"):
+        with gate("00 test", tmp_path, shortened="") as g:
+            g.equal("identity", 1, 1)
+            g.claims()
+            g.at_least("gain", 0.5, 0.6)
+
+
+def test_claims_alone_do_not_pass_a_shortened_run(tmp_path):
+    with pytest.raises(GateError, match="no checks that are judged"):
+        with gate("00 test", tmp_path, shortened="1 of 2 steps") as g:
+            g.claims()
+            g.at_least("gain", 0.7, 0.6)
+
+
+def test_a_near_miss_shows_all_its_digits(tmp_path):
+    with pytest.raises(GateError, match="format: 0.98999999, must be ≥ 0.99"):
+        with gate("00 test", tmp_path) as g:
+            g.at_least("format", 0.98999999, 0.99)
+
+
+def test_a_run_has_its_files_listed_below(tmp_path):
+    (tmp_path / "04" / "figures").mkdir(parents=True)
+    for old in ("old.csv", "figures/old.png"):
+        (tmp_path / "04" / old).write_text("")
+        os.utime(tmp_path / "04" / old, (1, 1))
+    run = Run("04", root=tmp_path)
+    run.log({"step": 0})
+    (run.folder / "policy").mkdir()
+    for new in ("policy/model.safetensors", "figures/reward.png", "start.safetensors", ".process"):
+        (run.folder / new).write_text("")
+    with pytest.raises(GateError):
+        with gate("04 grpo", run) as g:
+            g.equal("x", 1, 2)
+    assert run.made() == f"{run.folder}: metrics.csv, policy/, results.json; figures: reward"
+    assert repr(g).splitlines()[-1] == run.made() and run.made() in g._repr_html_()
+    assert Run("05", root=tmp_path).made().endswith("05: nothing")
+
+
+def test_the_error_is_its_message_without_a_traceback():
+    assert GateError("gate '04' failed\n  x: 1")._render_traceback_() == ["GateError: gate '04' failed\n  x: 1"]
+
+
+NUMBERS = [(0.0, "0"), (0.98765, "0.9877"), (11657.3, "11,660"), (5.629e-7, "5.629·10⁻⁷"), (1e-6, "10⁻⁶"), (12000, "12,000"),
+           (2026, "2026"), (9999.7, "10,000"), (-0.00025, "-0.00025"), (True, "True"), (float("nan"), "nan"), ("a", "a"),
+           (3.2e12, "3.2·10¹²")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "text"), NUMBERS)
+def test_numbers_are_for_people(value, text):
+    assert readable(value) == text

@@ -250,6 +250,52 @@ def test_what_an_environment_started_ends_with_its_session(end):
     run(main())
 
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process can adopt what escapes")
+
+
+@LINUX
+@pytest.mark.parametrize("end", ["close", "hang", "kill", "server"])
+def test_what_escapes_its_group_and_its_parent_ends_with_the_session(end):
+    """A daemon: a session of its own, its parent gone."""
+    with server_process("odd_envs:Inspects", "--step-timeout", "5", "--close-timeout", "0.2") as (process, url):
+        async def main():
+            session = EnvSession(url, deadlines=Deadlines(close=1))
+            await session.connect()
+            seen = (await session.step({"escape": True})).observation
+            assert alive(seen["child"]) and os.getsid(seen["child"]) == seen["child"]
+            if end == "hang":
+                with pytest.raises(SessionLost):
+                    await session.step({"do": "time.sleep(3600)"})
+            elif end == "kill":
+                os.kill(seen["pid"], signal.SIGKILL)
+            elif end == "server":
+                process.kill()
+            await session.close()
+            await asyncio.to_thread(wait_for, lambda: not alive(seen["child"]) and not alive(seen["pid"]), SOON)
+
+        run(main())
+
+
+@LINUX
+def test_what_an_environment_leaves_behind_is_reaped_while_it_lives():
+    async def main():
+        async with serve(odd_envs.Inspects, isolate="process") as server, EnvSession(server.url) as session:
+            seen = (await session.step({"escape": True})).observation
+            os.kill(seen["child"], signal.SIGTERM)
+            await eventually(lambda: not psutil.pid_exists(seen["child"]), SOON)  # not even as a zombie
+
+    run(main())
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_an_environment_may_use_multiprocessing(method):
+    async def main():
+        async with serve(odd_envs.Multiprocessing, isolate="process") as server, EnvSession(server.url) as session:
+            assert (await session.step({"method": method})).observation["said"] == [42]
+
+    run(main())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_of_a_session_outlives_the_server(number):
     with server_process("odd_envs:Inspects", "--max-sessions", "2") as (process, url):
@@ -399,6 +445,16 @@ def test_many_processes_leave_nothing_behind():
     (["calculator", "--token-file", "empty"], "empty is empty"),
     (["calculator", "--token-file", "two lines"], "holds spaces, line breaks"),
     (["calculator", "--token-file", "none"], "none"),
+    (["calculator", "--token-file", "bytes"], "the bearer token of bytes holds spaces, line breaks or letters beyond ASCII"),
+    (["calculator", "--backend", "nosuchcommand here"], "nosuchcommand: No such file or directory"),
+    (["calculator", "--backend", "odd_envs:Missing"], "backend 'odd_envs:Missing': odd_envs has no 'Missing'"),
+    (["calculator", "--backend", "odd_envs:broken_backend"], "backend 0 could not be made: KeyError('no backend')"),
+    (["calculator", "--backend", "odd_envs:LameBackend"], "backend 0 did not start: OSError('lame')"),
+    (["calculator", "--backend", "odd_envs:not_a_backend"], "backend 0 is a object without start"),
+    (["calculator", "--backend", "'"], "No closing quotation"),
+    (["exits:Env", "--isolate", "thread"], "environment 'exits:Env' cannot be imported: SystemExit(0)"),
+    (["raises:Env", "--isolate", "thread"], "environment 'raises:Env' cannot be imported: KeyError('a key')"),
+    (["raises:Env"], "environment 'raises:Env' cannot be imported: KeyError('a key')"),
     (["calculator", "--port", "0", "--trace", "/nowhere/at/all"], "/nowhere/at/all"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_a_command_line_that_makes_no_sense_is_told_in_a_line(arguments, said, tmp_path, capfd, monkeypatch):
@@ -406,6 +462,10 @@ def test_a_command_line_that_makes_no_sense_is_told_in_a_line(arguments, said, t
 
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "two lines").write_text("hush\nhush\n")
+    (tmp_path / "bytes").write_bytes(b"hush\xff\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
+    (tmp_path / "raises.py").write_text("raise KeyError('a key')")
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     assert main(["serve", *arguments]) == 2
@@ -432,6 +492,32 @@ def test_the_module_is_imported_in_its_process_only(tmp_path):
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
                            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
     assert reply.stdout == "alive 2\n" and "SystemExit(7)" in reply.stderr and "Traceback" not in reply.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("isolate", ["process", "thread"])
+def test_a_signal_ends_a_server_that_is_still_importing(isolate, number, tmp_path):
+    (tmp_path / "slow.py").write_text("import sys, time\nprint('importing', file=sys.stderr, flush=True)\ntime.sleep(60)")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "grpolab", "serve", "slow:Env", "--isolate", isolate], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
+    assert server.stderr.readline() == "importing\n"
+    family = psutil.Process(server.pid).children(recursive=True)
+    server.send_signal(number)
+    said = server.communicate(timeout=SOON)[1]
+    expected = {"process": 0, "thread": 130 if number == signal.SIGINT else -signal.SIGTERM}[isolate]
+    assert server.returncode == expected and "Traceback" not in said and "checkpoint" not in said
+    wait_for(lambda: not any(alive(p.pid) for p in family), SOON)
+
+
+def test_a_signal_ends_a_server_whose_backends_are_still_starting():
+    server = subprocess.Popen([sys.executable, "-m", "grpolab", "serve", "calculator", "--backend", "sleep 60"],
+                              stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_for(lambda: any("sleep" in p.name() for p in psutil.Process(server.pid).children(recursive=True)), SOON)
+    family = psutil.Process(server.pid).children(recursive=True)
+    server.send_signal(signal.SIGTERM)
+    assert "Traceback" not in server.communicate(timeout=SOON)[1] and server.returncode == 0
+    wait_for(lambda: not any(alive(p.pid) for p in family), SOON)
 
 
 def test_a_client_that_leaves_stops_the_async_step_in_its_process():

@@ -1,15 +1,19 @@
 """Progress and pictures: they show the values that they are given."""
 
+import base64
+from io import BytesIO
+
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from PIL import Image
 
-from grpolab import load_policy, plots
+from grpolab import plots
 from grpolab.evaluate import Interval
-from grpolab.lab.live import Dashboard, sparkline, tokens_html
+from grpolab.lab.live import Dashboard, sparkline
 from grpolab.lab.run import Run
 
 
@@ -39,26 +43,43 @@ def test_the_html_holds_the_latest_value_and_no_markup_from_outside():
     assert "&lt;b&gt;" in html and "0.75" in html and "nan" not in html and "value='3' max='4'" in html
 
 
-def test_a_sparkline_rises_with_its_values():
-    points = sparkline([0.0, 1.0, 2.0]).split("points='")[1].split("'")[0].split()
-    heights = [float(p.split(",")[1]) for p in points]
+def test_a_sparkline_is_an_image_that_rises_with_its_values():
+    html = sparkline([0.0, 1.0, 2.0])
+    assert html.startswith("<img ") and "<svg" not in html
+    image = base64.b64decode(html.split("base64,")[1].split("'")[0]).decode()
+    heights = [float(p.split(",")[1]) for p in image.split("points='")[1].split("'")[0].split()]
     assert heights[0] > heights[1] > heights[2]  # SVG counts downwards
     assert sparkline([1.0]) == "" and sparkline([3.0, 3.0])
 
 
-def test_tokens_are_shaded_where_the_policy_chose():
-    policy = load_policy("tiny")
-    html = tokens_html(policy.tokenizer, policy.tokenizer("<1 ", add_special_tokens=False)["input_ids"], [0, 1, 1])
-    spans = html.split("<span")[1:]
-    assert [plots.POLICY in s for s in spans] == [False, True, True]
-    assert "&lt;" in spans[0] and "␣" in spans[2]
+def test_a_value_outside_its_healthy_range_is_coloured():
+    live = Dashboard(4, ["mixed", "kl", "mine"], healthy={"kl": (None, 0.1), "mine": (1, 2)})
+    live.update({"step": 0, "mixed": 0.5, "kl": 0.05, "mine": 11657.3})
+    assert plots.WARNING not in live._repr_html_().split("mine")[0]
+    live.update({"step": 1, "mixed": 0.05, "kl": 0.2, "mine": 1.5})
+    mixed, kl, mine = live._repr_html_().split("<tr>")[1:]
+    assert plots.WARNING in mixed and "only these teach" in mixed and "usually at least 0.1" in mixed
+    assert plots.WARNING in kl and "usually at most 0.1" in kl and "nats a token" in kl
+    assert plots.WARNING not in mine and "usually 1 to 2" in mine
+    assert "mine 1.5" in repr(live) and repr(live) == str(live)
+
+
+def test_the_clock_stands_still_after_the_last_row(monkeypatch):
+    live = Dashboard(1, [])
+    live.update({"step": 0})
+    said = repr(live)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    assert repr(live) == said
 
 
 def test_a_curve_draws_the_column_and_its_running_mean():
     metrics = pd.DataFrame({"step": range(4), "reward": [0.0, 1.0, 0.0, 1.0]})
-    ax = plots.curve(metrics, "reward", title="it rises", ylabel="reward", window=2)
+    ax = plots.curve(metrics, "reward", title="it rises", ylabel="reward", window=3)
     raw, mean = (line.get_ydata().tolist() for line in ax.lines)
     assert raw == [0, 1, 0, 1] and mean == [0, 0.5, 0.5, 0.5]
+    turning = pd.DataFrame({"step": range(7), "reward": [0.0, 1.0, 2.0, 3.0, 2.0, 1.0, 0.0]})
+    mean = plots.curve(turning, "reward", title="t", ylabel="y", window=3).lines[1].get_ydata()
+    assert mean.argmax() == 3 and list(mean) == list(mean)[::-1]  # its peak is where the values have theirs
     assert ax.get_title(loc="left") == "it rises" and ax.get_ylabel() == "reward"
 
 
@@ -69,10 +90,28 @@ def test_bars_have_their_values_and_intervals():
     assert [t.get_text() for t in ax.texts] == ["20.0%", "60.0%"]
 
 
+def test_levels_are_dashed_lines_with_their_names_and_values():
+    ax = plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r")
+    plots.levels({"base": 0.75}, ax)
+    line = ax.lines[-1]
+    assert line.get_linestyle() == "--" and set(line.get_ydata()) == {0.75}
+    assert [t.get_text() for t in ax.texts] == ["base 75%"]
+
+
 def test_group_health_fills_the_whole():
     metrics = pd.DataFrame({"step": [0, 1], "all_wrong": [0.5, 0.2], "mixed": [0.3, 0.3], "all_right": [0.2, 0.5]})
     ax = plots.group_health(metrics, title="t")
     assert max(c.get_paths()[0].vertices[:, 1].max() for c in ax.collections) == pytest.approx(1.0)
+
+
+def test_a_figure_has_twice_its_pixels_and_few_bytes():
+    ax = plots.curve(pd.DataFrame({"step": range(50), "r": range(50)}), "r", title="t", ylabel="r", color=plots.REWARD)
+    data, size = plots._for_notebook(ax.figure)
+    image = Image.open(BytesIO(data))
+    assert image.width > 1200 and (size["width"], size["height"]) == (image.width // 2, image.height // 2)
+    assert len(data) < 40_000
+    drawn = {color for _, color in image.convert("RGB").getcolors()}
+    assert (0, 158, 115) in drawn and (255, 255, 255) in drawn  # the palette's green is exactly itself
 
 
 def test_a_figure_is_saved_in_the_runs_folder(tmp_path):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.run import Run
@@ -229,3 +230,60 @@ def test_weights_change_in_one_thread_that_holds_the_policy(tiny, tmp_path, monk
     taken = len(asyncio.run(consume()))
     assert set(owners) == {(f"{optimise.STEPS}_0", True)}
     assert versions == list(range(taken)) and policy.version == taken
+
+
+def dropping(policy):
+    """A small model with dropout of 0.1, in training mode; every one made is the same."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=policy.model.config.vocab_size, attention_dropout=0.1, **shape)
+    model = LlamaForCausalLM(config).train()
+    return Policy(model, policy.tokenizer, "dropping", policy.eos_ids)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_dropout_is_drawn_from_seed_and_step(tiny, tmp_path, restart):
+    """So a run that goes on, or is run again, drops what it would have dropped, whatever else was drawn meanwhile."""
+    whole, again = dropping(tiny), dropping(tiny)
+    rows = train(whole, CONFIG)
+    torch.manual_seed(99)
+    if restart:
+        train(again, CONFIG, Run("x", root=tmp_path), stop=3)
+        again = dropping(tiny)
+    torch.rand(5)
+    before = torch.get_rng_state()
+    resumed = train(again, CONFIG, Run("x", root=tmp_path))
+    assert torch.equal(flat(whole), flat(again)) and rows[-1]["loss"] == resumed[-1]["loss"]
+    assert torch.equal(torch.get_rng_state(), before) and again.model.training
+    still = dropping(tiny)
+    still.model.eval()
+    assert train(still, CONFIG)[0]["loss"] != rows[0]["loss"]  # it does drop
+
+
+def test_another_seed_or_step_drops_others(tiny):
+    policy, seen = dropping(tiny), set()
+    for seed, step in ((0, 0), (0, 1), (1, 0)):
+        with optimise.dropout_of(policy, seed, step):
+            seen.add(torch.rand(1).item())
+    assert len(seen) == 3
+
+
+def test_a_reference_in_training_mode_drops_nothing(tiny):
+    """Its log-probs are the model's own, and its mode stays."""
+    policy, reference = dropping(tiny), dropping(tiny)
+    policy.model.eval()
+    config = GRPOConfig(steps=1, prompts_per_step=2, group_size=4, max_new_tokens=6, kl_coef=0.5)
+
+    async def first():
+        rows = grpo(policy, reference, PROBLEMS, config, reward=lambda text, problem, rollout: float(len(set(rollout.tokens))))
+        return [row async for row in rows][0]
+
+    assert abs(asyncio.run(first())["kl"]) < 1e-6 and reference.model.training
+
+
+def test_a_frozen_policy_is_refused_by_name(tiny):
+    tiny.model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'tiny' is frozen: .*requires_grad_\(True\)"):
+        train(tiny, CONFIG)
+    next(tiny.model.parameters()).requires_grad_(True)
+    assert len(train(tiny, dataclasses.replace(CONFIG, steps=1))) == 1

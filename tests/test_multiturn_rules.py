@@ -597,3 +597,34 @@ def test_a_curriculum_that_cannot_be_brought_back_is_refused(caller, tmp_path):
     assert len(source.log) == 9  # it trains
     with pytest.raises(ValueError, match="cannot be brought back"):
         run(until(caller, Forgetful(), 4, tmp_path))
+
+
+def test_a_cell_run_again_begins_with_the_curriculum_as_it_was(caller, tmp_path, capsys):
+    """On the same policy and curriculum, which both have gone on: the same tasks, the same rows; whole or interrupted."""
+    curriculum = tiers()
+    curriculum.record_result(curriculum.next_task(), 0.5)  # before the run: kept
+    first = run(until(caller, curriculum, 2, tmp_path / "one", steps=2))
+    then = run(until(caller, curriculum, 2, tmp_path / "two", steps=2))
+    assert first != then and "the curriculum goes back" not in capsys.readouterr().out
+    assert run(until(caller, curriculum, 2, tmp_path / "two", steps=2)) == then
+    assert run(until(caller, curriculum, 2, tmp_path / "one", steps=2)) == first
+    assert capsys.readouterr().out.count("the curriculum goes back to where") == 2
+    assert run(until(caller, curriculum, 2, tmp_path / "two", steps=2)) == then  # from what the first made of it
+    run(until(caller, curriculum, 1, tmp_path / "one", steps=2))
+    assert run(until(caller, curriculum, 2, tmp_path / "one", steps=2)) == first[1:]
+    assert run(until(caller, curriculum, 2, tmp_path / "one", steps=2)) == first  # also after it was resumed
+
+
+def test_a_curriculum_that_cannot_be_taken_back_is_refused_when_its_cell_runs_again(caller, tmp_path):
+    class Forgetful:
+        def next_tasks(self, n):
+            return [{"a": 1, "op": "+", "b": i} for i in range(n)]
+
+        def record_result(self, task, rate):
+            pass
+
+    source = Forgetful()
+    run(until(caller, source, 1, tmp_path, steps=1))
+    with pytest.raises(ValueError, match="cannot be taken back: make it anew"):
+        run(until(caller, source, 1, tmp_path, steps=1))
+    run(until(caller, Forgetful(), 1, tmp_path, steps=1))

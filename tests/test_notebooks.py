@@ -167,9 +167,76 @@ def test_store_puts_the_executed_notebook_in_place(series):
     assert record["passed"] and record["checks"][0]["name"] == "n" and record["minutes"] >= 0 and "threads" in record
 
 
+def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
+    source = GATE.format(name="01_fine").replace(".folder)", ".folder, shortened='2 of 9 steps')")
+    nbformat.write(small(source), series / "01_fine.ipynb")
+    before = (series / "01_fine.ipynb").read_text()
+    assert notebooks.run_series(["01"], {}, store=True) == 0
+    out = capsys.readouterr().out
+    assert "shortened" in out.split() and "identities passed; claims not judged: 2 of 9 steps; not stored" in out
+    assert (series / "01_fine.ipynb").read_text() == before
+
+
+def test_store_keeps_the_static_page_of_a_slider(series):
+    views = "{0: View('<i>first</i>', 'first'), 9: View('<i>last</i>', 'last')}"
+    slider = f"from grpolab.lab.tokens import View, by_step\nby_step({views})"
+    notebook = small(GATE.format(name="01_fine"))
+    notebook.cells.append(nbformat.v4.new_code_cell(slider))
+    nbformat.write(notebook, series / "01_fine.ipynb")
+    assert notebooks.run_series(["01"], {}, store=True) == 0
+    executed, stored = (
+        nbformat.read(path, as_version=4)
+        for path in (series.parent / "runs" / "01_fine" / "tiny" / "01_fine.ipynb", series / "01_fine.ipynb")
+    )
+    view = "application/vnd.jupyter.widget-view+json"
+    assert view in executed.cells[-1].outputs[0].data and "SelectionSliderModel" in json.dumps(executed.metadata)
+    assert set(stored.cells[-1].outputs[0].data) == {"text/html", "text/plain"} and "widgets" not in stored.metadata
+    assert "<i>last</i>" in stored.cells[-1].outputs[0].data["text/html"]
+
+
 def test_unknown_notebooks_and_parameters_are_refused(series, capsys):
     assert main(["run", "07"]) == 1 and "there are 01, 02" in capsys.readouterr().err
     assert main(["run", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capsys.readouterr().err
+
+
+def test_a_notebook_is_named_by_number_or_by_name(series, capsys):
+    wanted = ["01_fine.ipynb", "02_other.ipynb"]
+    for names in (["1", "2"], ["01_fine", "02_other"], ["notebooks/01_fine.ipynb", "02_other.ipynb"]):
+        assert [p.name for p in notebooks.find(names)] == wanted
+    assert main(["run", "01_other"]) == 1 and "no notebook 01_other; there are 01, 02" in capsys.readouterr().err
+
+
+TYPES = [("n", "x", "int, such as 3; got 'x'"), ("n", "1.5", "int"), ("n", "True", "int"), ("model", "3", "str, such as tiny")]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), TYPES)
+def test_a_value_of_another_type_is_refused_before_anything_runs(series, capsys, name, value, said):
+    assert notebooks.run_series(["01"], {}) == 0
+    before = (series.parent / "runs" / "01_fine" / "tiny" / "results.json").stat().st_mtime_ns
+    assert main(["run", "-p", name, value]) == 1
+    assert f"parameter {name} must be {said}" in capsys.readouterr().err
+    assert (series.parent / "runs" / "01_fine" / "tiny" / "results.json").stat().st_mtime_ns == before
+
+
+def test_whole_numbers_are_floats_too():
+    known = {"lr": {"inferred_type_name": "float"}, "free": {"inferred_type_name": "None"}}
+    notebooks.refuse_types({"lr": 1, "free": "x", "of another notebook": 3}, known)
+
+
+def test_the_last_good_result_is_kept_until_the_next(series, capsys):
+    folder = series.parent / "runs" / "01_fine" / "tiny"
+    drawn = "figures = Run('01_fine', model).folder / 'figures'\nfigures.mkdir(exist_ok=True)"
+    drawn += "\n(figures / 'a.png').write_text(str(n))"
+    source = GATE.format(name="01_fine").replace("with gate", drawn + "\nwith gate")
+    nbformat.write(small(source), series / "01_fine.ipynb")
+    assert notebooks.run_series(["01"], {}) == 0 and not (folder / "last_good").exists()
+    for _ in range(2):  # a second failure does not push it out
+        assert notebooks.run_series(["01"], {"n": 2}) == 1
+        assert "the last run that passed: runs/01_fine/tiny/last_good" in capsys.readouterr().out
+        assert json.loads((folder / "last_good" / "results.json").read_text())["passed"]
+        assert "gate x: passed" in (folder / "last_good" / "01_fine.ipynb").read_text()
+        assert (folder / "last_good" / "figures" / "a.png").read_text() == "1"
+    assert notebooks.run_series(["01"], {}) == 0 and not (folder / "last_good").exists()
 
 
 def test_from_elsewhere_the_installed_copy_is_run(series, tmp_path, monkeypatch, capsys):

@@ -73,6 +73,33 @@ def test_a_group_on_eight_sessions():
     run(main())
 
 
+def test_steps_of_a_group_keep_its_number_and_the_next_group_has_another():
+    async def main():
+        async with serve(EchoEnv, max_sessions=2) as server, GrpoPool(server.url, size=2, seed=7) as pool:
+            seen = []
+
+            async def rollout(seat):
+                await seat.reset(seed=seat.group_seed)
+                seen.append((seat.group, seat.group_seed, seat.seed))
+
+            def numbers():
+                return pool.group, [seat.group for seat in pool.seats]
+
+            await pool.reset_group()
+            assert numbers() == (0, [0, 0])
+            for _ in range(2):
+                await pool.run_group_step([{"text": "a"}] * 2)
+                assert numbers() == (0, [0, 0])
+            await pool.run_group(rollout)  # without a reset of its own: these are other rollouts
+            assert numbers() == (1, [1, 1])
+            assert sorted(seen) == sorted((1, rollout_seed(7, 1, -1), rollout_seed(7, 1, i)) for i in range(2))
+            await pool.reset_group()
+            await pool.run_group(two_steps)  # the group that was reset
+            assert numbers() == (2, [2, 2])
+
+    run(main())
+
+
 def test_rollouts_overlap_in_time():
     async def main():
         async with serve(AsyncEchoEnv) as server, GrpoPool(server.url, size=8) as pool:
@@ -1027,6 +1054,30 @@ def test_the_synchronous_twin_in_a_running_loop():
     with served(EchoEnv, max_sessions=2) as server:
         url = server.url
         assert asyncio.run(cell()) == [("b0", 2.0), ("b1", 2.0)]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_synchronous_twin_in_the_loop_that_serves_says_what_is_wrong(host):
+    """It would wait for an answer that cannot come while it waits."""
+    async def main():
+        async with serve(EchoEnv, max_sessions=4) as server:
+            url = server.url.replace("127.0.0.1", host)
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"served by this very event loop.*async with GrpoPool"):
+                MultiTurnEnvPool(url, size=2).start()
+            pool = MultiTurnEnvPool(url, size=2)
+            await asyncio.to_thread(pool.start)  # from a thread there is nothing in the way
+            with pytest.raises(RuntimeError, match="served by this very event loop"):
+                pool.reset_group()
+            assert len(await asyncio.to_thread(pool.reset_group)) == 2
+            with pytest.raises(RuntimeError, match="served by this very event loop"):
+                pool.close()
+            assert time.monotonic() - start < SOON
+            await asyncio.to_thread(pool.close)
+        with pytest.raises(ConnectError):  # it is served no longer
+            MultiTurnEnvPool(url, size=2).start()
+
+    run(main())
 
 
 def test_the_synchronous_twin_under_an_interrupt():

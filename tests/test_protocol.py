@@ -111,6 +111,19 @@ def test_an_observation_that_is_none_loses_the_session(bad):
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize("observation", [{"a": 1}, {"metadata": {"own": 1}}, {"metadata": "own"}, {"metadata": None}, {}])
+@pytest.mark.parametrize("metadata", [{}, {"calls": 1}])
+def test_an_observation_keeps_its_own_field_named_metadata_over_the_wire(observation, metadata):
+    kind, sent = parse_reply(protocol.observation(StepResult(observation, 0.5, True, metadata)))
+    assert step_result(sent) == StepResult(observation, 0.5, True, metadata)
+
+
+def test_an_openenv_reply_that_says_its_metadata_twice_says_it_once():
+    """As openenv 0.10.0 sends it: inside always, beside `done` where there is any."""
+    both = {"observation": {"a": 1, "metadata": {"m": 2}}, "reward": None, "done": False, "metadata": {"m": 2}}
+    assert step_result(both) == StepResult({"a": 1}, None, False, {"m": 2})
+
+
 def test_an_observation_may_have_a_field_named_metadata_of_its_own():
     assert step_result({"observation": {"metadata": "m"}, "reward": True}) == StepResult({"metadata": "m"}, 1.0)
 

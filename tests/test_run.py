@@ -21,8 +21,12 @@ from grpolab.arithmetic import Task, generate
 from grpolab.files import append_line
 from grpolab.lab import run as lab_run
 from grpolab.lab.run import Run
+from grpolab.lab.states import data_hash
 from grpolab.models import Policy
+from grpolab.train import DPOConfig, RewardConfig, RewardModel, dpo, reward_model
 from grpolab.train.grpo import GRPOConfig, grpo
+from grpolab.train.preferences import load_preferences
+from grpolab.train.reference import cache_logps
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
@@ -349,3 +353,84 @@ def test_a_long_run_logs_in_constant_time(tmp_path):
     for _ in range(20):
         run.log(run.metrics[0])
     assert time.perf_counter() - began < 1.0  # rewritten each time: 20 times 0.4 s
+
+
+# --- what it was trained on -------------------------------------------------------------------------------------------
+
+
+def cut_sft(policy, run, problems, stop=None):
+    config = replace(CONFIG, save_every=1)
+
+    async def cell():
+        rows = sft(policy, demonstrations(policy, problems), config, run=run)
+        async for row in rows:
+            if row["step"] + 1 == stop:
+                break
+        await rows.aclose()
+
+    asyncio.run(cell())
+
+
+def test_a_checkpoint_of_other_data_is_refused(tiny, tmp_path):
+    cut_sft(fresh(tiny), Run("x", root=tmp_path), PROBLEMS, stop=2)
+    for other in (PROBLEMS[:-1], PROBLEMS[::-1]):
+        with pytest.raises(ValueError, match="checkpoint-00000002 was trained on other data"):
+            cut_sft(fresh(tiny), Run("x", root=tmp_path), other)
+    run = Run("x", root=tmp_path)
+    cut_sft(fresh(tiny), run, list(PROBLEMS))
+    assert [row["step"] for row in run.metrics] == list(range(5))
+    cut_sft(fresh(tiny), Run("x", root=tmp_path), PROBLEMS[:-1])  # a run that has ended starts over
+
+
+def test_pairs_problems_and_references_are_part_of_the_data(tiny, tmp_path):
+    rows = [{"prompt": f"What is {i} + 1?", "chosen": f"{i + 1}", "rejected": "no"} for i in range(6)]
+    pairs, moved = load_preferences(rows, tiny.tokenizer), fresh(tiny)
+    train(moved, None, replace(CONFIG, steps=1))
+    options = {"steps": 3, "save_every": 1}
+    leashed = GRPOConfig(prompts_per_step=2, group_size=2, kl_coef=0.1, max_new_tokens=3, **options)
+    loops = {
+        "dpo": (lambda policy, data, ref, run: dpo(policy, ref, data, DPOConfig(batch_size=2, **options), run=run),
+                [(pairs, fresh(tiny)), (pairs[1:], fresh(tiny)), (pairs, moved)]),
+        "cached": (lambda policy, data, ref, run: dpo(policy, cache_logps(ref, data), data, DPOConfig(batch_size=2, **options),
+                                                      run=run), [(pairs, fresh(tiny)), (pairs, moved)]),
+        "reward": (lambda policy, data, ref, run: reward_model(RewardModel.from_policy(policy), data,
+                                                               RewardConfig(batch_size=2, **options), run=run),
+                   [(pairs, None), ([replace(p, meta={"margin": 2.0}) for p in pairs], None)]),
+        "grpo": (lambda policy, data, ref, run: grpo(policy, ref, data, leashed, run=run),
+                 [(PROBLEMS, fresh(tiny)), (PROBLEMS[1:], fresh(tiny)), (PROBLEMS, moved)]),
+    }  # fmt: skip
+
+    async def first(rows):
+        async for _ in rows:
+            break
+        await rows.aclose()
+
+    for name, (make, ((data, reference), *others)) in loops.items():
+        asyncio.run(first(make(fresh(tiny), data, reference, Run(name, root=tmp_path))))
+        for other in others:
+            with pytest.raises(ValueError, match="other data, or against another reference"):
+                asyncio.run(first(make(fresh(tiny), *other, Run(name, root=tmp_path))))
+        asyncio.run(first(make(fresh(tiny), data, reference, Run(name, root=tmp_path))))
+
+
+def test_a_hash_of_data_is_of_its_content(tiny):
+    class Plain:
+        def __init__(self, x):
+            self.x = x
+
+    same = [lambda: {"a": [1, None]}, lambda: PROBLEMS[0], lambda: torch.ones(2), lambda: Plain(3), lambda: object()]
+    assert all(data_hash([make()]) == data_hash([make()]) for make in same)
+    assert len({data_hash([make()]) for make in same} | {data_hash([Plain(4)]), data_hash([PROBLEMS[1]])}) == 7
+
+
+@pytest.mark.parametrize("names", [(Path("runs"),), ("x", None), ("",), ("..",), (3,)])
+def test_a_name_that_is_no_text_is_refused(names, tmp_path):
+    with pytest.raises(ValueError, match=r"a run's names are plain text .* root=folder"):
+        Run(*names, root=tmp_path)
+    assert not list(tmp_path.iterdir()) and Run("a/b", root=tmp_path).folder == tmp_path / "a--b"
+
+
+@pytest.mark.parametrize("seed", ["1", 1.0, -1])
+def test_a_seed_that_is_none_is_refused(seed, tmp_path):
+    with pytest.raises(ValueError, match="seed is None or an integer from 0"):
+        Run("x", root=tmp_path, seed=seed)

@@ -159,7 +159,7 @@ def test_an_environment_that_raises_keeps_its_session(env):
     async def main():
         async with serve(env) as server, EnvSession(server.url) as session:
             await session.reset()
-            with pytest.raises(ServerError, match="boom: x") as caught:
+            with pytest.raises(ServerError, match="RuntimeError: boom: x") as caught:  # the text of a KeyError is but a key
                 await session.step({"raise": "boom: x"})
             assert caught.value.code == "EXECUTION_ERROR"
             with pytest.raises(ServerError) as caught:
@@ -680,6 +680,24 @@ def test_the_token_is_asked_for_everywhere_but_health():
             assert (await asyncio.to_thread(get, server.url + "/status"))[0] == 401
             assert (await asyncio.to_thread(get, server.url + "/status", {"Authorization": "Bearer secret"}))[0] == 200
             assert (await asyncio.to_thread(get, server.url + "/health"))[0] == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("headers", [
+    ["Bearer secret", "Bearer secret"], ["Bearer secret", "Bearer wrong"], [b"Bearer \xff"], []])
+@pytest.mark.parametrize("path", ["/status", "/ws"])
+def test_an_authorization_that_is_none_is_refused_with_401(path, headers):
+    async def main():
+        async with serve(EchoEnv, token="secret") as server:
+            port = int(server.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            lines = [b"GET %s HTTP/1.1" % path.encode(), b"Host: x", b"Upgrade: websocket", b"Connection: Upgrade",
+                     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13",
+                     *(b"Authorization: " + (h if isinstance(h, bytes) else h.encode()) for h in headers)]
+            writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
+            assert b" 401 " in await reader.readline()
+            writer.close()
 
     run(main())
 

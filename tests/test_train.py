@@ -758,3 +758,27 @@ def test_an_example_without_a_token_to_train_on_is_named(tiny, wrong):
     good = demonstrations(tiny, PROBLEMS[:1])
     with pytest.raises(ValueError, match="example 1 has"):
         collect(sft(tiny, good + [wrong], SFTConfig(steps=1)))
+
+
+def test_a_group_of_one_without_a_leash_is_refused():
+    with pytest.raises(ValueError, match="group_size=1 never trains.*at least 2"):
+        GRPOConfig(group_size=1)
+    assert GRPOConfig(group_size=1, kl_coef=0.1).group_size == 1
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_reward_that_is_text_is_refused_by_name(tiny, batch):
+    def spelled(text, problem, rollout):
+        return "0.5"
+
+    class Spelled:
+        def batch(self, texts, problems, rollouts):
+            return ["0.5"] * len(texts)
+
+    config = GRPOConfig(steps=1, prompts_per_step=2, group_size=2, max_new_tokens=3)
+
+    async def first():
+        return [row async for row in grpo(tiny, None, PROBLEMS, config, reward=Spelled() if batch else spelled)]
+
+    with pytest.raises(TypeError, match="the reward '[sS]pelled' gave '0.5', of type str"):
+        asyncio.run(first())

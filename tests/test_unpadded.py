@@ -2,17 +2,18 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from grpolab.chat import Packed
-from grpolab.models import Policy
+from grpolab.models import Policy, attention_of
 from grpolab.rollouts import Rollout, collate
-from grpolab.train import unpadded
+from grpolab.train import logps, unpadded
 from grpolab.train.layout import lay_out
-from grpolab.train.logps import decoder_states, masked_logps, rollout_logps
+from grpolab.train.logps import decoder_states, masked_logps, rollout_logps, way_of
 from grpolab.train.loop import Optimisation, forward_passes
 
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -172,3 +173,16 @@ def test_a_mask_on_the_first_column_is_refused(tiny):
     one = torch.ones(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="which nothing predicts"):
         masked_logps(tiny, Packed(one, one, torch.arange(3)[None], None))
+
+
+def test_where_transformers_does_not_name_the_attention_nothing_is_readable(monkeypatch):
+    """The model's own decoder is then used, with the same values."""
+    policy = policy_of(CONFIGS["llama"])
+    batch = Packed(torch.tensor([[3, 5, 7, 9]]), torch.tensor([[0.0, 1, 1, 1]]), torch.arange(4)[None])
+    assert unpadded.readable(policy.model) and way_of(policy, "examples") == "unpadded"
+    before, _ = masked_logps(policy, batch)
+    for module in (unpadded, logps):
+        monkeypatch.setattr(module, "attention_of", lambda model: attention_of(SimpleNamespace(config=None)))
+    assert not unpadded.readable(policy.model) and way_of(policy, "examples") == "rows"
+    after, _ = masked_logps(policy, batch)
+    assert torch.allclose(before, after, atol=1e-9) and before.any()

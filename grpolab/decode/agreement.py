@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from grpolab.decode import attention
 from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
-from grpolab.decode.general import GeneralEngine, _evaluating, takes
+from grpolab.decode.general import GeneralEngine, takes
 from grpolab.decode.llama import LlamaEngine
-from grpolab.models import attention_of, core, llama_obstacle, steady_context
+from grpolab.models import attention_of, core, evaluating, llama_obstacle, steady_context
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _probes(model, engine) -> Iterator[tuple[torch.Tensor, list[int]]]:
 
 
 def _disagreement(engine, model, ids, lengths) -> str | None:
-    with _evaluating(model):
+    with evaluating(model):
         ours = cached_logits(engine, ids, lengths, STEPS)
         own = _own_logits(model, ids, lengths, STEPS)
     if bool(own.isnan().any()) or not bool(own.isfinite().any()):
@@ -159,7 +159,7 @@ def _disagreement(engine, model, ids, lengths) -> str | None:
     worst, bound = float(_distance(ours, own).max()), 1e-4 * float(own[own.isfinite()].abs().max())
     if engine.dtype == torch.float32:
         return None if worst <= bound else f"logits differ by {worst:.2e}, bound {bound:.2e}, at {max(lengths)} positions"
-    with _evaluating(model):
+    with evaluating(model):
         others = [_own_cached_logits(model, ids, lengths, STEPS)]
         if max(lengths) <= LONG:  # the other attention may hold the scores of all heads
             with _other_attention(model):
@@ -290,7 +290,7 @@ def inexact_share(engine, model) -> float:
     lengths, steps = _probe_lengths(model) * 2, STEPS
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, engine.vocab, (len(lengths), max(lengths) + steps), generator=generator).to(engine.device)
-    with _evaluating(model):
+    with evaluating(model):
         ours = cached_logits(engine, ids, lengths, steps)
         whole = model(ids, use_cache=False).logits.float()
     own = torch.stack([row[length - 1: length + steps] for row, length in zip(whole, lengths)])

@@ -49,6 +49,11 @@ def share_attention(model) -> None:
     model.set_attn_implementation(EXACT)
 
 
+def set_attention(model, name: str | None) -> None:
+    """Put an attention back by its name; torch's own where it had none that transformers says."""
+    model.set_attn_implementation(name) if name else set_common(model)
+
+
 def set_common(model) -> None:
     """Give the model the attention of torch, or where it has none, the one that every model of transformers has."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch.nn import functional as F
@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from grpolab.decode import attention
 from grpolab.decode.attention import EXACT
 from grpolab.decode.cache import SlotCache, round_up
-from grpolab.models import attention_of, core, steady_context
+from grpolab.models import attention_of, core, evaluating, steady_context
 
 ROWS = 4  # rows are computed in multiples of this: MKL multiplies fewer in kernels that round otherwise
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -115,7 +115,7 @@ class GeneralEngine:
         """(heads, key size, value size) of every layer that caches, seen on a forward over two tokens."""
         ids, cache = torch.zeros(1, 2, dtype=torch.long, device=self.device), _Shapes()
         try:
-            with _evaluating(self.model):
+            with evaluating(self.model):
                 self.model(ids, past_key_values=cache, use_cache=True)
         except Exception as error:  # each kind of other state has its own way to miss what it expects in the cache
             raise ValueError(self._refusal(f"some layers keep another kind of state ({error})")) from error
@@ -145,7 +145,7 @@ class GeneralEngine:
         Padding may run past the context: it is computed at the last position, or left out where positions are counted.
         """
         (n, width), window = tokens.shape, min(window, self.context)
-        with _evaluating(self.model), self._attention():
+        with evaluating(self.model), self._attention():
             if width > 1:
                 if self.turned and bool((start + width > window).any()):
                     for i, end in enumerate((last + 1).tolist()):
@@ -190,16 +190,3 @@ def takes(model) -> set[str]:
     """The arguments of a model's forward, those included that a subclass hands on."""
     forwards = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
     return {name for forward in forwards for name in inspect.signature(forward).parameters}
-
-
-@contextmanager
-def _evaluating(model):
-    """Eval mode for the while: a trainer may have left dropout on."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        if training:
-            model.train()

@@ -19,11 +19,12 @@ from functools import partial
 import torch
 
 from grpolab.decode.agreement import choose_engine, inexact_share, seconds_a_step
-from grpolab.decode.attention import share_attention
+from grpolab.decode.attention import set_attention, share_attention
 from grpolab.decode.conversation import Conversation
 from grpolab.decode.requests import Kept, Request, Stats, checked_prompt, checked_seed, settle
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.decode.scheduler import Scheduler
+from grpolab.models import attention_of
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import set_own_threads
 
@@ -48,6 +49,11 @@ class Sampler:
     A rollout is decided by its prompt, its seed and the weights. Its bits do not depend on the other rows where
     `agreement.company_share` is 0: for the llama engine, and on processors that we tried for the general one, mixtures of
     experts excepted; elsewhere a last bit, and so rarely a token, may.
+
+    Changed weights and modules (`decode.watch`) are looked for where rows are admitted and where `policy.version` has moved.
+    With nothing running the look is thorough. While rows run it does not see edits through `.data`, which torch does not
+    count, nor plain numbers set on a module; and what is swapped and swapped back between two looks is never seen. A row
+    in progress may then be sampled from two models. So change weights in `run`, and add one to `policy.version`.
 
     The engine is chosen and proved by the worker, at the first use or in `async with`; until then `engine`, `slots` and
     `threads` wait for it. What it refuses is raised there, to every caller.
@@ -264,13 +270,19 @@ class Sampler:
 
     def _engine(self, name: str, single: bool):
         """The engine for the policy's model as it is now; ValueError where exact mode is impossible."""
-        if self.exact:
-            share_attention(self.policy.model)
-        engine = choose_engine(self.policy.model, name, single)
-        if self.exact and (share := inexact_share(engine, self.policy.model)) > 0:
-            raise ValueError(f"exact mode is impossible here: {share:.1%} of the probe's logps differ in some bit "
-                             f"({engine.name} engine, {engine.dtype}); use exact=False, or bfloat16 on a CPU")
-        return engine
+        if not self.exact:
+            return choose_engine(self.policy.model, name, single)
+        model, own = self.policy.model, attention_of(self.policy.model)
+        try:
+            share_attention(model)
+            engine = choose_engine(model, name, single)
+            if (share := inexact_share(engine, model)) > 0:
+                raise ValueError(f"exact mode is impossible here: {share:.1%} of the probe's logps differ in some bit "
+                                 f"({engine.name} engine, {engine.dtype}); use exact=False, or bfloat16 on a CPU")
+            return engine
+        except BaseException:
+            set_attention(model, own)  # the trainer's goes with it
+            raise
 
     def _quickest_threads(self, scheduler: Scheduler) -> int:
         common, engine = self._common, scheduler.engine

@@ -88,9 +88,9 @@ class ProcessBackend:
             listener.start()
         spoke.wait(self.start_timeout)
         if not self.address:
+            why = f"gave no address within {self.start_timeout:g} s" if not spoke.is_set() else "ended without an address"
             self.stop()
-            raise BackendError(f"{self.command[0]} gave no address within {self.start_timeout:g} s; it printed: "
-                               + (" | ".join(said) or "nothing"))
+            raise BackendError(f"{self.command[0]} {why}; it printed: " + (" | ".join(said) or "nothing"))
         return self.address
 
     def _listen(self, stream: TextIO, said: deque[str], spoke: threading.Event | None) -> None:
@@ -131,10 +131,14 @@ class ProcessBackend:
 
 def read_backend(text: str, *, env: Mapping[str, str] | None = None) -> Callable[[int], Backend]:
     """What makes the backends of a BackendPool, from one argument of a command line: `package.module:function`, which gets a
-    backend's number, or the command of a ProcessBackend (split as a shell splits it, with nothing expanded)."""
+    backend's number, or the command of a ProcessBackend (split as a shell splits it, with nothing expanded). Raises
+    ValueError for what is neither."""
     if re.fullmatch(r"[\w.]+:[\w.]+", text):
-        return load_factory(text)
-    command = shlex.split(text)
+        return load_factory(text, "backend")
+    try:
+        command = shlex.split(text)
+    except ValueError as fault:  # a quotation that does not end
+        raise ValueError(f"backend {text!r}: {fault}") from None
     if not command:
         raise ValueError(f"backend {text!r}: write a command, or package.module:function")
     return lambda _: ProcessBackend(command, env=env)
@@ -147,6 +151,18 @@ def _true(check: Callable[[str], bool], address: str) -> bool:
     except Exception as fault:
         log.info("check of backend %s failed: %r", address, fault)
         return False
+
+
+def _made(make: Callable[[int], Backend], index: int) -> Backend:
+    """Backend `index`; raises BackendError where it is none."""
+    try:
+        backend = make(index)
+    except Exception as fault:
+        raise BackendError(f"backend {index} could not be made: {fault!r}") from fault
+    missing = [name for name in ("start", "healthy", "scrub", "stop") if not callable(getattr(backend, name, None))]
+    if missing:
+        raise BackendError(f"backend {index} is a {type(backend).__name__} without {', '.join(missing)}")
+    return backend
 
 
 @dataclass(frozen=True)
@@ -174,7 +190,7 @@ class BackendPool:
         if size < 1:
             raise ValueError(f"size={size}: a pool holds at least one backend")
         self.size = size
-        self._backends = [make(i) for i in range(size)]
+        self._backends = [_made(make, i) for i in range(size)]
         self._resources: list[Any] = [None] * size
         self._generations = [0] * size
         self._free: deque[int] = deque(range(size))  # the left end was used longest ago
@@ -204,7 +220,12 @@ class BackendPool:
         self._running = True
 
     def _start(self, index: int) -> None:
-        self._resources[index] = self._backends[index].start()
+        try:
+            self._resources[index] = self._backends[index].start()
+        except BackendError:
+            raise
+        except Exception as fault:
+            raise BackendError(f"backend {index} did not start: {fault!r}") from fault
         self._generations[index] += 1
 
     def acquire(self) -> Lease:

@@ -11,7 +11,7 @@ import re
 
 from grpolab.arithmetic import Problem, Task
 from grpolab.checker import check_answer, parse_boxed_answer
-from grpolab.env.protocol import InvalidAction, StepResult
+from grpolab.env.protocol import InvalidAction, StepResult, whole
 
 MAX_CHARACTERS = 100
 MAX_DIGITS = 12  # of one number in an expression
@@ -95,6 +95,13 @@ def action_text(action: dict) -> str:
     return action["text"]
 
 
+def check_counts(**counts: int) -> None:
+    """Raise ValueError for the first that is no whole number of at least 1."""
+    for name, count in counts.items():
+        if whole(count) is None or count < 1:
+            raise ValueError(f"{name}={count!r}: a whole number of at least 1")
+
+
 class CalculatorEnv:
     """One question an episode. Reward, paid once: 1.0 for the right boxed answer, 0.0 for a wrong one or none in time.
 
@@ -103,8 +110,7 @@ class CalculatorEnv:
     """
 
     def __init__(self, *, problems: Task | None = None, max_turns: int = 4):
-        if max_turns < 1:
-            raise ValueError(f"max_turns={max_turns}: an episode has at least one turn")
+        check_counts(max_turns=max_turns)
         self.problems, self.max_turns = problems or Task(), max_turns
         self._problem: Problem | None = None
         self._turn = 0
@@ -153,11 +159,18 @@ def draw_problem(rng: random.Random, problems: Task) -> Problem:
 
 
 def read_problem(task: dict) -> Problem:
-    """{"a": int, "op": one of + - *, "b": int} as a Problem; other keys are ignored. Raises InvalidAction."""
-    try:
-        a, op, b = int(task["a"]), task["op"], int(task["b"])
-    except (KeyError, TypeError, ValueError) as fault:
-        raise InvalidAction(f'a task here is {{"a": 3, "op": "*", "b": 4}}, got {task!r:.100} ({fault!r})') from None
-    if op not in ("+", "-", "*"):
-        raise InvalidAction(f"op={op!r:.20}: use '+', '-' or '*'")
+    """{"a": int, "op": one of + - *, "b": int} as a Problem, each number of at most MAX_DIGITS digits; other keys are
+    ignored. Raises InvalidAction."""
+    a, op, b = (task.get(key) for key in ("a", "op", "b")) if isinstance(task, dict) else (None,) * 3
+    if any(whole(number) is None or abs(number) >= 10**MAX_DIGITS for number in (a, b)) or op not in ("+", "-", "*"):
+        raise InvalidAction(f'a task here is {{"a": 3, "op": "*", "b": 4}} with whole numbers of at most {MAX_DIGITS} digits '
+                            f"and '+', '-' or '*', got {_shown(task)}")
     return Problem(a, op, b)
+
+
+def _shown(task: object) -> str:
+    """The start of its repr; Python refuses to write integers of more than 4300 digits."""
+    try:
+        return f"{task!r:.100}"
+    except ValueError:
+        return "a number of thousands of digits"

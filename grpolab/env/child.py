@@ -9,8 +9,6 @@ import json
 import os
 import sys
 
-from leash import fork, guard
-
 
 def read(descriptor: int) -> bytes:
     """The next message's bytes; raises EOFError at the end."""
@@ -35,7 +33,8 @@ def write(descriptor: int, text: str, fault: str) -> None:
 
 
 def limit_memory(size: int) -> None:
-    """Allocations beyond `size` bytes of data fail: MemoryError in Python. On Linux the code's own pages do not count."""
+    """Allocations beyond `size` bytes of data fail: MemoryError in Python. On Linux only private memory counts: neither the
+    code's own pages nor mappings that are shared, and each process that this one starts has `size` to itself."""
     import resource
 
     kind = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
@@ -62,7 +61,7 @@ def serve(descriptor: int) -> None:
     if told["check"]:
         try:
             load_factory(told["factory"])
-        except BaseException as fault:  # noqa: BLE001  whatever a module raises when it is imported
+        except BaseException as fault:  # noqa: BLE001  KeyboardInterrupt, say, which a module may raise as well
             answer(str(fault) if isinstance(fault, ValueError) else repr(fault), type(fault).__name__)
         else:
             answer("", "")
@@ -86,6 +85,8 @@ def serve(descriptor: int) -> None:
 
 
 def main(descriptor: int) -> int:
+    from leash import fork, guard  # here, for `multiprocessing` imports this file once more, where its folder is on no path
+
     os.set_inheritable(descriptor, False)
     pid = fork()
     if pid:

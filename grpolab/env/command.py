@@ -8,9 +8,11 @@ import os
 import sys
 from pathlib import Path
 
-from grpolab.env.backends import BackendPool, read_backend
+from grpolab.env.backends import BackendError, BackendPool, read_backend
+from grpolab.env.handshake import check_token
 from grpolab.env.isolate import Isolation
-from grpolab.env.server import check_token, serve_forever
+from grpolab.env.server import serve_forever
+from grpolab.env.worker import load_factory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and prints it")
     parser.add_argument("--max-sessions", type=int, default=8)
     parser.add_argument("--isolate", choices=("process", "thread"), default="process" if os.name == "posix" else "thread",
-                        help="where a session's environment lives: a process of its own that can be killed, or a thread")
+                        help="where a session's environment lives: a thread, or a process of its own that can be killed, with "
+                        "all that it started (except, on macOS, what has left its process group)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
                         help="a variable that those processes and the backends get beside PATH and the like")
     parser.add_argument("--cwd", type=Path, help="the folder of those processes")
-    parser.add_argument("--memory-mib", type=int, help="the most memory that one of those processes may allocate")
+    parser.add_argument("--memory-mib", type=int, help="the most private memory that one of those processes may allocate; "
+                        "shared mappings (/dev/shm) are not counted, and each process that it starts has as much again")
     parser.add_argument("--backend", metavar="COMMAND", help="what each session leases: a command that prints its address as "
                         "its first line, or package.module:function that makes a Backend from its number")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds added to every reset and step")
@@ -39,24 +43,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """`python -m grpolab serve`: run a server process from parsed arguments; 2 where they make no sense."""
+    """`python -m grpolab serve`: run a server process from parsed arguments. Returns 0 when a signal ended
+    it, 2 where they make no sense, 130 when it was interrupted before it served."""
     try:
         variables = dict(_variable(given) for given in args.env)
         if args.isolate == "thread" and (args.cwd or args.memory_mib is not None):
             raise ValueError("--cwd and --memory-mib are of --isolate process: a thread has neither to itself")
         isolate = "thread" if args.isolate == "thread" else Isolation(variables, args.cwd, args.memory_mib)
-        token = args.token_file and check_token(args.token_file.read_text().strip(), str(args.token_file))
+        token = args.token_file and check_token(args.token_file.read_text("utf-8", "replace").strip(), str(args.token_file))
+        # A thread's module is imported here and now, while signals still end this process: on the loop they would wait for it.
+        environment = args.environment if args.isolate == "process" else load_factory(args.environment)
         backends = None
         if args.backend is not None:
             backends = BackendPool(read_backend(args.backend, env=variables), max(args.max_sessions, 1))
         asyncio.run(serve_forever(
-            args.environment, max_sessions=args.max_sessions, host=args.host, port=args.port, isolate=isolate,
+            environment, max_sessions=args.max_sessions, host=args.host, port=args.port, isolate=isolate,
             backends=backends, token=token, reset_timeout=args.reset_timeout, step_timeout=args.step_timeout,
             close_timeout=args.close_timeout, queue_timeout=args.queue_timeout, ping_interval=args.ping_interval or None,
             ping_timeout=args.ping_timeout, latency=args.latency, trace=args.trace))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, BackendError) as error:
         print(f"grpolab serve: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("grpolab serve: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

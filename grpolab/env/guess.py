@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import re
 
-from grpolab.env.calculator import action_text
-from grpolab.env.protocol import StepResult
+from grpolab.env.calculator import action_text, check_counts
+from grpolab.env.protocol import InvalidAction, StepResult, whole
 
 _GUESS = re.compile(r"[0-9]{1,9}")
 
@@ -18,17 +18,22 @@ class GuessEnv:
     """
 
     def __init__(self, *, highest: int = 100, max_turns: int = 7):
-        if highest < 1 or max_turns < 1:
-            raise ValueError(f"highest={highest}, max_turns={max_turns}: both are at least 1")
+        check_counts(highest=highest, max_turns=max_turns)
         self.highest, self.max_turns = highest, max_turns
         self._secret = 0
         self._turn = 0
         self._done = True
 
     def reset(self, seed: int | None = None, task: dict | None = None) -> StepResult:
-        self._secret = int(task["secret"]) if task else random.Random(seed).randint(1, self.highest)
+        self._secret = random.Random(seed).randint(1, self.highest) if task is None else self._read(task)
         self._turn, self._done = 0, False
         return StepResult({"text": f"Guess my number from 1 to {self.highest}."})
+
+    def _read(self, task: dict) -> int:
+        secret = whole(task.get("secret")) if isinstance(task, dict) else None
+        if secret is None or not 1 <= secret <= self.highest:
+            raise InvalidAction(f'a task here is {{"secret": 42}}, a whole number from 1 to {self.highest}')
+        return secret
 
     def step(self, action: dict) -> StepResult:
         guesses = _GUESS.findall(action_text(action))

@@ -2,7 +2,8 @@
 
 Such an environment can be killed, whatever it does, takes its memory with it, sees none of our environment variables but
 those in `leash.INHERITED`, and none of our descriptors but its socket to us. What passes over that socket is JSON. It is a
-guard against faults and leaks, not against an attacker: it runs as the same user on the same machine.
+guard against faults and leaks, not against an attacker: it runs as the same user on the same machine. What it has
+started ends with it, on Linux also daemons (see `leash`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ LAST = 5.0  # s; what the kernel gets to end a killed one
 @dataclass(frozen=True)
 class Isolation:
     """How a session's process runs: `env` are variables beside those of `leash.INHERITED`, `cwd` its folder, `memory_mib`
-    the most data that it may allocate (None: no limit)."""
+    the most private memory that it may allocate (None: no limit).
+
+    `memory_mib` is a guard against mistakes: it counts neither shared mappings (`multiprocessing.shared_memory`, /dev/shm)
+    nor files, and each process that the environment starts has as much again. Where that matters, run the server under a
+    cgroup or in a container with a limit.
+    """
 
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | Path | None = None

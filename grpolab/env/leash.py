@@ -3,8 +3,10 @@
     python leash.py COMMAND ARGUMENT...
 
 Standard input is the leash: the owner holds the other end of that pipe, and however the owner dies, the kernel closes
-it. Then, or on SIGTERM, the command's whole process group is killed. If this process itself is killed, the kernel kills
-the command (PR_SET_PDEATHSIG, Linux); elsewhere that one case is not covered, nor is a grandchild that leaves the group.
+it. Then, or on SIGTERM, the command's whole process group is killed, and on Linux also whatever has left that group and
+lost its parent (a daemon): it becomes this process's child (PR_SET_CHILD_SUBREAPER). If this process itself is killed, the
+kernel kills the command (PR_SET_PDEATHSIG, Linux), and no more than the command. On macOS neither of the two is there: what
+leaves the group outlives it.
 """
 
 import contextlib
@@ -32,15 +34,18 @@ def environment(extra=None) -> dict:
 
 def fork() -> int:
     """os.fork, whose child leads a session and a process group of its own and is killed by the kernel when this process
-    ends (Linux). Only for a process with one thread."""
+    ends; what the child's own leave behind becomes ours (both on Linux). Only for a process with one thread."""
     parent = os.getpid()
+    if linux := sys.platform == "linux":
+        import ctypes
+
+        prctl = ctypes.CDLL(None).prctl
+        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER, which a fork does not inherit
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        if sys.platform == "linux":
-            import ctypes
-
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+        if linux:
+            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != parent:
                 os._exit(1)
     return pid
@@ -48,7 +53,7 @@ def fork() -> int:
 
 def guard(pid: int, owner: int) -> int:
     """Wait until our child `pid` ends, the other end of the descriptor `owner` is closed, or SIGTERM; then kill the child's
-    group. Returns the child's exit status, as a shell gives it."""
+    group and what has become ours. Returns the child's exit status, as a shell gives it."""
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -59,11 +64,7 @@ def guard(pid: int, owner: int) -> int:
     poller.register(owner, 0)  # asks for nothing, so that only a hang-up is told
     poller.register(wake, select.POLLIN)
     status = None
-    while status is None:
-        ended, code = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            status = code
-            break
+    while (status := _reap(pid)) is None:
         ready = dict(poller.poll())
         if owner in ready or (wake in ready and signal.SIGTERM in os.read(wake, 4096)):
             break
@@ -72,7 +73,41 @@ def guard(pid: int, owner: int) -> int:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: all of the group are zombies (macOS)
                 kill(victim, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1] if status is None else status)
+    _kill_orphans()
     return code if code >= 0 else 128 - code
+
+
+def _reap(pid: int) -> int | None:
+    """Take leave of every child that has ended; the status of `pid` if it is among them."""
+    status, ended = None, -1
+    with contextlib.suppress(ChildProcessError):
+        while ended:
+            ended, code = os.waitpid(-1, os.WNOHANG)
+            if ended == pid:
+                status = code
+    return status
+
+
+def _kill_orphans() -> None:
+    """Kill what has become our child, and then what that leaves to us, until there is nothing."""
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while True:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                for orphan in _children():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(orphan, signal.SIGKILL)
+                os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    """The processes whose parent we are (Linux: elsewhere none can become ours)."""
+    found, me = [], str(os.getpid())
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has just ended
+            with open(f"/proc/{name}/stat", errors="replace") as stat:
+                if stat.read().rpartition(")")[2].split()[1] == me:
+                    found.append(int(name))
+    return found
 
 
 def main(command: list[str]) -> int:

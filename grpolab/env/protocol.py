@@ -163,9 +163,14 @@ def step(action: dict) -> str:
 
 # Replies.
 def observation(result: StepResult) -> str:
-    """The reply to a reset or a step; metadata stands inside the observation, as clients of either version read it."""
-    body = result.observation if not result.metadata else {**result.observation, "metadata": result.metadata}
-    return dumps({"type": "observation", "data": {"observation": body, "reward": result.reward, "done": result.done}})
+    """The reply to a reset or a step. Metadata stands inside the observation, where clients of either version of OpenEnv
+    read it; beside it where the observation has a field of that name to itself."""
+    body, beside = result.observation, {}
+    if "metadata" in body:
+        beside = {"metadata": result.metadata}
+    elif result.metadata:
+        body = {**body, "metadata": result.metadata}
+    return dumps({"type": "observation", "data": {"observation": body, "reward": result.reward, "done": result.done, **beside}})
 
 
 def state(fields: dict) -> str:
@@ -255,7 +260,8 @@ def whole(value: Any) -> int | None:
 
 
 def step_result(data: dict, who: str = "the server") -> StepResult:
-    """A StepResult from an observation reply of `who`; metadata may stand beside `done` or inside the observation.
+    """A StepResult from an observation reply of `who`. Its metadata stand beside `done`, or inside the observation, or (as
+    openenv 0.10.0 sends them) in both places; what stands inside and is not the same stays a field of the observation.
     Raises SessionLost where the observation is no object, the reward no finite number, or `done` no truth value."""
     seen, done, beside = data.get("observation"), data.get("done"), data.get("metadata")
     if not isinstance(seen, dict):
@@ -265,10 +271,9 @@ def step_result(data: dict, who: str = "the server") -> StepResult:
     if not (beside is None or isinstance(beside, dict)):
         raise SessionLost(f"{who} sent metadata that is no object: {beside!r:.200}")
     inside = seen.get("metadata")
-    if isinstance(inside, dict):
-        seen = {key: value for key, value in seen.items() if key != "metadata"}
-    return StepResult(seen, _number(data.get("reward"), who), bool(done),
-                      beside or (inside if isinstance(inside, dict) else {}))
+    if isinstance(inside, dict) and (beside is None or beside == inside):
+        seen, beside = {key: value for key, value in seen.items() if key != "metadata"}, inside
+    return StepResult(seen, _number(data.get("reward"), who), bool(done), beside or {})
 
 
 def _number(reward: Any, who: str) -> float | None:

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import itertools
 import json
 import logging
 import math
-import re
 import signal
 import time
 from collections import Counter, deque
@@ -27,15 +24,16 @@ from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websockets
-from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from grpolab.env import protocol
 from grpolab.env.admission import Places
-from grpolab.env.backends import BackendPool
+from grpolab.env.backends import BackendError, BackendPool
+from grpolab.env.handshake import asked_group, asked_wait, check_token, is_loopback, is_told, json_response
 from grpolab.env.isolate import Isolation, check, importable
 from grpolab.env.session import Session
 from grpolab.env.worker import load_factory
@@ -124,34 +122,35 @@ class EnvServer:
         """Plain HTTP paths and refusals; None lets the WebSocket handshake go on."""
         path = request.path.partition("?")[0]
         if path == "/health":
-            return _json_response(200, {"status": "healthy"})
-        if self.token and not hmac.compare_digest(
-                request.headers.get("Authorization", "").encode(), f"Bearer {self.token}".encode()):
-            return _json_response(401, {"error": "this server needs its bearer token: pass token=..."},
+            return json_response(200, {"status": "healthy"})
+        if self.token and not is_told(self.token, request.headers):
+            return json_response(401, {"error": "this server needs its bearer token: pass token=..."},
                                   ("WWW-Authenticate", "Bearer"))
         if path == "/status":
-            return _json_response(200, self.status())
+            return json_response(200, self.status())
         if path != "/ws":
-            return _json_response(404, {"error": f"{path} is not served here; there are /ws, /health and /status"})
+            return json_response(404, {"error": f"{path} is not served here; there are /ws, /health and /status"})
         return None
 
     async def admit(self, connection: ServerConnection, request: Request, response: Response) -> Response | None:
         """Take a slot for a valid handshake, or refuse it with 503.
 
-        Who waits for one: a client that says so (`Prefer: wait=SECONDS`, at most `queue_timeout` of them), and for a moment
-        every client while a session is closing. `X-Session-Group: NAME COUNT` asks for the slots of COUNT sessions at once.
+        Who waits for one: a client that says so (`Prefer: wait=SECONDS`), and for a moment every client while a session is
+        closing. After `queue_timeout` it is sent away, and under `X-Session-Group: NAME COUNT`, which asks for the slots of
+        COUNT sessions at once, it finds its place in line again if it comes back when Retry-After says.
         """
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             return None
         try:
-            key, size = _group(request.headers, connection)
+            key, size = asked_group(request.headers, connection)
         except ValueError as fault:
-            return _json_response(400, {"error": str(fault)})
-        seconds = min(_wait(request.headers), self.queue_timeout)
+            return json_response(400, {"error": str(fault)})
+        wanted = asked_wait(request.headers)
+        seconds, returns = min(wanted, self.queue_timeout), wanted > self.queue_timeout and key is not connection
         if any(session.leaving for session in self._sessions.values()):
             seconds = max(seconds, LEAVING)
         closed = asyncio.ensure_future(connection.wait_closed())
-        if self._usable() and await self._places.take(key, size, seconds, closed):
+        if self._usable() and await self._places.take(key, size, seconds, closed, returns):
             if self._usable() and not closed.done():
                 self._take(connection, closed, key)
                 return None
@@ -165,7 +164,7 @@ class EnvServer:
                   f"{size} sessions asked for, and the server has {self.max_sessions}" if size > self.max_sessions else
                   f"Server at capacity: {active}/{self.max_sessions} sessions active")
         body = {"error": reason, "active_sessions": active, "max_sessions": self.max_sessions}
-        return _json_response(503, body, ("Retry-After", "1"))
+        return json_response(503, body, ("Retry-After", "1"))
 
     def _usable(self) -> bool:
         return not self.stopping and self.abandoned < self.max_sessions
@@ -223,46 +222,6 @@ class EnvServer:
                 await listener.wait_closed()
 
 
-def _wait(headers: Headers) -> float:
-    """The seconds of `Prefer: wait=SECONDS` (RFC 7240, section 4.3), 0 without."""
-    found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6}(?:\.[0-9]{1,6})?)(?![0-9.])", ", ".join(headers.get_all("Prefer")))
-    return float(found[1]) if found else 0.0
-
-
-def _group(headers: Headers, connection: ServerConnection) -> tuple[Any, int]:
-    """(key, size) of the sessions that get their slots together: those of X-Session-Group, or this one alone."""
-    told = headers.get_all("X-Session-Group")
-    if not told:
-        return connection, 1
-    found = re.fullmatch(r"([!-~]{1,64}) ([1-9][0-9]{0,5})", told[0])
-    if found is None or len(told) > 1:
-        raise ValueError(f"X-Session-Group: {told[0][:80]!r}: write a name of at most 64 characters, a space, and how many "
-                         "sessions it has")
-    return found[1], int(found[2])
-
-
-def _json_response(status: int, body: dict, *headers: tuple[str, str]) -> Response:
-    text = json.dumps(body).encode()
-    fields = Headers([("Content-Type", "application/json"), ("Content-Length", str(len(text))), ("Connection", "close"),
-                      *headers])
-    return Response(status, HTTPStatus(status).phrase, fields, text)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_token(token: str, where: str = "token") -> str:
-    """`token`, if it can stand in an HTTP header; the error does not show it."""
-    if not token or not all("!" <= letter <= "~" for letter in token):
-        what = "is empty: then anybody is let in" if not token else "holds spaces, line breaks or letters beyond ASCII"
-        raise ValueError(f"the bearer token of {where} {what}; write one line of printable ASCII without spaces")
-    return token
-
-
 def _check_numbers(port: int, max_sessions: int, max_message_bytes: int, **seconds: float | None) -> None:
     """Raise ValueError with the first number that makes no sense."""
     if not 0 <= port <= 65535:
@@ -304,7 +263,7 @@ async def serve(env_factory: Callable[..., Any] | str, *, max_sessions: int = 8,
                    ping_timeout=ping_timeout, latency=latency, drain=drain)
     if token is not None:
         check_token(token)
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines: pass token=..., or stay on 127.0.0.1")
     if backends is not None and backends.size < max_sessions:
         raise ValueError(f"{backends.size} backends for max_sessions={max_sessions}: each session leases one")
@@ -326,8 +285,8 @@ async def serve(env_factory: Callable[..., Any] | str, *, max_sessions: int = 8,
         if trace is not None:
             server._trace_file = stack.enter_context(open(trace, "a", buffering=1))
         if backends is not None:
+            stack.push_async_callback(asyncio.to_thread, backends.close)  # also of those that are about to start
             await asyncio.to_thread(backends.start)
-            stack.push_async_callback(asyncio.to_thread, backends.close)
         listener = await serve_websockets(
             server.host, host, port, process_request=server.answer_http, process_response=server.admit,
             origins=[None], compression=None, open_timeout=HANDSHAKE + queue_timeout,
@@ -336,15 +295,36 @@ async def serve(env_factory: Callable[..., Any] | str, *, max_sessions: int = 8,
         stack.push_async_callback(server.stop, listener, drain)
         bound = listener.sockets[0].getsockname()
         server.url = f"ws://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
+        _loops[bound[1]] = asyncio.get_running_loop()
+        stack.callback(_loops.pop, bound[1])
         yield server
 
 
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # of this process's servers, by port
+
+
+def serving_loop(url: str) -> asyncio.AbstractEventLoop | None:
+    """The event loop of this process that serves `url`, an address of this machine; None if none does."""
+    parts = urlsplit(url)
+    return _loops.get(parts.port) if parts.hostname and is_loopback(parts.hostname) else None
+
+
 async def serve_forever(env_factory: Callable[..., Any] | str, **options: Any) -> None:
-    """`serve` until SIGTERM or SIGINT, then shut down in order. Prints the URL once it listens."""
+    """`serve` until SIGTERM or SIGINT, then shut down in order; a start that is under way is given up. Prints the URL once
+    it listens."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with serve(env_factory, **options) as server:
+    stopped = asyncio.ensure_future(stop.wait())
+    async with contextlib.AsyncExitStack() as stack:
+        starting = asyncio.ensure_future(stack.enter_async_context(serve(env_factory, **options)))
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            if starting.cancelled() or isinstance(starting.exception(), BackendError):  # which were stopped as they started
+                return
+        server = starting.result()
         print(f"serving {server.env_name} at {server.url} to at most {server.max_sessions} sessions", flush=True)
-        await stop.wait()
+        await stopped

@@ -11,6 +11,7 @@ from grpolab.env.client import Span
 from grpolab.env.pool import GrpoPool, Results
 from grpolab.env.protocol import StepResult
 from grpolab.env.seat import Seat
+from grpolab.env.server import serving_loop
 
 
 class MultiTurnEnvPool:
@@ -18,6 +19,7 @@ class MultiTurnEnvPool:
 
     The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
     pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it over there before it returns.
+    It cannot be called on the event loop that serves its own server, which it would keep from answering: RuntimeError.
     """
 
     def __init__(self, url: str, size: int = 8, **options: Any):
@@ -37,6 +39,7 @@ class MultiTurnEnvPool:
         """Start the loop's thread and connect, all or nothing; a failure leaves nothing, and it may be tried again."""
         if self._loop is not None:
             return
+        self._refuse_own_loop()
         ready = threading.Event()
         self._thread = threading.Thread(target=asyncio.run, args=(self._live(ready),), daemon=True)
         self._thread.start()
@@ -55,6 +58,7 @@ class MultiTurnEnvPool:
     def close(self) -> None:
         """Close every session and end the thread; bounded by `deadlines.close`. Idempotent."""
         if self._loop is not None:
+            self._refuse_own_loop()
             try:
                 self._call(self.pool.close())
             finally:
@@ -78,9 +82,13 @@ class MultiTurnEnvPool:
 
     def _call(self, work: Coroutine) -> Any:
         """Run a coroutine over there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
-        if self._loop is None:
+        try:
+            if self._loop is None:
+                raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
+            self._refuse_own_loop()
+        except RuntimeError:
             work.close()
-            raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
+            raise
         loop, done = self._loop, threading.Event()
         task: list[asyncio.Task] = []
 
@@ -97,6 +105,17 @@ class MultiTurnEnvPool:
             done.wait(self.pool.deadlines.close + 1.0)
             raise
         return task[0].result()
+
+    def _refuse_own_loop(self) -> None:
+        """Raise RuntimeError where waiting would keep the server from answering."""
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if serving_loop(self.pool.url) is here:
+            raise RuntimeError(f"{self.pool.url} is served by this very event loop, which cannot answer while a synchronous "
+                               "call waits for it: write `async with GrpoPool(url) as pool`, or serve in a process of its own, "
+                               "with `python -m grpolab serve`")
 
     def _end(self) -> None:
         thread, loop = self._thread, self._loop

@@ -34,21 +34,24 @@ LEFTOVERS = 1.0  # s; what the background tasks of an `async` environment get to
 Done = Callable[[str, str], Any]  # (text, fault): the reply, and the name of what was raised, '' if nothing was
 
 
-def load_factory(name: str) -> Callable[..., Any]:
-    """`calculator`, `guess`, or `package.module:Class` of an environment of your own; raises ValueError if it is none."""
+def load_factory(name: str, what: str = "environment") -> Callable[..., Any]:
+    """`calculator`, `guess`, or `package.module:Class` of an environment of your own; raises ValueError if it is none or
+    cannot be imported. `what` is what the error calls it."""
     module, _, attribute = SHIPPED.get(name, name).partition(":")
     if not module or not attribute:
-        raise ValueError(f"no environment {name!r}: there are {', '.join(SHIPPED)}, or write package.module:Class")
+        raise ValueError(f"no {what} {name!r}: there are {', '.join(SHIPPED)}, or write package.module:Class")
     try:
         factory: Any = importlib.import_module(module)
     except ModuleNotFoundError as fault:
-        raise ValueError(f"environment {name!r}: {fault}; is its folder the current one, or on PYTHONPATH?") from fault
+        raise ValueError(f"{what} {name!r}: {fault}; is its folder the current one, or on PYTHONPATH?") from fault
+    except (Exception, SystemExit) as fault:  # whatever a module does when it is imported
+        raise ValueError(f"{what} {name!r} cannot be imported: {fault!r}") from fault
     for part in attribute.split("."):
         if not hasattr(factory, part):
-            raise ValueError(f"environment {name!r}: {module} has no {attribute!r}")
+            raise ValueError(f"{what} {name!r}: {module} has no {attribute!r}")
         factory = getattr(factory, part)
     if not callable(factory):
-        raise ValueError(f"environment {name!r} is a {type(factory).__name__}: name a class or a function that makes one")
+        raise ValueError(f"{what} {name!r} is a {type(factory).__name__}: name a class or a function that makes one")
     return factory
 
 
@@ -169,6 +172,8 @@ class Worker:
             said = f"{fault}, whose text could not be made: {type(second).__name__}"
         if not isinstance(raised, Exception):
             said = f"{self._name} raised {fault}: {said}"
+        elif not isinstance(raised, InvalidAction) and fault not in said:
+            said = f"{fault}: {said}"  # the text of a KeyError is but a key
         if kind in ("create", "close"):
             log.error("%s of %s failed", kind, self._name, exc_info=raised)
             return said, fault

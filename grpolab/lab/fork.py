@@ -64,7 +64,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     if any("turns" in line for line in run.recorder.lines([step])):
         raise ValueError("this run is one of episodes, and their environment is not on the record: fork a run of grpo")
     reference = reference or (load_kept(run) if config.kl_coef else None)
-    twin = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.replay_every)
+    twin = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.weights.every)
     with twin.held():
         done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, twin, state, config, edit, reference))
     if done < config.steps:

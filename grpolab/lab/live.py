@@ -2,69 +2,149 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from html import escape
 
-from grpolab.lab.plots import POLICY
+from grpolab.lab.metrics import METRICS, UNKNOWN, Metric
+from grpolab.lab.plots import POLICY, WARNING
+from grpolab.lab.readable import readable
+from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
+
+CELL = "style='text-align:left;vertical-align:middle'"
 
 
 class Dashboard:
-    """A progress bar, the time left, and for each of `columns` its latest value and a sparkline.
+    """A progress bar, the time left, and for each of `columns` its latest value, a sparkline, its healthy range and meaning.
 
-        live = Dashboard(config.steps, ["reward", "kl"])
-        async for row in grpo(...): live.update(row)
+        live = Dashboard(config.steps, ["reward", "kl"], "GRPO", run=run)
+        async for row in grpo(..., run=run):
+            live.update(row)
+            await live.ask(policy, held_out[:3])
 
-    Outside a notebook it prints a line every tenth of the way.
+    `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. An interrupt of
+    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on.
+    Outside a notebook it prints a line every tenth of the way, and asks nothing.
     """
 
-    def __init__(self, steps: int, columns: Sequence[str], title: str = ""):
+    def __init__(self, steps: int, columns: Sequence[str], title: str = "", *, run=None,
+                 healthy: Mapping[str, tuple[float | None, float | None]] | None = None):
         from IPython import get_ipython
         from IPython.display import display
 
-        self.steps, self.columns, self.title = steps, tuple(columns), title
+        self.steps, self.columns, self.title, self.run = steps, tuple(columns), title, run
+        self.metrics = {c: _metric(c, (healthy or {}).get(c)) for c in columns}
         self.rows: list[dict] = []
-        self._began = self._drawn = time.monotonic()
-        self._handle = display(self, display_id=True) if get_ipython() is not None else None
+        self.interrupted = False
+        self.asked: dict[str, tuple[str, str]] = {}  # question -> (marks so far, latest completion)
+        self._began = self._drawn = self._seen = time.monotonic()
+        self._ask_after, self._asks = 0.0, 0
+        self._shell = get_ipython()
+        self._handle = display(self, display_id=True) if self._shell is not None else None
+        _watch_interrupts(self)
 
     def update(self, row: dict) -> None:
         """Take one row of metrics, which holds `step`."""
         self.rows.append(row)
-        last = row["step"] + 1 >= self.steps
+        self._seen = time.monotonic()
+        _watch_interrupts(self)
         if self._handle is not None:
-            if last or time.monotonic() - self._drawn > 1:
-                self._drawn = time.monotonic()
-                self._handle.update(self)
-        elif last or len(self.rows) % max(1, self.steps // 10) == 0:
+            if self.done >= self.steps or self._seen - self._drawn > 1:
+                self._draw()
+        elif self.done >= self.steps or len(self.rows) % max(1, self.steps // 10) == 0:
             print(self)
 
-    def _progress(self) -> tuple[int, str]:
-        done = self.rows[-1]["step"] + 1 if self.rows else 0
-        elapsed = time.monotonic() - self._began
-        left = elapsed / max(1, len(self.rows)) * (self.steps - done)
-        return done, f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if 0 < done < self.steps else "")
+    async def ask(self, policy, problems: Sequence, *, max_new_tokens: int = 32) -> None:
+        """Ask `problems` afresh (one completion each, at temperature 1) and show them with the checker's ✓ or ✗, the earlier
+        marks before it. At most once a second and a tenth of the time; the training stays what it is without it."""
+        now = time.monotonic()
+        if self._handle is None or (now < self._ask_after and self.done < self.steps):
+            return
+        from grpolab.evaluate import evaluate  # here, since it brings torch along
 
-    def __str__(self):
-        done, clock = self._progress()
-        values = "  ".join(f"{c} {self.rows[-1][c]:.4g}" for c in self.columns if self.rows and c in self.rows[-1])
-        return f"{self.title} {done}/{self.steps} ({clock})  {values}".strip()
+        self._asks += 1
+        found = await evaluate(policy, problems, samples=1, seed=self._asks, max_new_tokens=max_new_tokens)
+        for problem, (text,), right in zip(problems, found.texts, found.exact_rates):
+            marks = self.asked.get(problem.question, ("", ""))[0] + "✗✓"[int(right)]
+            self.asked[problem.question] = (marks, text)
+        took = time.monotonic() - now
+        self._ask_after = now + max(1.0, 10 * took)
+        self._draw()
+
+    @property
+    def done(self) -> int:
+        """Steps done, those of the run before an interrupt included."""
+        return self.rows[-1]["step"] + 1 if self.rows else 0
+
+    def stopped(self) -> str:
+        """Mark the display as interrupted; the line that says so."""
+        self.interrupted = True
+        self._draw()
+        if self.run is None:
+            return f"stopped at {self.done} of {self.steps}"
+        kept = max(self.done, self.run.checkpointed())
+        again = f"goes on from {kept}" if kept else "starts over"
+        return f"stopped at {self.done} of {self.steps}; a rerun of this cell {again}"
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if self._handle is not None:
+            self._handle.update(self)
+
+    def _clock(self) -> str:
+        elapsed = self._seen - self._began
+        left = elapsed / max(1, len(self.rows)) * (self.steps - self.done)
+        running = 0 < self.done < self.steps and not self.interrupted
+        return f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if running else ", interrupted" if self.interrupted else "")
+
+    def __repr__(self):
+        values = "  ".join(f"{c} {readable(self.rows[-1][c])}" for c in self.columns if self.rows and c in self.rows[-1])
+        return f"{self.title} {self.done}/{self.steps} ({self._clock()})  {values}".strip()
 
     def _repr_html_(self):
-        done, clock = self._progress()
-        cells = "".join(self._cell(c) for c in self.columns)
+        rows = "".join(self._row(c) for c in self.columns)
+        state = f" <b style='color:{WARNING}'>interrupted at {self.done}</b>" if self.interrupted else ""
         return (
-            f"<div><b>{escape(self.title)}</b> <progress value='{done}' max='{self.steps}'></progress> "
-            f"{done}/{self.steps}, {clock}<table><tr>{cells}</tr></table></div>"
+            f"<div style='text-align:left'><b>{escape(self.title)}</b> <progress value='{self.done}' max='{self.steps}'>"
+            f"</progress> {self.done}/{self.steps}, {self._clock()}{state}"
+            f"<table style='margin:0'>{rows}</table>{self._questions()}</div>"
         )
 
-    def _cell(self, column: str) -> str:
+    def _row(self, column: str) -> str:
         values = [r[column] for r in self.rows if r.get(column) is not None and r[column] == r[column]]
-        latest = f"{values[-1]:.4g}" if values else "–"
-        return f"<td style='text-align:left'>{escape(column)}<br><b>{latest}</b><br>{sparkline(values)}</td>"
+        metric = self.metrics[column]
+        latest = readable(values[-1]) if values else "–"
+        strays = bool(values) and metric.strays(values[-1])
+        color = f" color:{WARNING}" if strays else ""
+        said = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
+        cells = (escape(column), f"<b style='{color}'>{latest}{' ⚠' if strays else ''}</b>", sparkline(values),
+                 f"<small>{escape(said)}</small>")  # fmt: skip
+        return "<tr>" + "".join(f"<td {CELL}>{cell}</td>" for cell in cells) + "</tr>"
+
+    def _questions(self) -> str:
+        rows = "".join(
+            f"<tr><td {CELL}>{escape(question)}</td><td {CELL}>{marks[-20:]}</td><td {CELL}><code>{escape(_short(text))}</code>"
+            "</td></tr>" for question, (marks, text) in self.asked.items()
+        )  # fmt: skip
+        return f"<table style='margin:0'>{rows}</table>" if rows else ""
+
+
+def _metric(column: str, healthy: tuple | None) -> Metric:
+    known = METRICS.get(column, UNKNOWN)
+    return known if healthy is None else known._replace(low=healthy[0], high=healthy[1])
+
+
+def _short(text: str, most: int = 120) -> str:
+    text = text.replace("\n", "↵")
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> str:
-    """A small SVG line through at most 120 of the values."""
+    """A small line through at most 120 of the values, as an image: Jupyter strips SVG from a notebook that it does not
+    trust, and keeps images."""
     values = list(values)[:: max(1, len(values) // 120)]
     if len(values) < 2:
         return ""
@@ -73,14 +153,38 @@ def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> st
         f"{i * width / (len(values) - 1):.1f},{height - 2 - (v - low) / span * (height - 4):.1f}" for i, v in enumerate(values)
     )
     line = f"<polyline points='{points}' fill='none' stroke='{POLICY}' stroke-width='1.5'/>"
-    return f"<svg width='{width}' height='{height}'>{line}</svg>"
+    image = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}'>{line}</svg>"
+    data = base64.b64encode(image.encode()).decode()
+    return f"<img width='{width}' height='{height}' alt='' src='data:image/svg+xml;base64,{data}'>"
 
 
-def tokens_html(tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:
-    """Tokens side by side, specials and spaces visible; those with mask 1 shaded."""
-    spans = []
-    for i, chosen in zip(ids, mask):
-        text = escape(tokenizer.decode([i]).replace("\n", "↵")).replace(" ", "␣")
-        shade = f"background:{POLICY}33" if chosen else "background:#7F7F7F1A"
-        spans.append(f"<span style='{shade};padding:1px 2px;margin:1px;display:inline-block'>{text}</span>")
-    return f"<div style='font-family:monospace;line-height:1.7'>{''.join(spans)}</div>"
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+_unfinished: weakref.WeakSet[Dashboard] = weakref.WeakSet()  # of the cell that runs
+
+
+def _watch_interrupts(live: Dashboard) -> None:
+    """Until the cell ends, an interrupt of it is said in one line in place of a page of CancelledError."""
+    shell = live._shell
+    if shell is None:
+        return
+    if live.done >= live.steps:
+        _unfinished.discard(live)
+        return
+    if not _unfinished and shell.custom_exceptions == ():
+        shell.set_custom_exc((KeyboardInterrupt, asyncio.CancelledError), _say)
+
+        def end_of_cell(*_):
+            shell.events.unregister("post_run_cell", end_of_cell)
+            shell.set_custom_exc((), None)
+            _unfinished.clear()
+
+        shell.events.register("post_run_cell", end_of_cell)
+    _unfinished.add(live)
+
+
+def _say(shell, kind, error, traceback, tb_offset=None) -> None:
+    for live in list(_unfinished):
+        print(live.stopped())
+    if not _unfinished:
+        print("interrupted")

@@ -8,29 +8,35 @@ import shutil
 import time
 from pathlib import Path
 
-from grpolab.files import atomic_write
+from grpolab.files import atomic_folder, atomic_write
 from grpolab.lab.run import repository
 
 
 def find(numbers: list[str]) -> list[Path]:
-    """The notebooks with these numbers (all for none), in order; raises ValueError for a number that does not exist."""
+    """The notebooks with these numbers or names, "01" or "01_sft" (all for none), in the order given; raises ValueError for
+    one that does not exist."""
     here, home = repository(), Path(__file__).parents[2]  # called from elsewhere: the copy that is installed
     folder = (here if (here / "notebooks").is_dir() else home) / "notebooks"
     series = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     if not series:
         raise ValueError(f"there are no notebooks in {folder}: run this inside a copy of the grpolab repository")
-    unknown = [n for n in numbers if n.zfill(2) not in series]
+    known = series | {path.stem: path for path in series.values()}
+    wanted = [Path(n).name.removesuffix(".ipynb").zfill(2) for n in numbers]
+    unknown = [n for n, name in zip(numbers, wanted) if name not in known]
     if unknown:
         raise ValueError(f"no notebook {', '.join(unknown)}; there are {', '.join(series)}")
-    return [series[n.zfill(2)] for n in numbers] or list(series.values())
+    return [known[name] for name in wanted] or list(series.values())
 
 
 def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> int:
-    """Execute notebooks, print one line each, return the exit status: 0 when every one ran and its gate passed.
+    """Execute notebooks, print one line each, return the exit status: 0 when every one ran and its gate passed, or passed as
+    far as a shortened run is judged (such a run is never stored).
 
     The executed copy lies in runs/<notebook>/<model>/ (of another seed than 0 in its seed-<seed>/), also when it failed: it
-    is then the log. With `store` it also takes the place of its source, if it passed, its figures that of
-    figures/<notebook>_<name>.png, and its minutes and its gate's values that of benchmarks/results/notebooks/<notebook>.json.
+    is then the log, and what the last run that passed left there is in last_good/. With `store` the copy also takes the
+    place of its source, if it passed, its figures that of figures/<notebook>_<name>.png, and its minutes and its gate's
+    values that of benchmarks/results/notebooks/<notebook>.json. Raises ValueError, before anything runs, for a notebook or
+    parameter that does not exist and for a value of another type than its parameter's.
     """
     import papermill
 
@@ -40,6 +46,8 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
     if strangers:
         names = "; ".join(f"{path.stem}: {', '.join(names)}" for path, names in known.items())
         raise ValueError(f"no parameter {', '.join(sorted(strangers))}. Parameters are {names}")
+    for names in known.values():
+        refuse_types(parameters, names)
     failed = 0
     for path in notebooks:
         own = {name: value for name, value in parameters.items() if name in known[path]}
@@ -49,6 +57,7 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
         folders = run_folders(home, path.stem, model, seed)
         folder = folders[0]
         folder.mkdir(parents=True, exist_ok=True)
+        good = keep_good(folders, path.name)
         for stale in folders:
             (stale / "results.json").unlink(missing_ok=True)
         if store:  # what is stored is one whole run, never the end of an interrupted one
@@ -59,17 +68,51 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
         error = _execute(path, output, own)
         folder = next((f for f in folders if (f / "results.json").exists()), folder)
         verdict = _verdict(folder, error)
-        failed += verdict != "gate passed"
+        failed += verdict not in ("gate passed", "shortened")
         minutes = (time.monotonic() - began) / 60
         print(f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}", flush=True)
+        if good and verdict == "gate passed":
+            shutil.rmtree(good)
+        elif good:
+            print(f"    the last run that passed: {good.relative_to(home)}", flush=True)
         if error:
             print(f"    {error}", flush=True)
+        elif verdict == "shortened":
+            kept = "; not stored" if store else ""
+            print(f"    identities passed; claims not judged: {_results(folder)['shortened']}{kept}", flush=True)
         elif store and verdict == "gate passed":
             atomic_write(path, json.dumps(clean(json.loads(output.read_text())), indent=1, ensure_ascii=False) + "\n")
             for figure in (folder / "figures").glob("*.png"):
                 atomic_write(home / "figures" / f"{path.stem}_{figure.name}", figure.read_bytes())
             _record(home / "benchmarks" / "results" / "notebooks" / f"{path.stem}.json", folder, minutes, own)
     return 1 if failed else 0
+
+
+def refuse_types(parameters: dict, known: dict) -> None:
+    """Raise ValueError for a value that is not of its parameter's annotated type, before anything runs."""
+    for name, value in parameters.items():
+        wanted = known.get(name, {}).get("inferred_type_name")
+        given = type(value).__name__
+        if wanted in ("bool", "int", "float", "str") and given != wanted and (given, wanted) != ("int", "float"):
+            example = {"bool": "True or False", "int": "3", "float": "1e-4", "str": "tiny"}[wanted]
+            raise ValueError(f"parameter {name} must be {wanted}, such as {example}; got {value!r}, which is {given}")
+
+
+def keep_good(folders: list[Path], notebook: str) -> Path | None:
+    """Put the gate's values, the executed notebook and the figures of the last whole run that passed aside, into last_good/
+    of the first folder; that folder, or None where no run has passed."""
+    good = folders[0] / "last_good"
+    for folder in folders:
+        results = _results(folder)
+        if results.get("passed") and not results.get("shortened"):
+            with atomic_folder(good) as partial:
+                for left in (folder / "results.json", folders[0] / notebook):
+                    if left.exists():
+                        shutil.copy2(left, partial)
+                if (folder / "figures").is_dir():
+                    shutil.copytree(folder / "figures", partial / "figures")
+            break
+    return good if good.exists() else None
 
 
 def run_folders(home: Path, notebook: str, model: str = "tiny", seed: str | int = 0) -> list[Path]:
@@ -99,17 +142,22 @@ def _execute(path: Path, output: Path, parameters: dict) -> str | None:
     return None
 
 
+def _results(folder: Path) -> dict:
+    """What the gate wrote; nothing where it did not come that far."""
+    path = folder / "results.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def _verdict(folder: Path, error: str | None) -> str:
-    results = folder / "results.json"
-    if not results.exists():
+    results = _results(folder)
+    if not results or (results["passed"] and error):
         return "failed" if error else "no gate"
-    passed = json.loads(results.read_text())["passed"]
-    return "failed" if passed and error else "gate passed" if passed else "gate FAILED"
+    return "gate FAILED" if not results["passed"] else "shortened" if results.get("shortened") else "gate passed"
 
 
 def clean(notebook: dict) -> dict:
     """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
-    the kernel's display name and Python version."""
+    the kernel's display name and Python version; and without widgets, which need a kernel: their static page stays."""
     notebook["metadata"].pop("papermill", None)
     notebook["metadata"]["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook["metadata"]["language_info"] = {"name": "python"}
@@ -121,4 +169,6 @@ def clean(notebook: dict) -> dict:
             del cell["metadata"]["tags"]
         if cell["cell_type"] == "code":
             cell["outputs"] = [o for o in cell["outputs"] if not (o["output_type"] == "stream" and o["name"] == "stderr")]
+            for output in cell["outputs"]:
+                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return notebook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, unlock_folder
+from grpolab.lab.kept import KeptWeights
 from grpolab.lab.record import Recorder, table
 from grpolab.lab.states import computed_on, load_state, put_weights, save_state, weights, weights_hash
 from grpolab.rollouts import RecordedGroup
@@ -53,24 +55,31 @@ class Run:
     - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same, else it
       starts over, and a line says so where the start is new.
     Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
-    or fails. Another seed in the same folder is refused, and so is a second loop at the same time, in this process or
-    another; the lock goes with its process, however that ends.
+    or fails. One that was trained on other data or against another reference is refused (that a reward is another function
+    is not noticed). Another seed in the same folder is refused, and so is a second loop at the same time, in this process
+    or another; the lock goes with its process, however that ends.
 
     The folder also keeps every rollout (`rollouts`; `keep="all"`, "none", or how many a step), from which `lab.replay` and
-    its neighbours tell later what happened. With `replay_every=n` it keeps the weights and the optimiser before every n-th
-    step too, so that any step can be computed again; what they take is told at the start.
+    its neighbours tell later what happened; with `replay_every=n` also the weights before every n-th step (`kept.py`).
     """
 
     def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None, keep: str | int = "all",
                  replay_every: int = 0):
-        if replay_every < 0:
-            raise ValueError(f"replay_every must be 0 (keep no weights) or a number of steps, got {replay_every}")
+        for name in names:
+            if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+                raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
+                                 "it in is Run(..., root=folder)")
+        if not (seed is None or isinstance(seed, int) and seed >= 0):
+            raise ValueError(f"a run's seed is None or an integer from 0, got {seed!r}")
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
         self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.began = time.time()
         self.metrics: list[dict] = []
+        self._data = ""  # a hash of what its loop trains on
         self.base = ""  # where the policy of its loop came from
-        self.recorder, self.replay_every = Recorder(self.folder / "rollouts", keep), replay_every
+        self.recorder = Recorder(self.folder / "rollouts", keep)
+        self.weights = KeptWeights(self.folder / "replay", replay_every)
         self._sitting: dict | None = None  # on what the present loop computes
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
@@ -81,7 +90,7 @@ class Run:
 
     def child(self, name: str) -> Run:
         """A run of its own in a folder below this one."""
-        return Run(name, root=self.folder, keep=self.recorder.keep, replay_every=self.replay_every)
+        return Run(name, root=self.folder, keep=self.recorder.keep, replay_every=self.weights.every)
 
     def log(self, row: dict) -> dict:
         """Add one row of metrics and append it to the table. A kill leaves whole lines, or a last one without its end."""
@@ -119,25 +128,31 @@ class Run:
         return table(self.recorder.lines(steps, tell=warnings.warn), columns)
 
     def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
-        """`lab.replay.replay`: a recorded rollout generated again and compared in every bit."""
-        from grpolab.lab.replay import replay
-
-        return replay(self, step, group, rollout, **options)
+        """A recorded rollout generated again and compared in every bit: `lab.replay.replay`."""
+        return importlib.import_module("grpolab.lab.replay").replay(self, step, group, rollout, **options)
 
     def bundle(self, step: int, path: str | Path, **options) -> Path:
-        """`lab.replay.bundle`: one file with which a step can be replayed elsewhere."""
-        from grpolab.lab.replay import bundle
-
-        return bundle(self, step, path, **options)
+        """One file with which a step can be replayed elsewhere: `lab.replay.bundle`."""
+        return importlib.import_module("grpolab.lab.replay").bundle(self, step, path, **options)
 
     def figure(self, name: str, figure) -> Path:
-        """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder."""
-        from io import BytesIO
+        """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder, at double
+        resolution."""
+        from grpolab.lab.plots import png
 
         figure = getattr(figure, "figure", figure)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
-        return atomic_write(self.folder / "figures" / f"{name}.png", buffer.getvalue())
+        return atomic_write(self.folder / "figures" / f"{name}.png", png(figure))
+
+    def made(self) -> str:
+        """One line: what lies in the folder and was written since this Run was made, figures by name."""
+        files = [p for p in sorted(self.folder.iterdir()) if not p.name.startswith((".", "start."))]
+        files = [p for p in files if p.name != "figures" and any(self._fresh(f) for f in (p, *p.rglob("*")))]
+        figures = [p.stem for p in sorted((self.folder / "figures").glob("*.png")) if self._fresh(p)]
+        names = ", ".join(p.name + "/" * p.is_dir() for p in files) or "nothing"
+        return f"{self.shown(self.folder)}: {names}" + (f"; figures: {', '.join(figures)}" if figures else "")
+
+    def _fresh(self, path: Path) -> bool:
+        return path.is_file() and path.stat().st_mtime >= self.began - 1  # some file systems count in whole seconds
 
     # -- one loop at a time --------------------------------------------------------------------------------------------
 
@@ -160,10 +175,11 @@ class Run:
 
     # -- where it started, and checkpoints -----------------------------------------------------------------------------
 
-    def begin(self, config, policy, optimiser) -> int:
+    def begin(self, config, policy, optimiser, data: str = "") -> int:
         """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
 
-        Raises ValueError for a damaged checkpoint, and where the folder holds a run of another seed."""
+        `data` is a hash of what the loop trains on, "" where it is not known. Raises ValueError for a damaged checkpoint or
+        one that was trained on other data, and where the folder holds a run of another seed."""
         self._clear_partial()
         note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
         self._refuse_another_seed(note, plain)
@@ -178,15 +194,16 @@ class Run:
                 self.drop_checkpoint()
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
-        self.metrics, self._columns, self.base, self._sitting = [], (), note["base"], None
+        self.metrics, self._columns, self.base, self._data, self._sitting = [], (), note["base"], data, None
+        self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         if mine and not steps and note["start"] != key:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain}, indent=1) + "\n")
+        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
         self.recorder.rewind(steps)
-        self._begin_keeping(steps, plain, policy, optimiser)
+        self.weights.begin(steps, plain, policy, optimiser)
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
             del trained[later]
         trained[name] = note["start"]
@@ -211,6 +228,18 @@ class Run:
                 f"own with Run(..., seed={new}), or delete that one"
             )
 
+    def _refuse_other_data(self, plain: dict) -> None:
+        newest = max(self._checkpoints(), default=None)
+        try:
+            state = json.loads((newest / "state.json").read_text()) if newest else {}
+        except (OSError, ValueError):  # damaged: whoever loads it says so
+            return
+        if state.get("config") == plain and self._data and state.get("data") not in (None, "", self._data):
+            raise ValueError(
+                f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
+                "bring those back, or delete that folder to start over, or give this run another name"
+            )
+
     def _keep_start(self, policy) -> None:
         """The weights as they are, until the model or the process goes: only then can a policy have moved away from them."""
         from safetensors.torch import save_file
@@ -229,7 +258,8 @@ class Run:
         target = self.folder / f"checkpoint-{step:08d}"
         shutil.rmtree(target, ignore_errors=True)
         with atomic_folder(target) as folder:
-            save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config))
+            save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
+                       data=self._data)
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)
         self._drop_checkpoints(keep=target)
@@ -256,39 +286,17 @@ class Run:
         print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
 
-    # -- weights for replay --------------------------------------------------------------------------------------------
+    def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
+        """Keep the weights and the optimiser before `step`, where it is one of every `replay_every`."""
+        self.weights.keep(step, _plain_config(config), policy, optimiser)
 
     def kept(self) -> dict[int, Path]:
         """Step -> the folder with the weights and the optimiser before it, of those kept for replay."""
-        folders = [d for d in (self.folder / "replay").glob("step-*") if d.name.removeprefix("step-").isdigit()]
-        return {int(d.name.removeprefix("step-")): d for d in sorted(folders)}
+        return self.weights.kept()
 
-    def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
-        """Keep the weights and the optimiser before `step`, where it is one of every `replay_every`."""
-        if self.replay_every and step % self.replay_every == 0:
-            with atomic_folder(self.folder / "replay" / f"step-{step:08d}") as folder:
-                save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
-                           weights=weights_hash(policy))
-
-    def _begin_keeping(self, steps: int, plain: dict, policy, optimiser) -> None:
-        """Drop what was kept of steps that are now to come, tell what is going to be kept, and keep the start."""
-        for step, folder in self.kept().items():
-            if step > steps or not steps:
-                shutil.rmtree(folder, ignore_errors=True)
-        if not self.replay_every or "steps" not in plain:
-            return
-        one = sum(p.numel() * p.element_size() for p in policy.model.parameters()) * 3  # AdamW: two moments a parameter
-        number = len(range(steps, plain["steps"] + 1, self.replay_every))
-        free = shutil.disk_usage(self.folder).free
-        if one * number > free:
-            raise ValueError(f"replay_every={self.replay_every} keeps {number} times up to {one / 1e6:.0f} MB, and the disk of "
-                             f"{self.shown(self.folder)} has {free / 1e6:.0f} MB left: keep them more rarely")
-        print(f"{self.shown(self.folder)} keeps weights and optimiser for replay every {self.replay_every} steps: "
-              f"{number} times up to {one / 1e6:.1f} MB, {one * number / 1e6:.0f} MB in all")
-        if not (self.folder / "replay" / "policy").exists() or not steps:
-            policy.save(self.folder / "replay" / "policy")
-        if steps not in self.kept():
-            self.keep_for_replay(steps, plain, policy, optimiser)
+    def checkpointed(self) -> int:
+        """The steps after which the newest checkpoint was kept; 0 without one."""
+        return max((int(d.name.removeprefix("checkpoint-")) for d in self._checkpoints()), default=0)
 
     def drop_checkpoint(self) -> None:
         """The loop is done: nothing is left to go on from."""

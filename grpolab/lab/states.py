@@ -1,13 +1,16 @@
-"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and a hash of the former.
-And what the bits of a computation depend on beside them."""
+"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and hashes of
+the former and of the data. And what the bits of a computation depend on beside them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import platform
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from numbers import Number
 from pathlib import Path
 
 import torch
@@ -22,6 +25,25 @@ def weights_hash(policy) -> str:
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
         digest.update(p.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def data_hash(items: Iterable, reference=None) -> str:
+    """A hash of what a loop trains on, in its order: JSON values, dataclasses, tensors and plain objects by their content;
+    and of the weights of the policy that it is measured from, where there is one."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(json.dumps(item, default=_content, skipkeys=True).encode() + b"\n")
+    digest.update(weights_hash(reference).encode() if reference else b"")
+    return digest.hexdigest()
+
+
+def _content(x):
+    """What JSON can hold of a value. Never its address, which is another in every process."""
+    if is_dataclass(x):
+        return {f.name: getattr(x, f.name) for f in fields(x)}
+    if hasattr(x, "tolist"):
+        return x.tolist()
+    return vars(x) if hasattr(x, "__dict__") else f"{type(x).__name__} {str(x) if isinstance(x, bytes | Number) else ''}"
 
 
 def weights(policy) -> dict[str, torch.Tensor]:

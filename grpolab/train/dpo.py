@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.lab.states import data_hash
+from grpolab.models import Policy, evaluating
 from grpolab.train import losses
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
 from grpolab.train.proof import prove
-from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_values
+from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_key, reference_values
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,13 @@ async def dpo(
 
     reference_at = await in_thread(policy, start)
 
-    def gradient(places):
-        return dpo_gradient(policy, [pairs[i] for i in places], reference_at(places), config)
+    def gradient(indices):
+        return dpo_gradient(policy, [pairs[i] for i in indices], reference_at(indices), config)
 
-    async with aclosing(over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run)) as rows:
+    def data():
+        return f"{data_hash(pairs)} {reference_key(reference)}"
+
+    async with aclosing(over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run, data)) as rows:
         async for row in rows:
             yield row
 
@@ -70,12 +74,12 @@ def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor,
     """Accumulate the gradient of the batch's mean pair loss, whatever the micro-batches; returns the metrics.
     ref_logps: (P, 2), chosen and rejected."""
     parts = []
-    for places in pair_batches(pairs, config):
-        part = [pairs[i] for i in places]
+    for indices in pair_batches(pairs, config):
+        part = [pairs[i] for i in indices]
         with forward_passes(policy, config):
             logps = pair_logps(policy, part, config.row_width)
         loss, metrics = losses.dpo_loss(
-            *logps.T, *ref_logps[places].to(logps.device).T, beta=config.beta, denominator=len(pairs), kind=config.kind,
+            *logps.T, *ref_logps[indices].to(logps.device).T, beta=config.beta, denominator=len(pairs), kind=config.kind,
             label_smoothing=config.label_smoothing, lengths=pair_lengths(part, logps) if config.length_normalised else None,
         )
         loss.backward()
@@ -90,8 +94,8 @@ def implicit_rewards(
     """DPO's reward beta (log pi - log pi_ref) of each pair's chosen and rejected completion, and log pi: (P, 2) each."""
     check_pairs(policy, pairs)
     ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
-    with torch.no_grad(), policy.lock, forward_passes(policy, config):
-        for places in pair_batches(pairs, config):
-            logps[places] = pair_logps(policy, [pairs[i] for i in places], config.row_width).cpu()
+    with torch.no_grad(), policy.lock, evaluating(policy.model), forward_passes(policy, config):
+        for indices in pair_batches(pairs, config):
+            logps[indices] = pair_logps(policy, [pairs[i] for i in indices], config.row_width).cpu()
     scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0
     return config.beta * (logps - ref_logps) / scale, logps

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -17,10 +18,11 @@ from grpolab.checker import correct_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.lab.states import data_hash
+from grpolab.models import Policy, evaluating
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, in_columns
 from grpolab.train import losses
-from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
+from grpolab.train.advantages import advantages, group_health, informative, number, reward_tensor
 from grpolab.train.layout import Layout, lay_out
 from grpolab.train.logps import check_lengths, rollout_logps
 from grpolab.train.loop import (
@@ -84,6 +86,8 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"max_logp_diff must be None or (mean, largest), both positive, got {self.max_logp_diff}")
         if self.group_size < 1 or self.prompts_per_step < 1 or self.inner_epochs < 1:
             raise ValueError(f"group_size, prompts_per_step and inner_epochs must be at least 1, got {self}")
+        if self.group_size == 1 and not self.kl_coef:
+            raise ValueError("group_size=1 never trains: an advantage compares with others of the group. Take at least 2")
         if self.refills < 0:
             raise ValueError(f"refills must be 0 (off) or more rounds of sampling, got {self.refills}")
         if not 1 <= self.minibatches <= self.prompts_per_step:
@@ -154,7 +158,8 @@ async def grpo(
 
         return update
 
-    async with sampler, aclosing(loop(policy, config, run, gather)) as rows:
+    data = partial(data_hash, problems, reference if config.kl_coef else None)
+    async with sampler, aclosing(loop(policy, config, run, gather, data)) as rows:
         async for row in rows:
             yield row
 
@@ -169,8 +174,10 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
 
 def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
-    for model in (policy, reference) if config.kl_coef else (policy,):
-        prove(model, config, longest)
+    prove(policy, config, longest)
+    if config.kl_coef:
+        with evaluating(reference.model):  # as its log-probs are taken
+            prove(reference, config, longest)
 
 
 async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems: Sequence[Problem], config, step: int):
@@ -208,16 +215,18 @@ def tokens_of(groups: Sequence[Group]) -> int:
 
 def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
     """Groups with a reward for each rollout. A reward with a method `batch(texts, problems, rollouts)` gives all of a
-    step in one call, as a learned one should."""
+    step in one call, as a learned one should. TypeError for a reward that is no number, ValueError for an infinite one."""
+    name = getattr(reward, "__name__", type(reward).__name__)
     if not hasattr(reward, "batch"):
-        return [g.with_rewards([reward(policy.decode(r.tokens), p, r) for r in g]) for p, g in zip(problems, groups)]
+        given = ([number(reward(policy.decode(r.tokens), p, r), name) for r in g] for p, g in zip(problems, groups))
+        return [g.with_rewards(rewards) for g, rewards in zip(groups, given)]
     rollouts = [r for g in groups for r in g]
     asked = [p for p, g in zip(problems, groups) for _ in g]
     rewards = list(reward.batch([policy.decode(r.tokens) for r in rollouts], asked, rollouts))
     if len(rewards) != len(rollouts):
         raise ValueError(f"{reward!r} gave {len(rewards)} rewards for {len(rollouts)} rollouts: give each its own, or None")
     left = iter(rewards)
-    return [g.with_rewards([next(left) for _ in g]) for g in groups]
+    return [g.with_rewards([number(next(left), name) for _ in g]) for g in groups]
 
 
 def watched(
@@ -327,7 +336,7 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
     )
     metrics["entropy"] = (entropy * mask).sum() / tokens
     if config.kl_coef:
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(reference.model):
             ref_logps, _ = rollout_logps(reference, layout, mask.shape, config.temperature)
         kl, kl_metrics = losses.kl_penalty(
             logps, ref_logps, mask, denominator=denominator, kind=config.kl_kind, old_logps=old_logps,

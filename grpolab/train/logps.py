@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpolab.chat import Packed
-from grpolab.models import Policy
+from grpolab.models import Policy, attention_of
 from grpolab.train import losses, unpadded
 from grpolab.train.layout import Layout
 
@@ -30,7 +30,7 @@ _proved: WeakKeyDictionary[torch.nn.Module, dict[str, Proved]] = WeakKeyDictiona
 
 def state_of(model) -> tuple:
     """What a proof holds for: another attention, dropout, or a changed module makes it void."""
-    return unpadded.readable(model), unpadded.attention_of(model), model.training, len(list(model.modules()))
+    return unpadded.readable(model), attention_of(model), model.training, len(list(model.modules()))
 
 
 def remember(policy: Policy, what: str, way: str) -> None:

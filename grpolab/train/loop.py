@@ -229,14 +229,35 @@ def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -
     return {"grad_norm": norm, "lr": lr}
 
 
+def check_trainable(policy: Policy) -> None:
+    """Refuse a model of which nothing would be trained."""
+    if not any(p.requires_grad for p in policy.model.parameters()):
+        raise ValueError(f"{policy.name!r} is frozen: none of its parameters requires a gradient. Call "
+                         "policy.model.requires_grad_(True), or that of the part which is to be trained")
+
+
+@contextmanager
+def dropout_of(policy: Policy, seed: int, step: int) -> Iterator[None]:
+    """torch's generators seeded from (seed, step) while a model in training mode takes its step, so that a run that goes on
+    drops what it would have dropped; afterwards they stand where they stood. Without dropout nothing is drawn from them."""
+    if not any(m.training for m in policy.model.modules()):
+        yield
+        return
+    with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
+        torch.manual_seed(random.Random(f"{seed}/{step}/dropout").getrandbits(63))
+        yield
+
+
 Update = Callable[[torch.optim.Optimizer], dict]
 
 
 async def loop(
-    policy: Policy, config: Optimisation, run: Run | None, gather: Callable[[int], Awaitable[Update]]
+    policy: Policy, config: Optimisation, run: Run | None, gather: Callable[[int], Awaitable[Update]],
+    data: Callable[[], str] = lambda: "",
 ) -> AsyncIterator[dict]:
     """Steps from where the run stopped to the end. `await gather(step)` collects what a step needs; the update that it
-    returns takes the optimiser, changes the weights and returns the step's row.
+    returns takes the optimiser, changes the weights and returns the step's row. `data()` is a hash of what is trained on, by
+    which a Run refuses to go on with something else.
 
     An interrupt, a cancel, an error or a consumer that leaves: a step whose update has begun is finished by its thread, and
     with a Run what is whole is kept as a checkpoint. An update that failed half-way leaves the checkpoint before it.
@@ -248,10 +269,11 @@ async def loop(
 
     def begin():
         nonlocal done, saved, version, base, optimiser
+        check_trainable(policy)
         policy.model.zero_grad()  # of somebody else's backward
         optimiser = make_optimiser(policy, config)
         if run is not None:
-            done = saved = run.begin(config, policy, optimiser)
+            done = saved = run.begin(config, policy, optimiser, data())
             base = run.base
         version = policy.version
         return done
@@ -262,7 +284,8 @@ async def loop(
             raise RuntimeError(f"step {step}: somebody else changed the policy's weights since this loop's last step (version "
                                f"{version} then, {policy.version} now): train one policy in one loop at a time")
         try:
-            row = {"step": step} | update(optimiser)
+            with dropout_of(policy, config.seed, step):
+                row = {"step": step} | update(optimiser)
         except BaseException:
             policy.model.zero_grad()  # half a step's gradient is nobody's
             raise
@@ -295,7 +318,7 @@ async def loop(
 
 
 def over_batches(
-    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None
+    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str]
 ) -> AsyncIterator[dict]:
     """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
     done(batch) names what the step did as a rate and counts it."""
@@ -312,4 +335,4 @@ def over_batches(
 
         return update
 
-    return loop(policy, config, run, gather)
+    return loop(policy, config, run, gather, data)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 import warnings
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -15,6 +16,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.env.dialect import TEXT, Dialect
 from grpolab.env.pool import GrpoPool, rollout_seed
 from grpolab.lab.run import Run
+from grpolab.lab.states import data_hash
 from grpolab.models import Policy
 from grpolab.train.episodes import (
     Episode,
@@ -41,7 +43,8 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
 
     `problems` are tasks, JSON values or dataclasses, or a curriculum: an object with `next_tasks(n)` and
     `record_result(task, rate)`, told after each step how large a share of a group earned at least `success`; with
-    `state()` and `load(state)` too, a run that was interrupted goes on exactly. An
+    `state()` and `load(state)` too, a run that was interrupted goes on exactly, and one whose cell is run again begins with
+    the curriculum as it was when it first began. An
     environment may also draw its question from the seed: the rollouts of a group are reset with one, their draws have
     their own. `dialect` says how text becomes actions and observations text.
 
@@ -85,7 +88,10 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
 
         return update
 
-    async with sampler, aclosing(loop(policy, config, run, gather)) as rows:
+    def data():
+        return data_hash(source.content(), reference if config.kl_coef else None)
+
+    async with sampler, aclosing(loop(policy, config, run, gather, data)) as rows:
         async for row in rows:
             yield row
 
@@ -124,13 +130,18 @@ def _warn(habits: dict, config: GRPOConfig, limits: Limits, told: list[str]) -> 
 
 class _Source:
     """The tasks of a step: drawn from a list, or wanted by a curriculum, which is told what came of them. The rows hold
-    its state at the run's start and all that it was told since, so that a run which goes on brings it back to there."""
+    its state at the run's start and all that it was told since, so that a run which goes on brings it back to there; and a
+    run that starts again takes the curriculum back to that start, as it does the policy."""
 
     def __init__(self, problems: Any, config: GRPOConfig, run: Run | None, success: float):
         self.problems, self.config, self.run, self.success = problems, config, run, success
         self.adaptive = hasattr(problems, "next_tasks")
         self.batch_of = None if self.adaptive else epoch_batches(problems, config.prompts_per_step, config.seed)
         self.begun: dict | None = None  # what the first row says
+
+    def content(self) -> list:
+        """What is trained on, for a hash. A curriculum changes as it goes, and `load` refuses the state of other tasks."""
+        return [getattr(self.problems, "config", None)] if self.adaptive else [as_task(p) for p in self.problems]
 
     def tasks(self, step: int) -> list:
         if not self.adaptive:
@@ -157,13 +168,51 @@ class _Source:
 
     def _begin(self, step: int) -> None:
         kept = hasattr(self.problems, "state") and hasattr(self.problems, "load")
-        self.begun = {"start": json.loads(json.dumps(self.problems.state()))} if kept and not step else {}  # as it is now
         if not step:
+            self._take_back(kept)
+            self.begun = {"start": json.loads(json.dumps(self.problems.state()))} if kept else {}  # as it is now
+            self._remember(self.begun.get("start"))
             return
         rows = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
+        self.begun = {}
         if len(rows) != step or not kept or "start" not in rows[0]:
             raise ValueError(f"the run goes on after step {step}, and its curriculum cannot be brought back to there: it "
                              "needs `state()` and `load(state)`, as a Curriculum has, and the rows of the steps before")
         self.problems.load(rows[0]["start"])
+        self._remember(rows[0]["start"])
         for task, rate in (result for row in rows for result in row["results"]):
             self.problems.record_result(task, rate)
+
+    def _take_back(self, kept: bool) -> None:
+        """A curriculum that an earlier loop of this run has told something goes back to where that loop began."""
+        starts, name = _starts_of(self.problems), self._folder()
+        if name not in starts:
+            return
+        if not kept:
+            raise ValueError("an earlier loop of this run told this curriculum its results, and it cannot be taken back: make "
+                             "it anew, or give it `state()` and `load(state)`, as a Curriculum has")
+        if self.problems.state() != starts[name]:
+            self.problems.load(starts[name])
+            print(f"the curriculum goes back to where {self.run.shown(self.run.folder)} started")
+        for later in list(starts)[list(starts).index(name) :]:  # they began with what this run made of it
+            del starts[later]
+
+    def _remember(self, start: dict | None) -> None:
+        if self.run:
+            _starts_of(self.problems)[self._folder()] = start
+
+    def _folder(self) -> str:
+        return str(self.run.folder.resolve()) if self.run else ""
+
+
+# A curriculum by its id, since it need not be hashable: itself, weakly, and the folders of the runs that told it something, in
+# order, each with its state at their start.
+_told_by: dict[int, tuple[weakref.ref, dict[str, dict | None]]] = {}
+
+
+def _starts_of(curriculum: Any) -> dict[str, dict | None]:
+    known, starts = _told_by.get(id(curriculum), (lambda: None, {}))
+    if known() is not curriculum:
+        starts, place = {}, id(curriculum)
+        _told_by[place] = weakref.ref(curriculum, lambda _: _told_by.pop(place, None)), starts
+    return starts

@@ -165,7 +165,7 @@ def _balanced(pairs: list[Pair], ops: set[str], rules: PairRules) -> list[Pair]:
     by_op = {op: [i for i, p in enumerate(pairs) if p.meta["op"] == op] for op in sorted(ops)}
     size = min(map(len, by_op.values()), default=0)
     rng = random.Random(f"{rules.seed}/balance")
-    return [pairs[i] for i in sorted(i for places in by_op.values() for i in rng.sample(places, size))]
+    return [pairs[i] for i in sorted(i for members in by_op.values() for i in rng.sample(members, size))]
 
 
 # --- token ids on disk ------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def pairs_per_s(batch: Sequence) -> dict:
 
 
 def pair_batches(pairs: Sequence[Pair], config: Optimisation) -> Iterator[list[int]]:
-    """The places of the pairs of each micro-batch, pairs of similar length together; a pair counts as two rows."""
+    """The indices of the pairs of each micro-batch, pairs of similar length together; a pair counts as two rows."""
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i].longest, pairs[i].prompt))
     for part in micro_batches([2 * pairs[i].longest for i in order], config.token_budget):
         yield order[part]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpolab.chat import Example, pack, pad
-from grpolab.models import Policy
+from grpolab.models import Policy, evaluating
 from grpolab.rollouts import Rollout
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import masked_logps, remember, rollout_logps, state_of
@@ -44,7 +44,7 @@ def prove(
         readable = state_of(policy.model)[0]
         width = getattr(config, "row_width", getattr(config, "pack_width", 0)) if width is None else width
         ways = ["unpadded"] * readable + ["packed"] * (width > 0) + ["rows", "alone"]
-        with _evaluating(policy.model):
+        with evaluating(policy.model):
             if what != "rewards":
                 _check_head(policy)
             task, wrong = TASKS[what](policy, width, longest), {}
@@ -208,7 +208,7 @@ def thresholds(config) -> list[int]:
 def _past_thresholds(policy: Policy, limit: int, least: int) -> int:
     """Tokens, at most `limit`: as many as are cheap, and a few past every threshold below."""
     parameters = sum(p.numel() for p in policy.model.parameters())
-    cheap = min(256, max(48, (5 * 10**9 if policy.device.type == "cpu" else 10**12) // parameters))
+    cheap = min(256, max(32, (4 * 10**9 if policy.device.type == "cpu" else 10**12) // parameters))
     return max(least, min(limit, max([cheap, *(t + 8 for t in thresholds(policy.model.config) if t < limit)])))
 
 
@@ -249,16 +249,24 @@ def _measure(policy: Policy, values: Callable[[], Iterator[Tensor]]) -> tuple[Te
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     generator, out = torch.Generator().manual_seed(1), []
     samples = [torch.zeros(len(_sample(p))) for p in parameters]
-    for part in values():
-        signs = torch.randint(0, 2, part.shape, generator=generator).to(part) * 2 - 1
-        out.append(part.detach().float().cpu())
-        if not part.requires_grad:
-            continue
-        found = torch.autograd.grad((part * signs).sum(), parameters, allow_unused=True)
-        for sample, g in zip(samples, found):
-            if g is not None:
-                sample += _sample(g).float().cpu()
-        del found
+
+    def take(sample):
+        def hook(g):  # a gradient goes as soon as it is sampled: all of them at once take as much memory as the weights
+            sample.add_(_sample(g).float().cpu())
+            return g.new_zeros(()).expand_as(g)
+
+        return hook
+
+    handles = [p.register_hook(take(sample)) for p, sample in zip(parameters, samples)]
+    try:
+        for part in values():
+            signs = torch.randint(0, 2, part.shape, generator=generator).to(part) * 2 - 1
+            out.append(part.detach().float().cpu())
+            if part.requires_grad:
+                torch.autograd.grad((part * signs).sum(), parameters, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
     return torch.cat(out), samples
 
 
@@ -307,15 +315,3 @@ def _moved_inputs(model, eps: float):
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _evaluating(model):
-    """No dropout for the while: a drawn one would be another in each pass."""
-    training = [m for m in model.modules() if m.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for m in training:
-            m.training = True

@@ -17,7 +17,8 @@ import safetensors.torch
 import torch
 
 from grpolab.files import atomic_write
-from grpolab.models import Policy
+from grpolab.lab.states import weights_hash
+from grpolab.models import Policy, evaluating
 from grpolab.rollouts import collate
 from grpolab.train import losses
 from grpolab.train.layout import lay_out
@@ -44,10 +45,12 @@ def pair_logps(policy: Policy, pairs: Sequence[Pair], row_width: int = 0) -> tor
 
 @dataclass(frozen=True)
 class ReferenceLogps:
-    """`values` (P, 2): the reference's log-probs of the pairs whose `content_key` is `data`, in their order."""
+    """`values` (P, 2): the reference's log-probs of the pairs whose `content_key` is `data`, in their order; `weights` is the
+    hash of its weights, by which a run that goes on knows it again."""
 
     values: torch.Tensor
     data: str
+    weights: str = ""
 
 
 def cache_logps(
@@ -59,16 +62,16 @@ def cache_logps(
     The reference may be the policy itself before its first step; then no second model exists at all. `config` is the
     training's, for its autocast. Raises ValueError for a damaged file.
     """
-    config, data = config or Optimisation(), content_key(pairs)
+    config, data, weights = config or Optimisation(), content_key(pairs), weights_hash(reference)
     if folder is None:
-        return ReferenceLogps(_compute(reference, pairs, config), data)
+        return ReferenceLogps(_compute(reference, pairs, config), data, weights)
     key = hashlib.sha256(json.dumps([weights_key(reference), data, config.autocast, FORWARD]).encode()).hexdigest()
     path = Path(folder) / f"reference-{key[:32]}.safetensors"
     if path.exists():
-        return ReferenceLogps(_read(path, key, len(pairs)), data)
+        return ReferenceLogps(_read(path, key, len(pairs)), data, weights)
     values = _compute(reference, pairs, config)
     atomic_write(path, safetensors.torch.save({"logps": values.contiguous()}, {"key": key}))
-    return ReferenceLogps(values, data)
+    return ReferenceLogps(values, data, weights)
 
 
 def weights_key(policy: Policy) -> str:
@@ -87,30 +90,36 @@ def weights_key(policy: Policy) -> str:
 def reference_values(
     reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: Optimisation
 ) -> Callable[[Sequence[int]], torch.Tensor]:
-    """The function from places in `pairs` to the reference's log-probs there, (n, 2). A resident model scores a block when
+    """The function from indices of `pairs` to the reference's log-probs of those, (n, 2). A resident model scores a block when
     one of its pairs is first asked for, and keeps the answers."""
     if isinstance(reference, ReferenceLogps):
         if reference.data != content_key(pairs) or len(reference.values) != len(pairs):
             raise ValueError("the cached reference log-probs are of other pairs: call cache_logps with these")
-        return lambda places: reference.values[list(places)]
+        return lambda indices: reference.values[list(indices)]
     known: dict[int, torch.Tensor] = {}
 
-    def resident(places: Sequence[int]) -> torch.Tensor:
-        for block in {i // BLOCK for i in places} - known.keys():
+    def resident(indices: Sequence[int]) -> torch.Tensor:
+        for block in {i // BLOCK for i in indices} - known.keys():
             known[block] = _score_block(reference, pairs, block, config)
-        return torch.stack([known[i // BLOCK][i % BLOCK] for i in places])
+        return torch.stack([known[i // BLOCK][i % BLOCK] for i in indices])
 
     return resident
 
 
+def reference_key(reference: Policy | ReferenceLogps) -> str:
+    """A hash of the reference's weights."""
+    return weights_hash(reference) if isinstance(reference, Policy) else reference.weights
+
+
 def prove_reference(reference: Policy, pairs: Sequence[Pair], config: Optimisation) -> None:
     """The reference's forward, proved on rows like those in which its log-probs are computed."""
-    prove(reference, config, max((p.longest for p in pairs), default=0), width=SHARED)
+    with evaluating(reference.model):  # as its log-probs are taken
+        prove(reference, config, max((p.longest for p in pairs), default=0), width=SHARED)
 
 
 def _score_block(reference: Policy, pairs: Sequence[Pair], block: int, config: Optimisation) -> torch.Tensor:
     """(up to BLOCK, 2) on the CPU."""
-    with torch.no_grad(), reference.lock, autocast(reference, config):
+    with torch.no_grad(), reference.lock, evaluating(reference.model), autocast(reference, config):
         return pair_logps(reference, pairs[block * BLOCK : (block + 1) * BLOCK], SHARED).cpu()
 
 

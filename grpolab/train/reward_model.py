@@ -16,7 +16,8 @@ import torch
 
 from grpolab.chat import Example, pad
 from grpolab.lab.run import Run
-from grpolab.models import Policy, choose_device, in_own_memory, refuse_gaps
+from grpolab.lab.states import data_hash
+from grpolab.models import Policy, choose_device, evaluating, in_own_memory, refuse_gaps
 from grpolab.train import losses
 from grpolab.train.logps import decoder_states, way_of
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
@@ -87,7 +88,7 @@ class RewardModel(Policy):
         if distinct and not (distinct[0] and len(distinct[-1]) <= self.context):
             raise ValueError(f"a sequence needs 1 to {self.context} tokens, got {len(distinct[0])} to {len(distinct[-1])}")
         rewards = {}
-        with torch.no_grad(), self.lock:
+        with torch.no_grad(), self.lock, evaluating(self.model):
             for part in micro_batches([len(s) for s in distinct], token_budget):
                 rewards |= zip(distinct[part], self.forward(distinct[part]).tolist())
         return [rewards[tuple(s)] for s in sequences]
@@ -144,10 +145,13 @@ async def reward_model(
 
     await in_thread(model, start)
 
-    def gradient(places):
-        return reward_gradient(model, [pairs[i] for i in places], config)
+    def gradient(indices):
+        return reward_gradient(model, [pairs[i] for i in indices], config)
 
-    async with aclosing(over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run)) as rows:
+    def data():
+        return data_hash(pairs)
+
+    async with aclosing(over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run, data)) as rows:
         async for row in rows:
             yield row
 
@@ -155,8 +159,8 @@ async def reward_model(
 def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:
     """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics."""
     parts = []
-    for places in pair_batches(pairs, config):
-        part = [pairs[i] for i in places]
+    for indices in pair_batches(pairs, config):
+        part = [pairs[i] for i in indices]
         with forward_passes(model, config):
             rewards = model.forward([r.prompt + r.tokens for p in part for r in p.sides]).view(-1, 2)
         margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])

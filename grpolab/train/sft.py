@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from grpolab.arithmetic import Problem
 from grpolab.chat import Example, encode_chat, pack, pad, user
 from grpolab.lab.run import Run
+from grpolab.lab.states import data_hash
 from grpolab.models import Policy
 from grpolab.train import losses
 from grpolab.train.logps import can_pack, check_lengths, masked_logps
@@ -51,8 +52,11 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
     def tokens(batch):
         return {"tokens_per_s": sum(len(e.ids) for e in batch)}
 
+    def data():
+        return data_hash(examples)
+
     await in_thread(policy, check)
-    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run)) as rows:
+    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run, data)) as rows:
         async for row in rows:
             yield row
 

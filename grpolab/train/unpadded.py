@@ -16,23 +16,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from grpolab.models import llama_obstacle
+from grpolab.models import attention_of, llama_obstacle
 from grpolab.train.layout import Tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, values (M, H, d), scale -> (M, H, d)
 
 
 def readable(model) -> bool:
-    """Whether `states` computes what this model's own forward does: not under another attention, nor with its dropout,
-    nor where somebody hooked or replaced the forward of a part."""
+    """Whether `states` computes what this model's own forward does: not under another attention (or one
+    that transformers does not name), nor with its dropout, nor where somebody hooked or replaced the forward of a part."""
     plain = attention_of(model) == "sdpa" and not model.training and llama_obstacle(model) is None
     return plain and not any(map(_altered, model.modules()))
-
-
-def attention_of(model) -> str | None:
-    """The name of the model's attention, or None where transformers no longer says it under this name: nothing is `readable`
-    then."""
-    return getattr(model.config, "_attn_implementation", None)
 
 
 def _altered(module) -> bool:

@@ -1,0 +1,57 @@
+"""What the columns of a run mean, in one line each, and the range in which a run is usually well."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """`meaning` in one line; `low` and `high` bound the healthy range, None where a side has no bound."""
+
+    meaning: str
+    low: float | None = None
+    high: float | None = None
+
+    def strays(self, value: float) -> bool:
+        return (self.low is not None and value < self.low) or (self.high is not None and value > self.high)
+
+    @property
+    def range(self) -> str:
+        low, high = (None if x is None else f"{x:g}" for x in (self.low, self.high))
+        return f"{low} to {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else ""
+
+
+# The ranges are rules of thumb: outside them a run is worth a look, not wrong. logp_diff has the bounds of GRPOConfig.
+METRICS = {
+    "reward": Metric("mean reward of the sampled completions"),
+    "mixed": Metric("share of groups whose rewards differ: only these teach from the reward", low=0.1),
+    "all_wrong": Metric("share of groups without a right completion", high=0.9),
+    "all_right": Metric("share of groups with right completions only", high=0.9),
+    "kl": Metric("distance to the reference, nats a token", high=0.5),
+    "entropy": Metric("how undecided the policy is about the next token, nats; towards 0 it stops exploring"),
+    "ratio": Metric("probability now / when sampled, mean over tokens", 0.9, 1.1),
+    "ratio_max": Metric("the same, of the token that moved most", high=10.0),
+    "clip_low": Metric("share of tokens whose push down was stopped by clipping", high=0.2),
+    "clip_high": Metric("share of tokens whose push up was stopped by clipping", high=0.2),
+    "logp_diff": Metric("disagreement of sampler and trainer before the step, nats a token", high=0.1),
+    "logp_diff_max": Metric("the same, of the worst token", high=5.0),
+    "grad_norm": Metric("length of the gradient before it is clipped"),
+    "completion_length": Metric("tokens in a completion, mean"),
+    "truncated": Metric("share of completions cut at the token limit", high=0.1),
+    "loss": Metric("what the optimiser lowers"),
+    "margin": Metric("how far the chosen answer lies above the rejected one", low=0.0),
+    "accuracy": Metric("share of pairs whose chosen answer is ahead; 0.5 is a coin", low=0.5),
+    "logps_chosen": Metric("log-probability of the chosen answers, nats"),
+    "logps_rejected": Metric("log-probability of the rejected answers, nats"),
+    "reward_chosen": Metric("score of the chosen answers"),
+    "reward_rejected": Metric("score of the rejected answers"),
+    "tool_rate": Metric("share of episodes that used the tool"),
+    "turns": Metric("turns of the policy in an episode, mean"),
+    "invalid": Metric("share of tool calls that could not be read", high=0.1),
+    "lost": Metric("episodes lost to a failing environment", high=0.0),
+    "sampling_s": Metric("seconds of sampling in a step"),
+    "update_s": Metric("seconds of the update in a step"),
+    "seconds": Metric("seconds of a step"),
+    "tokens_per_s": Metric("tokens trained on in a second"),
+}
+UNKNOWN = Metric("")

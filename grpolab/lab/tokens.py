@@ -1,0 +1,217 @@
+"""Completions token by token: shaded by one number, with all numbers on hover, the checker's verdict in a column apart.
+
+    groups = score(policy, questions, await sampler.sample(...), finished_and_correct)
+    group_view(policy, groups[0], question="What is 28 + 47?", answer=75, advantages=a[0])       # as a cell's last line
+
+What training does to the same questions: keep the groups of a few steps in a dictionary, and show them by step.
+
+    kept = {0: groups}
+    async for row in grpo(...):
+        if row["step"] + 1 in (75, 150):
+            kept[row["step"] + 1] = score(policy, questions, await sampler.sample(...), finished_and_correct)
+    by_step({step: [group_view(policy, g, answer=q.answer) for q, g in zip(questions, gs)] for step, gs in kept.items()})
+
+Everything is static HTML, so it shows on a page without a kernel; `by_step` adds an ipywidgets slider for the front ends
+that have one. A token takes some 200 bytes: four rollouts a question keep a notebook small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from grpolab.checker import parse_boxed_answer
+from grpolab.rollouts import CUT, Rollout
+
+# Half-transparent, so that the theme's own background and text stay: they are seen on white and on black.
+UP, DOWN = "86,180,233", "230,110,30"
+ENVIRONMENT = "outline:1px dotted rgba(127,127,127,.9);font-style:italic;opacity:.75;"
+
+# Quantity -> (what it is, its neutral value, what the colours mean). Never below neutral: kl; never above: logp.
+QUANTITIES = {
+    "advantage": ("advantage of the rollout", 0.0, "blue above 0, orange below"),
+    "logp": ("log-probability when it was sampled (nats)", 0.0, "orange the less likely"),
+    "delta": ("Δ log-probability, now − when it was sampled (nats)", 0.0, "blue more likely now, orange less"),
+    "ratio": ("ratio of the probabilities, now / when it was sampled", 1.0, "blue above 1, orange below"),
+    "kl": ("KL to the reference by k3 = r − 1 − ln r, r = reference / policy (nats)", 0.0, "orange the further away"),
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """Something to look at: HTML where there is a page, text elsewhere."""
+
+    html: str
+    text: str
+
+    def _repr_html_(self):
+        return self.html
+
+    def __repr__(self):
+        return self.text
+
+
+def token_numbers(rollout: Rollout, *, advantage=None, logps=None, ref_logps=None) -> dict[str, list[float]]:
+    """What is known of each token of a rollout, by the names in QUANTITIES.
+
+    `advantage` is the rollout's; `logps` and `ref_logps`, one a token (longer rows are cut), are the log-probabilities of
+    its tokens under the policy as it is now, and under the reference. k3: Schulman 2020, joschu.net/blog/kl-approx.html.
+    """
+    n = len(rollout.tokens)
+    numbers = {} if advantage is None else {"advantage": [float(advantage)] * n}
+    numbers["logp"] = list(rollout.logps)
+    now = numbers["logp"] if logps is None else [float(x) for x in logps[:n]]
+    if logps is not None:
+        numbers["delta"] = [a - b for a, b in zip(now, rollout.logps)]
+        numbers["ratio"] = [_exp(d) for d in numbers["delta"]]
+    if ref_logps is not None:
+        gaps = [float(r) - p for r, p in zip(ref_logps[:n], now)]
+        numbers["kl"] = [_exp(g) - 1 - g for g in gaps]
+    short = [name for name, values in numbers.items() if len(values) != n]
+    if short:
+        raise ValueError(f"a rollout of {n} tokens needs {n} values of {short[0]}, got {len(numbers[short[0]])}")
+    return numbers
+
+
+def group_view(
+    policy, group: Sequence[Rollout], *, by: str = "advantage", question: str = "", answer: int | None = None,
+    verdicts: Sequence[str] | None = None, advantages=None, logps=None, ref_logps=None, scale: float | None = None,
+) -> View:
+    """The completions of a group as a table: reward, verdict, tokens shaded `by` one of QUANTITIES.
+
+    `answer` lets the checker judge each text; `verdicts` (one text a rollout) stand there instead. `advantages`: G numbers;
+    `logps`, `ref_logps`: G rows with a number a token. `scale` is the distance from the neutral value that gets the full
+    colour (default: the largest one here); give several views the same to compare them. Tokens of the environment (mask 0)
+    are outlined and never shaded. Raises ValueError for a quantity that is not there.
+    """
+    if by not in QUANTITIES:
+        raise ValueError(f"by must be one of {', '.join(QUANTITIES)}, got {by!r}")
+    rows = [
+        token_numbers(r, advantage=_at(advantages, i), logps=_at(logps, i), ref_logps=_at(ref_logps, i))
+        for i, r in enumerate(group)
+    ]
+    if rows and by not in rows[0]:
+        needs = {"advantage": "advantages", "kl": "ref_logps"}.get(by, "logps")
+        raise ValueError(f"by={by!r} needs {needs}: one {'number' if by == 'advantage' else 'row'} a rollout")
+    verdicts = [_verdict(policy, r, answer) for r in group] if verdicts is None else list(verdicts)
+    meaning, neutral, colours = QUANTITIES[by]
+    far = [abs(v - neutral) for r, row in zip(group, rows) for v, m in zip(row[by], r.mask) if m and math.isfinite(v)]
+    scale = scale or max(far, default=0.0) or 1.0
+    body = "".join(
+        f"<tr>{_cell(_reward(r))}{_cell(escape(verdict))}{_cell(_tokens(policy, r, row, by, scale))}</tr>"
+        for r, row, verdict in zip(group, rows, verdicts)
+    )
+    head = "".join(_cell(f"<b>{name}</b>") for name in ("reward", "verdict", "completion"))
+    outlined = "; outlined: written by the environment" if any(not all(r.mask) for r in group) else ""
+    legend = f"shaded by {meaning}: {colours}, full colour at a distance of {scale:.2g}{outlined}; hover for the numbers"
+    html = (
+        f"<div style='text-align:left'><b>{escape(question)}</b><table style='margin:0'><tr>{head}</tr>{body}</table>"
+        f"<small>{escape(legend)}</small></div>"
+    )
+    lines = [f"{_reward(r):>6}  {v:24}  {_visible(policy, r.tokens)}" for r, v in zip(group, verdicts)]
+    return View(html, "\n".join([question, *lines] if question else lines))
+
+
+class by_step:
+    """Views by step, one below the other, and where the front end has ipywidgets a slider that shows one step at a time.
+
+    `views` maps a step (or any label) to a View or to a list of them. The slider is linked in the page itself, so it also
+    moves while the kernel is busy. A notebook that is stored keeps the static page alone.
+    """
+
+    def __init__(self, views: Mapping[object, View | Sequence[View]]):
+        if not views:
+            raise ValueError("there is nothing to show: give at least one step")
+        self.pages = {str(step): [v] if hasattr(v, "_repr_html_") else list(v) for step, v in views.items()}
+
+    def _repr_html_(self):
+        pages = (f"<h4>step {escape(step)}</h4>{_joined(views)}" for step, views in self.pages.items())
+        return f"<div style='text-align:left'>{''.join(pages)}</div>"
+
+    def __repr__(self):
+        return "\n\n".join(f"step {s}\n" + "\n\n".join(map(repr, views)) for s, views in self.pages.items())
+
+    def widget(self):
+        """The slider as an ipywidgets box."""
+        import ipywidgets
+
+        pages = ipywidgets.Stack([ipywidgets.HTML(_joined(v)) for v in self.pages.values()], selected_index=0)
+        slider = ipywidgets.SelectionSlider(options=list(self.pages), description="step")
+        ipywidgets.jslink((slider, "index"), (pages, "selected_index"))
+        return ipywidgets.VBox([slider, pages])
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        from IPython import get_ipython
+
+        bundle = {"text/html": self._repr_html_(), "text/plain": repr(self)}
+        shell = get_ipython()
+        return (self.widget()._repr_mimebundle_() if getattr(shell, "kernel", None) else {}) | bundle
+
+
+def tokens_html(tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:
+    """Tokens side by side, specials and spaces visible; those with mask 1 shaded, those with mask 0 outlined."""
+    spans = []
+    for i, chosen in zip(ids, mask):
+        style = f"background:rgba({UP},.45);" if chosen else ENVIRONMENT
+        spans.append(f"<span style='{style}margin:1px'>{escape(_shown(tokenizer.decode([i])))}</span>")
+    return f"<div style='font-family:monospace;line-height:1.7;text-align:left'>{''.join(spans)}</div>"
+
+
+def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> str:
+    neutral, spans = QUANTITIES[by][1], []
+    for t, (token, chosen) in enumerate(zip(rollout.tokens, rollout.mask)):
+        text = _shown(policy.tokenizer.decode([token]))
+        if chosen:
+            hover = " · ".join([text, *(f"{name} {values[t]:+.3g}" for name, values in numbers.items())])
+            style = _shade((numbers[by][t] - neutral) * (-1 if by == "kl" else 1), scale)
+        else:
+            hover, style = f"{text} · the environment", ENVIRONMENT
+        spans.append(f"<span title='{escape(hover)}' style='{style}margin:1px'>{escape(text)}</span>")
+    return f"<span style='font-family:monospace;line-height:1.7'>{''.join(spans)}</span>"
+
+
+def _shade(distance: float, scale: float) -> str:
+    """The colour of a token: none at the neutral value, up to 0.7 opaque at `scale` or beyond."""
+    if not distance or math.isnan(distance):
+        return ""
+    return f"background:rgba({UP if distance > 0 else DOWN},{0.1 + 0.6 * min(1.0, abs(distance) / scale):.2f});"
+
+
+def _verdict(policy, rollout: Rollout, answer: int | None) -> str:
+    """What the checker says, and where the policy did not end itself."""
+    cut = f"cut ({rollout.finish_reason})" if rollout.finish_reason in CUT else ""
+    if answer is None:
+        return cut
+    found = parse_boxed_answer(policy.decode(rollout.tokens))
+    said = "✗ no \\boxed{}" if found is None else "✓ right" if found == answer else f"✗ {found}, not {answer}"
+    return f"{said}, {cut}" if cut else said
+
+
+def _reward(rollout: Rollout) -> str:
+    return "–" if rollout.reward is None else f"{rollout.reward:.3g}"
+
+
+def _cell(html: str) -> str:
+    return f"<td style='text-align:left;vertical-align:top'>{html}</td>"
+
+
+def _joined(views: Sequence) -> str:
+    return "<br>".join(v._repr_html_() for v in views)
+
+
+def _visible(policy, tokens: Sequence[int]) -> str:
+    return "".join(_shown(policy.tokenizer.decode([t])) for t in tokens)
+
+
+def _shown(text: str) -> str:
+    return text.replace("\n", "↵").replace(" ", "␣")
+
+
+def _at(rows, i: int):
+    return None if rows is None else rows[i]
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

@@ -1,0 +1,118 @@
+"""The dashboard in a kernel of its own: what a cell shows while it runs, and when it is interrupted."""
+
+import time
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+PREPARE = """
+import asyncio
+from grpolab import load_policy
+from grpolab.arithmetic import Task, generate
+from grpolab.lab.live import Dashboard
+from grpolab.lab.run import Run
+from grpolab.train import SFTConfig, demonstrations, sft
+
+policy = load_policy("tiny")
+known, asked = generate(20, 2, seed=1, task=Task(ops="+-", max_operand=99))
+config = SFTConfig(steps=10_000, batch_size=1, save_every=7)
+run = Run("x", root=ROOT)
+"""
+TRAIN = """
+live = Dashboard(config.steps, ["loss"], "SFT", run=run)
+async for row in sft(policy, demonstrations(policy, known), config, run=run):
+    live.update(row)
+"""
+
+
+class Kernel:
+    def __init__(self):
+        self.manager, self.client = start_new_kernel(kernel_name="python3", extra_arguments=["--log-level=ERROR"])
+
+    def run(self, code, interrupt_after=None):
+        """Execute a cell; (status, what it printed, errors, the latest state of its displays). It is interrupted after so
+        many updates of a display."""
+        asked = self.client.execute(code)
+        texts, errors, shown, updates = "", [], {}, 0
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            message = self.client.get_iopub_msg(timeout=120)
+            kind, content = message["msg_type"], message["content"]
+            if message["parent_header"].get("msg_id") != asked:
+                continue
+            if kind == "stream":
+                texts += content["text"]
+            elif kind == "error":
+                errors.append("\n".join(content["traceback"]))
+            elif kind in ("display_data", "update_display_data", "execute_result"):
+                shown[content.get("transient", {}).get("display_id", len(shown))] = content["data"]
+                updates += kind == "update_display_data"
+                if interrupt_after is not None and updates >= interrupt_after:
+                    interrupt_after = None
+                    self.manager.interrupt_kernel()
+            elif kind == "status" and content["execution_state"] == "idle":
+                break
+        while (reply := self.client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != asked:
+            pass
+        return reply["content"]["status"], texts, errors, list(shown.values())
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    kernel = Kernel()
+    yield kernel
+    kernel.client.stop_channels()
+    kernel.manager.shutdown_kernel(now=True)
+
+
+def steps_in(text, before, after):
+    return int(text.split(before)[1].split(after)[0])
+
+
+@pytest.fixture
+def prepared(kernel, tmp_path):
+    status, _, errors, _ = kernel.run(f"ROOT = {str(tmp_path)!r}\n" + PREPARE)
+    assert status == "ok", errors
+    return kernel
+
+
+@pytest.mark.parametrize("body", ["", "    await asyncio.sleep(0.3)\n"], ids=["in the loop", "in the body"])
+def test_an_interrupt_is_one_line_and_a_rerun_goes_on_from_there(prepared, body):
+    status, said, errors, shown = prepared.run(TRAIN + body, interrupt_after=2)
+    assert status == "error" and errors == []  # run-all stops here, and no traceback
+    (line,) = [s for s in said.splitlines() if "stopped" in s]
+    assert " of 10000; a rerun of this cell goes on from " in line
+    assert "interrupted at" in shown[-1]["text/html"] and "interrupted" in shown[-1]["text/plain"]
+    _, said, _, _ = prepared.run(TRAIN + body, interrupt_after=2)
+    assert steps_in(said, "going on after step ", " ") == int(line.split("goes on from ")[1])
+
+
+def test_other_errors_and_later_interrupts_are_shown_as_ever(prepared):
+    _, _, errors, _ = prepared.run("live = Dashboard(3, [])\nlive.update({'step': 0})\n1 / 0")
+    assert "ZeroDivisionError" in errors[0]
+    _, said, errors, _ = prepared.run("raise KeyboardInterrupt")
+    assert "KeyboardInterrupt" in errors[0] and "stopped" not in said
+
+
+def test_questions_are_asked_live(prepared):
+    code = TRAIN.replace("config.steps", "3").replace("live.update(row)", "live.update(row)\n    await live.ask(policy, asked)")
+    code += "    if row['step'] == 2: break\n"
+    _, _, errors, shown = prepared.run(code)
+    assert errors == []
+    html = shown[-1]["text/html"]
+    assert html.count("<code>") == 2 and html.count("✗") + html.count("✓") >= 2
+
+
+def test_asking_leaves_weights_and_generators_as_they_are(prepared):
+    _, said, errors, _ = prepared.run("""
+import random, torch
+from grpolab.lab.states import weights_hash
+
+live = Dashboard(3, [])
+states = []
+for _ in range(2):
+    states.append((weights_hash(policy), policy.version, random.getstate(), torch.get_rng_state().tolist()))
+    await live.ask(policy, asked)
+print(len(live.asked), states[0] == states[1])
+""")
+    assert (said.splitlines()[-1], errors) == ("2 True", [])
