@@ -1,4 +1,4 @@
-"""python -m grpolab run | data | eval | serve | replay"""
+"""python -m grpolab run | data | eval | sft | dpo | grpo | reward | serve | replay"""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from pathlib import Path
 from grpolab import arithmetic
 from grpolab.env import command
 
+TRAINING = {"sft": "imitate demonstrations", "grpo": "learn from a reward", "dpo": "learn from preferences",
+            "reward": "train a reward model"}  # fmt: skip
+
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="grpolab", description="A laboratory for post-training language models.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -39,6 +43,15 @@ def main(argv: list[str] | None = None) -> int:
     evaluation.add_argument("--seed", type=int, default=1)
     _task_options(evaluation)
     evaluation.set_defaults(go=_eval)
+
+    for name, help in TRAINING.items():
+        training = commands.add_parser(name, help=help)
+        if argv[:1] == [name]:  # its flags are the fields of a configuration, and torch is imported for them
+            from grpolab.train import command as trainer
+
+            trainer.add_arguments(training, name)
+            if name in ("sft", "grpo"):
+                _task_options(training)
 
     serving = commands.add_parser("serve", help="serve an environment over WebSockets: calculator, guess, or your own")
     command.add_arguments(serving)

@@ -17,7 +17,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout, collate
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
-from grpolab.train.grpo import GRPOConfig, describe, finished_and_correct, grpo, grpo_gradient, grpo_update, score
+from grpolab.train.grpo import GRPOConfig, describe, grpo, grpo_gradient, grpo_update
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser, micro_batches, shuffled
@@ -25,6 +25,7 @@ from grpolab.train.preferences import load_preferences
 from grpolab.train.proof import prove
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
+from grpolab.train.rewards import finished_and_correct, score
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient  # fmt: skip
 
 train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name

@@ -107,6 +107,11 @@ class Curriculum:
         self._kept = 0  # tiers up to this one stay open: patience ended below it
         self._progress = [self._blank() for _ in self._tasks]
 
+    @property
+    def tasks(self) -> tuple:
+        """All tasks, tier by tier."""
+        return tuple(self._tasks)
+
     def next_task(self) -> Any:
         """The task to train on now; the same one until a result is recorded."""
         return self.next_tasks(1)[0]

@@ -32,17 +32,8 @@ from grpolab.lab.states import weights_hash
 from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.grpo import (
-    GRPOConfig,
-    Reward,
-    check_reference,
-    describe,
-    finished_and_correct,
-    grpo,
-    grpo_update,
-    prove_both,
-    trainer_logps,
-)
+from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, grpo_update, prove_both, trainer_logps
+from grpolab.train.rewards import Reward, finished_and_correct
 
 Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
 

@@ -53,7 +53,7 @@ class Recorder:
             self._tell(step, sitting)
             kept = list(enumerate(groups)) if self.keep == "all" else sample(groups, self.keep)
             whole = sum(len(g.group) for g in groups)
-            lines = "".join(json.dumps(line_of(step, number, g, decode, whole)) + "\n" for number, g in kept)
+            lines = "".join(json.dumps(line_of(step, number, g, decode, whole), default=_plain) + "\n" for number, g in kept)
             data = gzip.compress(lines.encode(), compresslevel=1, mtime=0)
             append_bytes(self.path(step), data, "the rollouts of a step")
             self.bytes += len(data)
@@ -164,7 +164,7 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
     rollouts = g.group.rollouts
     line = {
         "step": step, "group": number, "of": of, "used": g.used, "prompt": decode(rollouts[0].prompt),
-        "problem": asdict(g.problem) if is_dataclass(g.problem) else g.problem, "prompt_ids": rollouts[0].prompt,
+        "problem": g.problem, "prompt_ids": rollouts[0].prompt,
         "completion": [decode(r.tokens) for r in rollouts], "reward": [r.reward for r in rollouts],
         "advantage": list(g.advantages), "finish_reason": [r.finish_reason for r in rollouts],
         "seed": [r.seed for r in rollouts], "policy_version": [r.policy_version for r in rollouts],
@@ -183,6 +183,11 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
     if any(g.absent):
         line["absent"] = g.absent
     return line
+
+
+def _plain(x):
+    """What JSON can hold of a question: a dataclass and other objects as their fields, else the text."""
+    return asdict(x) if is_dataclass(x) and not isinstance(x, type) else vars(x) if hasattr(x, "__dict__") else str(x)
 
 
 def recorded(line: dict) -> RecordedGroup:

@@ -1,4 +1,6 @@
-"""A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json."""
+"""A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json.
+
+What it holds beside them has modules of its own: every rollout (`record.py`), weights for replay (`kept.py`)."""
 
 from __future__ import annotations
 

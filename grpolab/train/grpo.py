@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from typing import Any
 
 import torch
 
-from grpolab.arithmetic import Problem
 from grpolab.chat import prompt_ids
-from grpolab.checker import correct_reward
 from grpolab.decode.sampler import Sampler
-from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab.run import Run
 from grpolab.lab.states import data_hash
 from grpolab.models import Policy, evaluating
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, in_columns
+from grpolab.tasks import prompt_of
 from grpolab.train import losses
-from grpolab.train.advantages import advantages, group_health, informative, number, reward_tensor
+from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.layout import Layout, lay_out
 from grpolab.train.logps import check_lengths, rollout_logps
 from grpolab.train.loop import (
     Optimisation,
     apply_gradient,
-    epoch_batches,
     forward_passes,
     in_thread,
     loop,
     micro_batches,
     off_loop,
-    shuffled,
 )
 from grpolab.train.proof import check_drift, prove
 from grpolab.train.recorded import as_recorded
+from grpolab.train.rewards import Reward, finished_and_correct
+from grpolab.train.sources import Source, Tasks, content_of, distinct, sampled, tokens_of
 
 
 @dataclass(frozen=True)
@@ -94,72 +91,81 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
 
 
-# Called in the thread of the steps, never on the event loop; or an object that also has `batch`, see `score`.
-Reward = Callable[[str, Problem, Rollout], float | None]
-
-
-def finished_and_correct(text: str, problem: Problem, rollout: Rollout) -> float:
-    """1.0 for a right boxed answer in a completion that the policy ended itself, else 0.0. A reward for the box alone
-    would never ask for the end token, and the policy would forget to stop."""
-    return correct_reward(text, problem.answer) if rollout.finish_reason == "eos" else 0.0
-
-
 async def grpo(
-    policy: Policy, reference: Policy | None, problems: Sequence[Problem], config: GRPOConfig, *,
-    reward: Reward = finished_and_correct, watch: Mapping[str, Reward] | None = None, run: Run | None = None,
+    policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, *, reward: Reward = finished_and_correct,
+    watch: Mapping[str, Reward] | None = None, run: Run | None = None, success: float = 1.0,
 ) -> AsyncIterator[dict]:
     """GRPO (arXiv 2402.03300): sample groups, score them, push probability towards what beat its group.
 
-    `reward(text, problem, rollout)` is a number, or None to abstain. A `reference` is needed where kl_coef > 0. The
-    rewards in `watch` are not trained on: their means stand in each row under their names.
+    `problems` are rows, anything with a prompt (`tasks.prompt_of`), or a curriculum (`sources.Tasks`), which is told how
+    large a share of a group earned at least `success`. `reward(text, row, rollout)` is a number, or None to abstain; it may
+    be async, or take a step at once (`rewards`). A `reference` is needed where kl_coef > 0. The rewards in `watch` are not
+    trained on: their means stand in each row under their names.
     """
     check_reference(policy, reference, config)
-    batch_of = epoch_batches(problems, config.prompts_per_step, config.seed)
+    tasks = Tasks(problems, config, run, success)
+    if tasks.adaptive and config.refills:
+        raise ValueError(f"refills={config.refills}: a curriculum says itself what is asked; leave it 0")
+
+    def encode():
+        known = distinct(getattr(problems, "tasks", ()) if tasks.adaptive else problems)
+        return {content_of(row): prompt_ids(policy.tokenizer, prompt_of(row)) for row in known}
+
+    prompts = await in_thread(policy, encode)
+    longest = max(map(len, prompts.values())) + config.max_new_tokens if prompts else policy.context
+
+    def ids_of(row):
+        found = prompts.get(content_of(row))
+        return prompt_ids(policy.tokenizer, prompt_of(row)) if found is None else found
+
+    await in_thread(policy, lambda: check_lengths(policy, longest, "prompt and completion"))
+    sampler = await off_loop(lambda: Sampler(policy))
+    source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
+    steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
+    async with sampler, aclosing(steps) as rows:
+        async for row in rows:
+            yield row
+
+
+async def grpo_from(
+    policy: Policy, reference: Policy | None, source: Source, config: GRPOConfig, *, longest: int, run: Run | None = None,
+    content: Callable[[], Iterable] = tuple,
+) -> AsyncIterator[dict]:
+    """GRPO on the groups of any `source` (`sources`), a row a step.
+
+    `longest` is the most tokens that prompt and completion may have together: up to there the forwards are proved.
+    `content()` gives what a Run notes as the data of the run, so that it goes on with the same. Rollouts that another
+    policy or sampler drew need `config.sampler_cap`, their importance correction, and a `max_logp_diff` that admits them.
+    """
+    check_reference(policy, reference, config)
 
     def start():
-        prompts = {p: prompt_ids(policy.tokenizer, p.question) for p in dict.fromkeys(problems)}
-        longest = max(map(len, prompts.values()), default=0) + config.max_new_tokens
         check_lengths(policy, longest, "prompt and completion")
         prove_both(policy, reference, config, longest)
-        return prompts, list(prompts)
 
-    prompts, distinct = await in_thread(policy, start)
-    sampler = await off_loop(lambda: Sampler(policy))
-
-    async def ask(asked, seed):
-        params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-        groups = await sampler.sample([prompts[p] for p in asked], group_size=config.group_size, params=params)
-        return await off_loop(lambda: score(policy, asked, groups, reward))
+    await in_thread(policy, start)
 
     async def gather(step):
         began = time.perf_counter()
-        sampled: list[tuple[Problem, Group]] = []
-
-        async def noted(asked, seed):
-            groups = await ask(asked, seed)
-            sampled.extend(zip(asked, groups))
-            return groups
-
-        asked = await off_loop(lambda: batch_of(step))
-        drawn = await noted(asked, config.seed * 1_000_003 + step)
-        groups, cost = await refill(noted, asked, drawn, distinct, config, step) if config.refills else (drawn, {})
+        drawn = await source(step)
         sampling = time.perf_counter() - began
-        parts = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
-        seen = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}
+        seen = drawn.groups if drawn.seen is None else drawn.seen
+        tokens = tokens_of(seen) if drawn.tokens is None else drawn.tokens
+        groups = list(drawn.groups)
 
         def update(optimiser):
             if run is not None:  # before the update, so that the record tells of a step that fails
-                run.record(step, policy, as_recorded(sampled, groups, parts, config.advantage_kind), sampler.engine.name)
+                plain = lambda: as_recorded([(None, g) for g in seen], groups, {}, config.advantage_kind)  # noqa: E731
+                run.record(step, policy, (drawn.record or plain)(), drawn.engine)
             began = time.perf_counter()
             row = grpo_update(policy, reference, groups, config, optimiser, step)
-            times = timings(tokens_of(drawn) + cost.get("refill_tokens", 0), sampling,
-                            row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)  # fmt: skip
-            return describe(drawn) | cost | row | seen | times
+            times = timings(tokens, sampling, row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)
+            return describe(seen) | row | times | dict(drawn.row) | drawn.taken()
 
         return update
 
-    data = partial(data_hash, problems, reference if config.kl_coef else None)
-    async with sampler, aclosing(loop(policy, config, run, gather, data)) as rows:
+    data = lambda: data_hash(content(), reference if config.kl_coef else None)  # noqa: E731
+    async with aclosing(loop(policy, config, run, gather, data)) as rows:
         async for row in rows:
             yield row
 
@@ -178,63 +184,6 @@ def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, lon
     if config.kl_coef:
         with evaluating(reference.model):  # as its log-probs are taken
             prove(reference, config, longest)
-
-
-async def refill(ask, asked: Sequence[Problem], drawn: Sequence[Group], problems: Sequence[Problem], config, step: int):
-    """Dynamic sampling: (groups to train on, what it cost).
-
-    Each round asks as many questions, none of them twice in a step, as groups with a difference in reward are missing:
-    a function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or questions run out,
-    the step trains on fewer groups. `ask(problems, seed)` samples and scores.
-    """
-    used = set(asked)
-    left = (p for p in (problems[i] for i in shuffled(len(problems), f"{config.seed}/{step}/refill")) if p not in used)
-    sampled, kept = list(drawn), with_signal(drawn)
-    for extra in range(config.refills):
-        more = list(islice(left, max(0, config.prompts_per_step - len(kept))))
-        if not more:
-            break
-        fresh = await ask(more, fold_seed(config.seed, step, extra))
-        sampled, kept = sampled + fresh, kept + with_signal(fresh)
-    return kept, {
-        "refill_prompts": len(sampled) - len(drawn),
-        "refill_tokens": tokens_of(sampled) - tokens_of(drawn),
-        "discarded_groups": len(sampled) - len(kept),
-        "discarded_tokens": tokens_of(sampled) - tokens_of(kept),
-    }
-
-
-def with_signal(groups: Sequence[Group]) -> list[Group]:
-    """The groups whose rewards differ."""
-    return [g for g, keep in zip(groups, informative(reward_tensor([g.rewards for g in groups])).tolist()) if keep]
-
-
-def tokens_of(groups: Sequence[Group]) -> int:
-    return sum(len(r.tokens) for g in groups for r in g)
-
-
-def score(policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], reward: Reward) -> list[Group]:
-    """Groups with a reward for each rollout. A reward with a method `batch(texts, problems, rollouts)` gives all of a
-    step in one call, as a learned one should. TypeError for a reward that is no number, ValueError for an infinite one."""
-    name = getattr(reward, "__name__", type(reward).__name__)
-    if not hasattr(reward, "batch"):
-        given = ([number(reward(policy.decode(r.tokens), p, r), name) for r in g] for p, g in zip(problems, groups))
-        return [g.with_rewards(rewards) for g, rewards in zip(groups, given)]
-    rollouts = [r for g in groups for r in g]
-    asked = [p for p, g in zip(problems, groups) for _ in g]
-    rewards = list(reward.batch([policy.decode(r.tokens) for r in rollouts], asked, rollouts))
-    if len(rewards) != len(rollouts):
-        raise ValueError(f"{reward!r} gave {len(rewards)} rewards for {len(rollouts)} rollouts: give each its own, or None")
-    left = iter(rewards)
-    return [g.with_rewards([number(next(left), name) for _ in g]) for g in groups]
-
-
-def watched(
-    policy: Policy, problems: Sequence[Problem], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward]
-) -> dict[str, list[list[float | None]]]:
-    """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already."""
-    found = {name: groups if r is trained else score(policy, problems, groups, r) for name, r in watch.items()}
-    return {name: [g.rewards for g in of] for name, of in found.items()}
 
 
 def grpo_update(

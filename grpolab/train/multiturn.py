@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import time
 import warnings
-import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +13,6 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.env.dialect import TEXT, Dialect
 from grpolab.env.pool import GrpoPool, rollout_seed
 from grpolab.lab.run import Run
-from grpolab.lab.states import data_hash
 from grpolab.models import Policy
 from grpolab.train.episodes import (
     Episode,
@@ -29,9 +25,10 @@ from grpolab.train.episodes import (
     play,
     play_all,
 )
-from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo_update, prove_both, timings, tokens_of
-from grpolab.train.loop import epoch_batches, in_thread, loop, off_loop
+from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
+from grpolab.train.loop import off_loop
 from grpolab.train.recorded import episodes_as_recorded
+from grpolab.train.sources import Drawn, Source, Tasks
 
 __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
 
@@ -58,14 +55,23 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     check_limits(policy, limits)
     if config.refills:
         raise ValueError(f"refills={config.refills}: dynamic sampling is grpo's; leave it 0 for episodes")
-    await in_thread(policy, lambda: prove_both(policy, reference, config, limits.max_total_tokens))
     sampler = await off_loop(lambda: Sampler(policy))
-    told: list[str] = []  # the warnings that were given
-    source = _Source(problems, config, run, success)
+    tasks = Tasks(problems, config, run, success)
+    source = played(pool, sampler, tasks, config, limits, dialect)
+    steps = grpo_from(policy, reference, source, config, longest=limits.max_total_tokens, run=run,
+                      content=lambda: map(as_task, tasks.content()))
+    async with sampler, aclosing(steps) as rows:
+        async for row in rows:
+            yield row
 
-    async def gather(step):
-        began, size = time.perf_counter(), config.group_size
-        asked = source.tasks(step)
+
+def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, limits: Limits, dialect: Dialect) -> Source:
+    """The source of `multi_turn_grpo`: episodes of the tasks on the seats of a pool."""
+    told: list[str] = []  # the warnings that were given
+
+    async def source(step: int) -> Drawn:
+        size = config.group_size
+        asked = [as_task(row) for row in tasks.tasks(step)]
         episodes = await play_all(
             pool, sampler, [task for task in asked for _ in range(size)], limits=limits, dialect=dialect,
             params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
@@ -73,27 +79,14 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
             reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in range(len(asked)) for _ in range(size)])
         groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
         scored = [g for g in groups if any(reward is not None for reward in g.rewards)]
-        sampling, habits = time.perf_counter() - began, _habits(episodes)
+        habits = _habits(episodes)
         _warn(habits, config, limits, told)
+        rewards = [[e and e.rollout.reward for e in episodes[i * size : (i + 1) * size]] for i in range(len(asked))]
+        return Drawn(
+            scored, habits, seen=groups, taken=lambda: tasks.record(asked, rewards), engine=sampler.engine.name,
+            record=lambda: episodes_as_recorded(asked, episodes, groups, scored, config.advantage_kind))
 
-        def update(optimiser):
-            if run is not None:
-                recorded = episodes_as_recorded(asked, episodes, groups, scored, config.advantage_kind)
-                run.record(step, policy, recorded, sampler.engine.name)
-            began = time.perf_counter()
-            row = grpo_update(policy, reference, scored, config, optimiser, step)
-            times = timings(tokens_of(groups), sampling, row["trained_tokens"] * config.inner_epochs,
-                            time.perf_counter() - began)
-            return describe(groups) | row | times | habits | source.record(asked, episodes)
-
-        return update
-
-    def data():
-        return data_hash(source.content(), reference if config.kl_coef else None)
-
-    async with sampler, aclosing(loop(policy, config, run, gather, data)) as rows:
-        async for row in rows:
-            yield row
+    return source
 
 
 def _draws_of(seed: int, step: int, rollout: int) -> int:
@@ -126,93 +119,3 @@ def _warn(habits: dict, config: GRPOConfig, limits: Limits, told: list[str]) -> 
         told.append("abstained")
         warnings.warn("every episode of this step abstained over an action that could not be read, so there is nothing to "
                       "learn from: use on_invalid='tell' or 'penalise', or show the form of an action first", stacklevel=2)
-
-
-class _Source:
-    """The tasks of a step: drawn from a list, or wanted by a curriculum, which is told what came of them. The rows hold
-    its state at the run's start and all that it was told since, so that a run which goes on brings it back to there; and a
-    run that starts again takes the curriculum back to that start, as it does the policy."""
-
-    def __init__(self, problems: Any, config: GRPOConfig, run: Run | None, success: float):
-        self.problems, self.config, self.run, self.success = problems, config, run, success
-        self.adaptive = hasattr(problems, "next_tasks")
-        self.batch_of = None if self.adaptive else epoch_batches(problems, config.prompts_per_step, config.seed)
-        self.begun: dict | None = None  # what the first row says
-
-    def content(self) -> list:
-        """What is trained on, for a hash. A curriculum changes as it goes, and `load` refuses the state of other tasks."""
-        return [getattr(self.problems, "config", None)] if self.adaptive else [as_task(p) for p in self.problems]
-
-    def tasks(self, step: int) -> list:
-        if not self.adaptive:
-            return [as_task(p) for p in self.batch_of(step)]
-        if self.begun is None:
-            self._begin(step)
-        return list(self.problems.next_tasks(self.config.prompts_per_step))
-
-    def record(self, asked: Sequence, episodes: Sequence[Episode | None]) -> dict:
-        """Tell the curriculum each group's rate of success; returns what of it belongs into the row."""
-        if not self.adaptive:
-            return {}
-        size, results = self.config.group_size, []
-        for g, task in enumerate(asked):
-            rewards = [e.rollout.reward for e in episodes[g * size : (g + 1) * size] if e is not None]
-            rewards = [r for r in rewards if r is not None]
-            if rewards:
-                results.append((task, sum(r >= self.success for r in rewards) / len(rewards)))
-        row = {"tier": self.problems.tier} if hasattr(self.problems, "tier") else {}
-        for task, rate in results:
-            self.problems.record_result(task, rate)
-        said, self.begun = self.begun | {"results": results}, {}
-        return row | {"curriculum": json.dumps(said)}
-
-    def _begin(self, step: int) -> None:
-        kept = hasattr(self.problems, "state") and hasattr(self.problems, "load")
-        if not step:
-            self._take_back(kept)
-            self.begun = {"start": json.loads(json.dumps(self.problems.state()))} if kept else {}  # as it is now
-            self._remember(self.begun.get("start"))
-            return
-        rows = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
-        self.begun = {}
-        if len(rows) != step or not kept or "start" not in rows[0]:
-            raise ValueError(f"the run goes on after step {step}, and its curriculum cannot be brought back to there: it "
-                             "needs `state()` and `load(state)`, as a Curriculum has, and the rows of the steps before")
-        self.problems.load(rows[0]["start"])
-        self._remember(rows[0]["start"])
-        for task, rate in (result for row in rows for result in row["results"]):
-            self.problems.record_result(task, rate)
-
-    def _take_back(self, kept: bool) -> None:
-        """A curriculum that an earlier loop of this run has told something goes back to where that loop began."""
-        starts, name = _starts_of(self.problems), self._folder()
-        if name not in starts:
-            return
-        if not kept:
-            raise ValueError("an earlier loop of this run told this curriculum its results, and it cannot be taken back: make "
-                             "it anew, or give it `state()` and `load(state)`, as a Curriculum has")
-        if self.problems.state() != starts[name]:
-            self.problems.load(starts[name])
-            print(f"the curriculum goes back to where {self.run.shown(self.run.folder)} started")
-        for later in list(starts)[list(starts).index(name) :]:  # they began with what this run made of it
-            del starts[later]
-
-    def _remember(self, start: dict | None) -> None:
-        if self.run:
-            _starts_of(self.problems)[self._folder()] = start
-
-    def _folder(self) -> str:
-        return str(self.run.folder.resolve()) if self.run else ""
-
-
-# A curriculum by its id, since it need not be hashable: itself, weakly, and the folders of the runs that told it something, in
-# order, each with its state at their start.
-_told_by: dict[int, tuple[weakref.ref, dict[str, dict | None]]] = {}
-
-
-def _starts_of(curriculum: Any) -> dict[str, dict | None]:
-    known, starts = _told_by.get(id(curriculum), (lambda: None, {}))
-    if known() is not curriculum:
-        starts, place = {}, id(curriculum)
-        _told_by[place] = weakref.ref(curriculum, lambda _: _told_by.pop(place, None)), starts
-    return starts

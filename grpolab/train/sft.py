@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
-from grpolab.arithmetic import Problem
-from grpolab.chat import Example, encode_chat, pack, pad, user
+from grpolab.chat import Example, encode_chat, pack, pad
 from grpolab.lab.run import Run
 from grpolab.lab.states import data_hash
 from grpolab.models import Policy
+from grpolab.tasks import demonstration_of
 from grpolab.train import losses
 from grpolab.train.logps import can_pack, check_lengths, masked_logps
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
@@ -30,11 +31,9 @@ class SFTConfig(Optimisation):
             raise ValueError(f"batch_size must be at least 1 and pack_width at least 0, got {self}")
 
 
-def demonstrations(policy: Policy, problems: Sequence[Problem]) -> list[Example]:
-    """Each problem's question and target as one tokenised conversation."""
-    return [
-        encode_chat(policy.tokenizer, user(p.question) + [{"role": "assistant", "content": p.target}]) for p in problems
-    ]
+def demonstrations(policy: Policy, rows: Sequence[Any]) -> list[Example]:
+    """Each row's conversation (`tasks.demonstration_of`: a Problem's question and target, messages, ...), tokenised."""
+    return [encode_chat(policy.tokenizer, demonstration_of(row)) for row in rows]
 
 
 async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *, run: Run | None = None) -> AsyncIterator[dict]:

@@ -1,0 +1,191 @@
+"""Tasks as plain rows: a problem is anything with a prompt, and with whatever its reward wants to know.
+
+A row may be a dict, a dataclass or another object with attributes; its prompt, text or messages, is its `prompt`, or else its
+`question` or `messages`. Rows come from a JSONL file (`read_rows`), from a table of `datasets` with TRL's columns (iterate
+it: it gives dicts), or from the loaders below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch stays out of what only reads rows
+    from grpolab.rollouts import Rollout
+
+PROMPTS = ("prompt", "question", "messages")  # where a row's prompt may stand, in this order
+
+
+def value_of(row: Any, name: str) -> Any:
+    """The entry or attribute `name` of a row; ValueError that names what the row does have."""
+    if isinstance(row, Mapping):
+        if name in row:
+            return row[name]
+        has = sorted(map(str, row))
+    else:
+        if hasattr(row, name):
+            return getattr(row, name)
+        has = sorted(n for n in dir(row) if not n.startswith("_"))
+    raise ValueError(f"the row {str(row)[:120]!r} has no {name!r}; it has {has}")
+
+
+def prompt_of(row: Any) -> str | Sequence[dict]:
+    """The prompt of a row: a text, which is one user turn, or messages. ValueError where there is none."""
+    names = row if isinstance(row, Mapping) else [n for n in PROMPTS if hasattr(row, n)]
+    name = next((n for n in PROMPTS if n in names), None)
+    if name is None:
+        has = sorted(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise ValueError(f"a row needs one of {PROMPTS}, but this one has {has}: {str(row)[:120]}")
+    prompt = value_of(row, name)
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    turns = several and prompt and all(isinstance(m, Mapping) for m in prompt)
+    if not (turns or isinstance(prompt, str) and prompt.strip()):
+        raise ValueError(f"the {name!r} of a row is a text or a list of messages, got {str(prompt)[:120]!r}")
+    return prompt
+
+
+def demonstration_of(row: Any) -> list[dict]:
+    """The conversation that a row shows, to its last assistant turn: whole `messages`, or a prompt with a `completion` or
+    `target`, text or messages. ValueError where there is nothing to imitate."""
+    asked = prompt_of(row)
+    said = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+    has = row if isinstance(row, Mapping) else [n for n in ("completion", "target") if hasattr(row, n)]
+    name = next((n for n in ("completion", "target") if n in has), None)
+    if name is not None:
+        answer = value_of(row, name)
+        said += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
+    if said[-1].get("role") != "assistant":
+        raise ValueError(f"a demonstration needs a completion, or messages that end with the assistant's: {str(row)[:120]}")
+    return said
+
+
+def read_rows(path: str | Path, needs: Iterable[str] = ()) -> list[dict]:
+    """The rows of a JSONL file, one object a line, each with a prompt and with all of `needs`; errors name the line."""
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"it is {type(row).__name__}, not an object")
+            prompt_of(row)
+            for name in needs:
+                value_of(row, name)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not a row ({error})") from error
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} holds no rows: write one JSON object a line, each with a 'prompt'")
+    return rows
+
+
+# --- GSM8K ------------------------------------------------------------------------------------------------------------
+
+# Bounded repetitions: a text costs as much as its length, whatever a model writes.
+_NUMBER = re.compile(r"[-\u2212]?\$?(?:[0-9]{1,3}(?:,[0-9]{3}){1,10}|[0-9]{1,60})(?:\.[0-9]{1,30})?")
+_FINAL = "####"  # GSM8K's mark before the final answer (arXiv 2110.14168)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last `####`, or where there is none the last number of `text`; None without one. Thousands'
+    commas and a dollar sign are read over."""
+    _, mark, after = text.rpartition(_FINAL)
+    found = [_NUMBER.match(after.lstrip())] if mark else list(_NUMBER.finditer(text))[-1:]
+    if not found or found[0] is None:
+        return None
+    try:
+        return Decimal(found[0].group().translate({ord(","): None, ord("$"): None, 0x2212: "-"}))
+    except InvalidOperation:  # pragma: no cover - the pattern admits numbers alone
+        return None
+
+
+def gsm8k(path: str | Path) -> list[dict]:
+    """Rows of GSM8K's own JSONL (`question`, and an `answer` that ends in `#### number`): prompt, the final number as
+    `answer`, and the worked `solution`."""
+    rows = []
+    for i, row in enumerate(read_rows(path, needs=("question", "answer")), start=1):
+        number = final_number(str(row["answer"])) if _FINAL in str(row["answer"]) else None
+        if number is None:
+            raise ValueError(f"{path}, row {i}: the answer does not end in '#### number': {str(row['answer'])[-80:]!r}")
+        rows.append({"prompt": row["question"], "answer": str(number), "solution": row["answer"]})
+    return rows
+
+
+def wanted_number(row: Any, where: str = "the row") -> Decimal:
+    """The number in a row's `answer`; ValueError that says `where` there is none."""
+    wanted = final_number(str(value_of(row, "answer")))
+    if wanted is None:
+        raise ValueError(f"{where}: its answer holds no number: {str(value_of(row, 'answer'))[:80]!r}")
+    return wanted
+
+
+def right_number(text: str, row: Any, rollout: Rollout) -> float:
+    """A reward: 1.0 where the final number of a completion that the policy ended itself is the row's `answer`, else 0.0."""
+    wanted = wanted_number(row)
+    return float(rollout.finish_reason == "eos" and final_number(text) == wanted)
+
+
+# --- reasoning-gym ----------------------------------------------------------------------------------------------------
+
+# Their scorers evaluate what the policy wrote, or generated code, as Python (`eval`, `exec`, sympy's `parse_expr`).
+EVALUATING = frozenset({
+    "binary_matrix", "codeio", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GymTask:
+    """One task of reasoning-gym: the prompt, its answer, and the data set that scores answers to it."""
+
+    prompt: str
+    answer: str | None
+    entry: dict = field(repr=False, compare=False, hash=False)
+    dataset: Any = field(repr=False, compare=False, hash=False)
+
+    def score(self, text: str) -> float:
+        """reasoning-gym's own score, from 0 to 1, of the answer that `gym_answer` reads from a completion."""
+        return float(self.dataset.score_answer(gym_answer(text), self.entry))
+
+
+def gym_answer(text: str) -> str:
+    """What a completion answers: what stands in its last `<answer>…</answer>`, else its last non-empty line."""
+    inside = re.findall(r"<answer>(.{0,4000}?)</answer>", text, flags=re.DOTALL)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return inside[-1].strip() if inside else lines[-1] if lines else ""
+
+
+def gym_score(text: str, row: GymTask, rollout: Rollout) -> float:
+    """A reward: the task's own score where the policy ended its completion itself, else 0.0."""
+    return row.score(text) if rollout.finish_reason == "eos" else 0.0
+
+
+def reasoning_gym(name: str, *, size: int, seed: int, ask: str = "{question}", **config: Any) -> list[GymTask]:
+    """`size` tasks of a data set of reasoning-gym (extra `grpolab[gym]`), the same for the same seed; `config` are the data
+    set's own settings (difficulty). `ask` puts the question into a prompt, e.g. "{question}Answer with the number alone.".
+
+    Raises ImportError without the extra, ValueError for a name or setting that the package does not have, and for data
+    sets whose scorer would run what the policy writes as Python code (`EVALUATING`).
+    """
+    if name in EVALUATING:
+        raise ValueError(f"the scorer of {name!r} evaluates answers as Python code, and nothing that a policy writes is "
+                         "evaluated here: take another data set, or score its entries by a reward of your own")
+    if size < 1 or ask.count("{question}") != 1:
+        raise ValueError(f"size must be at least 1 and `ask` must hold '{{question}}' once, got size={size}, ask={ask!r}")
+    try:
+        package = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise ImportError("reasoning-gym is not installed: pip install 'grpolab[gym]'") from error
+    try:
+        dataset = package.create_dataset(name, size=size, seed=seed, **config)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning-gym makes no data set {name!r} with {config or 'its defaults'}: {error}") from error
+    before, _, after = ask.partition("{question}")
+    return [GymTask(before + e["question"] + after, e["answer"], e, dataset) for e in (dataset[i] for i in range(size))]

@@ -1,0 +1,192 @@
+"""The training commands: `python -m grpolab sft | dpo | grpo | reward`, with every field of the configuration as a flag.
+
+The flags are made from the dataclass, so a field that is added is a flag at once. `--dry-run` checks everything, prints the
+plan of memory and hours, and trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib
+import sys
+import types
+import typing
+from pathlib import Path
+
+from grpolab import arithmetic, tasks
+from grpolab.chat import prompt_ids
+from grpolab.lab.run import Run, seed_everything
+from grpolab.models import load_policy
+from grpolab.train.dpo import DPOConfig, dpo
+from grpolab.train.grpo import GRPOConfig, grpo
+from grpolab.train.plan import plan
+from grpolab.train.preferences import load_preferences
+from grpolab.train.reward_model import RewardConfig, RewardModel, reward_model
+from grpolab.train.sft import SFTConfig, demonstrations, sft
+
+SHOWN = ("loss", "reward", "mixed", "accuracy", "kl", "entropy", "grad_norm", "completion_length")  # of a row, on its line
+
+
+CONFIGS = {"sft": SFTConfig, "grpo": GRPOConfig, "dpo": DPOConfig, "reward": RewardConfig}
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """The arguments of one of the four commands; the options of an arithmetic Task come from `__main__`."""
+    config = CONFIGS[name]
+    rows = {"sft": "rows with messages, or prompt and completion (default: arithmetic, made on the spot)",
+            "grpo": "rows with a prompt, and what the reward wants (default: arithmetic, made on the spot)"}
+    parser.description = config.__doc__
+    parser.add_argument("model", help="tiny, smollm2-135m, a Hugging Face id, or a folder")
+    parser.add_argument("--data", type=Path, required=name in ("dpo", "reward"), metavar="FILE.jsonl",
+                        help=rows.get(name, "rows with prompt, chosen and rejected"))
+    parser.add_argument("--name", default=f"cli_{name}", help="of the run's folder under runs/ (default %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan of memory and hours, and train nothing")
+    if name == "grpo":
+        parser.add_argument("--gym", metavar="NAME", help="a task of reasoning-gym in the place of --data (extra 'gym')")
+        parser.add_argument("--gym-size", type=int, default=1000, help="so many of its tasks (default %(default)s)")
+        parser.add_argument("--reward", metavar="MODULE:FUNCTION",
+                            help="of (text, row, rollout); default: the right number in a completion that ended, or the "
+                                 "gym's own score")
+    if name in ("sft", "grpo"):
+        parser.add_argument("--problems", type=int, default=1000, help="arithmetic problems (default %(default)s)")
+    add_flags(parser, config)
+    parser.set_defaults(go=train, config=config, method=name)
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """A flag for each field of a configuration's dataclass, with its type and default."""
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        flag, kind, optional = "--" + field.name.replace("_", "-"), *_kind(hints[field.name])
+        common = {"default": field.default, "dest": f"field_{field.name}"}
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help="(default %(default)s)", **common)
+        elif typing.get_origin(kind) is tuple:
+            parts = typing.get_args(kind)
+            note = "or none; " if optional else ""
+            parser.add_argument(flag, nargs="+", type=_reader(parts[0], optional), metavar=parts[0].__name__.upper(),
+                                help=f"{len(parts)} numbers, {note}(default %(default)s)", **common)
+        else:
+            note = "or none; " if optional else ""
+            parser.add_argument(flag, type=_reader(kind, optional), metavar=kind.__name__.upper(),
+                                help=f"{note}(default %(default)s)", **common)
+
+
+def config_from(args: argparse.Namespace, config: type):
+    """The configuration that the flags say; ValueError where one has too few or too many numbers, or the config refuses it."""
+    hints, values = typing.get_type_hints(config), {}
+    for field in dataclasses.fields(config):
+        value, (kind, optional) = getattr(args, f"field_{field.name}"), _kind(hints[field.name])
+        if typing.get_origin(kind) is tuple and isinstance(value, list):
+            wanted = len(typing.get_args(kind))
+            if optional and value == [None]:
+                value = None
+            elif len(value) != wanted or None in value:
+                raise ValueError(f"--{field.name.replace('_', '-')} takes {wanted} numbers, got {len(value)}")
+            else:
+                value = tuple(value)
+        values[field.name] = value
+    return config(**values)
+
+
+def _kind(hint) -> tuple:
+    """(the type, whether None is allowed) of a field's annotation."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (kind,) = (t for t in typing.get_args(hint) if t is not type(None))
+        return kind, True
+    return hint, False
+
+
+def _reader(kind: type, optional: bool):
+    def read(text: str):
+        return None if optional and text.lower() == "none" else kind(text)
+
+    read.__name__ = kind.__name__  # argparse names it where a value does not fit
+    return read
+
+
+def train(args: argparse.Namespace) -> int:
+    """Run one of the commands: load, plan, train, save."""
+    config = config_from(args, args.config)
+    rows, reward = read_task(args)
+    seed_everything(config.seed)
+    policy = load_policy(args.model)
+    print(policy)
+    model, reference, stream = prepare(args.method, policy, args.model, rows, config, reward)
+    if args.dry_run:
+        lengths = sorted(_lengths(args.method, policy, rows))
+        middle = lengths[len(lengths) // 2]
+        print(plan(policy, config, reference=reference, prompt_tokens=middle))
+        return 0
+    run = Run(args.name, Path(args.model).name if Path(args.model).is_dir() else args.model, seed=config.seed)
+    asyncio.run(_steps(stream(run), config.steps))
+    print(f"{run.shown(model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}")
+    return 0
+
+
+async def _steps(rows, steps: int) -> None:
+    async for row in rows:
+        said = "  ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
+        print(f"step {row['step'] + 1}/{steps}  {said}", flush=True)
+
+
+def read_task(args: argparse.Namespace) -> tuple[list, object]:
+    """(rows, reward) that the command names; the rows of the default task are arithmetic problems."""
+    if args.method in ("dpo", "reward"):
+        return [args.data], None
+    if args.method == "grpo" and args.gym:
+        if args.data:
+            raise ValueError("give --data or --gym, not both: a run has one source of tasks")
+        return tasks.reasoning_gym(args.gym, size=args.gym_size, seed=args.field_seed), function(args.reward) or tasks.gym_score
+    if args.data:
+        rows = tasks.read_rows(args.data)
+        chosen = args.method == "grpo" and (function(args.reward) or tasks.right_number)
+        if chosen is tasks.right_number:
+            for number, row in enumerate(rows, start=1):  # before anything is trained
+                tasks.wanted_number(row, f"{args.data}, row {number}")
+        return rows, chosen
+    task = arithmetic.Task(args.ops, args.max_operand, args.max_factor)
+    problems, _ = arithmetic.generate(args.problems, 0, seed=args.field_seed, task=task)
+    return problems, function(args.reward) if args.method == "grpo" else None
+
+
+def function(name: str | None):
+    """The object that `module:function` names, or None for None."""
+    if name is None:
+        return None
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"--reward is module:function, got {name!r}")
+    sys.path.insert(0, "")  # a module of the working folder, as `python -m` finds one
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    finally:
+        sys.path.remove("")
+    if not callable(found):
+        raise ValueError(f"{module} has no function {attribute!r}")
+    return found
+
+
+def prepare(method: str, policy, name: str, rows: list, config, reward):
+    """(what is trained and saved, the reference or None, run -> its rows)."""
+    if method == "sft":
+        examples = demonstrations(policy, rows)
+        return policy, None, lambda run: sft(policy, examples, config, run=run)
+    if method == "grpo":
+        reference = load_policy(name) if config.kl_coef else None
+        given = {"reward": reward} if reward else {}
+        return policy, reference, lambda run: grpo(policy, reference, rows, config, run=run, **given)
+    pairs = load_preferences(rows[0], policy.tokenizer)
+    if method == "dpo":
+        reference = load_policy(name)
+        return policy, reference, lambda run: dpo(policy, reference, pairs, config, run=run)
+    model = RewardModel.from_policy(policy)
+    return model, None, lambda run: reward_model(model, pairs, config, run=run)
+
+
+def _lengths(method: str, policy, rows: list) -> list[int]:
+    if method in ("dpo", "reward"):
+        return [len(p.prompt) for p in load_preferences(rows[0], policy.tokenizer)]
+    return [len(prompt_ids(policy.tokenizer, tasks.prompt_of(row))) for row in rows[:200]]

@@ -1,0 +1,154 @@
+"""Rewards: functions that are asked as rollouts finish, while the others are still being decoded.
+
+    def reward(text, row, rollout): ...            # a number, or None to abstain; called off the event loop
+    async def reward(text, row, rollout): ...      # the same, awaited on it: a judge behind a URL, say
+    class Learned:                                 # all of a step in one call
+        def batch(self, texts, rows, rollouts): ...
+
+A reward that raises costs its own rollout, which abstains and is counted; the step goes on. Where it raises for every rollout
+of a step it is taken to be broken, and the step fails with its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from grpolab.checker import correct_reward
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.models import Policy
+from grpolab.rollouts import Group, Rollout
+from grpolab.train.advantages import number
+from grpolab.train.loop import off_loop
+
+Reward = Callable[[str, Any, Rollout], Any]
+
+
+def finished_and_correct(text: str, problem: Any, rollout: Rollout) -> float:
+    """1.0 for a right boxed answer in a completion that the policy ended itself, else 0.0. A reward for the box alone
+    would never ask for the end token, and the policy would forget to stop."""
+    return correct_reward(text, problem.answer) if rollout.finish_reason == "eos" else 0.0
+
+
+def name_of(reward: Reward) -> str:
+    return getattr(reward, "__name__", type(reward).__name__)
+
+
+def is_async(reward: Reward) -> bool:
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
+@dataclass
+class Faults:
+    """What rewards raised in one step: `count` rollouts abstain for it, `first` is the first error."""
+
+    count: int = 0
+    first: Exception | None = None
+
+    def note(self, error: Exception) -> None:
+        self.count, self.first = self.count + 1, self.first or error
+
+
+def score(
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults | None = None
+) -> list[Group]:
+    """Groups with a reward for each rollout, by a reward that is not async. TypeError for a reward that is no number,
+    ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are given."""
+    if hasattr(reward, "batch"):
+        return _in_one_call(policy, rows, groups, reward)
+    given = ([_ask(policy, reward, row, r, faults) for r in g] for row, g in zip(rows, groups))
+    return [g.with_rewards(rewards) for g, rewards in zip(groups, given)]
+
+
+def _ask(policy: Policy, reward: Reward, row: Any, rollout: Rollout, faults: Faults | None) -> float | None:
+    try:
+        value = reward(policy.decode(rollout.tokens), row, rollout)
+    except Exception as error:
+        if faults is None:
+            raise
+        return faults.note(error)
+    return number(value, name_of(reward))
+
+
+def _in_one_call(policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward) -> list[Group]:
+    rollouts = [r for g in groups for r in g]
+    asked = [row for row, g in zip(rows, groups) for _ in g]
+    rewards = list(reward.batch([policy.decode(r.tokens) for r in rollouts], asked, rollouts))
+    if len(rewards) != len(rollouts):
+        raise ValueError(f"{reward!r} gave {len(rewards)} rewards for {len(rollouts)} rollouts: give each its own, or None")
+    left = iter(rewards)
+    return [g.with_rewards([number(next(left), name_of(reward)) for _ in g]) for g in groups]
+
+
+async def sample_and_score(
+    policy: Policy, sampler: Sampler, rows: Sequence[Any], prompts: Sequence[Sequence[int]], group_size: int,
+    params: SamplingParams, reward: Reward, faults: Faults,
+) -> list[Group]:
+    """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets. Rewards are asked while the
+    sampler decodes on: async ones at once, each in a task of its own, others in the thread of the steps, all that have
+    arrived since its last look."""
+    if hasattr(reward, "batch"):
+        groups = await sampler.sample(prompts, group_size=group_size, params=params)
+        return await off_loop(lambda: score(policy, rows, groups, reward))
+    groups: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
+    rewards: list[list[float | None]] = [[None] * group_size for _ in prompts]
+    arrived: list[tuple[int, int, Rollout]] = []
+    looking: asyncio.Task | None = None
+
+    async def ask(i, g, rollout):
+        try:
+            value = await reward(policy.decode(rollout.tokens), rows[i], rollout)
+        except Exception as error:
+            return faults.note(error)
+        rewards[i][g] = number(value, name_of(reward))
+
+    async def look():
+        while arrived:
+            batch, arrived[:] = arrived[:], []
+            given = await off_loop(lambda: [_ask(policy, reward, rows[i], r, faults) for i, _, r in batch])  # noqa: B023
+            for (i, g, _), value in zip(batch, given):
+                rewards[i][g] = value
+
+    async def all_of_it(tasks):
+        nonlocal looking
+        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params)) as stream:
+            async for i, g, rollout in stream:
+                groups[i][g] = rollout
+                if is_async(reward):
+                    tasks.create_task(ask(i, g, rollout))
+                    continue
+                arrived.append((i, g, rollout))
+                if looking is None or looking.done():
+                    looking = tasks.create_task(look())
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            await all_of_it(tasks)
+    except BaseExceptionGroup as group:  # one fault is its own error, not a group of one
+        raise group.exceptions[0] from None
+    return [Group(tuple(g)).with_rewards(r) for g, r in zip(groups, rewards)]
+
+
+def report(faults: Faults, rollouts: int, told: list[str]) -> dict:
+    """The count of faults for the step's row. A warning says the first of a run; raises it where every rollout had one."""
+    if faults.first is not None and faults.count == rollouts:
+        raise faults.first
+    if faults.first is not None and not told:
+        told.append(repr(faults.first))
+        warnings.warn(f"a reward raised {faults.first!r}; its rollout abstains, and rows count such rollouts as "
+                      "reward_errors", stacklevel=2)
+    return {"reward_errors": faults.count}
+
+
+def watched(
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward]
+) -> dict[str, list[list[float | None]]]:
+    """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already."""
+    found = {name: groups if r is trained else score(policy, rows, groups, r) for name, r in watch.items()}
+    return {name: [g.rewards for g in of] for name, of in found.items()}

@@ -1,0 +1,229 @@
+"""Where a step's groups come from: a source is an async function of the step, and one trainer takes any of them.
+
+    async def source(step: int) -> Drawn: ...
+
+Rollouts of the sampler (`sampled`, which `grpo` uses), episodes of a pool (`multi_turn_grpo`), a record on disk (`replayed`),
+or anything else that gives groups of rollouts with their rewards. What a source draws is a function of the step and of its
+seed, so that a run that was interrupted asks for the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams, fold_seed
+from grpolab.lab.run import Run
+from grpolab.models import Policy
+from grpolab.rollouts import Group, RecordedGroup
+from grpolab.train.advantages import informative, reward_tensor
+from grpolab.train.loop import epoch_batches, off_loop, shuffled
+from grpolab.train.recorded import as_recorded
+from grpolab.train.rewards import Faults, Reward, report, sample_and_score, watched
+
+if TYPE_CHECKING:
+    from grpolab.train.grpo import GRPOConfig
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a source gives a step.
+
+    groups  to train on, with their rewards (None abstains)
+    row     what it cost and what was seen, for the step's row; it may replace the trainer's own numbers
+    seen    what the policy made of the tasks as they were drawn, which the row describes (default: the groups)
+    tokens  sampled for it in all (default: those of `seen`)
+    taken   called once the step was taken; what it returns joins the row (a curriculum is told there)
+    record  the groups as a Run's record keeps them (default: the groups as they are); `engine` names their sampler's
+    """
+
+    groups: Sequence[Group]
+    row: Mapping[str, Any] = field(default_factory=dict)
+    seen: Sequence[Group] | None = None
+    tokens: int | None = None
+    taken: Callable[[], dict] = dict
+    record: Callable[[], Sequence[RecordedGroup]] | None = None
+    engine: str = ""
+
+
+Source = Callable[[int], Awaitable[Drawn]]
+
+
+def sampled(
+    policy: Policy, sampler: Sampler, tasks: Tasks, prompt_of: Callable[[Any], Sequence[int]], config: GRPOConfig,
+    reward: Reward, watch: Mapping[str, Reward] | None = None,
+) -> Source:
+    """The source of `grpo`: completions of the tasks' prompts (`prompt_of`: row -> token ids), scored while the others are
+    decoded. With `config.refills`, groups without a difference in reward are replaced by groups of further tasks."""
+    told: list[str] = []
+    distinct_rows = distinct(tasks.rows) if config.refills else []
+
+    async def source(step: int) -> Drawn:
+        faults = Faults()
+        everything: list[tuple[Any, Group]] = []
+
+        async def ask(rows, seed):
+            params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
+            prompts = await off_loop(lambda: [prompt_of(row) for row in rows])
+            groups = await sample_and_score(policy, sampler, rows, prompts, config.group_size, params, reward, faults)
+            everything.extend(zip(rows, groups))
+            return groups
+
+        asked = await off_loop(lambda: tasks.tasks(step))
+        drawn = await ask(asked, config.seed * 1_000_003 + step)
+        groups, cost = await refill(ask, asked, drawn, distinct_rows, config, step) if config.refills else (drawn, {})
+        row = report(faults, sum(len(g) for _, g in everything), told)
+        parts = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
+        means = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}
+        return Drawn(
+            groups, row | cost | means, seen=drawn, tokens=tokens_of([g for _, g in everything]),
+            taken=lambda: tasks.record(asked, [g.rewards for g in drawn]),
+            record=lambda: as_recorded(everything, groups, parts, config.advantage_kind), engine=sampler.engine.name,
+        )
+
+    return source
+
+
+async def refill(ask, asked: Sequence[Any], drawn: Sequence[Group], rows: Sequence[Any], config, step: int):
+    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): (groups to train on, what it cost).
+
+    Each round asks as many rows, none of them twice in a step, as groups with a difference in reward are missing: a
+    function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or rows run out, the
+    step trains on fewer groups. `ask(rows, seed)` samples and scores. Rows with the same content count as one.
+    """
+    used = set(map(content_of, asked))
+    left = (r for r in (rows[i] for i in shuffled(len(rows), f"{config.seed}/{step}/refill")) if content_of(r) not in used)
+    sampled, kept = list(drawn), with_signal(drawn)
+    for extra in range(config.refills):
+        more = list(islice(left, max(0, config.prompts_per_step - len(kept))))
+        if not more:
+            break
+        fresh = await ask(more, fold_seed(config.seed, step, extra))
+        sampled, kept = sampled + fresh, kept + with_signal(fresh)
+    return kept, {
+        "refill_prompts": len(sampled) - len(drawn),
+        "refill_tokens": tokens_of(sampled) - tokens_of(drawn),
+        "discarded_groups": len(sampled) - len(kept),
+        "discarded_tokens": tokens_of(sampled) - tokens_of(kept),
+    }
+
+
+def content_of(row: Any) -> Any:
+    """Something hashable that equal rows share."""
+    try:
+        hash(row)
+    except TypeError:
+        return json.dumps(row, sort_keys=True, default=repr)
+    return row
+
+
+def distinct(rows: Iterable[Any]) -> list[Any]:
+    """The rows, each content once, in their order."""
+    first: dict = {}
+    for row in rows:
+        first.setdefault(content_of(row), row)
+    return list(first.values())
+
+
+def with_signal(groups: Sequence[Group]) -> list[Group]:
+    """The groups whose rewards differ."""
+    return [g for g, keep in zip(groups, informative(reward_tensor([g.rewards for g in groups])).tolist()) if keep]
+
+
+def tokens_of(groups: Sequence[Group]) -> int:
+    return sum(len(r.tokens) for g in groups for r in g)
+
+
+class Tasks:
+    """The tasks of a step: drawn from a list, or wanted by a curriculum, which is told what came of them. The rows hold
+    its state at the run's start and all that it was told since, so that a run which goes on brings it back to there; and a
+    run that starts again takes the curriculum back to that start, as it does the policy."""
+
+    def __init__(self, rows: Any, config: GRPOConfig, run: Run | None, success: float = 1.0):
+        self.rows, self.config, self.run, self.success = rows, config, run, success
+        self.adaptive = hasattr(rows, "next_tasks")
+        self.batch_of = None if self.adaptive else epoch_batches(rows, config.prompts_per_step, config.seed)
+        self.begun: dict | None = None  # what the first row says
+
+    def content(self) -> list:
+        """What is trained on, for a hash. A curriculum changes as it goes, and `load` refuses the state of other tasks."""
+        return [getattr(self.rows, "config", None)] if self.adaptive else self.rows
+
+    def tasks(self, step: int) -> list:
+        """The rows of a step."""
+        if not self.adaptive:
+            return self.batch_of(step)
+        if self.begun is None:
+            self._begin(step)
+        return list(self.rows.next_tasks(self.config.prompts_per_step))
+
+    def record(self, asked: Sequence, rewards: Sequence[Sequence[float | None]]) -> dict:
+        """Tell the curriculum each group's rate of success; returns what of it belongs into the row."""
+        if not self.adaptive:
+            return {}
+        results = []
+        for task, of in zip(asked, rewards):
+            given = [r for r in of if r is not None]
+            if given:
+                results.append((task, sum(r >= self.success for r in given) / len(given)))
+        row = {"tier": self.rows.tier} if hasattr(self.rows, "tier") else {}
+        for task, rate in results:
+            self.rows.record_result(task, rate)
+        said, self.begun = self.begun | {"results": results}, {}
+        return row | {"curriculum": json.dumps(said)}
+
+    def _begin(self, step: int) -> None:
+        kept = hasattr(self.rows, "state") and hasattr(self.rows, "load")
+        if not step:
+            self._take_back(kept)
+            self.begun = {"start": json.loads(json.dumps(self.rows.state()))} if kept else {}  # as it is now
+            self._remember(self.begun.get("start"))
+            return
+        told = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
+        self.begun = {}
+        if len(told) != step or not kept or "start" not in told[0]:
+            raise ValueError(f"the run goes on after step {step}, and its curriculum cannot be brought back to there: it "
+                             "needs `state()` and `load(state)`, as a Curriculum has, and the rows of the steps before")
+        self.rows.load(told[0]["start"])
+        self._remember(told[0]["start"])
+        for task, rate in (result for row in told for result in row["results"]):
+            self.rows.record_result(task, rate)
+
+    def _take_back(self, kept: bool) -> None:
+        """A curriculum that an earlier loop of this run has told something goes back to where that loop began."""
+        starts, name = _starts_of(self.rows), self._folder()
+        if name not in starts:
+            return
+        if not kept:
+            raise ValueError("an earlier loop of this run told this curriculum its results, and it cannot be taken back: make "
+                             "it anew, or give it `state()` and `load(state)`, as a Curriculum has")
+        if self.rows.state() != starts[name]:
+            self.rows.load(starts[name])
+            print(f"the curriculum goes back to where {self.run.shown(self.run.folder)} started")
+        for later in list(starts)[list(starts).index(name) :]:  # they began with what this run made of it
+            del starts[later]
+
+    def _remember(self, start: dict | None) -> None:
+        if self.run:
+            _starts_of(self.rows)[self._folder()] = start
+
+    def _folder(self) -> str:
+        return str(self.run.folder.resolve()) if self.run else ""
+
+
+# A curriculum by its id, since it need not be hashable: itself, weakly, and the folders of the runs that told it something, in
+# order, each with its state at their start.
+_told_by: dict[int, tuple[weakref.ref, dict[str, dict | None]]] = {}
+
+
+def _starts_of(curriculum: Any) -> dict[str, dict | None]:
+    known, starts = _told_by.get(id(curriculum), (lambda: None, {}))
+    if known() is not curriculum:
+        starts, place = {}, id(curriculum)
+        _told_by[place] = weakref.ref(curriculum, lambda _: _told_by.pop(place, None)), starts
+    return starts

@@ -1,0 +1,110 @@
+"""The training commands: their flags are the configurations' fields, and they train what they say."""
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from grpolab.__main__ import TRAINING, main
+from grpolab.models import load_policy
+from grpolab.train.command import CONFIGS, add_arguments, config_from, function
+
+OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
+         "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
+         "clip_eps": (0.1, 0.3), "max_logp_diff": (0.5, 2.0), "dual_clip": 3.0, "sampler_cap": 2.0,
+         "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True}  # fmt: skip
+
+
+def parsed(method, *flags):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, method)
+    data = ["--data", "x.jsonl"] if method in ("dpo", "reward") else []
+    return config_from(parser.parse_args(["tiny", *data, *flags]), CONFIGS[method])
+
+
+def test_every_method_has_a_command():
+    assert set(TRAINING) == set(CONFIGS)
+
+
+@pytest.mark.parametrize("method, name", [(m, f.name) for m, c in CONFIGS.items() for f in dataclasses.fields(c)])
+def test_every_field_is_a_flag(method, name):
+    default = CONFIGS[method]()
+    assert parsed(method) == default
+    old = getattr(default, name)
+    new = OTHER.get(name, old + 1 if isinstance(old, int) else old + 0.5 if isinstance(old, float) else old)
+    said = [str(x) for x in new] if isinstance(new, tuple) else [] if new is True else [str(new)]
+    assert old != new
+    assert parsed(method, "--" + name.replace("_", "-"), *said) == dataclasses.replace(default, **{name: new})
+
+
+def test_none_is_a_value_where_the_field_allows_it():
+    assert parsed("grpo", "--max-logp-diff", "none").max_logp_diff is None
+    assert parsed("grpo", "--sampler-cap", "none").sampler_cap is None
+
+
+@pytest.mark.parametrize("flags, says", [(["--clip-eps", "0.2"], "--clip-eps takes 2 numbers, got 1"), (["--lr", "-1"], "lr"),
+                                         (["--schedule", "step"], "schedule must be")])
+def test_a_value_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys, flags, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(["grpo", "./no/such/model", *flags]) == 1
+    assert says in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("flags", [["--no-such-field", "3"], ["--steps", "many"]])
+def test_an_unknown_flag_or_type_is_a_usage_error(capsys, flags):
+    with pytest.raises(SystemExit) as left:
+        main(["sft", "tiny", *flags])
+    assert left.value.code == 2 and flags[0] in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["grpo", "tiny", "--dry-run", "--kl-coef", "0.1", "--max-new-tokens", "4", "--group-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("parameters", "optimiser (adamw)", "reference", "KV cache", "time of the run"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_sft_trains_and_saves(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["sft", "tiny", "--steps", "2", "--batch-size", "4", "--ops", "+", "--max-operand", "9", "--problems", "8"]
+    assert main([*asked, "--name", "mine"]) == 0
+    assert "step 2/2" in capsys.readouterr().out
+    saved = tmp_path / "runs" / "mine" / "tiny" / "policy"
+    assert "2" in load_policy(str(saved)).origin  # the steps that it has had
+    assert len((saved.parent / "metrics.csv").read_text().splitlines()) == 3
+
+
+def test_grpo_takes_rows_and_a_reward_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Say {i}", "answer": i, "wanted": "e"} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "my_reward.py").write_text("def count(text, row, rollout):\n    return float(text.count(row['wanted']))\n")
+    asked = ["grpo", "tiny", "--data", "rows.jsonl", "--steps", "1", "--prompts-per-step", "2", "--group-size", "4"]
+    assert main([*asked, "--reward", "my_reward:count", "--max-new-tokens", "6"]) == 0
+    assert "step 1/1  reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row, flags, says", [
+    ({"prompt": "a"}, [], "row 1.*no 'answer'|has no 'answer'"), ({"prompt": "a", "answer": "x"}, [], "row 1: .*no number"),
+    ({"answer": 1}, [], "line 1"), ({"prompt": "a", "answer": 1}, ["--reward", "math"], "module:function"),
+    ({"prompt": "a", "answer": 1}, ["--reward", "math:nothing"], "no function 'nothing'"),
+    ({"prompt": "a", "answer": 1}, ["--gym", "leg_counting"], "not both"),
+])  # fmt: skip
+def test_rows_and_rewards_that_do_not_fit_are_refused_first(tmp_path, monkeypatch, capsys, row, flags, says):
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert main(["grpo", "./no/such/model", "--data", "rows.jsonl", *flags]) == 1
+    assert re.search(says, capsys.readouterr().err) and not (tmp_path / "runs").exists()
+
+
+def test_a_reward_is_looked_up_in_the_working_folder_alone_while_it_is_imported(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_reward.py").write_text("def one(text, row, rollout):\n    return 1.0\n")
+    before = list(sys.path)
+    assert function("own_reward:one")("", {}, None) == 1.0 and sys.path == before
