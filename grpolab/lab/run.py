@@ -118,20 +118,23 @@ class Run:
     def record(self, step: int, policy, groups: Sequence[RecordedGroup], engine: str = "") -> None:
         """Keep the rollouts of a step, before its update; `engine` names the sampler's."""
         self._sitting = self._sitting or computed_on(policy, engine)
-        self.recorder.add(step, groups, policy.decode, self._sitting)
+        self.recorder.add(step, groups, policy.decode, self._sitting, policy.tokenizer.decode)
 
     def rollouts(self, steps: int | Iterable[int] | None = None, columns: Sequence[str] | None = None):
         """The recorded rollouts as a DataFrame, a row each, also while a loop is writing: of these steps (a number, a range;
         None: all), with these columns (None: `record.COLUMNS` and the parts of the reward).
 
-        Nothing is read before it is asked for, and only the files that hold these steps. A warning names what a damaged
-        file has lost."""
+        Only the files that hold these steps are read. A warning names what a damaged one has lost."""
         steps = [steps] if isinstance(steps, int) else steps
         return table(self.recorder.lines(steps, tell=warnings.warn), columns)
 
     def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
         """A recorded rollout generated again and compared in every bit: `lab.replay.replay`."""
         return importlib.import_module("grpolab.lab.replay").replay(self, step, group, rollout, **options)
+
+    def browse(self, path: str | Path | None = None, **options):
+        """The recorded rollouts as one HTML page in the folder: `lab.browse.browse`."""
+        return importlib.import_module("grpolab.lab.browse").browse(self, path, **options)
 
     def bundle(self, step: int, path: str | Path, **options) -> Path:
         """One file with which a step can be replayed elsewhere: `lab.replay.bundle`."""
@@ -289,11 +292,10 @@ class Run:
         return state["step"]
 
     def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
-        """Keep the weights and the optimiser before `step`, where it is one of every `replay_every`."""
         self.weights.keep(step, _plain_config(config), policy, optimiser)
 
     def kept(self) -> dict[int, Path]:
-        """Step -> the folder with the weights and the optimiser before it, of those kept for replay."""
+        """Step -> the weights and optimiser before it that are kept for replay."""
         return self.weights.kept()
 
     def checkpointed(self) -> int:
