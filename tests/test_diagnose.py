@@ -12,6 +12,7 @@ import pytest
 
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.diagnose import diagnose
+from grpolab.lab.live import Dashboard
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train.grpo import GRPOConfig, finished_and_correct, grpo
@@ -146,3 +147,13 @@ def test_one_bad_step_of_many_is_no_illness():
 def test_a_run_without_rows_is_named(tmp_path):
     with pytest.raises(ValueError, match="holds no metrics: train into it first"):
         diagnose(Run("x", root=tmp_path))
+
+
+def test_the_dashboard_shows_it():
+    live = Dashboard(40, ["reward"], "GRPO")
+    for row in RECORDED["04_grpo/no_leash"].to_dict("records"):
+        live.update(row)
+        if row["step"] == 1:
+            assert "⚠" not in repr(live) and "⚠ " not in live._repr_html_()
+    assert "⚠ the reward has fallen" in repr(live)
+    assert "⚠ the reward has fallen (from step 6): the mean of 5 steps was 0.23" in live._repr_html_()

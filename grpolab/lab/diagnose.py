@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from grpolab.lab.rebuild import metrics_of
-from grpolab.lab.run import Run
+if TYPE_CHECKING:  # torch stays out of a dashboard
+    from grpolab.lab.run import Run
 
 LASTING, WINDOW = 3, 5  # an illness of several rows shows in so many of so many consecutive ones, where there are so many
 
@@ -115,7 +116,9 @@ def diagnose(what: Run | Mapping | Sequence[Mapping], *, held_out: Sequence[tupl
 
 
 def _rows_of(what) -> list[dict]:
-    if isinstance(what, Run):
+    if hasattr(what, "folder"):
+        from grpolab.lab.rebuild import metrics_of
+
         rows = what.metrics or [{"step": s} | row for s, row in metrics_of(what).items()]
         if not rows:
             raise ValueError(f"{what.shown(what.folder)} holds no metrics: train into it first")
@@ -168,9 +171,9 @@ def _longer(rows: Sequence[dict]) -> Finding | None:
 
 def _fallen(rows: Sequence[dict]) -> Finding | None:
     """The reward loses more than half of its best."""
-    means = _means(rows, "reward")
-    for i, (step, mean) in enumerate(means):
-        best_step, best = max(means[: i + 1], key=lambda m: m[1])
+    best_step, best = 0, float("-inf")
+    for step, mean in _means(rows, "reward"):
+        best_step, best = (step, mean) if mean > best else (best_step, best)
         if best > 0.05 and mean < best / 2:
             evidence = f"the mean of 5 steps was {best:.2f} at step {best_step} and is {mean:.2f} at step {step}"
             return Finding("the reward has fallen", step, evidence, "the checkpoint before (`bisect` names the step), and from "
@@ -184,8 +187,9 @@ def _hacked(rows: Sequence[dict], points: Sequence[tuple[int, float]], judge: st
     if not rewards:
         return None
     reward_at = lambda step: min(rewards, key=lambda m: abs(m[0] - step))[1]  # noqa: E731
-    for i, (step, value) in enumerate(points):
-        at, best = max(points[: i + 1], key=lambda p: p[1])
+    at, best = 0, float("-inf")
+    for step, value in points:
+        at, best = (step, value) if value > best else (at, best)
         if value <= best - max(0.05, 0.4 * best) and reward_at(step) > reward_at(at):
             evidence = (f"{judge} fell from {best:.2f} (step {at}) to {value:.2f} (step {step}) while the reward went from "
                         f"{reward_at(at):.2f} to {reward_at(step):.2f}: the reward is being gamed")  # fmt: skip
