@@ -80,7 +80,8 @@ def test_the_run_without_leash_and_clipping():
 def test_the_run_on_a_learned_reward_that_was_gamed():
     table = RECORDED["05_reward_model/learned"]
     (found,) = diagnose(table, watched="exact")
-    assert found.illness == "reward up while the judge falls" and "exact fell from 0.31" in found.evidence
+    assert found.illness == "reward up while the judge falls"
+    assert "exact fell from 0.29 (step 9) to 0.16 (step 22)" in found.evidence
     assert diagnose(table) == ()  # nobody sees it from the reward alone
     points = [(0, 0.31), (15, 0.3), (30, 0.12)]
     assert "the held-out rate fell from 0.31 (step 0) to 0.12 (step 30)" in diagnose(table, held_out=points)[0].evidence
@@ -117,9 +118,10 @@ def test_steps_that_are_too_large_and_far_from_the_reference(tiny):
     assert "the KL to the reference is" in found["far from the reference"].evidence
 
 
-def test_an_entropy_that_is_gone(taught):
-    config = GRPOConfig(**{**vars(CONFIG), "steps": 16, "lr": 3e-3})
-    found = illnesses(rows_of(taught, config, lambda text, *_: float(text.count("1"))))
+def test_an_entropy_that_is_gone(tiny):
+    """The weakest of leashes: without one, a step whose groups are all equal has no forward pass to tell the entropy."""
+    config = GRPOConfig(**{**vars(CONFIG), "steps": 14, "lr": 3e-3, "max_new_tokens": 8, "kl_coef": 1e-6})
+    found = illnesses(rows_of(tiny, config, lambda text, *_: float(text.startswith("1") + text.count("1")), copied(tiny)))
     assert "nats a token: the rollouts of a group are all but the same" in found["the entropy is gone"].evidence
 
 
@@ -154,6 +156,6 @@ def test_the_dashboard_shows_it():
     for row in RECORDED["04_grpo/no_leash"].to_dict("records"):
         live.update(row)
         if row["step"] == 1:
-            assert "⚠" not in repr(live) and "⚠ " not in live._repr_html_()
+            assert "⚠ the reward" not in repr(live) and "⚠ the reward" not in live._repr_html_()
     assert "⚠ the reward has fallen" in repr(live)
     assert "⚠ the reward has fallen (from step 6): the mean of 5 steps was 0.23" in live._repr_html_()

@@ -38,9 +38,11 @@ class Findings(tuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """An illness that a single row shows: `shows(row)` is its evidence, or None."""
+    """An illness that a single row shows: `shows(row)` is its evidence, or None. Rows without the number that it `needs`, as a
+    step without a gradient has no entropy, say nothing of it."""
 
     illness: str
+    needs: str
     shows: Callable[[Mapping], str | None]
     remedy: str
 
@@ -85,16 +87,17 @@ def _kl(row) -> str | None:
 
 
 RULES = (
-    Rule("groups without a difference", _equal_groups,
+    Rule("groups without a difference", "uninformative", _equal_groups,
          "easier questions first (a curriculum), a larger group_size, refills, or a reward with steps in between"),
-    Rule("the end is lost", _no_end,
+    Rule("the end is lost", "truncated", _no_end,
          "a reward that asks for the end token (finished_and_correct), SFT on ended examples, or a larger max_new_tokens"),
-    Rule("the entropy is gone", _no_entropy,
+    Rule("the entropy is gone", "entropy", _no_entropy,
          "a smaller lr, a leash (kl_coef=0.01), a higher upper clip (clip_eps=(0.2, 0.28)), or temperature 1"),
-    Rule("sampler and trainer disagree", _drift,
+    Rule("sampler and trainer disagree", "logp_diff", _drift,
          "the same dtype and attention on both sides, no modules that one of them does not see, or sampler_cap=2"),
-    Rule("steps that are too large", _clipped, "a smaller lr, fewer inner_epochs or minibatches, clip_eps=(0.2, 0.2)"),
-    Rule("far from the reference", _kl, "a larger kl_coef, a smaller lr, or fewer steps"),
+    Rule("steps that are too large", "ratio_max", _clipped,
+         "a smaller lr, fewer inner_epochs or minibatches, clip_eps=(0.2, 0.2)"),
+    Rule("far from the reference", "kl", _kl, "a larger kl_coef, a smaller lr, or fewer steps"),
 )  # fmt: skip
 
 
@@ -139,13 +142,14 @@ def _of_a_row(row: dict) -> list[Finding]:
 
 def _lasting(rule: Rule, rows: Sequence[dict]) -> Finding | None:
     """The rule's finding where it shows in LASTING of WINDOW rows: since when, and the evidence of the last time."""
-    shown = [(row["step"], evidence) for row in rows if (evidence := rule.shows(row))]
-    need = min(LASTING, len(rows))
+    told = [(row["step"], rule.shows(row)) for row in rows if rule.needs in row]
+    shown = [(place, step, evidence) for place, (step, evidence) in enumerate(told) if evidence]
+    need = min(LASTING, len(told)) or LASTING
     lasting = [k for k in range(need - 1, len(shown)) if shown[k][0] - shown[k - need + 1][0] < WINDOW]
     if not lasting:
         return None
-    step, evidence = shown[lasting[-1]]
-    return Finding(rule.illness, shown[lasting[0] - need + 1][0], f"{evidence} (step {step})", rule.remedy)
+    _, step, evidence = shown[lasting[-1]]
+    return Finding(rule.illness, shown[lasting[0] - need + 1][1], f"{evidence} (step {step})", rule.remedy)
 
 
 def _means(rows: Sequence[dict], name: str, window: int = 5) -> list[tuple[int, float]]:
