@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: install openenv run test test-lowest results notebooks lint clean
+.PHONY: install lab openenv run test test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -29,6 +29,18 @@ openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 
 run: install
 	$(PY) -m grpolab run
+
+# JupyterLab at the repository's root; its kernel `Python 3` is .venv, since it is started from there. Other flags of it go
+# into LAB: make lab PORT=9000 LAB=--no-browser
+PORT ?= 8888
+LAB ?=
+
+.venv/lab: .venv/installed
+	$(PY) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[lab]"
+	@touch $@
+
+lab: .venv/lab
+	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) $(LAB)
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Whole files to a worker, since tests of a file share what they made. Notebook 01 first: 03, 04 and 05 start from its policy.
@@ -61,6 +73,10 @@ results: install
 notebooks: install
 	$(PY) -m grpolab run --store
 	$(PY) benchmarks/report.py
+
+# After a change of the repository's address in pyproject.toml.
+badges: install
+	$(PY) tests/badges.py --write
 
 lint: install
 	$(PY) -m ruff check .
