@@ -45,7 +45,8 @@ LAB ?=
 	@touch $@
 
 lab: .venv/lab
-	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) $(LAB)
+	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) \
+		--FileContentsManager.pre_save_hook=grpolab.lab.tidy.before_saving $(LAB)
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Whole files to a worker, since tests of a file share what they made. Notebook 01 first: 03, 04 and 05 start from its policy.
