@@ -40,6 +40,11 @@ def rate(interval: str) -> str:
     return interval.split(" ")[0]
 
 
+def points(difference: str) -> str:
+    """"31.7% [28.7%, 34.7%]", a difference of rates, in percentage points."""
+    return difference.replace("%", "") + " points"
+
+
 def times(ratios: list[float]) -> str:
     low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return f"{low}×" if low == high else f"{low} to {high}×"
@@ -66,12 +71,36 @@ def grpo_seeds(results: Path) -> str | None:
     found = record("grpo_seeds", results)
     if not found:
         return None
-    rows = [[seed, f"{r['exact_before']} → {r['exact_after']}", r["gain"], f"{r['sampled_before']} → {r['sampled_after']}",
-             r["gain_sampled"], r["doomed"]] for seed, r in found.items()]  # fmt: skip
-    head = ["seed", "greedy exact match, SFT → GRPO", "gain", "sampled at T = 1, SFT → GRPO", "gain",
-            "without leash and clip, 10 × lr"]  # fmt: skip
-    return ("Embedded model, sums and differences; `OMP_NUM_THREADS=1 python benchmarks/grpo_seeds.py 0 1 2`. Another number "
-            "of threads rounds differently, and so a run takes another path.\n\n" + table(head, rows))  # fmt: skip
+    best, base = str(found["best"]), found["base"]
+    rows = [["base, plain form", "", "", "", base["greedy"], base["sampled"]]]
+    curve, passes = [], [["base, plain form", "", *base["pass_at"].values()]]
+    for seed, r in found["seeds"].items():
+        sft, kept, grpo = r["sft"][best], r["rejection"], r["grpo"]
+        shown = found["demonstrations"]
+        rows += [
+            ["best SFT", seed, f"{shown} demonstrations", sft["seconds"], sft["greedy"], sft["sampled"]],
+            ["SFT on its own right rollouts", seed, f"{shown} and {kept['rollouts']:,} rollouts, {kept['kept']:,} kept",
+             kept["seconds"], kept["greedy"], kept["sampled"]],
+            ["GRPO", seed, f"{shown} and {grpo['rollouts']:,} rollouts", grpo["seconds"], grpo["greedy"], grpo["sampled"]],
+        ]  # fmt: skip
+        passes += [[name, seed, *row["pass_at"].values()] for name, row in (("best SFT", sft), ("GRPO", grpo))]
+        curve += [[seed, steps, row["seconds"], row["greedy"], row["sampled"], row["choosing"]]
+                  for steps, row in sorted(r["sft"].items(), key=lambda item: int(item[0]))]  # fmt: skip
+    if "four_times" in found:
+        more = found["four_times"]
+        rows.append(["SFT, more demonstrations", "0", f"{more['answers']} demonstrations", more["seconds"], more["greedy"],
+                     more["sampled"]])  # fmt: skip
+    gains = [[seed, points(r["grpo"]["gain"]), points(r["grpo"]["gain_sampled"])] for seed, r in found["seeds"].items()]
+    text = (f"`{found['command']}`, {found['held_out']} held-out questions, {found['practice']} to practise on; another number "
+            "of threads rounds differently, and so a run takes another path. Seconds are of training, on a machine that did "
+            "other work beside it.\n\n")  # fmt: skip
+    text += table(["policy", "seed", "learned from", "seconds", "greedy exact match", "sampled at T = 1"], rows)
+    text += "\n\nGRPO over the best SFT, paired on the same questions:\n\n"
+    text += table(["seed", "greedy gain", "sampled gain"], gains)
+    text += "\n\nOne of k samples is right (200 questions):\n\n"
+    text += table(["policy", "seed", *(f"k = {k}" for k in base["pass_at"])], passes)
+    text += "\n\nSFT steps on the same demonstrations; the last column is on the 400 questions that chose the best:\n\n"
+    return text + table(["seed", "steps", "seconds", "greedy", "sampled", "greedy, choosing"], curve)
 
 
 def dpo_seeds(results: Path) -> str | None:
@@ -194,9 +223,11 @@ def readme_table(results: Path) -> str:
         rows.append(["DPO: gain in sampled exact match", each(dpo, "gain_sampled")])
         rows.append(["reward model: held-out pairs told apart", each(model, "accuracy")])
     if found:
-        runs = found.values()
-        rows.append(["GRPO: greedy exact match", f"{each(runs, 'exact_before')} → {each(runs, 'exact_after')}"])
-        rows.append(["GRPO: sampled exact match", f"{each(runs, 'sampled_before')} → {each(runs, 'sampled_after')}"])
+        best = [r["sft"][str(found["best"])] for r in found["seeds"].values()]
+        runs = [r["grpo"] for r in found["seeds"].values()]
+        rows.append(["base model in its own plain form, greedy", rate(found["base"]["greedy"])])
+        for how in ("greedy", "sampled"):
+            rows.append([f"best SFT → GRPO: {how} exact match", f"{each(best, how)} → {each(runs, how)}"])
     if turns:
         played = turns["seeds"].values()
         rows.append(["multi-turn GRPO: success with the calculator", f"{each(played, 'before')} → {each(played, 'after')}"])

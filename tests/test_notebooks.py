@@ -11,6 +11,7 @@ import pytest
 from grpolab.__main__ import _literal, main
 from grpolab.lab import notebooks
 from grpolab.lab.run import repository
+from grpolab.lab.tidy import before_saving
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))
 
@@ -102,6 +103,24 @@ def test_links_lead_somewhere(path, notebook):
         if cell.cell_type == "markdown":
             for link in re.findall(r"\]\((?!http)([^)#]+)\)", cell.source):
                 assert (path.parent / link).exists(), link
+
+
+def test_opening_it_changes_nothing_for_git(path):
+    """A front end adds the name and version of its kernel and saves; what is then on disk is what was there."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata.kernelspec.display_name = "Python 3 (ipykernel)"
+    notebook.metadata.language_info = {"name": "python", "version": "3.99", "codemirror_mode": {"name": "ipython"}}
+    model = {"type": "notebook", "content": notebook}
+    before_saving(model=model, path=f"notebooks/{path.name}", contents_manager=None)
+    assert nbformat.writes(model["content"]) + "\n" == path.read_text()
+
+
+def test_other_notebooks_are_saved_as_they_are():
+    for kernel, name in (("python3", "mine.ipynb"), ("julia", "01_sft.ipynb")):
+        content = {"metadata": {"kernelspec": {"name": kernel, "display_name": "Mine"}}}
+        before_saving(model={"type": "notebook", "content": content}, path=f"a/{name}")
+        assert content == {"metadata": {"kernelspec": {"name": kernel, "display_name": "Mine"}}}
+    before_saving(model={"type": "file", "content": "text"}, path="01_sft.ipynb")
 
 
 # --- the runner -------------------------------------------------------------------------------------------------------

@@ -98,15 +98,15 @@ class Dashboard:
         elapsed = self._seen - self._began
         left = elapsed / max(1, len(self.rows)) * (self.steps - self.done)
         running = 0 < self.done < self.steps and not self.interrupted
-        return f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if running else ", interrupted" if self.interrupted else "")
+        return f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if running else "")
 
     def __repr__(self):
         values = "  ".join(f"{c} {readable(self.rows[-1][c])}" for c in self.columns if self.rows and c in self.rows[-1])
-        return f"{self.title} {self.done}/{self.steps} ({self._clock()})  {values}".strip()
+        return f"{self.title} {self.done}/{self.steps} ({self._clock()}{', interrupted' * self.interrupted})  {values}".strip()
 
     def _repr_html_(self):
         rows = "".join(self._row(c) for c in self.columns)
-        state = f" <b style='color:{WARNING}'>interrupted at {self.done}</b>" if self.interrupted else ""
+        state = f", <b style='color:{WARNING}'>interrupted</b>" if self.interrupted else ""
         return (
             f"<div style='text-align:left'><b>{escape(self.title)}</b> <progress value='{self.done}' max='{self.steps}'>"
             f"</progress> {self.done}/{self.steps}, {self._clock()}{state}"

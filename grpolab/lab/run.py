@@ -1,6 +1,6 @@
 """A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json.
 
-Longer than most: what a folder holds (start, checkpoint, metrics, record, weights for replay) has to agree, and is kept here."""
+Longer than most: what a folder holds (start, checkpoint, metrics, record, weights for replay) has to agree and is kept here."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,16 +63,22 @@ class Run:
     The folder also keeps every rollout (`rollouts`; `keep="all"`, "none", or how many a step), from which `lab.replay` and
     its neighbours tell later what happened. With `replay_every=n` it keeps the weights and the optimiser before every n-th
     step too, so that any step can be computed again; what they take is told at the start.
+
+    `sinks` are told each row's numbers too: objects with `.log(dict, step=...)`, as a run of Weights & Biases or trackio, or
+    with `.add_scalar(name, value, step)`, as TensorBoard's SummaryWriter. One that raises is warned of and asked no more.
     """
 
     def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None, keep: str | int = "all",
-                 replay_every: int = 0):
+                 replay_every: int = 0, sinks: Sequence[Any] = ()):
         for name in names:
             if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
                 raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
                                  "it in is Run(..., root=folder)")
         if not (seed is None or isinstance(seed, int) and seed >= 0):
             raise ValueError(f"a run's seed is None or an integer from 0, got {seed!r}")
+        for sink in sinks:
+            if not (hasattr(sink, "log") or hasattr(sink, "add_scalar")):
+                raise ValueError(f"a sink has .log(dict, step=...) or .add_scalar(name, value, step), got {sink!r:.80}")
         if replay_every < 0:
             raise ValueError(f"replay_every must be 0 (keep no weights) or a number of steps, got {replay_every}")
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
@@ -82,6 +89,7 @@ class Run:
         self._data = ""  # a hash of what its loop trains on
         self.base = ""  # where the policy of its loop came from
         self.recorder, self.replay_every = Recorder(self.folder / "rollouts", keep), replay_every
+        self.sinks = list(sinks)
         self._sitting: dict | None = None  # on what the present loop computes
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
@@ -102,6 +110,13 @@ class Run:
             append_line(path, _lines([row], self._columns))
         else:  # the first row, or one with a new column
             self._write_table()
+        for sink in list(self.sinks):
+            try:
+                _tell(sink, row)
+            except Exception as error:  # somebody else's service: the run is worth more
+                self.sinks.remove(sink)
+                warnings.warn(f"{type(sink).__name__} took no more of this run's rows after step {row.get('step')}: {error!r}",
+                              stacklevel=2)
         return row
 
     def _write_table(self) -> None:
@@ -379,6 +394,16 @@ def _forget(path: Path, process: int, inode: int) -> None:
 
 def _plain_config(config) -> dict:
     return json.loads(json.dumps(asdict(config) if is_dataclass(config) else config, default=str))
+
+
+def _tell(sink, row: dict) -> None:
+    """The numbers of a row, to a sink."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
+    if hasattr(sink, "log"):
+        sink.log(numbers, step=row.get("step", 0))
+    else:
+        for name, value in numbers.items():
+            sink.add_scalar(name, value, row.get("step", 0))
 
 
 def _lines(rows: list[dict], columns: tuple[str, ...]) -> str:

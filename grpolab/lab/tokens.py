@@ -174,14 +174,14 @@ def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> s
         else:
             hover, style = f"{text} · the environment", ENVIRONMENT
         spans.append(f"<span title='{escape(hover)}' style='{style}margin:1px'>{escape(text)}</span>")
-    return f"<span style='font-family:monospace;line-height:1.7'>{''.join(spans)}</span>"
+    return f"<span style='font-family:monospace;line-height:1.5'>{''.join(spans)}</span>"
 
 
 def _shade(distance: float, scale: float) -> str:
     """The colour of a token: none at the neutral value, up to 0.7 opaque at `scale` or beyond."""
     if not distance or math.isnan(distance):
         return ""
-    return f"background:rgba({UP if distance > 0 else DOWN},{0.1 + 0.6 * min(1.0, abs(distance) / scale):.2f});"
+    return f"background:rgba({UP if distance > 0 else DOWN},{0.2 + 0.5 * min(1.0, abs(distance) / scale):.2f});"
 
 
 def _verdict(policy, rollout: Rollout, answer: int | None) -> str:
@@ -199,7 +199,7 @@ def _reward(rollout: Rollout) -> str:
 
 
 def _cell(html: str) -> str:
-    return f"<td style='text-align:left;vertical-align:top'>{html}</td>"
+    return f"<td style='text-align:left;vertical-align:top;padding:2px 8px'>{html}</td>"
 
 
 def _joined(views: Sequence) -> str:
