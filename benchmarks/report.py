@@ -8,6 +8,7 @@ A section without its record is left out; nothing is typed in by hand.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab.readable import readable  # noqa: E402
 
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
+LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))
 WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
 
@@ -36,6 +38,11 @@ def table(head: list[str], rows: list[list]) -> str:
 def rate(interval: str) -> str:
     """The value of "45.4% [42.3%, 48.5%]" without its interval."""
     return interval.split(" ")[0]
+
+
+def points(difference: str) -> str:
+    """"31.7% [28.7%, 34.7%]", a difference of rates, in percentage points."""
+    return difference.replace("%", "") + " points"
 
 
 def times(ratios: list[float]) -> str:
@@ -64,12 +71,36 @@ def grpo_seeds(results: Path) -> str | None:
     found = record("grpo_seeds", results)
     if not found:
         return None
-    rows = [[seed, f"{r['exact_before']} → {r['exact_after']}", r["gain"], f"{r['sampled_before']} → {r['sampled_after']}",
-             r["gain_sampled"], r["doomed"]] for seed, r in found.items()]  # fmt: skip
-    head = ["seed", "greedy exact match, SFT → GRPO", "gain", "sampled at T = 1, SFT → GRPO", "gain",
-            "without leash and clip, 10 × lr"]  # fmt: skip
-    return ("Embedded model, sums and differences; `OMP_NUM_THREADS=1 python benchmarks/grpo_seeds.py 0 1 2`. Another number "
-            "of threads rounds differently, and so a run takes another path.\n\n" + table(head, rows))  # fmt: skip
+    best, base = str(found["best"]), found["base"]
+    rows = [["base, plain form", "", "", "", base["greedy"], base["sampled"]]]
+    curve, passes = [], [["base, plain form", "", *base["pass_at"].values()]]
+    for seed, r in found["seeds"].items():
+        sft, kept, grpo = r["sft"][best], r["rejection"], r["grpo"]
+        shown = found["demonstrations"]
+        rows += [
+            ["best SFT", seed, f"{shown} demonstrations", sft["seconds"], sft["greedy"], sft["sampled"]],
+            ["SFT on its own right rollouts", seed, f"{shown} and {kept['rollouts']:,} rollouts, {kept['kept']:,} kept",
+             kept["seconds"], kept["greedy"], kept["sampled"]],
+            ["GRPO", seed, f"{shown} and {grpo['rollouts']:,} rollouts", grpo["seconds"], grpo["greedy"], grpo["sampled"]],
+        ]  # fmt: skip
+        passes += [[name, seed, *row["pass_at"].values()] for name, row in (("best SFT", sft), ("GRPO", grpo))]
+        curve += [[seed, steps, row["seconds"], row["greedy"], row["sampled"], row["choosing"]]
+                  for steps, row in sorted(r["sft"].items(), key=lambda item: int(item[0]))]  # fmt: skip
+    if "four_times" in found:
+        more = found["four_times"]
+        rows.append(["SFT, more demonstrations", "0", f"{more['answers']} demonstrations", more["seconds"], more["greedy"],
+                     more["sampled"]])  # fmt: skip
+    gains = [[seed, points(r["grpo"]["gain"]), points(r["grpo"]["gain_sampled"])] for seed, r in found["seeds"].items()]
+    text = (f"`{found['command']}`, {found['held_out']} held-out questions, {found['practice']} to practise on; another number "
+            "of threads rounds differently, and so a run takes another path. Seconds are of training, on a machine that did "
+            "other work beside it.\n\n")  # fmt: skip
+    text += table(["policy", "seed", "learned from", "seconds", "greedy exact match", "sampled at T = 1"], rows)
+    text += "\n\nGRPO over the best SFT, paired on the same questions:\n\n"
+    text += table(["seed", "greedy gain", "sampled gain"], gains)
+    text += "\n\nOne of k samples is right (200 questions):\n\n"
+    text += table(["policy", "seed", *(f"k = {k}" for k in base["pass_at"])], passes)
+    text += "\n\nSFT steps on the same demonstrations; the last column is on the 400 questions that chose the best:\n\n"
+    return text + table(["seed", "steps", "seconds", "greedy", "sampled", "greedy, choosing"], curve)
 
 
 def dpo_seeds(results: Path) -> str | None:
@@ -192,9 +223,11 @@ def readme_table(results: Path) -> str:
         rows.append(["DPO: gain in sampled exact match", each(dpo, "gain_sampled")])
         rows.append(["reward model: held-out pairs told apart", each(model, "accuracy")])
     if found:
-        runs = found.values()
-        rows.append(["GRPO: greedy exact match", f"{each(runs, 'exact_before')} → {each(runs, 'exact_after')}"])
-        rows.append(["GRPO: sampled exact match", f"{each(runs, 'sampled_before')} → {each(runs, 'sampled_after')}"])
+        best = [r["sft"][str(found["best"])] for r in found["seeds"].values()]
+        runs = [r["grpo"] for r in found["seeds"].values()]
+        rows.append(["base model in its own plain form, greedy", rate(found["base"]["greedy"])])
+        for how in ("greedy", "sampled"):
+            rows.append([f"best SFT → GRPO: {how} exact match", f"{each(best, how)} → {each(runs, how)}"])
     if turns:
         played = turns["seeds"].values()
         rows.append(["multi-turn GRPO: success with the calculator", f"{each(played, 'before')} → {each(played, 'after')}"])
@@ -216,16 +249,65 @@ def each(rows, key: str) -> str:
     return " / ".join(values if len(set(values)) > 1 else values[:1])
 
 
-def with_table(readme: str, made: str) -> str:
-    """The README's text with the table between its two marks."""
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+def ladder(series: Path, results: Path) -> str:
+    """A line a notebook: its title, what its own first cell says that one learns, and the minutes of its record."""
+    rows = []
+    for path in sorted(series.glob("[0-9][0-9]_*.ipynb")):
+        text = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        title = re.search(r"^# (.*)$", text, re.M)
+        learn = re.search(r"^\| you will learn \| (.*) \|$", text, re.M)
+        if not title or not learn:
+            raise ValueError(f"{path.name}: its first cell needs a line `# NN · title` and a row `| you will learn | ... |`")
+        kept = record(f"notebooks/{path.stem}", results)
+        rows.append([f"[{title[1]}](notebooks/{path.name})", learn[1], kept["minutes"] if kept else "not recorded"])
+    return table(["notebook", "you will learn", "minutes"], rows)
+
+
+def minutes(results: Path) -> str:
+    """How long the series took, by the records of its notebooks."""
+    found = [json.loads(path.read_text()) for path in sorted((results / "notebooks").glob("*.json"))]
+    threads = " and ".join(sorted({str(r["threads"] or "all") for r in found}))
+    return (f"The recorded `make run` of {len(found)} notebooks took {sum(r['minutes'] for r in found):.0f} minutes "
+            f"(threads: {threads}); `make test` executes them again after its own tests.")
+
+
+def rollout(results: Path) -> str:
+    """The first held-out question that tells the policies of the record apart, with what each wrote."""
+    found = record("rollouts", results)
+    if not found:
+        return ""
+    chosen = next((q for q in found["questions"] if len({w["correct"] for w in q["written"].values()}) > 1),
+                  found["questions"][0])  # fmt: skip
+    width = max(map(len, chosen["written"]))
+    lines = [f"{name:<{width}}  {'✓' if w['correct'] else '✗'}  {one_line(w['text'])}"
+             for name, w in chosen["written"].items()]  # fmt: skip
+    return "\n".join(["```text", chosen["question"], *lines, "```"])
+
+
+def one_line(text: str, most: int = 60) -> str:
+    text = text.replace("\n", "↵").replace("`", "'")
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def with_table(readme: str, made: str, begin: str = BEGIN) -> str:
+    """The README's text with what was made between the mark `begin` and the next end."""
+    before, rest = readme.split(begin)
+    return f"{before}{begin}\n{made}\n{END}{rest.split(END, 1)[1]}"
+
+
+def front(readme: str, results: Path, series: Path) -> str:
+    """The README with all that is made for it."""
+    parts = {BEGIN: readme_table(results), LADDER: ladder(series, results), MINUTES: minutes(results),
+             ROLLOUT: rollout(results)}  # fmt: skip
+    for begin, made in parts.items():
+        readme = with_table(readme, made, begin)
+    return readme
 
 
 def main() -> None:
     results, readme = HERE / "results", ROOT / "README.md"
     print(atomic_write(HERE / "RESULTS.md", results_page(results)))
-    print(atomic_write(readme, with_table(readme.read_text(), readme_table(results))))
+    print(atomic_write(readme, front(readme.read_text(), results, ROOT / "notebooks")))
 
 
 if __name__ == "__main__":

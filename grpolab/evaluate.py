@@ -32,6 +32,11 @@ class Interval:
     def __str__(self):
         return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
 
+    @property
+    def points(self) -> str:
+        """A difference of two rates, in percentage points."""
+        return f"{100 * self.value:+.1f} points [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+
 
 def wilson(successes: int, n: int, z: float = Z95) -> Interval:
     """The Wilson score interval of a rate (Wilson 1927, JASA 22, p. 209); n must be at least 1."""
@@ -162,14 +167,14 @@ def summary(**evaluations: Evaluation):
 
 
 def side_by_side(before: Evaluation, after: Evaluation, n: int = 6):
-    """A DataFrame of the first `n` questions: what each policy answered (✓ where right)."""
+    """A DataFrame of the first `n` questions: for each policy the checker's ✓ or ✗, and in a column apart what it answered."""
     import pandas as pd
 
-    def shown(text, problem):
-        return f"{'✓' if check_answer(text, problem.answer) else '✗'} {text.strip()[:80]}"
+    def shown(name, text, problem):
+        return {f"{name}: right": "✗✓"[check_answer(text, problem.answer)], name: text.strip()[:80]}
 
     rows = zip(before.problems[:n], before.texts, after.texts)
-    table = [{"question": p.question, "before": shown(a[0], p), "after": shown(b[0], p)} for p, a, b in rows]
+    table = [{"question": p.question} | shown("before", a[0], p) | shown("after", b[0], p) for p, a, b in rows]
     return pd.DataFrame(table).set_index("question")
 
 

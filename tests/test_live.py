@@ -76,7 +76,7 @@ def test_a_curve_draws_the_column_and_its_running_mean():
     metrics = pd.DataFrame({"step": range(4), "reward": [0.0, 1.0, 0.0, 1.0]})
     ax = plots.curve(metrics, "reward", title="it rises", ylabel="reward", window=3)
     raw, mean = (line.get_ydata().tolist() for line in ax.lines)
-    assert raw == [0, 1, 0, 1] and mean == [0, 0.5, 0.5, 0.5]
+    assert raw == [0, 1, 0, 1] and mean == pytest.approx([1 / 2, 1 / 3, 2 / 3, 1 / 2])
     turning = pd.DataFrame({"step": range(7), "reward": [0.0, 1.0, 2.0, 3.0, 2.0, 1.0, 0.0]})
     mean = plots.curve(turning, "reward", title="t", ylabel="y", window=3).lines[1].get_ydata()
     assert mean.argmax() == 3 and list(mean) == list(mean)[::-1]  # its peak is where the values have theirs
@@ -112,6 +112,14 @@ def test_a_figure_has_twice_its_pixels_and_few_bytes():
     assert len(data) < 40_000
     drawn = {color for _, color in image.convert("RGB").getcolors()}
     assert (0, 158, 115) in drawn and (255, 255, 255) in drawn  # the palette's green is exactly itself
+
+
+def test_a_table_has_text_at_the_left_and_numbers_for_people_at_the_right():
+    frame = pd.DataFrame({"text": ["a<b>", "c\n<td>d"], "loss": [5.629e-7, 11657.3], "n": [1, 12]}, index=["x<i>", "y"])
+    html = plots.table(frame)
+    assert html.count("<td style='text-align:left'>") == 2 and html.count("<td style='text-align:right'>") == 4
+    assert "5.629·10⁻⁷</td>" in html and "11,660</td>" in html and "right'>12</td>" in html
+    assert "<b>" not in html and "<i>" not in html and "&lt;td&gt;d" in html and "<th>" not in html
 
 
 def test_a_figure_is_saved_in_the_runs_folder(tmp_path):

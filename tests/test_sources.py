@@ -1,0 +1,193 @@
+"""Sources of groups and rewards: any source trains as grpo's own does, slow rewards overlap, and a fault costs its rollout."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from grpolab.arithmetic import Problem
+from grpolab.chat import prompt_ids
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.env.curriculum import Curriculum
+from grpolab.models import load_policy
+from grpolab.rollouts import Group
+from grpolab.train import GRPOConfig, grpo, grpo_from
+from grpolab.train.rewards import Faults, sample_and_score
+from grpolab.train.sources import Drawn, distinct
+
+ROWS = [{"prompt": f"What is {a} + 2?", "answer": a + 2} for a in range(6)]
+CONFIG = GRPOConfig(steps=2, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, seed=5)
+
+
+@pytest.fixture
+def tiny():
+    return load_policy("tiny")
+
+
+def vowels(text, row, rollout):
+    return float(sum(text.count(v) for v in "aeiou0123"))
+
+
+def weights(policy):
+    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+
+
+def train(policy, rows=ROWS, reward=vowels, config=CONFIG, **more):
+    async def collect():
+        return [row async for row in grpo(policy, None, rows, config, reward=reward, **more)]
+
+    return asyncio.run(collect())
+
+
+def test_rows_of_any_kind_train_alike(tiny):
+    problems = [Problem(a, "+", 2) for a in range(6)]
+    others = [load_policy("tiny") for _ in range(2)]
+    train(tiny)
+    train(others[0], problems)
+    train(others[1], [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": 0} for r in ROWS])
+    assert torch.equal(weights(tiny), weights(others[0])) and torch.equal(weights(tiny), weights(others[1]))
+
+
+def test_an_async_reward_trains_as_the_plain_one_does(tiny):
+    async def later(text, row, rollout):
+        await asyncio.sleep(0.001 * (len(text) % 3))
+        return vowels(text, row, rollout)
+
+    other = load_policy("tiny")
+    plain, waited = train(tiny), train(other, reward=later)
+    assert torch.equal(weights(tiny), weights(other))
+    assert [r["reward"] for r in plain] == [r["reward"] for r in waited]
+
+
+def test_a_source_of_ones_own_trains_as_grpo_does(tiny):
+    """The same groups through `grpo_from` give the same weights as `grpo`, and the source's row stands in the step's."""
+    kept, other = [], load_policy("tiny")
+
+    def spy(text, row, rollout):
+        kept.append((row["prompt"], rollout, vowels(text, row, rollout)))
+        return kept[-1][2]
+
+    train(tiny, reward=spy)
+
+    async def again(step):
+        mine = kept[step * 12 : (step + 1) * 12]
+        asked = list(dict.fromkeys(prompt for prompt, _, _ in mine))
+        groups = []
+        for prompt in asked:
+            members = sorted(((r, reward) for p, r, reward in mine if p == prompt), key=lambda m: m[0].seed)
+            groups.append(Group(tuple(r for r, _ in members)).with_rewards([reward for _, reward in members]))
+        return Drawn(groups, {"cost": 7.0 + step})
+
+    async def collect():
+        return [row async for row in grpo_from(other, None, again, CONFIG, longest=64)]
+
+    rows = asyncio.run(collect())
+    assert [row["cost"] for row in rows] == [7.0, 8.0]
+    assert torch.allclose(weights(tiny), weights(other), atol=2e-5)
+    assert not torch.equal(weights(other), weights(load_policy("tiny")))
+
+
+def test_a_reward_that_raises_costs_its_own_rollout(tiny):
+    def fragile(text, row, rollout):
+        if rollout.seed % 3 == 0:
+            raise KeyError("no such judge")
+        return vowels(text, row, rollout)
+
+    with pytest.warns(UserWarning, match="no such judge.*abstains"):
+        rows = train(tiny, reward=fragile)
+    assert all(0 < row["reward_errors"] < 12 for row in rows) and tiny.version == 2
+
+
+def test_an_async_reward_that_raises_costs_its_own_rollout(tiny):
+    async def fragile(text, row, rollout):
+        if rollout.seed % 3 == 0:
+            raise TimeoutError("the judge is asleep")
+        return vowels(text, row, rollout)
+
+    with pytest.warns(UserWarning, match="asleep"):
+        assert all(0 < row["reward_errors"] < 12 for row in train(tiny, reward=fragile))
+
+
+def test_a_reward_that_always_raises_is_an_error_before_anything_moves(tiny):
+    before = weights(tiny)
+    with pytest.raises(ValueError, match="has no 'wanted'"):
+        from grpolab.tasks import value_of
+
+        train(tiny, reward=lambda text, row, rollout: value_of(row, "wanted"))
+    assert torch.equal(before, weights(tiny)) and tiny.version == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_of_another_type_is_an_error_that_names_it(tiny, is_async):
+    def spelled(text, row, rollout):
+        return "0.5"
+
+    async def spelled_later(text, row, rollout):
+        return "0.5"
+
+    with pytest.raises(TypeError, match="spelled.*'0.5', of type str"):
+        train(tiny, reward=spelled_later if is_async else spelled)
+    assert tiny.version == 0
+
+
+def test_rewards_are_asked_while_the_others_are_decoded(tiny):
+    """The first reward is asked before the last rollout is done, also where the reward is slow."""
+    asked, finished = [], []
+
+    def slow(text, row, rollout):
+        asked.append(time.perf_counter())
+        time.sleep(0.01)
+        return 1.0
+
+    async def run():
+        async with Sampler(tiny, slots=2) as sampler:
+            submit = sampler.submit
+
+            def noted(*args, on_rollout=None, **kwargs):
+                def tell(*item):
+                    finished.append(time.perf_counter())
+                    on_rollout(*item)
+
+                return submit(*args, on_rollout=tell, **kwargs)
+
+            sampler.submit = noted
+            prompts = [prompt_ids(tiny.tokenizer, row["prompt"]) for row in ROWS]
+            params = SamplingParams(max_new_tokens=40, seed=0, ignore_eos=True)
+            return await sample_and_score(tiny, sampler, ROWS, prompts, 2, params, slow, Faults())
+
+    groups = asyncio.run(run())
+    assert min(asked) < max(finished) and len(asked) == 12
+    assert all(r.reward == 1.0 for g in groups for r in g)
+
+
+def test_a_cancelled_step_leaves_no_reward_behind(tiny):
+    async def endless(text, row, rollout):
+        await asyncio.sleep(3600)
+
+    async def run():
+        steps = grpo(tiny, None, ROWS, CONFIG, reward=endless)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(steps), 3)
+        await steps.aclose()
+        return [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+    assert asyncio.run(run()) == [] and tiny.version == 0
+
+
+def test_a_curriculum_is_told_by_single_turns_too(tiny):
+    curriculum = Curriculum([[row] for row in ROWS], seed=1)
+    rows = train(tiny, curriculum, reward=lambda text, row, rollout: float(row["answer"] == 2))
+    assert curriculum.results == 6 and all("curriculum" in row for row in rows)
+
+
+def test_refills_are_not_for_a_curriculum(tiny):
+    import dataclasses
+
+    with pytest.raises(ValueError, match="refills=1: a curriculum"):
+        train(tiny, Curriculum([ROWS], seed=1), config=dataclasses.replace(CONFIG, refills=1))
+
+
+def test_rows_of_the_same_content_count_once():
+    assert distinct([{"a": 1, "b": 2}, 3, {"b": 2, "a": 1}, 3, [1]]) == [{"a": 1, "b": 2}, 3, [1]]
