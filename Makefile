@@ -27,6 +27,11 @@ install: .venv/installed
 
 openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 
+# reasoning-gym and what it imports, for the tests; one of its packages (pycosat) is compiled on the spot.
+.venv/gym: tests/reasoning-gym.txt .venv/installed
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 run: install
 	$(PY) -m grpolab run
 
@@ -40,7 +45,8 @@ LAB ?=
 	@touch $@
 
 lab: .venv/lab
-	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) $(LAB)
+	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) \
+		--FileContentsManager.pre_save_hook=grpolab.lab.tidy.before_saving $(LAB)
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Whole files to a worker, since tests of a file share what they made. Notebook 01 first: 03, 04 and 05 start from its policy.
@@ -50,8 +56,8 @@ FIRST := notebooks/01_sft.ipynb notebooks/02_decode_engine.ipynb
 REST = $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
 
 test: export OMP_NUM_THREADS = 1
-test: install .venv/smollm2 openenv test-lowest
-	REQUIRE_OPENENV=1 $(UNITS) tests
+test: install .venv/smollm2 .venv/gym openenv test-lowest
+	REQUIRE_OPENENV=1 REQUIRE_GYM=1 $(UNITS) tests
 	$(NBVAL) $(FIRST)
 	$(NBVAL) $(REST)
 

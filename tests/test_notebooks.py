@@ -115,6 +115,11 @@ def test_opening_it_changes_nothing_for_git(path):
     assert nbformat.writes(model["content"]) + "\n" == path.read_text()
 
 
+def test_make_lab_starts_its_server_with_the_hook():
+    hook = f"{before_saving.__module__}.{before_saving.__name__}"
+    assert f"--FileContentsManager.pre_save_hook={hook}" in (repository() / "Makefile").read_text()
+
+
 def test_other_notebooks_are_saved_as_they_are():
     for kernel, name in (("python3", "mine.ipynb"), ("julia", "01_sft.ipynb")):
         content = {"metadata": {"kernelspec": {"name": kernel, "display_name": "Mine"}}}
