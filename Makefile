@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: install openenv run test test-lowest results notebooks lint clean
+.PHONY: install lab openenv run test test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -27,8 +27,26 @@ install: .venv/installed
 
 openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 
+# reasoning-gym and what it imports, for the tests; one of its packages (pycosat) is compiled on the spot.
+.venv/gym: tests/reasoning-gym.txt .venv/installed
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 run: install
 	$(PY) -m grpolab run
+
+# JupyterLab at the repository's root; its kernel `Python 3` is .venv, since it is started from there. Other flags of it go
+# into LAB: make lab PORT=9000 LAB=--no-browser
+PORT ?= 8888
+LAB ?=
+
+.venv/lab: .venv/installed
+	$(PY) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[lab]"
+	@touch $@
+
+lab: .venv/lab
+	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) \
+		--FileContentsManager.pre_save_hook=grpolab.lab.tidy.before_saving $(LAB)
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Whole files to a worker, since tests of a file share what they made. Notebook 01 first: 03, 04 and 05 start from its policy.
@@ -38,8 +56,8 @@ FIRST := notebooks/01_sft.ipynb notebooks/02_decode_engine.ipynb
 REST = $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
 
 test: export OMP_NUM_THREADS = 1
-test: install .venv/smollm2 openenv test-lowest
-	REQUIRE_OPENENV=1 $(UNITS) tests
+test: install .venv/smollm2 .venv/gym openenv test-lowest
+	REQUIRE_OPENENV=1 REQUIRE_GYM=1 $(UNITS) tests
 	$(NBVAL) $(FIRST)
 	$(NBVAL) $(REST)
 
@@ -61,6 +79,10 @@ results: install
 notebooks: install
 	$(PY) -m grpolab run --store
 	$(PY) benchmarks/report.py
+
+# After a change of the repository's address in pyproject.toml.
+badges: install
+	$(PY) tests/badges.py --write
 
 lint: install
 	$(PY) -m ruff check .

@@ -8,6 +8,7 @@ A section without its record is left out; nothing is typed in by hand.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab.readable import readable  # noqa: E402
 
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
+LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))
 WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
 
@@ -247,16 +249,65 @@ def each(rows, key: str) -> str:
     return " / ".join(values if len(set(values)) > 1 else values[:1])
 
 
-def with_table(readme: str, made: str) -> str:
-    """The README's text with the table between its two marks."""
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+def ladder(series: Path, results: Path) -> str:
+    """A line a notebook: its title, what its own first cell says that one learns, and the minutes of its record."""
+    rows = []
+    for path in sorted(series.glob("[0-9][0-9]_*.ipynb")):
+        text = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        title = re.search(r"^# (.*)$", text, re.M)
+        learn = re.search(r"^\| you will learn \| (.*) \|$", text, re.M)
+        if not title or not learn:
+            raise ValueError(f"{path.name}: its first cell needs a line `# NN · title` and a row `| you will learn | ... |`")
+        kept = record(f"notebooks/{path.stem}", results)
+        rows.append([f"[{title[1]}](notebooks/{path.name})", learn[1], kept["minutes"] if kept else "not recorded"])
+    return table(["notebook", "you will learn", "minutes"], rows)
+
+
+def minutes(results: Path) -> str:
+    """How long the series took, by the records of its notebooks."""
+    found = [json.loads(path.read_text()) for path in sorted((results / "notebooks").glob("*.json"))]
+    threads = " and ".join(sorted({str(r["threads"] or "all") for r in found}))
+    return (f"The recorded `make run` of {len(found)} notebooks took {sum(r['minutes'] for r in found):.0f} minutes "
+            f"(threads: {threads}); `make test` executes them again after its own tests.")
+
+
+def rollout(results: Path) -> str:
+    """The first held-out question that tells the policies of the record apart, with what each wrote."""
+    found = record("rollouts", results)
+    if not found:
+        return ""
+    chosen = next((q for q in found["questions"] if len({w["correct"] for w in q["written"].values()}) > 1),
+                  found["questions"][0])  # fmt: skip
+    width = max(map(len, chosen["written"]))
+    lines = [f"{name:<{width}}  {'✓' if w['correct'] else '✗'}  {one_line(w['text'])}"
+             for name, w in chosen["written"].items()]  # fmt: skip
+    return "\n".join(["```text", chosen["question"], *lines, "```"])
+
+
+def one_line(text: str, most: int = 60) -> str:
+    text = text.replace("\n", "↵").replace("`", "'")
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def with_table(readme: str, made: str, begin: str = BEGIN) -> str:
+    """The README's text with what was made between the mark `begin` and the next end."""
+    before, rest = readme.split(begin)
+    return f"{before}{begin}\n{made}\n{END}{rest.split(END, 1)[1]}"
+
+
+def front(readme: str, results: Path, series: Path) -> str:
+    """The README with all that is made for it."""
+    parts = {BEGIN: readme_table(results), LADDER: ladder(series, results), MINUTES: minutes(results),
+             ROLLOUT: rollout(results)}  # fmt: skip
+    for begin, made in parts.items():
+        readme = with_table(readme, made, begin)
+    return readme
 
 
 def main() -> None:
     results, readme = HERE / "results", ROOT / "README.md"
     print(atomic_write(HERE / "RESULTS.md", results_page(results)))
-    print(atomic_write(readme, with_table(readme.read_text(), readme_table(results))))
+    print(atomic_write(readme, front(readme.read_text(), results, ROOT / "notebooks")))
 
 
 if __name__ == "__main__":

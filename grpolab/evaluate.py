@@ -167,14 +167,14 @@ def summary(**evaluations: Evaluation):
 
 
 def side_by_side(before: Evaluation, after: Evaluation, n: int = 6):
-    """A DataFrame of the first `n` questions: what each policy answered (✓ where right)."""
+    """A DataFrame of the first `n` questions: for each policy the checker's ✓ or ✗, and in a column apart what it answered."""
     import pandas as pd
 
-    def shown(text, problem):
-        return f"{'✓' if check_answer(text, problem.answer) else '✗'} {text.strip()[:80]}"
+    def shown(name, text, problem):
+        return {f"{name}: right": "✗✓"[check_answer(text, problem.answer)], name: text.strip()[:80]}
 
     rows = zip(before.problems[:n], before.texts, after.texts)
-    table = [{"question": p.question, "before": shown(a[0], p), "after": shown(b[0], p)} for p, a, b in rows]
+    table = [{"question": p.question} | shown("before", a[0], p) | shown("after", b[0], p) for p, a, b in rows]
     return pd.DataFrame(table).set_index("question")
 
 

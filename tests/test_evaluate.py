@@ -21,6 +21,7 @@ from grpolab.evaluate import (
     improvement,
     intact,
     pass_at_k,
+    side_by_side,
     stops,
     suite_table,
     wilson,
@@ -210,3 +211,13 @@ def test_a_broken_prompt_file_names_its_line(tmp_path, line):
     path.write_text('{"prompt": "a"}\n' + line + "\n")
     with pytest.raises(ValueError, match="line 2"):
         fixed_prompts(path)
+
+
+def test_answers_stand_side_by_side_with_the_verdict_in_a_column_apart():
+    problems = (Problem(1, "+", 2), Problem(3, "+", 4))
+    before = Evaluation(problems, (("3",), (" \\boxed{7}",)), greedy=True)
+    after = Evaluation(problems, (("\\boxed{3}",), ("\\boxed{8}",)), greedy=True)
+    table = side_by_side(before, after)
+    assert list(table.index) == ["What is 1 + 2?", "What is 3 + 4?"]
+    assert table["before: right"].tolist() == ["✗", "✓"] and table["before"].tolist() == ["3", "\\boxed{7}"]
+    assert table["after: right"].tolist() == ["✓", "✗"] and len(side_by_side(before, after, n=1)) == 1

@@ -82,7 +82,7 @@ def test_an_interrupt_is_one_line_and_a_rerun_goes_on_from_there(prepared, body)
     assert status == "error" and errors == []  # run-all stops here, and no traceback
     (line,) = [s for s in said.splitlines() if "stopped" in s]
     assert " of 10000; a rerun of this cell goes on from " in line
-    assert "interrupted at" in shown[-1]["text/html"] and "interrupted" in shown[-1]["text/plain"]
+    assert ">interrupted<" in shown[-1]["text/html"] and "interrupted" in shown[-1]["text/plain"]
     _, said, _, _ = prepared.run(TRAIN + body, interrupt_after=2)
     assert steps_in(said, "going on after step ", " ") == int(line.split("goes on from ")[1])
 
@@ -116,3 +116,25 @@ for _ in range(2):
 print(len(live.asked), states[0] == states[1])
 """)
     assert (said.splitlines()[-1], errors) == ("2 True", [])
+
+
+def test_figures_and_tables_are_shown_for_people(kernel):
+    _, _, errors, shown = kernel.run("""
+import pandas as pd, matplotlib.pyplot as plt
+from grpolab import plots
+plots.use_style()
+plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r")
+plt.show()
+pd.DataFrame({"text": ["a"], "loss": [5.629e-7]})
+""")
+    assert errors == []
+    figure, table = shown
+    assert "image/png" in figure and "image/png" not in table
+    assert "text-align:left'>a</td>" in table["text/html"] and "5.629·10⁻⁷" in table["text/html"]
+
+
+def test_a_slider_is_shown_in_a_kernel_and_runs_twice(kernel):
+    for _ in range(2):
+        _, _, errors, shown = kernel.run("from grpolab.lab.tokens import View, by_step\nby_step({0: View('<i>a</i>', 'a')})")
+        (data,) = [s for s in shown if "application/vnd.jupyter.widget-view+json" in s]
+        assert errors == [] and "<i>a</i>" in data["text/html"] and "step 0" in data["text/plain"]

@@ -114,6 +114,14 @@ def test_a_figure_has_twice_its_pixels_and_few_bytes():
     assert (0, 158, 115) in drawn and (255, 255, 255) in drawn  # the palette's green is exactly itself
 
 
+def test_a_table_has_text_at_the_left_and_numbers_for_people_at_the_right():
+    frame = pd.DataFrame({"text": ["a<b>", "c\n<td>d"], "loss": [5.629e-7, 11657.3], "n": [1, 12]}, index=["x<i>", "y"])
+    html = plots.table(frame)
+    assert html.count("<td style='text-align:left'>") == 2 and html.count("<td style='text-align:right'>") == 4
+    assert "5.629·10⁻⁷</td>" in html and "11,660</td>" in html and "right'>12</td>" in html
+    assert "<b>" not in html and "<i>" not in html and "&lt;td&gt;d" in html and "<th>" not in html
+
+
 def test_a_figure_is_saved_in_the_runs_folder(tmp_path):
     run = Run("x", root=tmp_path)
     path = run.figure("reward", plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r"))

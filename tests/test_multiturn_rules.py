@@ -3,6 +3,7 @@ limits and deadlines, long observations, malformed actions, curricula, and every
 
 import asyncio
 import copy
+import importlib
 import json
 import random
 import threading
@@ -67,8 +68,9 @@ def caller(_caller):
 @pytest.fixture
 def trained(monkeypatch):
     """The groups that training got, a list for each step."""
-    seen, honest = [], multiturn.grpo_update
-    monkeypatch.setattr(multiturn, "grpo_update", lambda policy, reference, groups, *rest: (
+    module = importlib.import_module("grpolab.train.grpo")
+    seen, honest = [], module.grpo_update
+    monkeypatch.setattr(module, "grpo_update", lambda policy, reference, groups, *rest: (
         seen.append(groups), honest(policy, reference, groups, *rest))[1])
     return seen
 

@@ -4,12 +4,14 @@ import ast
 import json
 import re
 
+import badges
 import nbformat
 import pytest
 
 from grpolab.__main__ import _literal, main
 from grpolab.lab import notebooks
 from grpolab.lab.run import repository
+from grpolab.lab.tidy import before_saving
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))
 
@@ -66,6 +68,10 @@ def test_one_parameters_cell_of_literals(notebook):
     assert all("#@param" in line for line in cell.source.splitlines())
 
 
+def test_badge_and_setup_cell_follow_the_address_in_pyproject(path):
+    assert len(badges.wanted(json.loads(path.read_text()), path.name)) == 2 and not badges.differing(path), "run: make badges"
+
+
 def test_title_and_badge_name_the_file(path, notebook):
     first = notebook.cells[0].source
     assert f"/blob/main/notebooks/{path.name})" in first
@@ -97,6 +103,29 @@ def test_links_lead_somewhere(path, notebook):
         if cell.cell_type == "markdown":
             for link in re.findall(r"\]\((?!http)([^)#]+)\)", cell.source):
                 assert (path.parent / link).exists(), link
+
+
+def test_opening_it_changes_nothing_for_git(path):
+    """A front end adds the name and version of its kernel and saves; what is then on disk is what was there."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata.kernelspec.display_name = "Python 3 (ipykernel)"
+    notebook.metadata.language_info = {"name": "python", "version": "3.99", "codemirror_mode": {"name": "ipython"}}
+    model = {"type": "notebook", "content": notebook}
+    before_saving(model=model, path=f"notebooks/{path.name}", contents_manager=None)
+    assert nbformat.writes(model["content"]) + "\n" == path.read_text()
+
+
+def test_make_lab_starts_its_server_with_the_hook():
+    hook = f"{before_saving.__module__}.{before_saving.__name__}"
+    assert f"--FileContentsManager.pre_save_hook={hook}" in (repository() / "Makefile").read_text()
+
+
+def test_other_notebooks_are_saved_as_they_are():
+    for kernel, name in (("python3", "mine.ipynb"), ("julia", "01_sft.ipynb")):
+        content = {"metadata": {"kernelspec": {"name": kernel, "display_name": "Mine"}}}
+        before_saving(model={"type": "notebook", "content": content}, path=f"a/{name}")
+        assert content == {"metadata": {"kernelspec": {"name": kernel, "display_name": "Mine"}}}
+    before_saving(model={"type": "file", "content": "text"}, path="01_sft.ipynb")
 
 
 # --- the runner -------------------------------------------------------------------------------------------------------
@@ -267,7 +296,7 @@ def test_the_conda_environment_agrees_with_the_lock():
     import tomllib
 
     project = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]
-    extras = [extra for name, extra in project["optional-dependencies"].items() if name != "interop"]
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in ("interop", "lab")]
     wanted = sum(extras, project["dependencies"])
     direct = {re.split(r"[><=\[; ]", d)[0].lower().replace("_", "-") for d in wanted}
     assert direct == {k.lower().replace("_", "-") for k in pinned}

@@ -178,6 +178,10 @@ class Foreign(Sampler):
         skewed = lambda r: replace(r, logps=tuple(x + ((3 * i) % 5 - 2) / 20 for i, x in enumerate(r.logps)))  # noqa: E731
         return [Group(tuple(map(skewed, g))) for g in await super().sample(*args, **options)]
 
+    async def stream(self, *args, **options):
+        async for i, g, r in super().stream(*args, **options):
+            yield i, g, replace(r, logps=tuple(x + ((3 * k) % 5 - 2) / 20 for k, x in enumerate(r.logps)))
+
 
 class Trial:
     """One run of a loop: where its weights went, what was sampled, and what could be seen on the way."""
@@ -385,7 +389,7 @@ class Trial:
     def grpo_losses(self, config, step):
         """arXiv 2402.03300 with its variants, one loss an optimiser step."""
         n = len(self.rollouts) // self.config.steps
-        own, size = self.rollouts[step * n : (step + 1) * n], self.group
+        own, size = self.in_order(self.rollouts[step * n : (step + 1) * n], step), self.group
         groups = [own[i : i + size] for i in range(0, n, size)]
         self.check_sampled(groups, step)  # by the configuration that sampled
         if config.refills or self.config.refills:
@@ -410,6 +414,13 @@ class Trial:
             for a, b in zip(ends, ends[1:]):
                 pairs = [(r, advantages[i, j]) for i in order[a:b] for j, (_, r) in enumerate(groups[i])]
                 yield self.grpo_loss(pairs, config, own)
+
+    def in_order(self, own, step):
+        """As asked: rewards are asked as rollouts finish, and a rollout's seed says which one it is."""
+        rounds = [self.config.seed * 1_000_003 + step]
+        rounds += [fold_seed(self.config.seed, step, extra) for extra in range(self.config.refills)]
+        places = [fold_seed(r, i, g) for r in rounds for i in range(self.config.prompts_per_step) for g in range(self.group)]
+        return sorted(own, key=lambda asked: places.index(asked[1].seed))
 
     def check_sampled(self, groups, step):
         """What the loop asked is what (seed, step) says, and each token has the log-prob of the model that drew it."""

@@ -1,4 +1,4 @@
-"""The README and RESULTS.md say what the records say: both are what `make results` writes."""
+"""The README and RESULTS.md say what the records say: both are what `make results` writes. And the map names every module."""
 
 import json
 import re
@@ -21,19 +21,50 @@ def test_results_md_is_what_the_command_writes():
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == report.results_page(RESULTS), "run: make results"
 
 
-def test_the_readmes_table_is_what_the_command_writes():
-    assert README == report.with_table(README, report.readme_table(RESULTS)), "run: make results"
+SERIES = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+
+
+@pytest.mark.parametrize("part", [report.BEGIN, report.LADDER, report.MINUTES, report.ROLLOUT])
+def test_each_part_of_the_readme_is_what_the_command_writes(part):
+    texts = (README, report.front(README, RESULTS, ROOT / "notebooks"))
+    stands, made = (text.split(part)[1].split(report.END)[0] for text in texts)
+    assert stands == made, "run: make results"
+
+
+def test_the_ladder_has_a_rung_for_each_notebook_in_order():
+    rungs = re.findall(r"^\| \[.*?\]\(notebooks/(.*?)\)", README.split(report.LADDER)[1].split(report.END)[0], flags=re.M)
+    missing = [path.name for path in SERIES if path.name not in rungs]
+    assert not missing, f"the README's ladder lacks {', '.join(missing)}: run make results"
+    assert rungs == [path.name for path in SERIES]
+
+
+def test_a_notebook_without_a_line_for_the_ladder_is_named(tmp_path):
+    (tmp_path / "11_new.ipynb").write_text(json.dumps({"cells": [{"source": ["# 11 · New"]}]}))
+    with pytest.raises(ValueError, match="11_new.ipynb: its first cell needs .* you will learn"):
+        report.ladder(tmp_path, RESULTS)
+    (tmp_path / "11_new.ipynb").write_text(json.dumps({"cells": [{"source": ["# 11 · New\n", "| you will learn | much |"]}]}))
+    assert report.ladder(tmp_path, RESULTS).splitlines()[-1] == "| [11 · New](notebooks/11_new.ipynb) | much | not recorded |"
+
+
+def test_the_rollout_is_the_first_that_tells_the_policies_apart(tmp_path):
+    def question(text, *right):
+        written = {name: {"text": f"{name}\nsays", "correct": r} for name, r in zip(("base", "SFT"), right)}
+        return {"question": text, "written": written}
+
+    record = {"questions": [question("both wrong?", False, False), question("one?", False, True)]}
+    (tmp_path / "rollouts.json").write_text(json.dumps(record))
+    assert report.rollout(tmp_path) == "```text\none?\nbase  ✗  base↵says\nSFT   ✓  SFT↵says\n```"
 
 
 def test_the_readme_gives_no_other_measurement():
     """No rate, ratio or time outside the table and the code: what is typed in by hand stays behind when the code moves on."""
-    own = re.sub(f"{report.BEGIN}.*{report.END}|```.*?```|`[^`]*`", "", README, flags=re.DOTALL)
+    own = re.sub(r"<!-- [^>]*made by [^>]* -->.*?<!-- end -->|```.*?```|`[^`]*`", "", README, flags=re.DOTALL)
     assert re.findall(r"[0-9.]+\s?(?:%|×|ms\b|s\b|minutes?\b|GB\b|MB\b|tokens)", own) == []
 
 
 def test_the_map_names_every_module_in_its_room():
-    """A file that came or went is named or gone in the README's map."""
-    rows = [line.split("|")[1:3] for line in README.split("## Map of the package")[1].splitlines() if line.startswith("|")][2:]
+    """A file that came or went is named or gone in docs/map.md."""
+    rows = [line.split("|")[1:3] for line in (ROOT / "docs" / "map.md").read_text().splitlines() if line.startswith("|")][2:]
     rooms, room = {}, None
     for name, files in rows:
         room = name.strip().strip("`/") or room

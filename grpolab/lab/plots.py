@@ -14,6 +14,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image  # matplotlib brings it
 
+from grpolab.lab.readable import readable
+
 POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
 CHOSEN, REJECTED, HELD_OUT, SKY, PURPLE = "#0072B2", "#E69F00", "#000000", "#56B4E9", "#CC79A7"
 
@@ -27,13 +29,14 @@ STYLE = {
 
 
 def use_style() -> None:
-    """Apply the house style to the figures that follow; a notebook shows them at double resolution."""
+    """Apply the house style to the figures that follow; a notebook shows them at double resolution, and tables for people."""
     plt.rcParams.update(STYLE)
     from IPython import get_ipython
 
     shell = get_ipython()
     if getattr(shell, "kernel", None):
         shell.display_formatter.formatters["image/png"].for_type(Figure, _for_notebook)
+        shell.display_formatter.formatters["text/html"].for_type(pd.DataFrame, table)
 
 
 def png(figure: Figure) -> bytes:
@@ -42,6 +45,23 @@ def png(figure: Figure) -> bytes:
     figure.savefig(drawn, format="png", dpi=2 * DPI, bbox_inches="tight", facecolor="white")
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     return small.getvalue()
+
+
+def table(frame: pd.DataFrame) -> str:
+    """A DataFrame as HTML: text at the left, numbers at the right and as `readable` writes them, everything escaped. Jupyter
+    would put everything at the right and show six digits."""
+    lines, sides = [], ["right" if pd.api.types.is_numeric_dtype(t) else "left" for t in frame.dtypes]
+    for line in frame.to_html(border=0, float_format=readable, max_rows=pd.get_option("display.max_rows")).splitlines():
+        cell = line.strip()
+        if cell.startswith("<tr"):
+            place = 0
+        elif cell.startswith("<td>"):
+            line = line.replace("<td>", f"<td style='text-align:{sides[place % len(sides)]}'>", 1)
+            place += 1
+        elif cell.startswith("<th"):
+            line = line.replace("<th", "<th style='text-align:left'", 1)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _for_notebook(figure: Figure) -> tuple[bytes, dict]:

@@ -1,5 +1,5 @@
-"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and hashes of the former and of
-the data. And what the bits of a computation depend on beside them."""
+"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and hashes of
+the former and of the data. And what the bits of a computation depend on beside them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def _content(x):
 
 
 def weights(policy) -> dict[str, torch.Tensor]:
-    return {name: p.detach().cpu().contiguous() for name, p in policy.model.named_parameters()}
+    """The parameters that a loop trains, by name."""
+    return {name: p.detach().cpu().contiguous() for name, p in policy.model.named_parameters() if p.requires_grad}
 
 
 def put_weights(policy, path: Path) -> None:
@@ -55,7 +56,8 @@ def put_weights(policy, path: Path) -> None:
     saved = load_file(path)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
-            parameter.copy_(saved[name])
+            if name in saved or parameter.requires_grad:
+                parameter.copy_(saved[name])
 
 
 def split(state: dict) -> tuple[dict[str, torch.Tensor], dict]:

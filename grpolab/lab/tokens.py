@@ -114,6 +114,9 @@ def group_view(
     return View(html, "\n".join([question, *lines] if question else lines))
 
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
 class by_step:
     """Views by step, one below the other, and where the front end has ipywidgets a slider that shows one step at a time.
 
@@ -137,7 +140,8 @@ class by_step:
         """The slider as an ipywidgets box."""
         import ipywidgets
 
-        pages = ipywidgets.Stack([ipywidgets.HTML(_joined(v)) for v in self.pages.values()], selected_index=0)
+        stack = getattr(ipywidgets, "Stack", ipywidgets.Accordion)  # ipywidgets 7, which Colab runs, has no Stack
+        pages = stack([ipywidgets.HTML(_joined(v)) for v in self.pages.values()], selected_index=0)
         slider = ipywidgets.SelectionSlider(options=list(self.pages), description="step")
         ipywidgets.jslink((slider, "index"), (pages, "selected_index"))
         return ipywidgets.VBox([slider, pages])
@@ -146,8 +150,9 @@ class by_step:
         from IPython import get_ipython
 
         bundle = {"text/html": self._repr_html_(), "text/plain": repr(self)}
-        shell = get_ipython()
-        return (self.widget()._repr_mimebundle_() if getattr(shell, "kernel", None) else {}) | bundle
+        if getattr(get_ipython(), "kernel", None):  # the same in ipywidgets 7, whose widgets give no bundle
+            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self.widget().model_id}
+        return bundle
 
 
 def tokens_html(tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:
@@ -169,14 +174,14 @@ def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> s
         else:
             hover, style = f"{text} · the environment", ENVIRONMENT
         spans.append(f"<span title='{escape(hover)}' style='{style}margin:1px'>{escape(text)}</span>")
-    return f"<span style='font-family:monospace;line-height:1.7'>{''.join(spans)}</span>"
+    return f"<span style='font-family:monospace;line-height:1.5'>{''.join(spans)}</span>"
 
 
 def _shade(distance: float, scale: float) -> str:
     """The colour of a token: none at the neutral value, up to 0.7 opaque at `scale` or beyond."""
     if not distance or math.isnan(distance):
         return ""
-    return f"background:rgba({UP if distance > 0 else DOWN},{0.1 + 0.6 * min(1.0, abs(distance) / scale):.2f});"
+    return f"background:rgba({UP if distance > 0 else DOWN},{0.2 + 0.5 * min(1.0, abs(distance) / scale):.2f});"
 
 
 def _verdict(policy, rollout: Rollout, answer: int | None) -> str:
@@ -194,7 +199,7 @@ def _reward(rollout: Rollout) -> str:
 
 
 def _cell(html: str) -> str:
-    return f"<td style='text-align:left;vertical-align:top'>{html}</td>"
+    return f"<td style='text-align:left;vertical-align:top;padding:2px 8px'>{html}</td>"
 
 
 def _joined(views: Sequence) -> str:

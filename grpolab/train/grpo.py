@@ -15,7 +15,7 @@ from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.lab.run import Run
 from grpolab.lab.states import data_hash
-from grpolab.models import Policy, evaluating
+from grpolab.models import BasePolicy, Policy
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, in_columns
 from grpolab.tasks import prompt_of
 from grpolab.train import losses
@@ -164,7 +164,7 @@ async def grpo_from(
 
         return update
 
-    data = lambda: data_hash(content(), reference if config.kl_coef else None)  # noqa: E731
+    data = lambda: data_hash(content(), reference if config.kl_coef and type(reference) is Policy else None)  # noqa: E731
     async with aclosing(loop(policy, config, run, gather, data)) as rows:
         async for row in rows:
             yield row
@@ -174,24 +174,27 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
     """Refuse a leash without a reference, and a reference that would move along."""
     if config.kl_coef and reference is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
-    if reference is policy:
+    if reference is policy or reference is not None and reference.model is policy.model and type(reference) is Policy:
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
 
 
 def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
     prove(policy, config, longest)
-    if config.kl_coef:
-        with evaluating(reference.model):  # as its log-probs are taken
+    if config.kl_coef and not isinstance(reference, BasePolicy):  # that is the policy's own forward
+        with reference.acting():  # as its log-probs are taken
             prove(reference, config, longest)
 
 
-def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int) -> dict:
-    """All optimiser steps on one batch of groups. The loss is a mean over all of them; a group without a difference in reward
-    has no gradient, so without a leash it is left out of the forward pass, and a minibatch of such groups is no step."""
+def grpo_update(
+    policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int, a: torch.Tensor | None = None
+) -> dict:
+    """All optimiser steps on one batch of groups, with the advantages `a` (B, G), by default those of their rewards. The loss
+    is a mean over all of them; a group without a difference in reward has no gradient, so without a leash it is left out of
+    the forward pass, and a minibatch of such groups is no step."""
     if not groups:
         return {"trained_groups": 0, "trained_tokens": 0}
-    a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind)
+    a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
     kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
     own = {i: trainer_logps(policy, groups[i], config) for i in kept} if config.sampler_cap else None
     rows = []
@@ -282,7 +285,7 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
     )
     metrics["entropy"] = (entropy * mask).sum() / tokens
     if config.kl_coef:
-        with torch.no_grad(), evaluating(reference.model):
+        with torch.no_grad(), reference.acting():
             ref_logps, _ = rollout_logps(reference, layout, mask.shape, config.temperature)
         kl, kl_metrics = losses.kl_penalty(
             logps, ref_logps, mask, denominator=denominator, kind=config.kl_kind, old_logps=old_logps,

@@ -109,7 +109,8 @@ OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
 
 
 def make_optimiser(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
-    return OPTIMISERS[config.optimiser](policy.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    return OPTIMISERS[config.optimiser](trained, lr=config.lr, weight_decay=config.weight_decay)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------

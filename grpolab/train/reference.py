@@ -18,7 +18,7 @@ import torch
 
 from grpolab.files import atomic_write
 from grpolab.lab.states import weights_hash
-from grpolab.models import Policy, evaluating
+from grpolab.models import BasePolicy, Policy
 from grpolab.rollouts import collate
 from grpolab.train import losses
 from grpolab.train.layout import lay_out
@@ -108,18 +108,22 @@ def reference_values(
 
 def reference_key(reference: Policy | ReferenceLogps) -> str:
     """A hash of the reference's weights."""
+    if isinstance(reference, BasePolicy):
+        return "the policy without its adapter"  # whose weights the run's start has in its own hash
     return weights_hash(reference) if isinstance(reference, Policy) else reference.weights
 
 
 def prove_reference(reference: Policy, pairs: Sequence[Pair], config: Optimisation) -> None:
     """The reference's forward, proved on rows like those in which its log-probs are computed."""
-    with evaluating(reference.model):  # as its log-probs are taken
+    if isinstance(reference, BasePolicy):  # the policy's own forward, which is proved
+        return
+    with reference.acting():  # as its log-probs are taken
         prove(reference, config, max((p.longest for p in pairs), default=0), width=SHARED)
 
 
 def _score_block(reference: Policy, pairs: Sequence[Pair], block: int, config: Optimisation) -> torch.Tensor:
     """(up to BLOCK, 2) on the CPU."""
-    with torch.no_grad(), reference.lock, evaluating(reference.model), autocast(reference, config):
+    with torch.no_grad(), reference.lock, reference.acting(), autocast(reference, config):
         return pair_logps(reference, pairs[block * BLOCK : (block + 1) * BLOCK], SHARED).cpu()
 
 

@@ -1,0 +1,46 @@
+"""What the base model, the SFT policy and the GRPO policy write to the same held-out questions, greedily.
+
+    python -m grpolab run 01 04 && python benchmarks/rollouts.py     # then: make results
+
+The README shows the first question whose answers are not all right or all wrong.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
+from grpolab.arithmetic import Task, generate  # noqa: E402
+from grpolab.chat import prompt_ids  # noqa: E402
+from grpolab.checker import check_answer  # noqa: E402
+from grpolab.files import atomic_write  # noqa: E402
+
+RUNS = HERE.parent / "runs"
+POLICIES = {"base": "tiny", "SFT": RUNS / "01_sft" / "tiny" / "policy", "GRPO": RUNS / "04_grpo" / "tiny" / "policy"}
+COMMAND = "python benchmarks/rollouts.py"
+
+
+async def written(policy, problems) -> list[dict]:
+    async with Sampler(policy) as sampler:
+        prompts = [prompt_ids(policy.tokenizer, problem.question) for problem in problems]
+        groups = await sampler.sample(prompts, group_size=1, params=SamplingParams(greedy=True, max_new_tokens=32))
+    texts = [policy.decode(group[0].tokens) for group in groups]
+    return [{"text": text, "correct": check_answer(text, problem.answer)}
+            for text, problem in zip(texts, problems)]  # fmt: skip
+
+
+def main(runs: dict = POLICIES) -> None:
+    _, problems = generate(0, 20, seed=1, task=Task(ops="+-", max_operand=99))
+    answers = {name: asyncio.run(written(load_policy(str(where), device="cpu"), problems)) for name, where in runs.items()}
+    questions = [{"question": problem.question, "written": {name: given[i] for name, given in answers.items()}}
+                 for i, problem in enumerate(problems)]  # fmt: skip
+    content = json.dumps({"command": COMMAND, "questions": questions}, indent=1, ensure_ascii=False)
+    print(atomic_write(HERE / "results" / "rollouts.json", content + "\n"))
+
+
+if __name__ == "__main__":
+    main()

