@@ -27,6 +27,11 @@ install: .venv/installed
 
 openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 
+# reasoning-gym and what it imports, for the tests; one of its packages (pycosat) is compiled on the spot.
+.venv/gym: tests/reasoning-gym.txt .venv/installed
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 run: install
 	$(PY) -m grpolab run
 
@@ -51,8 +56,8 @@ FIRST := notebooks/01_sft.ipynb notebooks/02_decode_engine.ipynb
 REST = $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
 
 test: export OMP_NUM_THREADS = 1
-test: install .venv/smollm2 openenv test-lowest
-	REQUIRE_OPENENV=1 $(UNITS) tests
+test: install .venv/smollm2 .venv/gym openenv test-lowest
+	REQUIRE_OPENENV=1 REQUIRE_GYM=1 $(UNITS) tests
 	$(NBVAL) $(FIRST)
 	$(NBVAL) $(REST)
 

@@ -37,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
 
     evaluation = commands.add_parser("eval", help="format and exact-match rates of a model on held-out questions")
     evaluation.add_argument("model", help="tiny, smollm2-135m, a Hugging Face id, or a folder")
+    evaluation.add_argument("--prompts-file", type=Path, metavar="FILE.jsonl",
+                            help="rows with a prompt and an answer in the place of arithmetic; right is the answer's number as "
+                                 "the last of a completion that ended")
     evaluation.add_argument("--questions", type=int, default=200)
     evaluation.add_argument("--samples", type=int, default=8, help="completions a question beside the greedy one")
     evaluation.add_argument("--max-new-tokens", type=int, default=32)
@@ -110,7 +113,38 @@ def _data(args) -> int:
     return 0
 
 
+def _eval_rows(args) -> int:
+    """Rates of a model on the rows of a file."""
+    from grpolab import tasks
+    from grpolab.evaluate import evaluate_checks
+    from grpolab.models import load_policy
+
+    rows = tasks.read_rows(args.prompts_file, needs=["answer"])
+    for number, row in enumerate(rows, start=1):
+        tasks.wanted_number(row, f"{args.prompts_file}, row {number}")
+    policy = load_policy(args.model)
+    print(policy)
+    cases = [(tasks.prompt_of(row), lambda text, rollout, row=row: tasks.right_number(text, row, rollout) == 1) for row in rows]
+
+    async def everything():
+        common = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+        greedy = await evaluate_checks(policy, cases, **common)
+        return greedy, args.samples and await evaluate_checks(policy, cases, samples=args.samples, **common)
+
+    greedy, sampled = asyncio.run(everything())
+    print(f"greedy   {greedy.rate} of {len(rows)} rows")
+    if args.samples:
+        print("\n".join(f"pass@{k:<3} {sampled.pass_at(k)}" for k in _powers(args.samples)))
+    return 0
+
+
+def _powers(samples: int) -> list[int]:
+    return [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+
+
 def _eval(args) -> int:
+    if args.prompts_file:
+        return _eval_rows(args)
     from grpolab.evaluate import evaluate, evaluate_fixed, suite_table, summary
     from grpolab.models import load_policy
 
@@ -128,8 +162,7 @@ def _eval(args) -> int:
     table, fixed = asyncio.run(everything())
     print(summary(**table).to_string())
     if args.samples:
-        powers = [2**i for i in range(args.samples.bit_length()) if 2**i <= args.samples]
-        print("\n" + "\n".join(f"pass@{k:<3} {table['sampled'].pass_at(k)}" for k in powers))
+        print("\n" + "\n".join(f"pass@{k:<3} {table['sampled'].pass_at(k)}" for k in _powers(args.samples)))
     print("\nfixed prompts, greedy\n" + suite_table(passed=fixed).to_string())
     return 0
 

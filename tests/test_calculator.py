@@ -5,7 +5,7 @@ import pytest
 from grpolab.arithmetic import Task
 from grpolab.env.calculator import CalculatorEnv, ExpressionError, calculate
 from grpolab.env.faults import Faulty
-from grpolab.env.guess import GuessEnv
+from grpolab.env.guess import GuessEnv, best_first_guesses, fewest_guesses
 from grpolab.env.protocol import InvalidAction
 
 
@@ -129,6 +129,39 @@ def test_the_guessing_game_ends_without_reward():
     last = env.step({"text": "51"})
     assert last.observation["text"] == "lower" and last.done and last.reward == 0.0
     assert env.reset(seed=3).observation == env.reset(seed=3).observation
+
+
+def test_an_early_find_is_worth_more():
+    env = GuessEnv(highest=9, max_turns=4, price=0.1)
+    for guesses, reward in (("5", 1.0), ("345", 0.8), ("1235", 0.7), ("1234", 0.0)):
+        env.reset(task={"secret": 5})
+        paid = [env.step({"text": guess}).reward for guess in guesses]
+        assert paid[:-1] == [None] * (len(guesses) - 1) and paid[-1] == pytest.approx(reward)
+    for price in (-0.1, 0.34, float("nan")):
+        with pytest.raises(ValueError, match=f"price={price}"):
+            GuessEnv(max_turns=4, price=price)
+
+
+def test_the_notes_say_what_is_still_possible():
+    env = GuessEnv(highest=100, max_turns=9, notes=True)
+    for _ in range(2):  # a second game starts afresh
+        env.reset(task={"secret": 30})
+        said = [env.step({"text": guess}).observation["text"] for guess in ("50", "20", "10", "60", "?", "29", "30")]
+        assert said == ["lower: 1 to 49", "higher: 21 to 49", "higher: 21 to 49", "lower: 21 to 49",
+                        "write a number: 21 to 49", "higher: 30 to 49", "correct"]  # fmt: skip
+
+
+def test_the_fewest_guesses_are_those_of_bisection():
+    def bisection(n):  # in total over all secrets, by playing
+        return n and n + bisection((n - 1) // 2) + bisection(n // 2)
+
+    for n in range(1, 41):
+        # a balanced tree has 2**d numbers that cost d + 1 guesses (Knuth, TAOCP 3, section 6.2.1)
+        assert fewest_guesses(n) == bisection(n) == sum(i.bit_length() for i in range(1, n + 1))
+    assert best_first_guesses(15) == [8] and best_first_guesses(31) == [16]
+    assert best_first_guesses(4) == [2, 3] and best_first_guesses(10) == [4, 5, 6, 7]
+    with pytest.raises(ValueError, match="n=-1"):
+        fewest_guesses(-1)
 
 
 @pytest.mark.parametrize("task", [{}, 3, [4], {"secret": 5000}, {"secret": 0}, {"secret": 3.9}, {"secret": True},

@@ -28,6 +28,17 @@ def test_eval_prints_rates_with_intervals(capsys):
     assert "pass@1 " in out and "pass@2 " in out and "pass@4" not in out and "stop token" in out
 
 
+def test_eval_takes_rows_of_a_file(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "What is 1 + 1?", "answer": 2}\n{"prompt": "What is 2 + 1?", "answer": "#### 3"}\n')
+    assert main(["eval", "tiny", "--prompts-file", str(path), "--samples", "2", "--max-new-tokens", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "of 2 rows" in out and "pass@2" in out
+    path.write_text('{"prompt": "What is 1 + 1?", "answer": "two"}')
+    assert main(["eval", "./no/model", "--prompts-file", str(path)]) == 1
+    assert "row 1: its answer holds no number" in capsys.readouterr().err
+
+
 def test_an_unknown_model_is_an_error_not_a_traceback(monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["eval", "./nothing/here"]) == 1

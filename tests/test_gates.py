@@ -204,8 +204,10 @@ RACES = {"sweep": pd.DataFrame({"tokens/s": [1.0]}), "read": 1e9, "arithmetic": 
 FOUND = {"disagreements": 0, "tokens": 2000, "margin": 9.0, "max_error": 1e-5, "mean_error": 1e-6, "after_stop": 0}
 CAUGHT = {"none": {"caught": False}} | {fault: {"caught": True} for fault in FAULTS}
 RACED = {  # the cells of races, of bf16 and of the faults, which take most of the notebook's time
-    "def seconds_of": {"gain": 5.0}, "rng = np.random": {"speed": {"static": 1.0, "refilled": 2.0}},
-    "fig, ax = plt.subplots(figsize=(6.4, 2.2))": {}, "stalls, order": {"stalls": [0.01], "elapsed": 1.0},
+    "def seconds_of": {"gain": 5.0}, "fig, ax = plt.subplots()\nfor column": {},
+    "rng = np.random": {"speed": {"static": 1.0, "refilled": 2.0}},
+    "jobs = [": {"last_step": {"compacted": 300, "refilled": 150}}, "fig, axes = plt.subplots(3, 1": {},
+    "stalls, order": {"stalls": [0.01], "elapsed": 1.0},
     "half = load_policy": {"bf16": SimpleNamespace(mean_error=3e-3), "own": 3e-3}, "on_cpu =": {"on_cpu": True, "unequal": 0},
     "few = [": {"caught": CAUGHT},
 }  # fmt: skip
@@ -260,6 +262,8 @@ def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
         ({"rounding": 3.5}, "distance from float64, mean"),
         ({"same_refilled": 59}, "rollouts changed by refill"),
         ({"same_alone": 7}, "rollouts changed by company"),
+        ({"slot_same": 31}, "slot sampler"),
+        ({"last_step": {"compacted": 150, "refilled": 150}}, "steps, compacted − refilled"),
         ({"bf16": SimpleNamespace(mean_error=4e-3)}, "bf16"),
         ({"unequal": 1}, "exact mode"),
         ({"chi_square": 200.0}, "chi-square of the draw"),
@@ -279,11 +283,15 @@ def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
     measured = {"exact_tokens": [True, True], "fp32": good, "sampled_audit": good, "dialogue_audit": good,
                 "bf16": SimpleNamespace(mean_error=3e-3), "own": 3e-3, "rounding": 1.2,
                 "same_refilled": 60, "same_alone": 8, "alone": [None] * 8, "prompts": [None] * 15, "unequal": 0, "on_cpu": True,
+                "independent": True, "wanted_from": [None] * 32, "slot_same": 32,
+                "last_step": {"compacted": 300, "refilled": 150},
                 "chi_square": 70.0, "chi_bound": 120.0, "fed": 71, "given": 69, "caught": CAUGHT, "FAULTS": FAULTS,
                 "stalls": [0.01], "elapsed": 1.0, "gain": 5.0, "speed": {"static": 1.0, "refilled": 2.0}, "tiny": True,
                 "gate": gate, "run": Run("02_decode_engine", root=tmp_path)} | RACES  # fmt: skip
     assert judge("02_decode_engine", dict(measured)) == []
     assert judge("02_decode_engine", measured | bad) == [name]
+    shared = measured | bad | {"independent": False}  # a mixture of experts: its rows may depend on their company
+    assert judge("02_decode_engine", shared) == ([] if name.startswith("rollouts changed") else [name])
 
 
 # --- 03 dpo -----------------------------------------------------------------------------------------------------------
@@ -296,7 +304,8 @@ DPO_LEARNED = {
     "before": Rates(0.46), "after": Rates(0.5), "before_sampled": Rates(0.3), "after_sampled": Rates(0.37),
     "gain": Interval(0.04, 0.0, 0.08), "gain_sampled": Interval(0.07, 0.05, 0.09), "points": DPO_POINTS,
     "last": DPO_POINTS.iloc[-1], "change": {"chosen": 0.1, "rejected": -2.3}, "rows": {},
-    "metrics": pd.DataFrame({"seconds": [1.0]}),
+    "metrics": pd.DataFrame({"seconds": [1.0]}), "plain": SimpleNamespace(rate=Interval(0.93, 0.91, 0.95)), "left_out": "",
+    "over_sft": {"more demonstrations": Interval(0.05, 0.03, 0.07)}, "greedy": {}, "sampled": {},
 }  # fmt: skip
 
 
@@ -330,6 +339,18 @@ def round_the_cache(monkeypatch):
     monkeypatch.setattr(reference, "_compute", lambda *args: honest(*args).round(decimals=2))
 
 
+def keep_the_gradient_of_the_step_before(monkeypatch):
+    from grpolab.train import loop
+
+    honest = loop.apply_gradient
+
+    def keeping(policy, optimiser, *args):
+        optimiser.zero_grad = lambda: None
+        return honest(policy, optimiser, *args)
+
+    monkeypatch.setattr(loop, "apply_gradient", keeping)
+
+
 def keep_the_reference_beside_the_cache(monkeypatch):
     from grpolab.train import reference
 
@@ -352,15 +373,16 @@ def keep_the_reference_beside_the_cache(monkeypatch):
         (average_over_the_tokens, {"naive loss − package loss"}),
         (round_the_cache, {"weights that differ, resident to cached reference", "policy = reference"}),
         (keep_the_reference_beside_the_cache, {"memory the cache saves, in models"}),
+        (keep_the_gradient_of_the_step_before, {"three steps by hand and by the package"}),
     ],
-    ids=["honest", "swapped", "no reference", "means for sums", "rounded cache", "kept reference"],
+    ids=["honest", "swapped", "no reference", "means for sums", "rounded cache", "kept reference", "kept gradient"],
 )
 def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     from grpolab.train import preferences
 
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
-    failed = failures_under(sabotage, "03_dpo", "before = await", DPO_LEARNED, tmp_path, monkeypatch)
+    failed = failures_under(sabotage, "03_dpo", "plain = await", DPO_LEARNED, tmp_path, monkeypatch)
     assert failed == names if not names else names & failed
 
 
@@ -373,6 +395,11 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
         ({"at_reference": {"loss": 0.7, "reward_chosen": 0.0, "reward_rejected": 0.0}}, "policy = reference"),
         ({"at_reference": {"loss": 0.693147, "reward_chosen": 0.01, "reward_rejected": 0.0}}, "policy = reference"),
         ({"vanishing": 0.1}, "β → 0"),
+        ({"toy_error": 1e-3}, "toy"),
+        ({"dpo_error": 1e-3}, "toy"),
+        ({"reward_error": 1e-2}, "toy"),
+        ({"step_error": 0.1}, "three steps by hand and by the package"),
+        ({"over_sft": {"more demonstrations": Interval(0.01, -0.01, 0.03)}}, "sampled, over more demonstrations"),
         ({"bits": 3}, "weights that differ, resident to cached reference"),
         ({"resident_bytes": 4.0}, "memory the cache saves, in models"),
         ({"last": dict(DPO_POINTS.iloc[0]) | {"margin": 1.0}}, "held-out pairs"),
@@ -388,7 +415,7 @@ def test_every_claim_of_the_dpo_gate_can_fail(bad, name, tiny, tmp_path):
     measured = {
         "naive": 0.8, "ours": {"loss": 0.8}, "gradient_error": 1e-6, "checked": True, "vanishing": 1e-6, "bits": 0,
         "at_reference": {"loss": math.log(2), "reward_chosen": 0.0, "reward_rejected": 0.0}, "policy": tiny, "tiny": True,
-        "math": math, "alone": 1.0,
+        "math": math, "alone": 1.0, "toy_error": 1e-8, "dpo_error": 1e-8, "reward_error": 1e-7, "step_error": 1e-5,
         "cached_bytes": 3.0, "resident_bytes": 4.01, "counts": {}, "gate": gate, "run": Run("03", root=tmp_path),
     } | DPO_LEARNED  # fmt: skip
     assert judge("03_dpo", dict(measured)) == []
@@ -492,15 +519,33 @@ def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
 
 # --- 05 reward model --------------------------------------------------------------------------------------------------
 
-LEARNED_RUNS = {
-    name: pd.DataFrame({"learned": [0.0, up], "exact": [0.3, 0.3], "kl": [0.0, 0.01]})
-    for name, up in (("rule", 0.2), ("learned", 1.0), ("learned, leash", 0.5))
-}
+def a_run(truth, learned, kl):
+    """The looks at a run: truth and learned reward at three steps, and the KL at the end."""
+    return pd.DataFrame({"step": [0, 15, 30], "truth": truth, "learned": learned, "kl": [0.0, kl / 2, kl],
+                         "distance": [0.0, 0.0, 0.0], "by_question": [[x] * 4 for x in truth]})  # fmt: skip
+
+
+LOOKS = {
+    "rule": a_run([0.3, 0.36, 0.4], [0.0, 0.1, 0.2], 1.0), "no leash": a_run([0.3, 0.35, 0.05], [0.0, 0.6, 1.0], 9.0),
+    "leash 0.2": a_run([0.3, 0.34, 0.33], [0.0, 0.1, 0.2], 0.5),
+}  # fmt: skip
+
+
+def rewards_of(looks):
+    """What the cells after the training of the reward model leave, of such looks."""
+    def change(name, a, b):
+        x = looks[name]["truth"].iloc[b] - looks[name]["truth"].iloc[a]
+        return Interval(x, x - 0.02, x + 0.02)
+
+    return {"looks": looks, "free": looks["no leash"], "change": change, "gained": change("rule", 0, -1),
+            "fallen": change("no leash", 1, -1)}  # fmt: skip
+
+
 REWARD_LEARNED = {
     "accuracy": Interval(0.7, 0.64, 0.76), "near": Interval(0.55, 0.45, 0.65), "far": Interval(0.85, 0.8, 0.9),
-    "reload_error": 0.0, "tables": LEARNED_RUNS, "final": lambda name, column: LEARNED_RUNS[name][column].iloc[-1],
-    "before": Rates(0.46), "after": {"rule": Rates(0.52), "learned": Rates(0.01), "learned, leash": Rates(0.45)},
-}  # fmt: skip
+    "reload_error": 0.0, "strongest": "leash 0.2", "overpaid": 0.9, "left_out": "",
+    "best_of_n": pd.DataFrame({"n": [1, 2], "truth": [Interval(0.3, 0.2, 0.4)] * 2}),
+} | rewards_of(LOOKS)  # fmt: skip
 
 
 def read_the_reward_at_the_padding(monkeypatch):
@@ -545,15 +590,19 @@ def rank_the_wrong_way_round(monkeypatch):
 def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     from grpolab.train import preferences
 
-    shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")
-    fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
-    failed = failures_under(sabotage, "05_reward_model", "live = Dashboard(config.steps", REWARD_LEARNED, tmp_path, monkeypatch)
+    async def learn(policy, examples, config, run=None):
+        policy.model.load_state_dict(load_policy(str(taught), device="cpu").model.state_dict())
+        yield {"step": config.steps - 1}
+
+    monkeypatch.setattr(train, "sft", learn)
+    fewer_of(monkeypatch, preferences, "sample_pairs", {})
+    failed = failures_under(sabotage, "05_reward_model", "columns = [", REWARD_LEARNED, tmp_path, monkeypatch)
     assert failed == names if not names else names & failed
 
 
-def another_end(name, **values):
-    """The learned runs with other last values for one of them."""
-    return {"tables": LEARNED_RUNS | {name: LEARNED_RUNS[name].assign(**values)}}
+def another(name, **columns):
+    """What the reward-model notebook would have measured with other looks at one of its runs."""
+    return rewards_of(LOOKS | {name: LOOKS[name].assign(**columns)})
 
 
 @pytest.mark.parametrize(
@@ -567,9 +616,12 @@ def another_end(name, **values):
         ({"swap_error": 1.0}, "swapped pairs"),
         ({"reload_error": 1e-7}, "scores after saving and loading, largest difference"),
         ({"accuracy": Interval(0.55, 0.49, 0.6)}, "held-out pairs"),
-        ({"final": lambda name, column: -0.1}, "GRPO on it"),
-        (another_end("learned, leash", kl=0.01), "leash"),
-        ({"after": REWARD_LEARNED["after"] | {"learned": Rates(0.45)}}, "leash"),
+        (another("no leash", learned=[0.0, 0.6, -0.1]), "no leash"),
+        (another("no leash", truth=[0.3, 0.35, 0.31]), "no leash"),
+        (another("no leash", kl=[0.1, 4.0, 9.0]), "start"),
+        (another("rule", truth=[0.3, 0.36, 0.31]), "rule"),
+        (another("leash 0.2", truth=[0.3, 0.2, 0.01]), "strongest leash"),
+        (another("leash 0.2", kl=[0.0, 4.0, 8.0]), "strongest leash"),
     ],
 )
 def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):

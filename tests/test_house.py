@@ -19,7 +19,8 @@ ARROWS = {
     "env": {"words"},
     "lab": {"words", "decode", "train"},
 }
-OF_LAB_FOR_TRAIN = {"run", "states", "record"}  # a loop writes into a run; these need only the words, so there is no circle
+# A loop writes into a run: what that takes of lab needs only the words, so there is no circle.
+OF_LAB_FOR_TRAIN = {"run", "states", "record", "kept"}
 LONGEST = 360  # lines; a longer file says at its top why ("Longer than ...")
 
 

@@ -152,6 +152,17 @@ def test_episodes_keep_their_turns_and_what_the_update_did_not_get():
     assert back[1].turns[1] == () and back[1].parts == {"calls": [6.0, None]}
 
 
+def test_a_question_may_be_anything(tmp_path):
+    """What JSON cannot hold stands there as its fields or its text, and stops no training."""
+    recorder = Recorder(tmp_path)
+    odd = type("Row", (), {})()
+    odd.question, odd.set = "What?", {1}
+    asked = [Problem(1, "+", 2), {"prompt": "x", "answer": 1.5}, odd, None, {1}]
+    recorder.add(0, [replace(a_group(), problem=p) for p in asked], str, {})
+    assert [g.problem for g in recorder.groups(0)] == [
+        {"a": 1, "op": "+", "b": 2}, asked[1], {"question": "What?", "set": "{1}"}, None, "{1}"]
+
+
 def test_a_step_that_fails_is_on_the_record(tiny, tmp_path):
     """What it sampled is what one wants to see; the run that goes on takes its place."""
     run = Run("x", root=tmp_path)

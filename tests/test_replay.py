@@ -94,7 +94,7 @@ def test_an_interrupted_run_is_replayed_as_an_uninterrupted_one(tiny, tmp_path):
 def test_a_run_that_starts_over_keeps_nothing_of_the_one_before(tiny, tmp_path, capsys):
     run = Run("x", root=tmp_path, replay_every=2)
     train(fresh(tiny), run)
-    assert "keeps weights and optimiser for replay every 2 steps: 3 times up to 9.8 MB, 29 MB in all" in capsys.readouterr().out
+    assert "weights and optimiser are kept for replay every 2 steps: 3 times up to " in capsys.readouterr().out
     train(fresh(tiny), run, GRPOConfig(**{**vars(CONFIG), "steps": 2, "lr": 1e-4}))
     assert sorted(run.kept()) == [0, 2] and run.replay(1).equal
 
@@ -246,8 +246,8 @@ def test_a_run_of_something_else_is_named(run):
 
 
 def test_kept_weights_that_do_not_fit_the_disk_are_refused(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 20_000_000))
-    with pytest.raises(ValueError, match="replay_every=1 keeps 6 times up to 10 MB, and the disk of .* has 20 MB left"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1_000_000))
+    with pytest.raises(ValueError, match="replay_every=1 keeps 6 times up to .* MB, and the disk of .* has 1 MB left"):
         train(tiny, Run("x", root=tmp_path, replay_every=1))
 
 

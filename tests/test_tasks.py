@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -13,7 +14,7 @@ from grpolab import tasks
 from grpolab.arithmetic import Problem
 from grpolab.rollouts import Rollout
 
-HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None
+HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None or bool(os.environ.get("REQUIRE_GYM"))
 gym = pytest.mark.skipif(not HAS_GYM, reason="reasoning-gym is not installed")
 
 

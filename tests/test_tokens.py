@@ -126,3 +126,12 @@ def test_steps_are_a_static_page_and_a_slider(policy):
     assert shown._repr_mimebundle_() == {"text/html": shown._repr_html_(), "text/plain": repr(shown)}  # no kernel here
     with pytest.raises(ValueError, match="nothing to show"):
         by_step({})
+
+
+def test_the_slider_works_without_a_stack(policy, monkeypatch):
+    """As with ipywidgets 7, which Colab runs."""
+    import ipywidgets
+
+    monkeypatch.delattr(ipywidgets, "Stack", raising=False)
+    slider, pages = by_step({0: group_view(policy, [rollout(policy, "1")], by="logp")}).widget().children
+    assert slider.options == ("0",) and isinstance(pages, ipywidgets.Accordion) and pages.selected_index == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
 
 from grpolab.env.calculator import action_text, check_counts
 from grpolab.env.protocol import InvalidAction, StepResult, whole
@@ -14,19 +15,25 @@ _GUESS = re.compile(r"[0-9]{1,9}")
 class GuessEnv:
     """A number from 1 to `highest`, drawn from `seed` or given as `task` {"secret": 42}; `max_turns` guesses.
 
-    The last number in the text is the guess. Reward 1.0 when it is found, 0.0 when the turns are used up; paid once.
+    The last number in the text is the guess. Reward 1.0 when it is found, less `price` for each guess before that one,
+    and 0.0 when the turns are used up; paid once. With `notes` an answer also says which numbers are still possible
+    ("higher: 51 to 100"), so that the last answer is all that a player has to read.
     """
 
-    def __init__(self, *, highest: int = 100, max_turns: int = 7):
+    def __init__(self, *, highest: int = 100, max_turns: int = 7, price: float = 0.0, notes: bool = False):
         check_counts(highest=highest, max_turns=max_turns)
-        self.highest, self.max_turns = highest, max_turns
+        if not 0 <= price * (max_turns - 1) < 1:
+            raise ValueError(f"price={price}: with max_turns={max_turns} it lies between 0 and 1 / {max_turns - 1}, so that "
+                             "finding the number late is still better than not finding it")
+        self.highest, self.max_turns, self.price, self.notes = highest, max_turns, price, notes
+        self._possible = (1, highest)
         self._secret = 0
         self._turn = 0
         self._done = True
 
     def reset(self, seed: int | None = None, task: dict | None = None) -> StepResult:
         self._secret = random.Random(seed).randint(1, self.highest) if task is None else self._read(task)
-        self._turn, self._done = 0, False
+        self._turn, self._done, self._possible = 0, False, (1, self.highest)
         return StepResult({"text": f"Guess my number from 1 to {self.highest}."})
 
     def _read(self, task: dict) -> int:
@@ -42,13 +49,37 @@ class GuessEnv:
         self._turn += 1
         said = self._compare(int(guesses[-1])) if guesses else "write a number"
         found = said == "correct"
+        if self.notes and not found:
+            said = f"{said}: {self._note(said, int(guesses[-1]) if guesses else 0)}"
         self._done = found or self._turn >= self.max_turns
-        return StepResult({"text": said}, float(found) if self._done else None, self._done)
+        reward = 1.0 - self.price * (self._turn - 1) if found else 0.0
+        return StepResult({"text": said}, reward if self._done else None, self._done)
 
     def _compare(self, guess: int) -> str:
         return "correct" if guess == self._secret else "higher" if guess < self._secret else "lower"
+
+    def _note(self, said: str, guess: int) -> str:
+        """What is still possible after an answer."""
+        low, high = self._possible
+        self._possible = (max(low, guess + 1) if said == "higher" else low, min(high, guess - 1) if said == "lower" else high)
+        return f"{self._possible[0]} to {self._possible[1]}"
 
     def state(self) -> dict:
         return {"turn": self._turn, "max_turns": self.max_turns, "highest": self.highest, "done": self._done}
 
     def close(self) -> None: ...
+
+
+@cache
+def fewest_guesses(n: int) -> int:
+    """The guesses that the best strategy needs for n numbers, summed over all n secrets (Bellman's equation, in whole
+    numbers): every secret costs this guess, and those below and above it what is best there."""
+    if n < 0:
+        raise ValueError(f"n={n} numbers to guess from: give 0 or more")
+    return n + min((fewest_guesses(k - 1) + fewest_guesses(n - k) for k in range(1, n + 1)), default=0)
+
+
+def best_first_guesses(highest: int) -> list[int]:
+    """The first guesses from which `fewest_guesses(highest)` can be reached; the middle is always one of them."""
+    return [k for k in range(1, highest + 1)
+            if highest + fewest_guesses(k - 1) + fewest_guesses(highest - k) == fewest_guesses(highest)]

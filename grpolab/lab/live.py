@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from grpolab.lab.diagnose import diagnose
 from grpolab.lab.metrics import METRICS, UNKNOWN, Metric
 from grpolab.lab.plots import POLICY, WARNING
 from grpolab.lab.readable import readable
@@ -26,7 +27,8 @@ class Dashboard:
             await live.ask(policy, held_out[:3])
 
     `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. An interrupt of
-    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on.
+    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on. What ails
+    the run (`diagnose`) stands below, with the remedy to try.
     Outside a notebook it prints a line every tenth of the way, and asks nothing.
     """
 
@@ -102,7 +104,9 @@ class Dashboard:
 
     def __repr__(self):
         values = "  ".join(f"{c} {readable(self.rows[-1][c])}" for c in self.columns if self.rows and c in self.rows[-1])
-        return f"{self.title} {self.done}/{self.steps} ({self._clock()}{', interrupted' * self.interrupted})  {values}".strip()
+        ill = "".join(f"  ⚠ {finding.illness}" for finding in diagnose(self.rows))
+        state = f"({self._clock()}{', interrupted' * self.interrupted})"
+        return f"{self.title} {self.done}/{self.steps} {state}  {values}{ill}".strip()
 
     def _repr_html_(self):
         rows = "".join(self._row(c) for c in self.columns)
@@ -110,8 +114,12 @@ class Dashboard:
         return (
             f"<div style='text-align:left'><b>{escape(self.title)}</b> <progress value='{self.done}' max='{self.steps}'>"
             f"</progress> {self.done}/{self.steps}, {self._clock()}{state}"
-            f"<table style='margin:0'>{rows}</table>{self._questions()}</div>"
+            f"<table style='margin:0'>{rows}</table>{self._findings()}{self._questions()}</div>"
         )
+
+    def _findings(self) -> str:
+        """What ails the run so far (`diagnose`)."""
+        return "".join(f"<div style='color:{WARNING}'>⚠ {escape(str(finding))}</div>" for finding in diagnose(self.rows))
 
     def _row(self, column: str) -> str:
         values = [r[column] for r in self.rows if r.get(column) is not None and r[column] == r[column]]

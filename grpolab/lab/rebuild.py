@@ -63,7 +63,9 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
         steps = [run.recorder.whole(s) for s in range(start, step)]
         prove_both(policy, reference, config, longest(steps))
         for s, groups in zip(range(start, step), steps):
-            row = grpo_update(policy, reference, [g.trained for g in groups if g.used], config, optimiser, s)
+            used = [g for g in groups if g.used]
+            a = torch.tensor([g.advantages for g in used])
+            row = grpo_update(policy, reference, [g.trained for g in used], config, optimiser, s, a)
             if not notes and (note := _differing(row, rows.get(s, {}), s)):
                 notes.append(note)
     return State(step, start, policy, optimiser, config, tuple(notes))

@@ -2,8 +2,9 @@
 
 A file holds the steps of one range, RANGE of them, as gzip members one behind another, a member a step; `zcat` shows it.
 A line of JSON is one group: `prompt` and `prompt_ids` once, everything else one entry a rollout. Log-probs are fp32,
-little-endian, base64, those of all rollouts of the group one behind another, so that every bit comes back. A step is one
-write: a kill leaves whole steps, or a last one cut short, which readers leave out and the next loop removes.
+little-endian, base64, those of all rollouts of the group one behind another, so that every bit comes back. The first line of
+a step spells the tokens that are new in its file (`vocabulary`), so that the record is read without a tokenizer. A step is
+one write: a kill leaves whole steps, or a last one cut short, which readers leave out and the next loop removes.
 """
 
 from __future__ import annotations
@@ -43,17 +44,22 @@ class Recorder:
         self.folder, self.keep = folder, keep
         self.seconds, self.bytes, self.rollouts = 0.0, 0, 0
         self._told: dict | None = None  # the sitting that the file of sittings holds
+        self._spelt: tuple[Path | None, set[int]] = None, set()  # the file in progress, and the tokens that it spells
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def add(self, step: int, groups: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str], sitting: dict) -> None:
-        """Append one step. `decode` gives the text of token ids, `sitting` says on what it was computed (JSON)."""
+    def add(self, step: int, groups: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str], sitting: dict,
+            spell: Callable[[Sequence[int]], str] | None = None) -> None:
+        """Append one step. `decode` gives the text of token ids, `spell` that of a single one (default: `decode`; it may leave
+        out end tokens), `sitting` says on what it was computed (JSON)."""
         began = time.perf_counter()
         if self.keep != "none" and groups:
             self._tell(step, sitting)
             kept = list(enumerate(groups)) if self.keep == "all" else sample(groups, self.keep)
             whole = sum(len(g.group) for g in groups)
-            lines = "".join(json.dumps(line_of(step, number, g, decode, whole)) + "\n" for number, g in kept)
+            lines = [line_of(step, number, g, decode, whole) for number, g in kept]
+            lines[0]["vocabulary"] = {i: (spell or decode)([i]) for i in self._unspelt(self.path(step), kept)}
+            lines = "".join(json.dumps(line, default=_plain) + "\n" for line in lines)
             data = gzip.compress(lines.encode(), compresslevel=1, mtime=0)
             append_bytes(self.path(step), data, "the rollouts of a step")
             self.bytes += len(data)
@@ -63,7 +69,7 @@ class Recorder:
     def rewind(self, steps: int) -> None:
         """Keep what stands before step `steps` alone, as a loop that goes on from there needs it: the last file first, so
         that a kill in between leaves no gap."""
-        self._told = None
+        self._told, self._spelt = None, (None, set())
         for path in reversed(self.files()):
             if first_step(path) >= steps:
                 path.unlink()
@@ -87,6 +93,15 @@ class Recorder:
 
     def path(self, step: int) -> Path:
         return self.folder / f"steps-{step // RANGE * RANGE:08d}.jsonl.gz"
+
+    def _unspelt(self, path: Path, kept: Sequence[tuple[int, RecordedGroup]]) -> list[int]:
+        """The tokens of these groups that the file does not spell yet; it will."""
+        if self._spelt[0] != path:
+            known = {int(i) for _, step in (members(path) if path.exists() else ()) for i in vocabulary([step])}
+            self._spelt = path, known
+        new = {i for _, g in kept for r in g.group for i in (*r.tokens, *r.prompt)} - self._spelt[1]
+        self._spelt[1].update(new)
+        return sorted(new)
 
     def _tell(self, step: int, sitting: dict) -> None:
         if sitting != self._told:
@@ -115,6 +130,10 @@ class Recorder:
                 for _, lines in members(path, tell):
                     if wanted is None or step_of(lines) in wanted:
                         yield from map(json.loads, lines.splitlines())
+
+    def vocabulary(self) -> dict[int, str]:
+        """Token id -> its text, of all tokens on the record."""
+        return {int(i): text for path in self.files() for i, text in vocabulary(m for _, m in members(path)).items()}
 
     def steps(self) -> list[int]:
         """The steps that the record holds."""
@@ -164,7 +183,7 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
     rollouts = g.group.rollouts
     line = {
         "step": step, "group": number, "of": of, "used": g.used, "prompt": decode(rollouts[0].prompt),
-        "problem": asdict(g.problem) if is_dataclass(g.problem) else g.problem, "prompt_ids": rollouts[0].prompt,
+        "problem": g.problem, "prompt_ids": rollouts[0].prompt,
         "completion": [decode(r.tokens) for r in rollouts], "reward": [r.reward for r in rollouts],
         "advantage": list(g.advantages), "finish_reason": [r.finish_reason for r in rollouts],
         "seed": [r.seed for r in rollouts], "policy_version": [r.policy_version for r in rollouts],
@@ -183,6 +202,11 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
     if any(g.absent):
         line["absent"] = g.absent
     return line
+
+
+def _plain(x):
+    """What JSON can hold of a question: a dataclass and other objects as their fields, else the text."""
+    return asdict(x) if is_dataclass(x) and not isinstance(x, type) else vars(x) if hasattr(x, "__dict__") else str(x)
 
 
 def recorded(line: dict) -> RecordedGroup:
@@ -225,6 +249,11 @@ def first_step(path: Path) -> int:
 def step_of(lines: bytes) -> int:
     """Of a member: its first line begins {"step": 12, ..."""
     return int(lines[9 : lines.index(b",")])
+
+
+def vocabulary(steps: Iterable[bytes]) -> dict[str, str]:
+    """What the first lines of these members spell."""
+    return {i: text for step in steps for i, text in json.loads(step[: step.index(b"\n")]).get("vocabulary", {}).items()}
 
 
 def members(path: Path, tell: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:

@@ -1,11 +1,13 @@
 """A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json.
 
-Longer than most: what a folder holds (start, checkpoint, metrics, record, weights for replay) has to agree and is kept here."""
+Longer than most: what may be asked of a run is in one class. Every rollout (`record.py`) and the weights for replay (`kept.py`)
+have modules of their own."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, unlock_folder
+from grpolab.lab.kept import KeptWeights
 from grpolab.lab.record import Recorder, table
 from grpolab.lab.states import computed_on, load_state, put_weights, save_state, weights, weights_hash
 from grpolab.rollouts import RecordedGroup
@@ -61,8 +64,7 @@ class Run:
     or another; the lock goes with its process, however that ends.
 
     The folder also keeps every rollout (`rollouts`; `keep="all"`, "none", or how many a step), from which `lab.replay` and
-    its neighbours tell later what happened. With `replay_every=n` it keeps the weights and the optimiser before every n-th
-    step too, so that any step can be computed again; what they take is told at the start.
+    its neighbours tell later what happened; with `replay_every=n` also the weights before every n-th step (`kept.py`).
 
     `sinks` are told each row's numbers too: objects with `.log(dict, step=...)`, as a run of Weights & Biases or trackio, or
     with `.add_scalar(name, value, step)`, as TensorBoard's SummaryWriter. One that raises is warned of and asked no more.
@@ -79,8 +81,6 @@ class Run:
         for sink in sinks:
             if not (hasattr(sink, "log") or hasattr(sink, "add_scalar")):
                 raise ValueError(f"a sink has .log(dict, step=...) or .add_scalar(name, value, step), got {sink!r:.80}")
-        if replay_every < 0:
-            raise ValueError(f"replay_every must be 0 (keep no weights) or a number of steps, got {replay_every}")
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
         self.folder = Path(root or runs_folder()).joinpath(*parts)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,8 @@ class Run:
         self.metrics: list[dict] = []
         self._data = ""  # a hash of what its loop trains on
         self.base = ""  # where the policy of its loop came from
-        self.recorder, self.replay_every = Recorder(self.folder / "rollouts", keep), replay_every
+        self.recorder = Recorder(self.folder / "rollouts", keep)
+        self.weights = KeptWeights(self.folder / "replay", replay_every)
         self.sinks = list(sinks)
         self._sitting: dict | None = None  # on what the present loop computes
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
@@ -100,7 +101,7 @@ class Run:
 
     def child(self, name: str) -> Run:
         """A run of its own in a folder below this one."""
-        return Run(name, root=self.folder, keep=self.recorder.keep, replay_every=self.replay_every)
+        return Run(name, root=self.folder, keep=self.recorder.keep, replay_every=self.weights.every)
 
     def log(self, row: dict) -> dict:
         """Add one row of metrics and append it to the table. A kill leaves whole lines, or a last one without its end."""
@@ -133,28 +134,27 @@ class Run:
     def record(self, step: int, policy, groups: Sequence[RecordedGroup], engine: str = "") -> None:
         """Keep the rollouts of a step, before its update; `engine` names the sampler's."""
         self._sitting = self._sitting or computed_on(policy, engine)
-        self.recorder.add(step, groups, policy.decode, self._sitting)
+        self.recorder.add(step, groups, policy.decode, self._sitting, policy.tokenizer.decode)
 
     def rollouts(self, steps: int | Iterable[int] | None = None, columns: Sequence[str] | None = None):
         """The recorded rollouts as a DataFrame, a row each, also while a loop is writing: of these steps (a number, a range;
         None: all), with these columns (None: `record.COLUMNS` and the parts of the reward).
 
-        Nothing is read before it is asked for, and only the files that hold these steps. A warning names what a damaged
-        file has lost."""
+        Only the files that hold these steps are read. A warning names what a damaged one has lost."""
         steps = [steps] if isinstance(steps, int) else steps
         return table(self.recorder.lines(steps, tell=warnings.warn), columns)
 
     def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
-        """`lab.replay.replay`: a recorded rollout generated again and compared in every bit."""
-        from grpolab.lab.replay import replay
+        """A recorded rollout generated again and compared in every bit: `lab.replay.replay`."""
+        return importlib.import_module("grpolab.lab.replay").replay(self, step, group, rollout, **options)
 
-        return replay(self, step, group, rollout, **options)
+    def browse(self, path: str | Path | None = None, **options):
+        """The recorded rollouts as one HTML page in the folder: `lab.browse.browse`."""
+        return importlib.import_module("grpolab.lab.browse").browse(self, path, **options)
 
     def bundle(self, step: int, path: str | Path, **options) -> Path:
-        """`lab.replay.bundle`: one file with which a step can be replayed elsewhere."""
-        from grpolab.lab.replay import bundle
-
-        return bundle(self, step, path, **options)
+        """One file with which a step can be replayed elsewhere: `lab.replay.bundle`."""
+        return importlib.import_module("grpolab.lab.replay").bundle(self, step, path, **options)
 
     def figure(self, name: str, figure) -> Path:
         """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder, at double
@@ -215,8 +215,7 @@ class Run:
                 self.drop_checkpoint()
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
-        self.metrics, self._columns, self.base, self._data = [], (), note["base"], data
-        self._sitting = None
+        self.metrics, self._columns, self.base, self._data, self._sitting = [], (), note["base"], data, None
         self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         if mine and not steps and note["start"] != key:
@@ -225,7 +224,7 @@ class Run:
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
         atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
         self.recorder.rewind(steps)
-        self._begin_keeping(steps, plain, policy, optimiser)
+        self.weights.begin(steps, plain, policy, optimiser)
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
             del trained[later]
         trained[name] = note["start"]
@@ -308,43 +307,16 @@ class Run:
         print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
 
+    def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
+        self.weights.keep(step, _plain_config(config), policy, optimiser)
+
+    def kept(self) -> dict[int, Path]:
+        """Step -> the weights and optimiser before it that are kept for replay."""
+        return self.weights.kept()
+
     def checkpointed(self) -> int:
         """The steps after which the newest checkpoint was kept; 0 without one."""
         return max((int(d.name.removeprefix("checkpoint-")) for d in self._checkpoints()), default=0)
-
-    # -- weights for replay --------------------------------------------------------------------------------------------
-
-    def kept(self) -> dict[int, Path]:
-        """Step -> the folder with the weights and the optimiser before it, of those kept for replay."""
-        folders = [d for d in (self.folder / "replay").glob("step-*") if d.name.removeprefix("step-").isdigit()]
-        return {int(d.name.removeprefix("step-")): d for d in sorted(folders)}
-
-    def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
-        """Keep the weights and the optimiser before `step`, where it is one of every `replay_every`."""
-        if self.replay_every and step % self.replay_every == 0:
-            with atomic_folder(self.folder / "replay" / f"step-{step:08d}") as folder:
-                save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
-                           weights=weights_hash(policy))
-
-    def _begin_keeping(self, steps: int, plain: dict, policy, optimiser) -> None:
-        """Drop what was kept of steps that are now to come, tell what is going to be kept, and keep the start."""
-        for step, folder in self.kept().items():
-            if step > steps or not steps:
-                shutil.rmtree(folder, ignore_errors=True)
-        if not self.replay_every or "steps" not in plain:
-            return
-        one = sum(p.numel() * p.element_size() for p in policy.model.parameters()) * 3  # AdamW: two moments a parameter
-        number = len(range(steps, plain["steps"] + 1, self.replay_every))
-        free = shutil.disk_usage(self.folder).free
-        if one * number > free:
-            raise ValueError(f"replay_every={self.replay_every} keeps {number} times up to {one / 1e6:.0f} MB, and the disk of "
-                             f"{self.shown(self.folder)} has {free / 1e6:.0f} MB left: keep them more rarely")
-        print(f"{self.shown(self.folder)} keeps weights and optimiser for replay every {self.replay_every} steps: "
-              f"{number} times up to {one / 1e6:.1f} MB, {one * number / 1e6:.0f} MB in all")
-        if not (self.folder / "replay" / "policy").exists() or not steps:
-            policy.save(self.folder / "replay" / "policy")
-        if steps not in self.kept():
-            self.keep_for_replay(steps, plain, policy, optimiser)
 
     def drop_checkpoint(self) -> None:
         """The loop is done: nothing is left to go on from."""

@@ -1,5 +1,5 @@
-"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and hashes of the former and of
-the data. And what the bits of a computation depend on beside them."""
+"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and hashes of
+the former and of the data. And what the bits of a computation depend on beside them."""
 
 from __future__ import annotations
 

@@ -114,6 +114,9 @@ def group_view(
     return View(html, "\n".join([question, *lines] if question else lines))
 
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
 class by_step:
     """Views by step, one below the other, and where the front end has ipywidgets a slider that shows one step at a time.
 
@@ -137,7 +140,8 @@ class by_step:
         """The slider as an ipywidgets box."""
         import ipywidgets
 
-        pages = ipywidgets.Stack([ipywidgets.HTML(_joined(v)) for v in self.pages.values()], selected_index=0)
+        stack = getattr(ipywidgets, "Stack", ipywidgets.Accordion)  # ipywidgets 7, which Colab runs, has no Stack
+        pages = stack([ipywidgets.HTML(_joined(v)) for v in self.pages.values()], selected_index=0)
         slider = ipywidgets.SelectionSlider(options=list(self.pages), description="step")
         ipywidgets.jslink((slider, "index"), (pages, "selected_index"))
         return ipywidgets.VBox([slider, pages])
@@ -146,8 +150,9 @@ class by_step:
         from IPython import get_ipython
 
         bundle = {"text/html": self._repr_html_(), "text/plain": repr(self)}
-        shell = get_ipython()
-        return (self.widget()._repr_mimebundle_() if getattr(shell, "kernel", None) else {}) | bundle
+        if getattr(get_ipython(), "kernel", None):  # the same in ipywidgets 7, whose widgets give no bundle
+            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self.widget().model_id}
+        return bundle
 
 
 def tokens_html(tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:

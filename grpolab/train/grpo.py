@@ -186,12 +186,15 @@ def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, lon
             prove(reference, config, longest)
 
 
-def grpo_update(policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int) -> dict:
-    """All optimiser steps on one batch of groups. The loss is a mean over all of them; a group without a difference in reward
-    has no gradient, so without a leash it is left out of the forward pass, and a minibatch of such groups is no step."""
+def grpo_update(
+    policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int, a: torch.Tensor | None = None
+) -> dict:
+    """All optimiser steps on one batch of groups, with the advantages `a` (B, G), by default those of their rewards. The loss
+    is a mean over all of them; a group without a difference in reward has no gradient, so without a leash it is left out of
+    the forward pass, and a minibatch of such groups is no step."""
     if not groups:
         return {"trained_groups": 0, "trained_tokens": 0}
-    a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind)
+    a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
     kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
     own = {i: trainer_logps(policy, groups[i], config) for i in kept} if config.sampler_cap else None
     rows = []

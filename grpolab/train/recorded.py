@@ -16,8 +16,8 @@ def as_recorded(
     """The groups that the update gets, in their order, then the others of those `sampled`, (problem, group). `parts` holds a
     (B, G) by name for the first B of them; `kind` is that of the advantage."""
     place = {id(group): i for i, (_, group) in enumerate(sampled)}
-    order = [*used, *(group for _, group in sampled if all(group is not g for g in used))]
-    a = advantages(reward_tensor([g.rewards for g in order]), kind).tolist() if order else []
+    rest = [group for _, group in sampled if all(group is not g for g in used)]
+    order, a = [*used, *rest], _advantages(used, kind) + _advantages(rest, kind)  # as the update has them, its groups alone
     return [
         RecordedGroup(g, tuple(a[k]), sampled[place[id(g)]][0], used=k < len(used),
                       parts={name: values[place[id(g)]] for name, values in parts.items() if place[id(g)] < len(values)})
@@ -33,8 +33,7 @@ def episodes_as_recorded(
     size, out = len(episodes) // max(1, len(asked)), []
     chunks = [(task, episodes[i * size : (i + 1) * size]) for i, task in enumerate(asked)]
     played = [(task, members) for task, members in chunks if any(e is not None for e in members)]
-    a = advantages(reward_tensor([g.rewards for g in groups]), kind).tolist() if groups else []
-    for (task, members), group, values in zip(played, groups, a):
+    for (task, members), group, values in zip(played, groups, _advantages(groups, kind)):
         measures = dict.fromkeys(name for e in members if e is not None for name in e.measures)
         out.append(RecordedGroup(
             Group(tuple(r if e is None else e.rollout for e, r in zip(members, group))), tuple(values), as_task(task),
@@ -42,3 +41,7 @@ def episodes_as_recorded(
             turns=[() if e is None else e.turns for e in members], used=any(group is g for g in scored),
             absent=tuple(e is None or r is not e.rollout for e, r in zip(members, group))))  # fmt: skip
     return sorted(out, key=lambda g: not g.used)
+
+
+def _advantages(groups: Sequence[Group], kind: str) -> list[list[float]]:
+    return advantages(reward_tensor([g.rewards for g in groups]), kind).tolist() if groups else []

@@ -1,0 +1,119 @@
+"""The page of a run's rollouts: whole by itself, below its size, safe from what a model writes, and it opens."""
+
+import asyncio
+import copy
+import html
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from grpolab.arithmetic import Task, generate
+from grpolab.lab.browse import browse, in_script, pieces
+from grpolab.lab.rebuild import rebuild
+from grpolab.lab.run import Run
+from grpolab.models import Policy
+from grpolab.rollouts import Group
+from grpolab.train.grpo import GRPOConfig, grpo, trainer_logps
+from tests.test_record import a_group, digits, length
+
+PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
+CONFIG = GRPOConfig(steps=3, prompts_per_step=6, group_size=4, max_new_tokens=8, lr=1e-3)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def left(_tiny, tmp_path_factory):
+    run, policy = Run("x", root=tmp_path_factory.mktemp("runs"), replay_every=3), copy.deepcopy(_tiny.model)
+
+    async def cell():
+        learner = Policy(policy, _tiny.tokenizer, "copy", _tiny.eos_ids)
+        async for _ in grpo(learner, None, PROBLEMS, CONFIG, reward=digits, watch={"length": length}, run=run):
+            pass
+
+    asyncio.run(cell())
+    return run
+
+
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.html).group(1))
+
+
+def test_the_page_holds_what_the_record_holds(left, tmp_path):
+    page = left.browse(tmp_path / "a.html")
+    data, table = data_of(page), left.rollouts()
+    assert page.path.read_text() == page.html and len(page.html) < 5e6 and page.note == "72 rollouts"
+    assert [r["t"] for r in data["rows"]] == table["tokens"].tolist() and [r["o"]["length"] for r in data["rows"]]
+    assert [r["w"] for r in data["rows"]] == table["reward"].tolist() and "now" not in data["rows"][0]
+    spelt = ["".join(data["vocabulary"][str(i)] for i in r["t"]) for r in data["rows"]]
+    assert all(text.startswith(done) for text, done in zip(spelt, table["completion"]))  # an end token may follow
+    assert data["prompts"][data["rows"][30]["p"]] == table["prompt"][30]
+    assert html.unescape(re.search("srcdoc='(.*?)'", page._repr_html_(), re.DOTALL).group(1)) == page.html
+    assert len(data_of(browse(left, tmp_path / "b.html", steps=[1]))["rows"]) == 24
+    with pytest.raises(ValueError, match="no recorded rollouts of these steps"):
+        browse(left, steps=[7])
+
+
+def test_nothing_is_asked_of_a_network(left, tmp_path):
+    page = left.browse(tmp_path / "a.html").html
+    outside = page.replace(re.search(r'id="data">(.*?)</script>', page).group(1), "")
+    assert "default-src 'none'" in page and not re.search(r"https?:|src=|href=|@import|fetch\(|url\(|innerHTML", outside)
+
+
+def test_a_page_stays_below_its_size_and_says_what_it_leaves_out(left, tmp_path):
+    page = left.browse(tmp_path / "a.html", biggest=160_000)
+    rows = data_of(page)["rows"]
+    assert len(page.html) < 160_000 and 0 < len(rows) < 72
+    assert page.note == f"{len(rows)} rollouts of 72, evenly spaced over the steps: the file stays below 0.2 MB"
+    assert {r["s"] for r in rows} == {0, 1, 2}
+
+
+def test_numbers_under_other_policies_and_their_answers(left, tiny, tmp_path):
+    page = left.browse(tmp_path / "a.html", now=3, reference=tiny, compare=(0, tiny), prompts=4)
+    data, end = data_of(page), rebuild(left, 3).policy
+    rollouts = [r for step in range(3) for g in left.recorder.groups(step) for r in g.group]
+    for name, policy in (("now", end), ("ref", tiny)):
+        expected = trainer_logps(policy, rollouts, CONFIG)
+        assert [r[name] for r in data["rows"]] == [pytest.approx(row, abs=2e-3) for row in expected]
+    assert data["diff_names"] == ["after 0 steps", "tiny"] and len(data["diff"]) == 4
+    assert all(how == "=" for d in data["diff"] for how, _ in d["pieces"])  # the run started from it
+    other = data_of(left.browse(tmp_path / "a.html", compare=(0, 3)))["diff"]
+    assert any(how != "=" for d in other for how, _ in d["pieces"])
+
+
+def test_the_pieces_of_two_texts():
+    assert pieces("1 + 2 = 3", "1 + 2 = 4!") == [["=", "1 + 2 = "], ["-", "3"], ["+", "4!"]]
+    assert pieces("", "x") == [["+", "x"]] and pieces("ab", "b") == [["-", "a"], ["=", "b"]]
+
+
+EVIL = "</script><img src=x onerror=document.title='hit'><!--<script>&amp;\u2028"
+
+
+def evil_run(folder):
+    """A run whose model writes HTML, and whose environment does."""
+    run = Run("evil", root=folder)
+    (run.folder / "run.json").write_text(json.dumps({"config": json.loads(json.dumps(vars(CONFIG)))}))
+    g = a_group()
+    masked = Group(tuple(replace(r, mask=(1, 0, 1)) for r in g.group))
+    run.recorder.add(0, [replace(g, group=masked, problem=EVIL)], lambda ids: EVIL, {})
+    return run
+
+
+def test_what_a_model_writes_stays_text(tmp_path):
+    page = browse(evil_run(tmp_path))
+    assert "<img" not in page.html and page.html.count("</script>") == 2
+    assert data_of(page)["rows"][0]["c"] == EVIL == json.loads(in_script(EVIL)) and data_of(page)["rows"][0]["m"] == [1, 0, 1]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium")
+def test_it_opens_in_a_browser(left, tmp_path):
+    for page, articles in ((left.browse(tmp_path / "a.html"), 60), (browse(evil_run(tmp_path)), 4)):
+        done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000",
+                               f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{page.path.resolve()}"],
+                              capture_output=True, text=True, timeout=120)  # fmt: skip
+        assert done.stdout.count("<article>") == articles, done.stderr[-500:]
+        assert "<title>hit" not in done.stdout and "<img" not in done.stdout
+    assert done.stdout.count('class="env"') == 4 and "onerror=document.title" in done.stdout  # there, as text

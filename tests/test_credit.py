@@ -1,0 +1,107 @@
+"""Values of prefixes where they are known, and sampled gradients against the exact one."""
+
+import asyncio
+
+import pytest
+import torch
+
+from grpolab.chat import prompt_ids
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.lab.credit import completions, credit, credit_of, exact_gradient, gradient_by_group_size
+from grpolab.lab.run import Run
+from grpolab.train.grpo import GRPOConfig, grpo
+from tests.test_record import PROBLEMS, digits
+
+
+def first_is_a_digit(text, problem, rollout):
+    return float(text[:1].isdigit())
+
+
+def p_of_a_digit(policy, prompt):
+    """By the model's own forward."""
+    with torch.no_grad():
+        p = policy.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    return sum(p[i].item() for i in range(len(p)) if policy.decode([i])[:1].isdigit())
+
+
+@pytest.fixture
+def asked(tiny):
+    return prompt_ids(tiny.tokenizer, "What is 3 + 4?")
+
+
+def test_a_value_is_the_expected_reward_and_the_credits_add_up(tiny, asked):
+    with Sampler(tiny) as sampler:
+        rollout = sampler.sample_sync([asked], params=SamplingParams(max_new_tokens=6, seed=1))[0][0]
+    found = credit(tiny, rollout, first_is_a_digit, None, max_new_tokens=6, continuations=128, advantage=0.4)
+    p, own = p_of_a_digit(tiny, asked), first_is_a_digit(tiny.decode(rollout.tokens), None, None)
+    assert 0.05 < p < 0.95 and abs(found.values[0] - p) < 4 * (p * (1 - p) / 128) ** 0.5
+    assert found.errors[0] == pytest.approx((p * (1 - p) / 128) ** 0.5, rel=0.3)
+    assert set(found.values[1:]) == {own} and set(found.errors[1:]) == {0.0}  # all is decided by the first token
+    assert sum(found.credits) == pytest.approx(own - found.values[0]) and found.credits[1:] == [0.0] * 5
+    assert "".join(found.tokens) == tiny.decode(rollout.tokens)
+    table = found.table()
+    assert table["credit"].iloc[0] == found.credits[0] and (table["advantage"] == 0.4).all()
+    axes = found.plot()
+    assert axes[0].get_ylabel() == "value of the prefix" and "Token 0" in axes[1].get_title()
+
+
+def test_of_a_recorded_rollout_by_the_policy_that_wrote_it(tiny, tmp_path):
+    run = Run("x", root=tmp_path, replay_every=2)
+    config = GRPOConfig(steps=2, prompts_per_step=2, group_size=4, max_new_tokens=4, lr=1e-3)
+
+    async def cell():
+        async for _ in grpo(tiny, None, PROBLEMS, config, reward=digits, run=run):
+            pass
+
+    asyncio.run(cell())
+    seen = []
+    found = credit_of(run, 1, 1, 2, lambda text, problem, r: seen.append((problem, r)) or digits(text, problem, r),
+                      continuations=4)  # fmt: skip
+    g = run.recorder.groups(1)[1]
+    assert found.advantage == g.advantages[2] and found.values[-1] == found.reward == g.group[2].reward
+    assert len(seen) == 4 * 4 + 1 and seen[0][0] in PROBLEMS and seen[-1][1] == g.group[2]
+    assert all(len(r.tokens) <= 4 and r.prompt == g.group[2].prompt for _, r in seen)
+    assert all(r.tokens[:2] == g.group[2].tokens[:2] for _, r in seen[8:12])
+    with pytest.raises(ValueError, match="rollouts 0 to 3, not 4"):
+        credit_of(run, 1, 1, 4, digits)
+    with pytest.raises(ValueError, match="continuations must be at least 2"):
+        credit(tiny, g.group[2], digits, None, max_new_tokens=4, continuations=1)
+
+
+def test_every_completion_is_enumerated_once(tiny, asked):
+    vocab = tiny.model.config.vocab_size
+    ends = len(tiny.eos_ids)
+    assert len({r.tokens for r in completions(tiny, asked, 2)}) == (vocab - ends) * vocab + ends
+    with pytest.raises(ValueError, match=f"{vocab} tokens make {vocab**3} completions of 3, more than"):
+        completions(tiny, asked, 3)
+
+
+def test_the_exact_gradient_is_the_slope_of_the_expected_reward(tiny, asked):
+    gradient, value = exact_gradient(tiny, asked, first_is_a_digit, None)
+    assert value == pytest.approx(p_of_a_digit(tiny, asked), abs=1e-5)
+    assert all(p.grad is None for p in tiny.model.parameters())
+    step = 1e-3 * gradient / gradient.norm()
+    values = []
+    for sign in (1, -2):  # there, and as far to the other side
+        with torch.no_grad():
+            at = 0
+            for p in tiny.model.parameters():
+                p.add_(sign * step[at : at + p.numel()].view_as(p))
+                at += p.numel()
+        values.append(p_of_a_digit(tiny, asked))
+    assert (values[0] - values[1]) / 2e-3 == pytest.approx(gradient.norm().item(), rel=0.02)
+
+
+def test_larger_groups_are_less_noisy_and_leaving_one_out_has_no_bias(tiny, asked):
+    """With a reward that half of the answers earn, so that a hundred groups tell the variance."""
+    def odd(text, problem, rollout):
+        return float(rollout.tokens[0] % 2)
+
+    table = gradient_by_group_size(tiny, asked, odd, None, sizes=(2, 16), groups=96).set_index("group_size")
+    assert table["variance"][16] < table["variance"][2] / 4 and table["cosine"][16] > table["cosine"][2]
+    assert (table["bias"] < 2.5 * (table["variance"] / 96) ** 0.5).all(), str(table)
+    centred = gradient_by_group_size(tiny, asked, odd, None, sizes=(16,), groups=96, kind="centred")
+    assert centred["variance"][0] / table["variance"][16] == pytest.approx((15 / 16) ** 2, rel=1e-3)
+    with pytest.raises(ValueError, match="the exact gradient is zero"):
+        gradient_by_group_size(tiny, asked, lambda *a: 0.0, None)
