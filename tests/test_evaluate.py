@@ -10,10 +10,12 @@ from grpolab.chat import prompt_ids
 from grpolab.evaluate import (
     Evaluation,
     FixedPrompt,
+    Interval,
     calibrate,
     evaluate,
     evaluate_checks,
     evaluate_fixed,
+    evaluate_plain,
     fixed_prompts,
     formatted,
     improvement,
@@ -126,6 +128,28 @@ def test_the_model_itself_is_asked_through_its_template(tiny):
 
 
 # --- the fixed prompts ------------------------------------------------------------------------------------------------
+
+
+def test_plain_questions_are_text_to_be_continued_and_their_first_line_is_the_answer(tiny):
+    asked = []
+
+    class Listening(Parrot):
+        async def sample(self, prompts, **kw):
+            asked.extend(self.policy.tokenizer.decode(p) for p in prompts)
+            return await super().sample(prompts, **kw)
+
+    parrot = Listening(tiny, " 75\nWhat is 1", " 75.", " 76", "75")
+    found = run_sync(evaluate_plain(tiny, [Problem(28, "+", 47)] * 4, sampler=parrot))
+    assert asked == ["28 + 47 ="] * 4 and found.passed == ((True,), (False,), (False,), (True,))
+
+
+def test_the_embedded_model_knows_more_than_half_in_its_own_form_and_repeats_what_its_text_gets_wrong(tiny):
+    known = run_sync(evaluate_plain(tiny, [Problem(a, "+", b) for a in range(20, 60, 4) for b in range(13, 93, 8)]))
+    assert 0.5 < known.rate.value < 0.95
+
+
+def test_a_difference_of_rates_is_told_in_points():
+    assert Interval(0.075, 0.05, 0.1).points == "+7.5 points [+5.0, +10.0]"
 
 
 def test_stop_token():

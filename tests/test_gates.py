@@ -175,8 +175,8 @@ def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     [
         ({"tuned": Rates(0.62, form=0.97)}, "SFT, format"),
         ({"tuned": Rates(0.5)}, "SFT, exact match"),
-        ({"tuned": Rates(0.73), "plain": Plain(0.8)}, "SFT, exact match, not above"),
-        ({"tuned": Rates(0.71), "plain": Plain(0.72)}, "base in plain form − SFT"),
+        ({"tuned": Rates(0.76), "plain": Plain(0.8)}, "SFT, exact match, not above"),
+        ({"tuned": Rates(0.73), "plain": Plain(0.72)}, "base in plain form, above SFT"),
         ({"plain": Plain(0.69)}, "base, plain form"),
         ({"plain": Plain(0.83)}, "base, plain form, not above"),
         ({"base": Rates(0.0, 0.5)}, "base, format"),
@@ -489,7 +489,7 @@ def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypa
         ({"after": Rates(0.93, form=0.9)}, "format after"),
         ({"after": Rates(0.8)}, "GRPO, greedy, lower end, against the base in plain form"),
         ({"before": Rates(0.51)}, "best SFT, greedy"),
-        ({"before": Rates(0.73)}, "best SFT, greedy, not above"),
+        ({"before": Rates(0.76)}, "best SFT, greedy, not above"),
         ({"survived": {"careful": 0.7, "step × 10": 0.4}}, "held-out after a step × 10, of what it was"),
         ({"survived": {"careful": 0.45, "step × 10": 0.0}}, "held-out after the careful steps, of what it was"),
         ({"pass_at": {"SFT": [Interval(0.8, 0.7, 0.9)], "GRPO": [Interval(0.85, 0.8, 0.9)]}}, "pass@1 gained"),
@@ -544,6 +544,7 @@ def rewards_of(looks):
 REWARD_LEARNED = {
     "accuracy": Interval(0.7, 0.64, 0.76), "near": Interval(0.55, 0.45, 0.65), "far": Interval(0.85, 0.8, 0.9),
     "reload_error": 0.0, "strongest": "leash 0.2", "overpaid": 0.9, "left_out": "",
+    "bon_fall": Interval(0.2, 0.1, 0.3),
     "best_of_n": pd.DataFrame({"n": [1, 2], "truth": [Interval(0.3, 0.2, 0.4)] * 2}),
 } | rewards_of(LOOKS)  # fmt: skip
 
@@ -620,6 +621,7 @@ def another(name, **columns):
         (another("no leash", truth=[0.3, 0.35, 0.31]), "no leash"),
         (another("no leash", kl=[0.1, 4.0, 9.0]), "start"),
         (another("rule", truth=[0.3, 0.36, 0.31]), "rule"),
+        ({"bon_fall": Interval(0.01, -0.02, 0.04)}, "best of n"),
         (another("leash 0.2", truth=[0.3, 0.2, 0.01]), "strongest leash"),
         (another("leash 0.2", kl=[0.0, 4.0, 8.0]), "strongest leash"),
     ],
