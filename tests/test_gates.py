@@ -544,6 +544,7 @@ def rewards_of(looks):
 REWARD_LEARNED = {
     "accuracy": Interval(0.7, 0.64, 0.76), "near": Interval(0.55, 0.45, 0.65), "far": Interval(0.85, 0.8, 0.9),
     "reload_error": 0.0, "strongest": "leash 0.2", "overpaid": 0.9, "left_out": "",
+    "bon_fall": Interval(0.2, 0.1, 0.3),
     "best_of_n": pd.DataFrame({"n": [1, 2], "truth": [Interval(0.3, 0.2, 0.4)] * 2}),
 } | rewards_of(LOOKS)  # fmt: skip
 
@@ -620,6 +621,7 @@ def another(name, **columns):
         (another("no leash", truth=[0.3, 0.35, 0.31]), "no leash"),
         (another("no leash", kl=[0.1, 4.0, 9.0]), "start"),
         (another("rule", truth=[0.3, 0.36, 0.31]), "rule"),
+        ({"bon_fall": Interval(0.01, -0.02, 0.04)}, "best of n"),
         (another("leash 0.2", truth=[0.3, 0.2, 0.01]), "strongest leash"),
         (another("leash 0.2", kl=[0.0, 4.0, 8.0]), "strongest leash"),
     ],
