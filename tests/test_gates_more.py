@@ -108,7 +108,7 @@ def stop_too_early(monkeypatch):
 )
 def test_the_guess_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     """The cells up to the training, of which the embedded model, without a warm-up, takes part; the claims are not judged."""
-    learned = {k: guess_values(tmp_path)[k] for k in ("metrics", "after")}
+    learned = {k: guess_values(tmp_path)[k] for k in ("metrics", "after", "middle")}
     policy = load_policy("tiny")
     failed = failures_under(sabotage, "08_guess", "grpo_run = run.child", learned, tmp_path, monkeypatch,
                             {"def untrained": {"policy": policy}}, warm_up_steps=1, steps=1)  # fmt: skip
@@ -179,7 +179,7 @@ def test_the_longer_answers_gate_sees_sabotage(sabotage, names, tmp_path, monkey
     """The cells up to the training, without the imitation; the claims are not judged."""
     given = ("tables", "imitated", "together", "beyond", "skill", "before", "after", "more", "shares")
     learned = {k: v for k, v in longer_values(tmp_path).items() if k in given}
-    skipped = {"policies = {}": {}, "before = {": {}}
+    skipped = {"def demonstrations": {}, "before = {": {}}
     learned |= {"length": longer_values(tmp_path)["length"]}
     failed = failures_under(sabotage, "09_longer_answers", "tables = {}", learned, tmp_path, monkeypatch, skipped, steps=1)
     assert failed == names  # None: the notebook's own assertion stops it
