@@ -32,8 +32,11 @@ openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
+# Two notebooks at once: each has one thread's worth of work most of the time.
+JOBS ?= 2
+
 run: install
-	$(PY) -m grpolab run
+	$(PY) -m grpolab run --jobs $(JOBS)
 
 # JupyterLab at the repository's root; its kernel `Python 3` is .venv, since it is started from there. Other flags of it go
 # into LAB: make lab PORT=9000 LAB=--no-browser
@@ -77,7 +80,7 @@ results: install
 	$(PY) benchmarks/report.py
 
 notebooks: install
-	$(PY) -m grpolab run --store
+	$(PY) -m grpolab run --store --jobs $(JOBS)
 	$(PY) benchmarks/report.py
 
 # After a change of the repository's address in pyproject.toml.

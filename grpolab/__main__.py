@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
                      help="set a notebook's parameter, e.g. -p model smollm2-135m")
     run.add_argument("--store", action="store_true", help="put the executed notebooks in the place of their sources")
+    run.add_argument("--jobs", type=int, default=1, metavar="N",
+                     help="notebooks at once, each with its share of the processors (default %(default)s)")
     run.set_defaults(go=_run)
 
     data = commands.add_parser("data", help="write the arithmetic data set: train.jsonl and eval.jsonl")
@@ -92,9 +94,12 @@ def _task(args) -> arithmetic.Task:
 
 
 def _run(args) -> int:
-    from grpolab.lab.notebooks import run_series
+    from grpolab.lab.notebooks import run_beside, run_series
 
-    return run_series(args.notebooks, {name: _literal(value) for name, value in args.parameters}, store=args.store)
+    parameters = {name: _literal(value) for name, value in args.parameters}
+    if args.jobs != 1:
+        return run_beside(args.notebooks, parameters, args.jobs, store=args.store)
+    return run_series(args.notebooks, parameters, store=args.store)
 
 
 def _literal(text: str):

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from pathlib import Path
 
 import badges
 import nbformat
@@ -221,6 +222,22 @@ def test_store_keeps_the_static_page_of_a_slider(series):
     assert view in executed.cells[-1].outputs[0].data and "SelectionSliderModel" in json.dumps(executed.metadata)
     assert set(stored.cells[-1].outputs[0].data) == {"text/html", "text/plain"} and "widgets" not in stored.metadata
     assert "<i>last</i>" in stored.cells[-1].outputs[0].data["text/html"]
+
+
+def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
+    """The first alone, the others at once, each in a process of its own; one that fails is told and fails the command."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(notebooks.__file__).parents[2]))
+    monkeypatch.chdir(series.parent)
+    nbformat.write(small("raise ValueError('broken')"), series / "03_broken.ipynb")
+    assert main(["run", "--jobs", "2", "01", "02"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split() == ["01_fine", "begins"] and "01_fine" in lines[1] and "gate passed" in lines[1]
+    assert "2 notebooks, 0 failed" in lines[-1]
+    assert main(["run", "--jobs", "2"]) == 1
+    out = capfd.readouterr().out
+    assert "03_broken            failed" in out and "ValueError: broken" in out and "3 notebooks, 1 failed" in out
+    assert main(["run", "--jobs", "0"]) == 1 and "--jobs is a number" in capfd.readouterr().err
+    assert main(["run", "--jobs", "2", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capfd.readouterr().err
 
 
 def test_unknown_notebooks_and_parameters_are_refused(series, capsys):

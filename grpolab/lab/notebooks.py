@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from grpolab.files import atomic_folder, atomic_write
@@ -29,6 +32,58 @@ def find(numbers: list[str]) -> list[Path]:
     return [known[name] for name in wanted] or list(series.values())
 
 
+def run_beside(numbers: list[str], parameters: dict, jobs: int, *, store: bool = False) -> int:
+    """`run_series` with up to `jobs` notebooks at once, each in a process of its own with its share of the processors;
+    returns the same exit status. 01 goes first where it is among them, since others start from its policy; the order of the
+    lines is that in which they end. An interrupt ends all of them, and the same command goes on from their checkpoints."""
+    if jobs < 1:
+        raise ValueError(f"--jobs is a number of notebooks at once, at least 1; got {jobs}")
+    names = [path.stem for path in find(numbers)]
+    known = {name: _parameters(path) for name, path in zip(names, find(numbers))}
+    check_parameters(parameters, known)
+    own = {name: [x for key, value in parameters.items() if key in known[name] for x in ("-p", key, str(value))]
+           for name in names}  # fmt: skip
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    environment = {"OMP_NUM_THREADS": threads} | dict(os.environ)
+    first, rest = [n for n in names if n.startswith("01")], [n for n in names if not n.startswith("01")]
+
+    def one(name: str) -> int:
+        command = [sys.executable, "-m", "grpolab", "run", name, *own[name], *["--store"] * store]
+        print(f"{name:20} begins", flush=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        said = done.stdout if done.stdout.strip() else done.stderr[-2000:]
+        print(said.rstrip(), flush=True)
+        return done.returncode
+
+    began = time.monotonic()
+    codes = [one(name) for name in first]
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            codes += pool.map(one, rest)
+        except KeyboardInterrupt:  # those that run have it too
+            pool.shutdown(cancel_futures=True)
+            raise
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(codes)} notebooks, {len(codes) - codes.count(0)} failed, {minutes:.1f} min", flush=True)
+    return 1 if any(codes) else 0
+
+
+def _parameters(path: Path) -> dict:
+    import papermill
+
+    return papermill.inspect_notebook(str(path))
+
+
+def check_parameters(parameters: dict, known: dict[str, dict]) -> None:
+    """Refuse parameters that no notebook has, and values of another type; `known`: those of each notebook by its name."""
+    strangers = set(parameters) - {name for names in known.values() for name in names}
+    if strangers:
+        names = "; ".join(f"{stem}: {', '.join(names)}" for stem, names in known.items())
+        raise ValueError(f"no parameter {', '.join(sorted(strangers))}. Parameters are {names}")
+    for names in known.values():
+        refuse_types(parameters, names)
+
+
 def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> int:
     """Execute notebooks, print one line each, return the exit status: 0 when every one ran and its gate passed, or passed as
     far as a shortened run is judged (such a run is never stored).
@@ -39,16 +94,9 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
     values that of benchmarks/results/notebooks/<notebook>.json. Raises ValueError, before anything runs, for a notebook or
     parameter that does not exist and for a value of another type than its parameter's.
     """
-    import papermill
-
     notebooks = find(numbers)
-    known = {path: papermill.inspect_notebook(str(path)) for path in notebooks}
-    strangers = set(parameters) - {name for names in known.values() for name in names}
-    if strangers:
-        names = "; ".join(f"{path.stem}: {', '.join(names)}" for path, names in known.items())
-        raise ValueError(f"no parameter {', '.join(sorted(strangers))}. Parameters are {names}")
-    for names in known.values():
-        refuse_types(parameters, names)
+    known = {path: _parameters(path) for path in notebooks}
+    check_parameters(parameters, {path.stem: names for path, names in known.items()})
     failed = 0
     for path in notebooks:
         own = {name: value for name, value in parameters.items() if name in known[path]}
