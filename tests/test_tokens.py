@@ -63,7 +63,7 @@ def test_distance_from_the_reference_and_surprise_are_orange_ratios_are_around_o
 
 def test_hover_shows_every_number(policy):
     view = group_view(policy, [rollout(policy, "1")], by="kl", advantages=[1], logps=[[-0.25]], ref_logps=[[-0.25]])
-    assert spans(view.html)[0][0] == "1 · advantage +1 · logp -0.5 · delta +0.25 · ratio +1.28 · kl +0"
+    assert spans(view.html)[0][0] == "advantage +1 · logp -0.5 · delta +0.25 · ratio +1.3 · kl +0"
 
 
 def test_what_the_environment_wrote_is_outlined_and_not_shaded(policy):

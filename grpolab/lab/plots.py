@@ -40,10 +40,10 @@ def use_style() -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure at twice its size in 256 colours, a third of the bytes of all colours."""
+    """A figure at twice its size in 64 colours, a quarter of the bytes of all colours."""
     drawn, small = BytesIO(), BytesIO()
     figure.savefig(drawn, format="png", dpi=2 * DPI, bbox_inches="tight", facecolor="white")
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     return small.getvalue()
 
 

@@ -169,12 +169,12 @@ def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> s
     for t, (token, chosen) in enumerate(zip(rollout.tokens, rollout.mask)):
         text = _shown(policy.tokenizer.decode([token]))
         if chosen:
-            hover = " · ".join([text, *(f"{name} {values[t]:+.3g}" for name, values in numbers.items())])
+            hover = " · ".join(f"{name} {values[t]:+.2g}" for name, values in numbers.items())
             style = _shade((numbers[by][t] - neutral) * (-1 if by == "kl" else 1), scale)
         else:
-            hover, style = f"{text} · the environment", ENVIRONMENT
-        spans.append(f"<span title='{escape(hover)}' style='{style}margin:1px'>{escape(text)}</span>")
-    return f"<span style='font-family:monospace;line-height:1.5'>{''.join(spans)}</span>"
+            hover, style = "the environment", ENVIRONMENT
+        spans.append(f"<span title='{escape(hover)}' style='{style}'>{escape(text)}</span>")
+    return f"<span style='font-family:monospace;line-height:1.5;letter-spacing:1px'>{''.join(spans)}</span>"
 
 
 def _shade(distance: float, scale: float) -> str:
