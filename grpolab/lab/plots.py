@@ -110,13 +110,15 @@ def held_out(points: Sequence[tuple[int, object]], ax, label: str = "held-out") 
     ax.errorbar(steps, values, yerr=errors, fmt="o", color=HELD_OUT, markersize=5, capsize=3, zorder=5, label=label)
 
 
-def levels(values: dict[str, float], ax, colors: dict[str, str] | None = None) -> None:
-    """What a curve is compared with, as dashed lines across it: values[name] = height, the name written on the line."""
+def levels(values: dict[str, float], ax, colors: dict[str, str] | None = None, *, outside: bool = False) -> None:
+    """What a curve is compared with, as dashed lines across it: values[name] = height, the name written on the line, or
+    `outside`, at the right of the axes, where bars would cover it."""
+    place = {"xytext": (4, 0), "ha": "left", "va": "center"} if outside else {"xytext": (-2, 2), "ha": "right", "va": "bottom"}
     for name, height in values.items():
         color = (colors or {}).get(name, REFERENCE)
         ax.axhline(height, color=color, linestyle="--", linewidth=1.2, zorder=1)
-        ax.annotate(f"{name} {height:.0%}", (1.0, height), xycoords=("axes fraction", "data"), xytext=(-2, 2),
-                    textcoords="offset points", color=color, fontsize=9, ha="right", va="bottom")
+        ax.annotate(f"{name} {height:.0%}", (1.0, height), xycoords=("axes fraction", "data"),
+                    textcoords="offset points", color=color, fontsize=9, **place)
 
 
 def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
