@@ -64,6 +64,10 @@ def run_beside(numbers: list[str], parameters: dict, jobs: int, *, store: bool =
             pool.shutdown(cancel_futures=True)
             raise
     minutes = (time.monotonic() - began) / 60
+    if store and not numbers and not any(codes):
+        home = find([])[0].parent.parent
+        series = {"minutes": round(minutes, 1), "jobs": jobs, "processors": os.cpu_count(), "notebooks": len(codes)}
+        atomic_write(home / "benchmarks" / "results" / "series.json", json.dumps(series, indent=1) + "\n")
     print(f"{len(codes)} notebooks, {len(codes) - codes.count(0)} failed, {minutes:.1f} min", flush=True)
     return 1 if any(codes) else 0
 
