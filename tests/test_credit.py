@@ -43,7 +43,7 @@ def test_a_value_is_the_expected_reward_and_the_credits_add_up(tiny, asked):
     table = found.table()
     assert table["credit"].iloc[0] == found.credits[0] and (table["advantage"] == 0.4).all()
     axes = found.plot()
-    assert axes[0].get_ylabel() == "value of the prefix" and "Token 0" in axes[1].get_title()
+    assert axes[0].get_ylabel() == "value of the prefix" and "Token 0" in axes[1].get_title(loc="left") + axes[1].get_title()
 
 
 def test_of_a_recorded_rollout_by_the_policy_that_wrote_it(tiny, tmp_path):

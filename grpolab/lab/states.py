@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from numbers import Number
 from pathlib import Path
 
+import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file
 
 
 def weights_hash(policy) -> str:
@@ -53,7 +53,7 @@ def weights(policy) -> dict[str, torch.Tensor]:
 
 def put_weights(policy, path: Path) -> None:
     """The parameters that a file of `weights` holds, back into the policy."""
-    saved = load_file(path)
+    saved = safetensors.torch.load_file(path)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if name in saved or parameter.requires_grad:
@@ -86,16 +86,16 @@ def join(tensors: dict[str, torch.Tensor], scalars: dict) -> dict:
 
 def save_state(folder: Path, policy, optimiser, **more) -> None:
     """Parameters, optimiser and `more` (JSON) into a folder, for `load_state`."""
-    save_file(weights(policy), folder / "model.safetensors")
+    safetensors.torch.save_file(weights(policy), folder / "model.safetensors")
     tensors, scalars = split(optimiser.state_dict())
-    save_file(tensors, folder / "optimiser.safetensors")
+    safetensors.torch.save_file(tensors, folder / "optimiser.safetensors")
     (folder / "state.json").write_text(json.dumps(more | {"optimiser": scalars}))
 
 
 def load_state(folder: Path, policy, optimiser) -> dict:
     """What `save_state` left, back into the policy and the optimiser; returns `more`."""
     state = json.loads((folder / "state.json").read_text())
-    optimiser.load_state_dict(join(load_file(folder / "optimiser.safetensors"), state["optimiser"]))
+    optimiser.load_state_dict(join(safetensors.torch.load_file(folder / "optimiser.safetensors"), state["optimiser"]))
     put_weights(policy, folder / "model.safetensors")
     return state
 
