@@ -67,9 +67,8 @@ def test_without_a_change_it_is_the_run_in_every_bit(run, step, edit):
     whole = zip(untimed(twin.metrics), untimed(run.metrics))
     assert len(twin.metrics) == 5 and all(a == {k: b[k] for k in a} for a, b in whole)
     assert torch.equal(flat(rebuild(twin, 5).policy), flat(rebuild(run, 5).policy))
-    drawn = futures(run, {"twin": twin})
-    assert (drawn.get_title(loc="left") or drawn.get_title()) == f"reward at the end: the run {run.metrics[-1]['reward']:.3g}, twin " \
-                                                       f"{run.metrics[-1]['reward']:.3g}"
+    drawn, end = futures(run, {"twin": twin}), f"{run.metrics[-1]['reward']:.3g}"
+    assert (drawn.get_title(loc="left") or drawn.get_title()) == f"reward at the end: the run {end}, twin {end}"
 
 
 @pytest.mark.parametrize("change", [{"lr": 5e-3}, {"reward": length}, {"kl_coef": 0.5}, {"clip_eps": (0.0, 0.0)}])

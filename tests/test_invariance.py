@@ -333,7 +333,7 @@ def test_a_row_of_ten_thousand_tokens_keeps_its_precision():
 
 
 def test_groups_without_signal_train_exactly_nothing():
-    rewards = torch.tensor([[0.7] * 7, [0.1] * 7, [float("nan")] * 7])
+    rewards = torch.tensor([[0.7] * 7, [0.05] * 7, [float("nan")] * 7], dtype=torch.float64)  # 0.05 is not its own mean
     logps, old = torch.randn(2, 21, 5, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
     mask = torch.ones(21, 5)
     for kind in ("centred", "standardised", "leave_one_out", "batch_standardised"):
