@@ -146,7 +146,7 @@ def test_what_cannot_be_forked_is_named(run):
 # --- the step that broke it -------------------------------------------------------------------------------------------
 
 
-def test_the_step_that_crossed_the_bound_is_found(run):
+def test_the_step_that_crossed_the_bound_is_found(run, capsys):
     start = flat(rebuild(run, 0).policy)
     away = [-(flat(rebuild(run, k).policy) - start).norm().item() for k in range(6)]
     assert away == sorted(away, reverse=True)
@@ -154,6 +154,7 @@ def test_the_step_that_crossed_the_bound_is_found(run):
     async def measure(policy):
         return -(flat(policy) - start).norm().item()
 
+    assert not capsys.readouterr().out  # each state is loaded from the run itself: nothing to tell
     for step in range(5):
         found = asyncio.run(bisect(run, measure, (away[step] + away[step + 1]) / 2))
         assert found.step == step and (found.before, found.after) == (away[step], away[step + 1]) and len(found.measured) <= 5

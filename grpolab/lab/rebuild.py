@@ -131,7 +131,7 @@ def as_config(plain: dict, where) -> GRPOConfig:
 
 def load_kept(run: Run) -> Policy:
     """The policy that the run started from."""
-    return load_policy(str(run.folder / "replay" / "policy"), device=device_of(run.recorder.sittings()))
+    return load_policy(str(run.folder / "replay" / "policy"), device=device_of(run.recorder.sittings()), tell=False)
 
 
 def device_of(sittings: list[dict]) -> str | None:

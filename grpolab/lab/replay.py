@@ -243,4 +243,4 @@ def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / Path(name).name).write_bytes(file.read(name))
-        return load_policy(folder, device=device_of([about["sitting"]]))
+        return load_policy(folder, device=device_of([about["sitting"]]), tell=False)
