@@ -57,11 +57,6 @@ def test_every_check_of_the_replay_gate_can_fail(bad, name, tmp_path):
     assert judge("10_replay", good | bad) == [name]
 
 
-def update_by_the_last_configuration(monkeypatch):
-    """Steps before a fork are done again with the fork's configuration."""
-    monkeypatch.setattr("grpolab.lab.rebuild.config_at", lambda eras, step: eras[-1][1])
-
-
 def record_other_logps(monkeypatch):
     honest = Run.record
 
@@ -83,11 +78,10 @@ def fork_from_the_start(monkeypatch):
     ("sabotage", "names"),
     [
         (None, set()),
-        (update_by_the_last_configuration, {"rollouts replayed in every bit", "fork without a change"}),
         (record_other_logps, {"rollouts replayed in every bit", "the step that was carried away agrees in every bit"}),
         (fork_from_the_start, {"fork without the fault"}),
     ],
-    ids=["honest", "wrong configuration", "wrong logps", "wrong weights"],
+    ids=["honest", "wrong logps", "wrong weights"],
 )
 def test_the_replay_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):  # noqa: F811
     """Four steps with the fault in step 1; the claims, and with them the bisection, are not judged."""
