@@ -1,7 +1,6 @@
-"""Every check of the gate of notebook 10 can fail: good values pass, each bad one fails its own, and sabotage is seen."""
+"""Every check of the gate of notebook 10 can fail: good values pass, each bad one fails its own; a short run passes."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +9,8 @@ from test_gates import failures_under, judge, taught  # noqa: F401  (a fixture)
 
 from grpolab import gate
 from grpolab.evaluate import Interval
-from grpolab.lab import fork
 from grpolab.lab.gate import shortened
 from grpolab.lab.run import Run
-from grpolab.rollouts import Group
 
 SAME = SimpleNamespace(equal=True)
 FALLEN = SimpleNamespace(illness="the reward has fallen")
@@ -57,38 +54,12 @@ def test_every_check_of_the_replay_gate_can_fail(bad, name, tmp_path):
     assert judge("10_replay", good | bad) == [name]
 
 
-def record_other_logps(monkeypatch):
-    honest = Run.record
-
-    def record(self, step, policy, groups, engine=""):
-        groups = [replace(g, group=Group(tuple(replace(r, logps=tuple(x - 1e-3 for x in r.logps)) for r in g.group)))
-                  for g in groups]  # fmt: skip
-        honest(self, step, policy, groups, engine)
-
-    monkeypatch.setattr(Run, "record", record)
-
-
-def fork_from_the_start(monkeypatch):
-    """With the first weights in place of those of the step."""
-    honest = fork.rebuild
-    monkeypatch.setattr(fork, "rebuild", lambda run, step, **kw: replace(honest(run, 0, **kw), step=step))
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "names"),
-    [
-        (None, set()),
-        (record_other_logps, {"rollouts replayed in every bit", "the step that was carried away agrees in every bit"}),
-        (fork_from_the_start, {"fork without the fault"}),
-    ],
-    ids=["honest", "wrong logps", "wrong weights"],
-)
-def test_the_replay_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):  # noqa: F811
+def test_the_cells_of_a_short_run_pass_its_identities(taught, tmp_path, monkeypatch):  # noqa: F811
     """Four steps with the fault in step 1; the claims, and with them the bisection, are not judged."""
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     learned = {k: values(tmp_path)[k] for k in ("rate", "ends", "other")}
     found = SimpleNamespace(step=1, before=0.4, after=0.1, measured={0: 0.4, 1: 0.4, 2: 0.1})
     filled = {"async def accuracy": {"at_start": 0.4, "culprit": found}, "groups = collapsed.recorder": {"number": 0}}
-    failed = failures_under(sabotage, "10_replay", "ends = {}", learned, tmp_path, monkeypatch, filled,
+    failed = failures_under(None, "10_replay", "ends = {}", learned, tmp_path, monkeypatch, filled,
                             steps=4, planted=1, n_eval=20)  # fmt: skip
-    assert failed == names if not names else names <= failed
+    assert failed == set()
