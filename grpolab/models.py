@@ -138,10 +138,12 @@ def describe_machine() -> str:
 
 
 def load_policy(
-    name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None, adapter: LoRA | None = None
+    name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None, adapter: LoRA | None = None,
+    tell: bool = True,
 ) -> Policy:
     """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model or a saved adapter (its
-    model is loaded by the name in it); prints its provenance. With an `adapter`, a fresh one is put in and trained alone.
+    model is loaded by the name in it); prints its provenance if `tell`. With an `adapter`, a fresh one is put in and
+    trained alone.
 
     Raises ValueError for a name that is none of these, for a model that has no end token, and for a checkpoint that is
     broken or lacks a tensor of the model or holds another: nothing is filled in and nothing is left out.
@@ -170,7 +172,8 @@ def load_policy(
         adapters.inject(model, adapter, name)
     policy = Policy(in_own_memory(model).to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
     policy.provenance = read_provenance(name, source)
-    print(policy.origin)
+    if tell:
+        print(policy.origin)
     return policy
 
 

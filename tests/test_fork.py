@@ -90,6 +90,24 @@ def test_a_fork_is_forked_and_replayed_like_a_run(run):
     assert content(again.recorder.folder) == content(twin.recorder.folder)
 
 
+def test_the_steps_before_a_fork_keep_their_configuration(run):
+    """They were computed with the run's: done again with the fork's, they would lead to other weights."""
+    twin = forked(run, 2, lr=5e-3)
+    again = forked(twin, 4, "again", lr=1e-4)
+    for fork_of, steps in ((twin, (1, 2)), (again, (1, 2))):
+        for step in steps:
+            state = rebuild(fork_of, step)
+            assert not state.notes and torch.equal(flat(state.policy), flat(rebuild(run, step).policy))
+        assert fork_of.replay(1).equal and rebuild(fork_of, 1).config.lr == 1e-3
+    assert torch.equal(flat(rebuild(again, 4).policy), flat(rebuild(twin, 4).policy))
+    assert [rebuild(again, step).config.lr for step in (3, 4)] == [5e-3, 1e-4]
+    mended = forked(twin, 2, "mended", lr=1e-3)
+    assert content(mended.recorder.folder) == content(run.recorder.folder)
+    (twin.folder / "forked.json").write_text("[[2")
+    with pytest.raises(ValueError, match="forked.json cannot be read"):
+        rebuild(twin, 1)
+
+
 def test_a_group_left_out_and_another_advantage_change_the_update(run):
     ends = [flat(rebuild(forked(run, 2, str(i), edit=edit), 3).policy) for i, edit in enumerate((
         None, without_group(0), with_advantage(0, 1, run.recorder.groups(2)[0].advantages[1]), with_advantage(0, 1, 9.0)))]
@@ -128,7 +146,7 @@ def test_what_cannot_be_forked_is_named(run):
 # --- the step that broke it -------------------------------------------------------------------------------------------
 
 
-def test_the_step_that_crossed_the_bound_is_found(run):
+def test_the_step_that_crossed_the_bound_is_found(run, capsys):
     start = flat(rebuild(run, 0).policy)
     away = [-(flat(rebuild(run, k).policy) - start).norm().item() for k in range(6)]
     assert away == sorted(away, reverse=True)
@@ -136,6 +154,7 @@ def test_the_step_that_crossed_the_bound_is_found(run):
     async def measure(policy):
         return -(flat(policy) - start).norm().item()
 
+    assert not capsys.readouterr().out  # each state is loaded from the run itself: nothing to tell
     for step in range(5):
         found = asyncio.run(bisect(run, measure, (away[step] + away[step + 1]) / 2))
         assert found.step == step and (found.before, found.after) == (away[step], away[step + 1]) and len(found.measured) <= 5

@@ -40,7 +40,7 @@ class Page:
         return f"<iframe srcdoc='{escape(self.html, quote=True)}' {FRAME}></iframe>"
 
     def __repr__(self):
-        return f"{self.path}: {self.note}"
+        return f"{Run.shown(self.path)}: {self.note}"
 
 
 def browse(run: Run, path: str | Path | None = None, *, steps: Iterable[int] | None = None, now: Policy | int | None = None,

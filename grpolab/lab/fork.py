@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -24,7 +24,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.lab import plots
-from grpolab.lab.rebuild import State, load_kept, longest, metrics_of, rebuild, with_threads
+from grpolab.lab.rebuild import FORKED, State, eras_of, load_kept, longest, metrics_of, rebuild, with_threads
 from grpolab.lab.replay import sitting_of
 from grpolab.lab.rescore import as_problem
 from grpolab.lab.run import Run
@@ -73,6 +73,9 @@ def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit |
     twin.recorder.rewind(state.step)
     for part in {run.kept()[state.kept], run.folder / "replay" / "policy", *(d for s, d in run.kept().items() if s == 0)}:
         shutil.copytree(part, twin.folder / "replay" / part.name, copy_function=_link)
+    eras = [(end, asdict(c)) for end, c in eras_of(run)]
+    before = [(min(end, state.step), c) for i, (end, c) in enumerate(eras) if not i or eras[i - 1][0] < state.step]
+    atomic_write(twin.folder / FORKED, json.dumps(before) + "\n")
     rows = run.metrics or [{"step": s} | row for s, row in metrics_of(run).items()]
     twin.metrics = [dict(row) for row in rows if row["step"] < state.step]
     done, policy = state.step, state.policy
@@ -209,6 +212,8 @@ async def bisect(run: Run, measure: Callable[[Policy], Any], at_least: float, *,
     async def good(done: int) -> bool:
         threads = sitting_of(run.recorder.sittings(), done).get("threads")
         state = await asyncio.to_thread(with_threads, threads, lambda: rebuild(run, done, reference=reference))
+        for note in state.notes:
+            warnings.warn(note, stacklevel=2)
         value = measure(state.policy)
         measured[done] = float(await value if inspect.isawaitable(value) else value)
         return measured[done] >= at_least

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -46,29 +47,33 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
     The `reference` of a run with a leash is its start unless another is given. Raises ValueError where no weights were kept,
     where a step between is not wholly on the record, and for files that are damaged."""
     config, kept = config_of(run), run.kept()
+    eras = eras_of(run)
     before = [s for s in kept if s <= step]
     if not before or step > config.steps:
         there = f"weights are kept before steps {', '.join(map(str, kept))}" if kept else (
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
         raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
     policy = policy or load_kept(run)
-    optimiser = make_optimiser(policy, config)
+    optimiser = make_optimiser(policy, config_at(eras, step))
     start = max(before)
     restore(run, start, policy, optimiser)
     notes: list[str] = []
     if start < step:
-        reference = reference or (_start_of(run) if config.kl_coef else None)
-        check_reference(policy, reference, config)
+        configs = [config_at(eras, s) for s in range(start, step)]
+        leashed = any(c.kl_coef for c in configs)
+        reference = reference or (_start_of(run) if leashed else None)
         rows = metrics_of(run)
         steps = [run.recorder.whole(s) for s in range(start, step)]
-        prove_both(policy, reference, config, longest(steps))
-        for s, groups in zip(range(start, step), steps):
+        for era in dict.fromkeys(configs):
+            check_reference(policy, reference, era)
+            prove_both(policy, reference, era, longest(steps))
+        for s, groups, era in zip(range(start, step), steps, configs):
             used = [g for g in groups if g.used]
             a = torch.tensor([g.advantages for g in used])
-            row = grpo_update(policy, reference, [g.trained for g in used], config, optimiser, s, a)
+            row = grpo_update(policy, reference, [g.trained for g in used], era, optimiser, s, a)
             if not notes and (note := _differing(row, rows.get(s, {}), s)):
                 notes.append(note)
-    return State(step, start, policy, optimiser, config, tuple(notes))
+    return State(step, start, policy, optimiser, config_at(eras, step), tuple(notes))
 
 
 def with_threads(threads: int | None, work: Callable[[], T]) -> T:
@@ -92,6 +97,29 @@ def config_of(run: Run) -> GRPOConfig:
                          f"({error})") from error
 
 
+FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
+Eras = list[tuple[float, GRPOConfig]]
+
+
+def eras_of(run: Run) -> Eras:
+    """(up to which step, the configuration of the steps before it), in order; the last one is the run's own, without an end.
+    A run that is no fork has that one alone. ValueError for a file that is damaged."""
+    path = run.folder / FORKED
+    try:
+        left = [(int(step), as_config(plain, run.shown(path))) for step, plain in json.loads(path.read_text())]
+    except FileNotFoundError:
+        left = []
+    except (OSError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{run.shown(path)} cannot be read, so nobody knows with which configuration the steps before the "
+                         f"fork were computed ({error}): fork again") from error
+    return [*left, (math.inf, config_of(run))]
+
+
+def config_at(eras: Eras, step: int) -> GRPOConfig:
+    """The configuration with which a step was computed; after the last step, the run's own."""
+    return next(config for end, config in eras if step < end)
+
+
 def as_config(plain: dict, where) -> GRPOConfig:
     """A configuration that was written as JSON."""
     known = {f.name for f in fields(GRPOConfig)}
@@ -103,7 +131,7 @@ def as_config(plain: dict, where) -> GRPOConfig:
 
 def load_kept(run: Run) -> Policy:
     """The policy that the run started from."""
-    return load_policy(str(run.folder / "replay" / "policy"), device=device_of(run.recorder.sittings()))
+    return load_policy(str(run.folder / "replay" / "policy"), device=device_of(run.recorder.sittings()), tell=False)
 
 
 def device_of(sittings: list[dict]) -> str | None:

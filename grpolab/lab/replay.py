@@ -17,7 +17,7 @@ from pathlib import Path
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.rebuild import as_config, config_of, device_of, rebuild, with_threads
+from grpolab.lab.rebuild import as_config, device_of, rebuild, with_threads
 from grpolab.lab.record import recorded
 from grpolab.lab.run import Run
 from grpolab.lab.states import computed_on, weights, weights_hash
@@ -193,7 +193,7 @@ def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, 
     run.recorder.groups(step)  # says what is missing
     sitting = sitting_of(run.recorder.sittings(), step)
     state = with_threads(sitting.get("threads"), lambda: rebuild(run, step, policy=policy, reference=reference))
-    about = {"bundle": BUNDLE, "step": step, "config": asdict(config_of(run)), "sitting": sitting, "notes": list(state.notes),
+    about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "sitting": sitting, "notes": list(state.notes),
              "weights": weights_hash(state.policy)}  # fmt: skip
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
@@ -243,4 +243,4 @@ def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / Path(name).name).write_bytes(file.read(name))
-        return load_policy(folder, device=device_of([about["sitting"]]))
+        return load_policy(folder, device=device_of([about["sitting"]]), tell=False)
