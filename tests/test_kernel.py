@@ -130,6 +130,19 @@ pd.DataFrame({"text": ["a"], "loss": [5.629e-7]})
     assert "text-align:left'>a</td>" in table["text/html"] and "5.629·10⁻⁷" in table["text/html"]
 
 
+def test_figures_of_later_cells_are_drawn_at_double_resolution(kernel):
+    """Also where the cell of `use_style` is the first that knows of matplotlib."""
+    import base64
+    from io import BytesIO
+
+    from PIL import Image
+
+    assert kernel.run("import matplotlib.pyplot as plt\nfrom grpolab import plots\nplots.use_style()")[2] == []
+    _, _, errors, shown = kernel.run("fig, ax = plt.subplots(figsize=(4, 2))\nax.plot([0, 1])\nplt.show()")
+    assert errors == [] and len(shown) == 1
+    assert Image.open(BytesIO(base64.b64decode(shown[0]["image/png"]))).width > 1.5 * 4 * 100
+
+
 def test_a_slider_is_shown_in_a_kernel_and_runs_twice(kernel):
     for _ in range(2):
         _, _, errors, shown = kernel.run("from grpolab.lab.tokens import View, by_step\nby_step({0: View('<i>a</i>', 'a')})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -210,7 +211,10 @@ def _verdict(folder: Path, error: str | None) -> str:
 
 def clean(notebook: dict) -> dict:
     """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
-    the kernel's display name and Python version; and without widgets, which need a kernel: their static page stays."""
+    the kernel's display name and Python version; and without widgets, which need a kernel: their static page stays. Pictures
+    in 64 colours."""
+    from grpolab.lab.plots import fewer_colours
+
     for key in ("papermill", "widgets"):
         tidy(notebook)["metadata"].pop(key, None)
     for cell in notebook["cells"]:
@@ -221,5 +225,9 @@ def clean(notebook: dict) -> dict:
         if cell["cell_type"] == "code":
             cell["outputs"] = [o for o in cell["outputs"] if not (o["output_type"] == "stream" and o["name"] == "stderr")]
             for output in cell["outputs"]:
-                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+                data = output.get("data", {})
+                data.pop("application/vnd.jupyter.widget-view+json", None)
+                if "image/png" in data:
+                    image = fewer_colours(base64.b64decode("".join(data["image/png"])))
+                    data["image/png"] = base64.b64encode(image).decode() + "\n"
     return notebook
