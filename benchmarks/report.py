@@ -193,7 +193,7 @@ def readme_table(results: Path) -> str:
         sft = stored["01"]
         rows.append(["SFT: answers in the asked format", f"{rate(sft['base_format'])} → {rate(sft['format'])}"])
     if "03" in stored:
-        rows.append(["DPO: gain in sampled exact match", points(stored["03"]["gain_sampled"])])
+        rows.append(["DPO: gain in sampled exact match", stored["03"]["gain_sampled"]])
     if "05" in stored:
         rows.append(["reward model: held-out pairs told apart", rate(stored["05"]["accuracy"])])
     if found:
@@ -259,12 +259,12 @@ def minutes(results: Path) -> str:
 
 
 def rollout(results: Path) -> str:
-    """The first held-out question that tells the policies of the record apart, with what each wrote."""
+    """The first held-out question on which the last two policies of the record differ, with what each wrote."""
     found = record("rollouts", results)
     if not found:
         return ""
-    chosen = next((q for q in found["questions"] if len({w["correct"] for w in q["written"].values()}) > 1),
-                  found["questions"][0])  # fmt: skip
+    verdicts = [[w["correct"] for w in q["written"].values()] for q in found["questions"]]
+    chosen = next((q for q, v in zip(found["questions"], verdicts) if v[-2] != v[-1]), found["questions"][0])
     width = max(map(len, chosen["written"]))
     lines = [f"{name:<{width}}  {'✓' if w['correct'] else '✗'}  {one_line(w['text'])}"
              for name, w in chosen["written"].items()]  # fmt: skip

@@ -2,7 +2,7 @@
 
     python -m grpolab run 01 04 && python benchmarks/rollouts.py     # then: make results
 
-The README shows the first question whose answers are not all right or all wrong.
+The README shows the first question on which SFT and GRPO differ.
 """
 
 import asyncio
