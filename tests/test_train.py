@@ -348,7 +348,7 @@ def test_a_row_tells_lengths_health_and_speed(tiny):
     longer = 0 if math.isnan(row["truncated_length"]) else row["truncated_length"]
     assert n == pytest.approx((1 - cut) * row["ended_length"] + cut * longer)
     assert longer in (0, FAST.max_new_tokens)
-    assert row["sampled_tokens_per_s"] * row["sampling_s"] == pytest.approx(64 * n)
+    assert row["sampled_tokens_per_s"] * row["sampling_s"] == pytest.approx(4 * FAST.group_size * n)
     assert row["updated_tokens_per_s"] * row["update_s"] == pytest.approx(2 * row["trained_tokens"])
     assert row["logp_diff_max"] < 1e-4 < abs(row["ratio"] - 1)  # the sampler's, not the second pass's
 
@@ -446,7 +446,7 @@ def test_grpo_takes_a_learned_reward_and_watches_the_rule(tiny):
     config = dataclasses.replace(FAST, steps=2)
     watch = {"exact": finished_and_correct, "learned": model}
     rows = collect(grpo(tiny, None, PROBLEMS[:4], config, reward=model, watch=watch))
-    assert calls == [64, 64] and all(r["exact"] == 0 and math.isfinite(r["reward"]) for r in rows)
+    assert calls == [4 * FAST.group_size] * 2 and all(r["exact"] == 0 and math.isfinite(r["reward"]) for r in rows)
     assert all(r["learned"] == r["reward"] for r in rows)
 
 
