@@ -108,3 +108,14 @@ def test_a_reward_is_looked_up_in_the_working_folder_alone_while_it_is_imported(
     (tmp_path / "own_reward.py").write_text("def one(text, row, rollout):\n    return 1.0\n")
     before = list(sys.path)
     assert function("own_reward:one")("", {}, None) == 1.0 and sys.path == before
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_preferences_are_planned_and_trained_on(tmp_path, monkeypatch, capsys, method):
+    monkeypatch.chdir(tmp_path)
+    pairs = [{"prompt": f"{a} + 1", "chosen": f"{a + 1}.", "rejected": f"{a}."} for a in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    asked = [method, "tiny", "--data", "pairs.jsonl", "--steps", "1", "--batch-size", "4"]
+    assert main([*asked, "--dry-run"]) == 0 and "8 a step" in capsys.readouterr().out
+    assert main(asked) == 0 and "step 1/1" in capsys.readouterr().out
+    assert (tmp_path / "runs" / f"cli_{method}" / "tiny" / "policy" / "config.json").is_file()

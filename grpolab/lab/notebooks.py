@@ -39,8 +39,8 @@ def run_beside(numbers: list[str], parameters: dict, jobs: int, *, store: bool =
     lines is that in which they end. An interrupt ends all of them, and the same command goes on from their checkpoints."""
     if jobs < 1:
         raise ValueError(f"--jobs is a number of notebooks at once, at least 1; got {jobs}")
-    names = [path.stem for path in find(numbers)]
-    known = {name: _parameters(path) for name, path in zip(names, find(numbers))}
+    paths = find(numbers)
+    names, known = [path.stem for path in paths], {path.stem: _parameters(path) for path in paths}
     check_parameters(parameters, known)
     own = {name: [x for key, value in parameters.items() if key in known[name] for x in ("-p", key, str(value))]
            for name in names}  # fmt: skip
@@ -66,7 +66,7 @@ def run_beside(numbers: list[str], parameters: dict, jobs: int, *, store: bool =
             raise
     minutes = (time.monotonic() - began) / 60
     if store and not numbers and not any(codes):
-        home = find([])[0].parent.parent
+        home = paths[0].parent.parent
         series = {"minutes": round(minutes, 1), "jobs": jobs, "processors": os.cpu_count(), "notebooks": len(codes)}
         atomic_write(home / "benchmarks" / "results" / "series.json", json.dumps(series, indent=1) + "\n")
     print(f"{len(codes)} notebooks, {len(codes) - codes.count(0)} failed, {minutes:.1f} min", flush=True)

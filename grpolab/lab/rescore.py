@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,8 @@ from grpolab.lab import plots
 from grpolab.lab.rebuild import config_of
 from grpolab.lab.record import recorded
 from grpolab.lab.run import Run
-from grpolab.rollouts import Rollout
 from grpolab.train.advantages import advantages, reward_tensor
-
-Reward = Callable[[str, Any, Rollout], float | None]
+from grpolab.train.rewards import Reward, ask_all
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,8 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
     rollouts, groups = [], []
     for step, members in lines.items():
         found = [recorded(line) for line in members]
-        new = ask(reward, [line["completion"] for line in members], [as_problem(g.problem) for g in found],
-                  [g.group.rollouts for g in found])  # fmt: skip
+        new = ask_all(reward, [line["completion"] for line in members], [as_problem(g.problem) for g in found],
+                      [g.group.rollouts for g in found])  # fmt: skip
         for line, g, rewards in zip(members, found, new):
             a = advantages(reward_tensor([rewards]), kind)[0].tolist()
             was = advantages(reward_tensor([g.group.rewards]), kind)[0].tolist()
@@ -82,18 +80,6 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
                                   "lost": any(was) and not any(a)})  # fmt: skip
     table = pd.DataFrame(rollouts).astype({"reward": float, "rescored_reward": float})
     return Rescored(table, pd.DataFrame(groups))
-
-
-def ask(reward, texts: Sequence[Sequence[str]], problems: Sequence, rollouts: Sequence[Sequence[Rollout]]) -> list[list]:
-    """The reward of each rollout, (B, G)."""
-    if not hasattr(reward, "batch"):
-        return [[reward(t, p, r) for t, r in zip(ts, rs)] for ts, p, rs in zip(texts, problems, rollouts)]
-    flat = list(reward.batch([t for ts in texts for t in ts], [p for p, rs in zip(problems, rollouts) for _ in rs],
-                             [r for rs in rollouts for r in rs]))  # fmt: skip
-    if len(flat) != (n := sum(map(len, rollouts))):
-        raise ValueError(f"{reward!r} gave {len(flat)} rewards for {n} rollouts: give each its own, or None")
-    left = iter(flat)
-    return [[next(left) for _ in rs] for rs in rollouts]
 
 
 def as_problem(problem: Any) -> Any:

@@ -114,6 +114,8 @@ def train(args: argparse.Namespace) -> int:
     seed_everything(config.seed)
     policy = load_policy(args.model)
     print(policy)
+    if args.method in ("dpo", "reward"):
+        rows = load_preferences(args.data, policy.tokenizer)
     model, reference, stream = prepare(args.method, policy, args.model, rows, config, reward)
     if args.dry_run:
         lengths = sorted(_lengths(args.method, policy, rows))
@@ -133,9 +135,10 @@ async def _steps(rows, steps: int) -> None:
 
 
 def read_task(args: argparse.Namespace) -> tuple[list, object]:
-    """(rows, reward) that the command names; the rows of the default task are arithmetic problems."""
+    """(rows, reward) that the command names; the rows of the default task are arithmetic problems. Preferences are read with
+    the policy's tokenizer, later."""
     if args.method in ("dpo", "reward"):
-        return [args.data], None
+        return [], None
     if args.method == "grpo" and args.gym:
         if args.data:
             raise ValueError("give --data or --gym, not both: a run has one source of tasks")
@@ -178,15 +181,14 @@ def prepare(method: str, policy, name: str, rows: list, config, reward):
         reference = load_policy(name) if config.kl_coef else None
         given = {"reward": reward} if reward else {}
         return policy, reference, lambda run: grpo(policy, reference, rows, config, run=run, **given)
-    pairs = load_preferences(rows[0], policy.tokenizer)
     if method == "dpo":
         reference = load_policy(name)
-        return policy, reference, lambda run: dpo(policy, reference, pairs, config, run=run)
+        return policy, reference, lambda run: dpo(policy, reference, rows, config, run=run)
     model = RewardModel.from_policy(policy)
-    return model, None, lambda run: reward_model(model, pairs, config, run=run)
+    return model, None, lambda run: reward_model(model, rows, config, run=run)
 
 
 def _lengths(method: str, policy, rows: list) -> list[int]:
     if method in ("dpo", "reward"):
-        return [len(p.prompt) for p in load_preferences(rows[0], policy.tokenizer)]
+        return [len(pair.prompt) for pair in rows]
     return [len(prompt_ids(policy.tokenizer, tasks.prompt_of(row))) for row in rows[:200]]

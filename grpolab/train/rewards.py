@@ -60,30 +60,35 @@ def score(
 ) -> list[Group]:
     """Groups with a reward for each rollout, by a reward that is not async. TypeError for a reward that is no number,
     ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are given."""
-    if hasattr(reward, "batch"):
-        return _in_one_call(policy, rows, groups, reward)
-    given = ([_ask(policy, reward, row, r, faults) for r in g] for row, g in zip(rows, groups))
-    return [g.with_rewards(rewards) for g, rewards in zip(groups, given)]
+    texts = [[policy.decode(r.tokens) for r in g] for g in groups]
+    rewards = ask_all(reward, texts, rows, groups, faults)
+    return [g.with_rewards(of) for g, of in zip(groups, rewards)]
 
 
-def _ask(policy: Policy, reward: Reward, row: Any, rollout: Rollout, faults: Faults | None) -> float | None:
+def ask_all(
+    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
+    faults: Faults | None = None,
+) -> list[list[float | None]]:
+    """The reward of each rollout of each group (B, G), whose completions are `texts`; errors as `score` says."""
+    if not hasattr(reward, "batch"):
+        return [[_ask(reward, t, row, r, faults) for t, r in zip(ts, g)] for ts, row, g in zip(texts, rows, groups)]
+    rollouts = [r for g in groups for r in g]
+    asked = [row for row, g in zip(rows, groups) for _ in g]
+    rewards = list(reward.batch([t for ts in texts for t in ts], asked, rollouts))
+    if len(rewards) != len(rollouts):
+        raise ValueError(f"{reward!r} gave {len(rewards)} rewards for {len(rollouts)} rollouts: give each its own, or None")
+    left = iter(rewards)
+    return [[number(next(left), name_of(reward)) for _ in g] for g in groups]
+
+
+def _ask(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults | None) -> float | None:
     try:
-        value = reward(policy.decode(rollout.tokens), row, rollout)
+        value = reward(text, row, rollout)
     except Exception as error:
         if faults is None:
             raise
         return faults.note(error)
     return number(value, name_of(reward))
-
-
-def _in_one_call(policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward) -> list[Group]:
-    rollouts = [r for g in groups for r in g]
-    asked = [row for row, g in zip(rows, groups) for _ in g]
-    rewards = list(reward.batch([policy.decode(r.tokens) for r in rollouts], asked, rollouts))
-    if len(rewards) != len(rollouts):
-        raise ValueError(f"{reward!r} gave {len(rewards)} rewards for {len(rollouts)} rollouts: give each its own, or None")
-    left = iter(rewards)
-    return [g.with_rewards([number(next(left), name_of(reward)) for _ in g]) for g in groups]
 
 
 async def sample_and_score(
@@ -111,7 +116,7 @@ async def sample_and_score(
     async def look():
         while arrived:
             batch, arrived[:] = arrived[:], []
-            given = await off_loop(lambda: [_ask(policy, reward, rows[i], r, faults) for i, _, r in batch])  # noqa: B023
+            given = await off_loop(lambda: [_ask(reward, policy.decode(r.tokens), rows[i], r, faults) for i, _, r in batch])  # noqa: B023
             for (i, g, _), value in zip(batch, given):
                 rewards[i][g] = value
 
