@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -132,6 +132,7 @@ def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, pr
     """(bytes that a full forward pass keeps for its backward, tokens a second of forward and backward)."""
     length = prompt + completion
     n = max(1, min(rows, PROBE_TOKENS // length))
+    one_pass = replace(config, token_budget=n * length)  # a second pass would take the first one's memory and hide in it
     kept: dict[int, int] = {}
     own = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
 
@@ -145,11 +146,11 @@ def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, pr
         if isinstance(config, GRPOConfig):
             rollouts = [_rollout(policy, prompt, completion, i) for i in range(n)]
             signs = torch.tensor([1.0, -1.0] * n)[:n]
-            grpo_gradient(policy, reference, rollouts, signs, config)
+            grpo_gradient(policy, reference, rollouts, signs, one_pass)
             return n * completion
         ids = [_random_ids(policy, length, i) for i in range(n)]
         mask = (0,) * prompt + (1,) * completion
-        sft_gradient(policy, [Example(tuple(i), mask) for i in ids], SFTConfig(token_budget=config.token_budget))
+        sft_gradient(policy, [Example(tuple(i), mask) for i in ids], SFTConfig(token_budget=n * length))
         return n * length
 
     with policy.lock:
