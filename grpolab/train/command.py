@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import importlib
 import sys
@@ -19,6 +20,7 @@ from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
 from grpolab.lab.run import Run, seed_everything
 from grpolab.models import load_policy
+from grpolab.train import ranks
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.grpo import GRPOConfig, grpo
 from grpolab.train.plan import plan
@@ -108,7 +110,12 @@ def _reader(kind: type, optional: bool):
 
 
 def train(args: argparse.Namespace) -> int:
-    """Run one of the commands: load, plan, train, save."""
+    """Run one of the commands: load, plan, train, save. Of several processes (`ranks`) the first one prints and saves."""
+    with contextlib.nullcontext() if ranks.first() else contextlib.redirect_stdout(None):
+        return _train(args)
+
+
+def _train(args: argparse.Namespace) -> int:
     config = config_from(args, args.config)
     rows, reward = read_task(args)
     seed_everything(config.seed)
@@ -124,6 +131,8 @@ def train(args: argparse.Namespace) -> int:
         return 0
     run = Run(args.name, Path(args.model).name if Path(args.model).is_dir() else args.model, seed=config.seed)
     asyncio.run(_steps(stream(run), config.steps))
+    if not ranks.first():
+        return 0
     print(f"{run.shown(model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}")
     return 0
 

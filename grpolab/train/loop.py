@@ -28,9 +28,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpolab.lab.run import Run, origin, provenance
+from grpolab.lab.run import Run, provenance
 from grpolab.models import Policy
 from grpolab.sync import set_own_threads
+from grpolab.train import ranks
 
 T = TypeVar("T")
 
@@ -245,7 +246,8 @@ def dropout_of(policy: Policy, seed: int, step: int) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
-        torch.manual_seed(random.Random(f"{seed}/{step}/dropout").getrandbits(63))
+        rank = ranks.world().rank  # whose rows are its own
+        torch.manual_seed(random.Random(f"{seed}/{step}/dropout" + f"/{rank}" * bool(rank)).getrandbits(63))
         yield
 
 
@@ -262,9 +264,12 @@ async def loop(
 
     An interrupt, a cancel, an error or a consumer that leaves: a step whose update has begun is finished by its thread, and
     with a Run what is whole is kept as a checkpoint. An update that failed half-way leaves the checkpoint before it.
+
+    Under several processes (`ranks`) the first one writes, and all end with an error where one of them does.
     """
-    optimiser, base = None, origin(policy)
-    if run is None and policy.version:
+    optimiser, base = None, ""
+    writer = run if ranks.first() else None
+    if run is None and policy.version and ranks.first():
         print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there")
     done = saved = version = 0
 
@@ -273,10 +278,8 @@ async def loop(
         check_trainable(policy)
         policy.model.zero_grad()  # of somebody else's backward
         optimiser = make_optimiser(policy, config)
-        if run is not None:
-            done = saved = run.begin(config, policy, optimiser, data())
-            base = run.base
-        version = policy.version
+        done, base = ranks.start(policy, optimiser, config, run, data)
+        saved, version = done, policy.version
         return done
 
     def whole_step(step, update):
@@ -292,7 +295,11 @@ async def loop(
             raise
         done, version = step + 1, policy.version
         policy.provenance = provenance(config, run, done, base)
-        if run is not None:
+        if done == config.steps or done % config.save_every == 0:
+            ranks.agree(policy, done)
+        if writer is None and run is not None:
+            run.metrics.append(row)
+        if writer is not None:
             run.log(row)
             run.keep_for_replay(done, config, policy, optimiser)
             if done == config.steps:
@@ -306,30 +313,37 @@ async def loop(
         if saved < done < config.steps and policy.version == version:
             run.save_checkpoint(done, config, policy, optimiser)
 
-    with run.held() if run else nullcontext():
-        for step in range(await in_thread(policy, begin), config.steps):
-            try:
-                update = await gather(step)
-                row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
-                yield row
-            except BaseException:
-                if run is not None:
-                    await in_thread(policy, keep)  # queued behind the step that the thread may still be in
-                raise
+    try:
+        with writer.held() if writer else nullcontext():
+            for step in range(await in_thread(policy, begin), config.steps):
+                try:
+                    update = await gather(step)
+                    row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
+                    yield row
+                except BaseException:
+                    if writer is not None:
+                        await in_thread(policy, keep)  # queued behind the step that the thread may still be in
+                    raise
+    except BaseException as error:
+        if ranks.world().size > 1 and done < config.steps:
+            fault = error
+            await off_loop(lambda: ranks.leave(fault))
+        raise
 
 
 def over_batches(
     policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str]
 ) -> AsyncIterator[dict]:
-    """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
-    done(batch) names what the step did as a rate and counts it."""
+    """The loop of steps on `config.batch_size` items each: gradient(share, batch) accumulates that of this process's share of
+    the batch and returns its part of the metrics, done(batch) names what the step did as a rate and counts it."""
     batch_of = epoch_batches(items, config.batch_size, config.seed)
 
     async def gather(step):
         def update(optimiser):
             began = time.perf_counter()
             batch = batch_of(step)
-            row = gradient(batch)
+            share = ranks.mine(batch)
+            row = ranks.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}")
             row |= apply_gradient(policy, optimiser, config, step)
             seconds = time.perf_counter() - began
             return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}

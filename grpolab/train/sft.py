@@ -45,8 +45,8 @@ async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *,
         check_lengths(policy, longest, "example")
         prove(policy, config, longest, "examples")
 
-    def gradient(batch):
-        return sft_gradient(policy, batch, config)
+    def gradient(share, batch):
+        return sft_gradient(policy, share, config, denominator=targets_of(batch))
 
     def tokens(batch):
         return {"tokens_per_s": sum(len(e.ids) for e in batch)}
@@ -69,10 +69,16 @@ def check_examples(examples: Sequence[Example]) -> None:
             raise ValueError(f"example {i} has no token to train on: its mask marks none after the first")
 
 
-def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) -> dict:
-    """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics."""
+def targets_of(batch: Sequence[Example]) -> int:
+    """The tokens that are trained on: the first one of an example follows nothing."""
+    return sum(sum(e.mask[1:]) for e in batch)
+
+
+def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig, *, denominator: int | None = None) -> dict:
+    """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics. Where `batch`
+    is a part, the `denominator` counts the whole (`targets_of`)."""
     batch = sorted(batch, key=lambda e: len(e.ids))
-    denominator = sum(sum(e.mask[1:]) for e in batch)  # the first token of an example follows nothing
+    denominator = targets_of(batch) if denominator is None else denominator
     width = config.pack_width if can_pack(policy) else 0
     parts = []
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
@@ -82,4 +88,4 @@ def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) ->
         loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)
         loss.backward()
         parts.append(metrics)
-    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": denominator}
+    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": targets_of(batch)}
