@@ -134,8 +134,8 @@ def _own_gpu() -> str:
     """The GPU of this process: the first, or the one that a launcher of several processes says by LOCAL_RANK."""
     number = int(os.environ.get("LOCAL_RANK", 0))
     if number >= torch.cuda.device_count():
-        raise ValueError(f"LOCAL_RANK={number} has no GPU of its own: this machine has {torch.cuda.device_count()}; start at most "
-                         "so many processes on it, or name the device: load_policy(..., device='cuda:0')")
+        raise ValueError(f"LOCAL_RANK={number} has no GPU of its own: this machine has {torch.cuda.device_count()}; start "
+                         "at most so many processes on it, or name the device: load_policy(..., device='cuda:0')")
     return f"cuda:{number}" if "LOCAL_RANK" in os.environ else "cuda"
 
 
