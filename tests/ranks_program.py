@@ -29,7 +29,8 @@ from grpolab.train.reward_model import RewardConfig, RewardModel, reward_model
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
-TIMES = {"seconds", "tokens_per_s", "pairs_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s", "env_s"}
+TIMES = {"seconds", "tokens_per_s", "pairs_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s",
+         "env_s"}  # fmt: skip
 COMMON = {"steps": 2, "lr": 1e-4, "warmup": 0}
 GROUPS = {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 24, "max_logp_diff": None}
 
@@ -56,6 +57,7 @@ def ends(text, problem, rollout):
 def steps_of(what, policy, folder, run):
     """The rows of a method."""
     pairs = lambda: load_preferences(folder / "pairs.jsonl", policy.tokenizer)  # noqa: E731
+    reference = lambda: load_policy(folder / "policy", device="cpu", dtype="float64", tell=False)  # noqa: E731
     match what:
         case "sft":
             return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(**COMMON, batch_size=5), run=run)
@@ -63,18 +65,19 @@ def steps_of(what, policy, folder, run):
             config = SFTConfig(**COMMON, batch_size=1, pack_width=256, checkpoint_activations=True)
             return sft(policy, demonstrations(policy, PROBLEMS), config, run=run)
         case "dpo":
-            return dpo(policy, load_policy(folder / "policy", device="cpu", tell=False), pairs(), DPOConfig(**COMMON, batch_size=3), run=run)
+            return dpo(policy, reference(), pairs(), DPOConfig(**COMMON, batch_size=3), run=run)
         case "reward":
             return reward_model(policy, pairs(), RewardConfig(**COMMON, batch_size=3, centering=0.1), run=run)
         case "grpo":
             config = GRPOConfig(**COMMON | GROUPS | {"steps": 3, "save_every": 1}, inner_epochs=2)
             return grpo(policy, None, PROBLEMS, config, reward=digits, run=run, watch={"ends": ends})
         case "options":
-            config = GRPOConfig(**COMMON | GROUPS | {"prompts_per_step": 5}, minibatches=2, refills=1, kl_coef=0.1, sampler_cap=2.0,
-                                advantage_kind="batch_standardised", aggregation="sequence")
-            return grpo(policy, load_policy(folder / "policy", device="cpu", tell=False), PROBLEMS, config, reward=fallible, run=run)
+            config = GRPOConfig(**COMMON | GROUPS | {"prompts_per_step": 5}, minibatches=2, refills=1, kl_coef=0.1,
+                                sampler_cap=2.0, advantage_kind="batch_standardised", aggregation="sequence")
+            return grpo(policy, reference(), PROBLEMS, config, reward=fallible, run=run)
         case "at_once":
-            return grpo(policy, None, PROBLEMS, GRPOConfig(**COMMON | GROUPS | {"prompts_per_step": 1}), reward=AtOnce(), run=run)
+            config = GRPOConfig(**COMMON | GROUPS | {"prompts_per_step": 1})
+            return grpo(policy, None, PROBLEMS, config, reward=AtOnce(), run=run)
 
 
 async def multi_turn(policy, run, told):
@@ -92,6 +95,7 @@ def fresh(what, folder):
 
         adapter = {"adapter": LoRA(rank=2)}
     policy = load_policy(folder / "policy", device="cpu", tell=False, **adapter)
+    policy.model.double()
     return RewardModel.from_policy(policy) if what == "reward" else policy
 
 
@@ -121,7 +125,7 @@ def trained(what, folder, out) -> tuple[dict, dict]:
     return tensors, {
         "rows": [{k: v for k, v in row.items() if k not in TIMES} for row in told], "metrics": len(run.metrics),
         "rollouts": None if recorded is None else
-        [[r.step, r.group, r.prompt, list(r.tokens), int(r.seed), r.reward, r.advantage, r.used] for r in recorded.itertuples()],
+        [[r.step, r.group, r.prompt, list(r.tokens), int(r.seed), r.reward, r.used] for r in recorded.itertuples()],
         "files": sorted(p.name for p in run.folder.iterdir()), "version": policy.version,
     }  # fmt: skip
 
@@ -134,22 +138,24 @@ def main(folder, out, *methods):
     Path(f"{name}.json").write_text(json.dumps({what: told for what, (_, told) in found.items()}))
 
 
-def dying(folder, out, at):
-    """GRPO, in which rank 1 is killed while it samples its `at`-th completion of this process."""
-    seen = iter(range(10**9))
+def failing(folder, out, how, at, patience="60"):
+    """GRPO, in which rank 1 is stopped, killed or gives a reward that is none as it scores its `at`-th completion."""
+    ranks.PATIENCE = float(patience)
+    seen, honest = iter(range(10**9)), digits
 
-    def deadly(text, problem, rollout):
+    def reward(text, problem, rollout):
         if ranks.world().rank == 1 and next(seen) == int(at):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return digits(text, problem, rollout)
+            if how == "error":
+                return "one"
+            os.kill(os.getpid(), getattr(signal, how))
+        return honest(text, problem, rollout)
 
-    globals()["digits"], honest = deadly, digits  # `steps_of` passes it on
-    try:
-        main(folder, out, "grpo")
-    finally:
-        globals()["digits"] = honest
+    globals()["digits"] = reward  # `steps_of` passes it on
+    main(folder, out, "grpo")
 
 
 if __name__ == "__main__":
-    work = {"dying": dying}.get(sys.argv[3])
-    work(sys.argv[1], sys.argv[2], *sys.argv[4:]) if work else main(*sys.argv[1:])
+    if sys.argv[3] == "failing":
+        failing(*sys.argv[1:3], *sys.argv[4:])
+    else:
+        main(*sys.argv[1:])

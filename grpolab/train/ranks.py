@@ -19,6 +19,7 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cache
@@ -38,7 +39,11 @@ FAREWELL = 60.0  # seconds that it waits at the end of a loop that failed, while
 
 
 class RankError(RuntimeError):
-    """Another rank failed, is gone, or is at another place of the program."""
+    """Another rank failed, or is at another place of the program."""
+
+
+class RankLost(RankError):
+    """Another rank ended without a word, or was silent for PATIENCE."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class World:
 
 
 ALONE = World()
-_parted = ""  # why the ranks of the present loop no longer talk
+_parted: RankError | None = None  # why the ranks of the present loop no longer talk
 
 
 def world() -> World:
@@ -88,31 +93,27 @@ def mine(items: Sequence[T]) -> Sequence[T]:
 
 
 def exchange(place: str, value: Any = None) -> list:
-    """What each rank says at this `place` (JSON), in the order of the ranks. RankError where one failed, is gone or speaks
-    from another place."""
+    """What each rank says at this `place` (JSON), in the order of the ranks. RankError where one failed or speaks from
+    another place, RankLost where one is gone."""
     return [value] if world().size == 1 else _turn(place, value, "")
 
 
 def _turn(place: str, value: Any, error: str) -> list:
     global _parted
-    if _parted:
-        raise RankError(_parted)
-    here = world()
+    if _parted is not None:
+        raise type(_parted)(*_parted.args)
     try:
-        dist.monitored_barrier(here.group, timedelta(seconds=PATIENCE), wait_all_ranks=True)  # which says who is missing
         said = [json.loads(data) for data in _all_bytes(json.dumps([place, value, error], default=_plain).encode())]
-    except RuntimeError as fault:
-        _parted = (f"rank {here.rank} has lost another rank at {place or 'its end'}, which ended or was silent for "
-                   f"{PATIENCE:.0f} s: {fault}. Start all of them again: a run goes on from its last checkpoint")  # fmt: skip
-        raise RankError(_parted) from fault
-    failed = [f"rank {rank} failed with {error}" for rank, (_, _, error) in enumerate(said) if error]
-    if failed:
-        _parted = "; ".join(failed)
-        raise RankError(_parted)
-    if len({place for place, _, _ in said}) > 1:
-        places = ", ".join(f"rank {rank} at {place!r}" for rank, (place, _, _) in enumerate(said))
-        _parted = f"the ranks are not at the same place of the program: {places}. All must run the same loops in one order"
-        raise RankError(_parted)
+        failed = [f"rank {rank} failed with {error}" for rank, (_, _, error) in enumerate(said) if error]
+        if failed:
+            raise RankError("; ".join(failed))
+        if len({place for place, _, _ in said}) > 1:
+            places = ", ".join(f"rank {rank} at {place!r}" for rank, (place, _, _) in enumerate(said))
+            raise RankError(f"the ranks are not at the same place of the program: {places}. All run the same loops, in one "
+                            "order and one at a time")  # fmt: skip
+    except RankError as fault:
+        _parted = fault
+        raise
     return [value for _, value, _ in said]
 
 
@@ -122,15 +123,55 @@ def _plain(x):
 
 
 def _all_bytes(data: bytes) -> list[bytes]:
-    """The bytes of every rank."""
-    here = world()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
-    dist.all_gather(lengths, torch.tensor([len(data)]), here.group)
-    longest = int(max(lengths))
+    """The bytes of every rank, filled up with spaces."""
+    longest = _called(len(data))
     padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-    parts = [torch.empty_like(padded) for _ in range(here.size)]
-    dist.all_gather(parts, padded, here.group)
-    return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths)]
+    parts = [torch.empty_like(padded) for _ in range(world().size)]
+    with _hearing("a rank"):
+        dist.all_gather(parts, padded, world().group)
+    return [part.numpy().tobytes() for part in parts]
+
+
+LOST = "is lost (it ended, or said nothing for too long); start all of them again: a run goes on from its last checkpoint"
+
+
+def _called(number: int) -> int:
+    """The largest number of all ranks. Rank 0 hears one after another and answers, so that it can say who is missing."""
+    here = world()
+    if here.rank:
+        answer = torch.zeros(2, dtype=torch.int64)
+        with _hearing("rank 0"):
+            dist.send(torch.tensor([number]), 0, here.group)
+            dist.recv(answer, 0, here.group)
+        largest, lost = answer.tolist()
+        if lost:
+            raise RankLost(f"rank {lost} {LOST}")
+        return largest
+    heard, lost = [torch.tensor([number])], None
+    for rank in range(1, here.size):
+        heard.append(torch.zeros(1, dtype=torch.int64))
+        try:
+            with _hearing(f"rank {rank}"):
+                dist.recv(heard[-1], rank, here.group)
+        except RankLost as fault:
+            lost = lost or (rank, fault)
+    for rank in range(1, here.size):
+        with suppress(RankLost), _hearing(f"rank {rank}"):
+            dist.send(torch.tensor([int(max(heard)), lost[0] if lost else 0]), rank, here.group)
+    if lost:
+        raise lost[1]
+    return int(max(heard))
+
+
+@contextmanager
+def _hearing(who: str):
+    """RankLost where torch.distributed fails, by a closed connection or by a timeout."""
+    global _parted
+    try:
+        yield
+    except RuntimeError as fault:
+        _parted = RankLost(f"{who} {LOST}: {fault}")
+        raise _parted from fault
 
 
 def same(what: str, value: str, remedy: str) -> None:
@@ -144,17 +185,16 @@ def same(what: str, value: str, remedy: str) -> None:
 def leave(error: BaseException) -> None:
     """Tell the others, unless they know, that this rank ends its loop; then wait until rank 0 has kept its checkpoint."""
     here = world()
-    if not _parted and isinstance(error, Exception):
+    if _parted is None and isinstance(error, Exception):
         print(f"rank {here.rank}: {error!r}; it tells the other ranks as they come", file=sys.stderr, flush=True)
     try:
-        if not _parted:
+        if _parted is None:
             _turn("", None, f"{type(error).__name__}: {error}"[:1000])
     except RankError:
         pass
-    try:
-        dist.monitored_barrier(here.group, timedelta(seconds=FAREWELL))
-    except RuntimeError:  # they are gone: there is nothing to wait for
-        pass
+    if not isinstance(_parted, RankLost):
+        with suppress(RuntimeError):  # they are gone: there is nothing to wait for
+            dist.monitored_barrier(here.group, timedelta(seconds=FAREWELL))
 
 
 # --- the start --------------------------------------------------------------------------------------------------------
@@ -166,7 +206,7 @@ def start(policy, optimiser, config, run: Run | None, data: Callable[[], str]) -
     Rank 0 asks its run, and the others take over what it finds: the weights and the optimiser of a checkpoint, the rows. All
     must bring the same weights, configuration and data; ValueError where they differ."""
     global _parted
-    _parted = ""
+    _parted = None
     here, key = world(), data() if run is not None or world().size > 1 else ""
     if here.size == 1:
         return (run.begin(config, policy, optimiser, key), run.base) if run is not None else (0, origin(policy))
@@ -206,7 +246,8 @@ def _take_over(policy, optimiser, found: dict, tensors: dict) -> None:
 def _from_first(x: torch.Tensor) -> torch.Tensor:
     """A tensor of rank 0 in the place of x, which has its shape."""
     if x.numel():
-        dist.broadcast(x.view(-1).view(torch.uint8), 0, world().group)
+        with _hearing("rank 0"):
+            dist.broadcast(x.view(-1).view(torch.uint8), 0, world().group)
     return x
 
 
@@ -234,11 +275,9 @@ def add_up(model, metrics: dict, place: str) -> dict:
 
 def _summed(buffer: torch.Tensor) -> torch.Tensor:
     """Over the ranks: on GPUs as torch.distributed was initialised for them, else between processors."""
-    if buffer.device.type == "cuda":
-        dist.all_reduce(buffer)
-        return buffer
-    total = buffer.cpu()
-    dist.all_reduce(total, group=world().group)
+    total, group = (buffer, None) if buffer.device.type == "cuda" else (buffer.cpu(), world().group)
+    with _hearing("a rank"):
+        dist.all_reduce(total, group=group)
     return total.to(buffer.device)
 
 
