@@ -293,10 +293,10 @@ async def loop(
         except BaseException:
             policy.model.zero_grad()  # half a step's gradient is nobody's
             raise
+        if step + 1 == config.steps or (step + 1) % config.save_every == 0:
+            ranks.agree(policy, step + 1)
         done, version = step + 1, policy.version
         policy.provenance = provenance(config, run, done, base)
-        if done == config.steps or done % config.save_every == 0:
-            ranks.agree(policy, done)
         if writer is None and run is not None:
             run.metrics.append(row)
         if writer is not None:

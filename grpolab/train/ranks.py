@@ -170,7 +170,7 @@ def _hearing(who: str):
     try:
         yield
     except RuntimeError as fault:
-        _parted = RankLost(f"{who} {LOST}: {fault}")
+        _parted = RankLost(f"{who} {LOST}")
         raise _parted from fault
 
 
@@ -179,7 +179,14 @@ def same(what: str, value: str, remedy: str) -> None:
     said = exchange(what, value)
     other = [str(rank) for rank, text in enumerate(said) if text != said[0]]
     if other:
-        raise ValueError(f"{what} differ between rank 0 and rank {', '.join(other)}: {remedy}")
+        _refuse(f"{what} differ between rank 0 and rank {', '.join(other)}: {remedy}")
+
+
+def _refuse(why: str) -> None:
+    """ValueError on all ranks, which need not tell each other."""
+    global _parted
+    _parted = RankError(why)
+    raise ValueError(why)
 
 
 def leave(error: BaseException) -> None:
@@ -295,8 +302,8 @@ def woven(place: str, asked: Iterable, values: Sequence[T], plain: Callable[[T],
         return list(values)
     said = exchange(place, [data_hash(asked), [plain(v) for v in values]])
     if len({key for key, _ in said}) > 1:
-        raise ValueError(f"{place}: the ranks draw different tasks; what chooses them must depend on the seed and the step "
-                         "alone, and on what it was told")
+        _refuse(f"{place}: the ranks draw different tasks; what chooses them must depend on the seed, the step and what it was "
+                "told alone")  # fmt: skip
     out: list = [None] * sum(len(of) for _, of in said)
     for rank, (_, of) in enumerate(said):
         out[rank :: len(said)] = map(back, of)
