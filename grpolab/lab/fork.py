@@ -156,7 +156,7 @@ def with_token(group: int, rollout: int, position: int, token: int, reward: Rewa
         if token in policy.eos_ids or not left:
             tail, reason = None, "eos" if token in policy.eos_ids else "length"
         else:
-            with Sampler(policy) as sampler:
+            with Sampler(policy, exact=state.config.exact) as sampler:
                 tail = sampler.submit([r.prompt + head], params=params, seeds=[[r.seed]]).result()[0][0]
             reason = tail.finish_reason
         more = tail.tokens if tail else ()

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from grpolab.decode.attention import share_attention
 from grpolab.lab.run import Run
 from grpolab.lab.states import load_state, weights_hash
 from grpolab.models import Policy, load_policy
@@ -54,6 +55,8 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
         raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
     policy = policy or load_kept(run)
+    if config_at(eras, step).exact:  # the trainer's forward of such a run, too
+        share_attention(policy.model)
     optimiser = make_optimiser(policy, config_at(eras, step))
     start = max(before)
     restore(run, start, policy, optimiser)
@@ -131,13 +134,14 @@ def as_config(plain: dict, where) -> GRPOConfig:
 
 def load_kept(run: Run) -> Policy:
     """The policy that the run started from."""
-    return load_policy(str(run.folder / "replay" / "policy"), device=device_of(run.recorder.sittings()), tell=False)
+    return load_policy(str(run.folder / "replay" / "policy"), **made_of(run.recorder.sittings()), tell=False)
 
 
-def device_of(sittings: list[dict]) -> str | None:
-    """The kind of device that the run computed on, where this machine has it."""
-    cpu = sittings and sittings[-1].get("device") in ("cpu", "mps")
-    return sittings[-1]["device"] if cpu else None
+def made_of(sittings: list[dict]) -> dict[str, str | None]:
+    """The kind of device that the run computed on, where this machine has it, and the dtype of its parameters."""
+    last = sittings[-1] if sittings else {}
+    device = last["device"] if last.get("device") in ("cpu", "mps") else None
+    return {"device": device, "dtype": last.get("dtype", "torch.float32").removeprefix("torch.")}
 
 
 def restore(run: Run, step: int, policy: Policy, optimiser) -> None:

@@ -54,6 +54,9 @@ class GRPOConfig(Optimisation):
 
     `refills` is dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): up to so many times a step, groups without a difference
     in reward are replaced by groups of further questions. What that costs stands in the row.
+
+    `exact` samples with the attention that the trainer computes with (`Sampler(exact=True)`), so that the first ratio of a
+    step is 1 in every bit: on a processor with bf16 parameters; elsewhere the sampler's probe refuses it.
     """
 
     prompts_per_step: int = 64
@@ -74,6 +77,7 @@ class GRPOConfig(Optimisation):
     row_width: int = 512
     max_logp_diff: tuple[float, float] | None = (0.1, 5.0)
     sampler_cap: float | None = None
+    exact: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -119,7 +123,7 @@ async def grpo(
         return prompt_ids(policy.tokenizer, prompt_of(row)) if found is None else found
 
     await in_thread(policy, lambda: check_lengths(policy, longest, "prompt and completion"))
-    sampler = await off_loop(lambda: Sampler(policy))
+    sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
     steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
     async with sampler, aclosing(steps) as rows:

@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpolab.lab.run import Run, origin, provenance
 from grpolab.models import Policy
 from grpolab.sync import set_own_threads
+from grpolab.train.masters import Masters
 
 T = TypeVar("T")
 
@@ -109,8 +110,10 @@ OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
 
 
 def make_optimiser(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
+    """The optimiser of the parameters that are trained; of bf16 ones over fp32 master weights."""
     trained = [p for p in policy.model.parameters() if p.requires_grad]
-    return OPTIMISERS[config.optimiser](trained, lr=config.lr, weight_decay=config.weight_decay)
+    make = partial(OPTIMISERS[config.optimiser], lr=config.lr, weight_decay=config.weight_decay)
+    return Masters(trained, make) if any(p.dtype == torch.bfloat16 for p in trained) else make(trained)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -217,7 +220,10 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
 
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
     """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm).item()
+    if isinstance(optimiser, Masters):
+        optimiser.take_gradients()
+    moved = [p for group in optimiser.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(moved, config.max_grad_norm).item()
     if not math.isfinite(norm):
         optimiser.zero_grad()
         raise FloatingPointError(f"the gradient norm at step {step} is {norm}: lower lr={config.lr}, or look at the batch")
@@ -235,6 +241,9 @@ def check_trainable(policy: Policy) -> None:
     if not any(p.requires_grad for p in policy.model.parameters()):
         raise ValueError(f"{policy.name!r} is frozen: none of its parameters requires a gradient. Call "
                          "policy.model.requires_grad_(True), or that of the part which is to be trained")
+    if any(p.requires_grad and p.dtype == torch.float16 for p in policy.model.parameters()):
+        raise ValueError(f"{policy.name!r} has float16 parameters, whose gradients would need loss scaling: load it with "
+                         "dtype='bfloat16' or 'float32' to train it")
 
 
 @contextmanager
