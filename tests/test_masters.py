@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from grpolab.arithmetic import Task, generate
+from grpolab.lab.replay import replay_bundle
 from grpolab.lab.run import Run
 from grpolab.models import load_policy
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
@@ -134,6 +135,8 @@ def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
     rows_of(grpo(policy, None, PROBLEMS, config, reward=reward, run=run))
     found = run.replay(2)
     assert found.equal, str(found)
+    carried = replay_bundle(run.bundle(2, tmp_path / "step.zip"))
+    assert carried.equal, str(carried)
 
 
 def test_a_plan_counts_the_master_weights():
