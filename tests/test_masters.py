@@ -130,7 +130,7 @@ def test_grpo_in_bf16_has_a_ratio_of_one_in_exact_mode(exact):
 
 def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
     policy, run = bf16(), Run(root=tmp_path, replay_every=4)
-    config = GRPOConfig(steps=3, prompts_per_step=2, group_size=4, max_new_tokens=12, lr=1e-3, warmup=0, exact=True)
+    config = GRPOConfig(steps=3, prompts_per_step=2, group_size=4, max_new_tokens=48, lr=1e-3, warmup=0, exact=True)
     reward = lambda text, row, rollout: float(len(set(rollout.tokens)))  # noqa: E731
     rows_of(grpo(policy, None, PROBLEMS, config, reward=reward, run=run))
     found = run.replay(2)
