@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import pytest
+import safetensors.torch
 
 from grpolab.__main__ import TRAINING, main
 from grpolab.models import load_policy
@@ -119,3 +120,12 @@ def test_preferences_are_planned_and_trained_on(tmp_path, monkeypatch, capsys, m
     assert main([*asked, "--dry-run"]) == 0 and "8 a step" in capsys.readouterr().out
     assert main(asked) == 0 and "step 1/1" in capsys.readouterr().out
     assert (tmp_path / "runs" / f"cli_{method}" / "tiny" / "policy" / "config.json").is_file()
+
+
+def test_bf16_parameters_are_trained_and_saved_as_such(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["sft", "tiny", "--dtype", "bfloat16", "--steps", "1", "--batch-size", "4", "--problems", "8"]
+    assert main([*asked, "--dry-run"]) == 0 and "master weights" in capsys.readouterr().out
+    assert main(asked) == 0
+    tensors = safetensors.torch.load_file(tmp_path / "runs" / "cli_sft" / "tiny" / "policy" / "model.safetensors")
+    assert {str(t.dtype) for t in tensors.values()} == {"torch.bfloat16"}

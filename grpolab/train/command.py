@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--data", type=Path, required=name in ("dpo", "reward"), metavar="FILE.jsonl",
                         help=rows.get(name, "rows with prompt, chosen and rejected"))
     parser.add_argument("--name", default=f"cli_{name}", help="of the run's folder under runs/ (default %(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                        help="of the parameters; bfloat16 ones are trained over fp32 master weights (default %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan of memory and hours, and train nothing")
     if name == "grpo":
         parser.add_argument("--gym", metavar="NAME", help="a task of reasoning-gym in the place of --data (extra 'gym')")
@@ -112,7 +114,7 @@ def train(args: argparse.Namespace) -> int:
     config = config_from(args, args.config)
     rows, reward = read_task(args)
     seed_everything(config.seed)
-    policy = load_policy(args.model)
+    policy = load_policy(args.model, dtype=args.dtype)
     print(policy)
     if args.method in ("dpo", "reward"):
         rows = load_preferences(args.data, policy.tokenizer)
@@ -178,11 +180,11 @@ def prepare(method: str, policy, name: str, rows: list, config, reward):
         examples = demonstrations(policy, rows)
         return policy, None, lambda run: sft(policy, examples, config, run=run)
     if method == "grpo":
-        reference = load_policy(name) if config.kl_coef else None
+        reference = load_policy(name, dtype=policy.dtype) if config.kl_coef else None
         given = {"reward": reward} if reward else {}
         return policy, reference, lambda run: grpo(policy, reference, rows, config, run=run, **given)
     if method == "dpo":
-        reference = load_policy(name)
+        reference = load_policy(name, dtype=policy.dtype)
         return policy, reference, lambda run: dpo(policy, reference, rows, config, run=run)
     model = RewardModel.from_policy(policy)
     return model, None, lambda run: reward_model(model, rows, config, run=run)
