@@ -33,7 +33,7 @@ def test_every_field_is_a_flag(method, name):
     default = CONFIGS[method]()
     assert parsed(method) == default
     old = getattr(default, name)
-    new = OTHER.get(name, old + 1 if isinstance(old, int) else old + 0.5 if isinstance(old, float) else old)
+    new = OTHER.get(name, not old if isinstance(old, bool) else old + 1 if isinstance(old, int) else old + 0.5 if isinstance(old, float) else old)
     said = [str(x) for x in new] if isinstance(new, tuple) else [] if new is True else [str(new)]
     assert old != new
     assert parsed(method, "--" + name.replace("_", "-"), *said) == dataclasses.replace(default, **{name: new})
