@@ -14,7 +14,7 @@ from grpolab.train.command import CONFIGS, add_arguments, config_from, function
 OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
          "clip_eps": (0.1, 0.3), "max_logp_diff": (0.5, 2.0), "dual_clip": 3.0, "sampler_cap": 2.0,
-         "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True}  # fmt: skip
+         "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True, "exact": True}  # fmt: skip
 
 
 def parsed(method, *flags):
@@ -33,7 +33,7 @@ def test_every_field_is_a_flag(method, name):
     default = CONFIGS[method]()
     assert parsed(method) == default
     old = getattr(default, name)
-    new = OTHER.get(name, not old if isinstance(old, bool) else old + 1 if isinstance(old, int) else old + 0.5 if isinstance(old, float) else old)
+    new = OTHER.get(name, old + 1 if isinstance(old, int) else old + 0.5 if isinstance(old, float) else old)
     said = [str(x) for x in new] if isinstance(new, tuple) else [] if new is True else [str(new)]
     assert old != new
     assert parsed(method, "--" + name.replace("_", "-"), *said) == dataclasses.replace(default, **{name: new})
