@@ -14,7 +14,8 @@ from grpolab.train.command import CONFIGS, add_arguments, config_from, function
 OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
          "clip_eps": (0.1, 0.3), "max_logp_diff": (0.5, 2.0), "dual_clip": 3.0, "sampler_cap": 2.0,
-         "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True, "exact": True}  # fmt: skip
+         "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True,
+         "exact": True}  # fmt: skip
 
 
 def parsed(method, *flags):
