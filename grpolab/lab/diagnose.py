@@ -120,9 +120,9 @@ def diagnose(what: Run | Mapping | Sequence[Mapping], *, held_out: Sequence[tupl
 
 def _rows_of(what) -> list[dict]:
     if hasattr(what, "folder"):
-        from grpolab.lab.rebuild import metrics_of
+        from grpolab.lab.rebuild import rows_of
 
-        rows = what.metrics or [{"step": s} | row for s, row in metrics_of(what).items()]
+        rows = rows_of(what)
         if not rows:
             raise ValueError(f"{what.shown(what.folder)} holds no metrics: train into it first")
     else:

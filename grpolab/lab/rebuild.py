@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from operator import index
 from typing import TypeVar
 
 import torch
@@ -46,7 +47,7 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
 
     The `reference` of a run with a leash is its start unless another is given. Raises ValueError where no weights were kept,
     where a step between is not wholly on the record, and for files that are damaged."""
-    config, kept = config_of(run), run.kept()
+    step, config, kept = index(step), config_of(run), run.kept()
     eras = eras_of(run)
     before = [s for s in kept if s <= step]
     if not before or step > config.steps:
@@ -68,12 +69,20 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
             check_reference(policy, reference, era)
             prove_both(policy, reference, era, longest(steps))
         for s, groups, era in zip(range(start, step), steps, configs):
+            decay(optimiser, era)
             used = [g for g in groups if g.used]
             a = torch.tensor([g.advantages for g in used])
             row = grpo_update(policy, reference, [g.trained for g in used], era, optimiser, s, a)
             if not notes and (note := _differing(row, rows.get(s, {}), s)):
                 notes.append(note)
+    decay(optimiser, config_at(eras, step))
     return State(step, start, policy, optimiser, config_at(eras, step), tuple(notes))
+
+
+def decay(optimiser: torch.optim.Optimizer, config: GRPOConfig) -> None:
+    """Bring the weight decay of the configuration: it travels with an optimiser's state, which may be of another one."""
+    for group in optimiser.param_groups:
+        group["weight_decay"] = config.weight_decay
 
 
 def with_threads(threads: int | None, work: Callable[[], T]) -> T:
@@ -153,20 +162,43 @@ def restore(run: Run, step: int, policy: Policy, optimiser) -> None:
         raise ValueError(f"the weights kept in {folder} are not those that were written: their hash is another")
 
 
+def rows_of(run: Run) -> list[dict]:
+    """The rows of a run, of this process or as metrics.csv has them: numbers as numbers, what is none as text."""
+    return [dict(row) for row in run.metrics] or [{k: _value(v) for k, v in row.items() if v} for row in _table(run)]
+
+
 def metrics_of(run: Run) -> dict[int, dict[str, float]]:
     """Step -> the numbers of its row, as metrics.csv has them."""
+    return {int(float(row["step"])): {k: float(v) for k, v in row.items() if _number(v)} for row in _table(run)}
+
+
+def _table(run: Run) -> list[dict[str, str]]:
+    """The lines of metrics.csv that name a step; none without the file, ValueError where it is no table."""
+    limit = csv.field_size_limit(2**31 - 1)  # what a curriculum was told may be long
     try:
-        with open(run.folder / "metrics.csv", newline="") as file:
-            return {int(row["step"]): {k: float(v) for k, v in row.items() if _number(v)} for row in csv.DictReader(file)
-                    if _number(row.get("step"))}  # fmt: skip
-    except OSError:
-        return {}
+        with open(run.folder / "metrics.csv", newline="", errors="replace") as file:
+            return [row for row in csv.DictReader(file) if _number(row.get("step"))]
+    except FileNotFoundError:
+        return []
+    except (OSError, csv.Error) as error:
+        raise ValueError(f"{run.shown(run.folder / 'metrics.csv')} cannot be read: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _number(text: str | None) -> bool:
     try:
-        return text is not None and float(text) == float(text)
-    except ValueError:
+        return math.isfinite(float(text))
+    except (TypeError, ValueError):
         return False
 
 

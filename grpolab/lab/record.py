@@ -114,9 +114,11 @@ class Recorder:
     def sittings(self) -> list[dict]:
         """On what the run was computed: an entry for each loop that wrote here, from its first step on."""
         try:
-            return json.loads((self.folder / "sittings.json").read_text())
+            found = json.loads((self.folder / "sittings.json").read_text())
         except (OSError, ValueError):
             return []
+        known = isinstance(found, list) and all(isinstance(s, dict) and isinstance(s.get("from"), int) for s in found)
+        return found if known else []
 
     def files(self) -> list[Path]:
         return sorted(self.folder.glob("steps-*.jsonl.gz"))
@@ -140,13 +142,17 @@ class Recorder:
         return [step_of(lines) for path in self.files() for _, lines in members(path)]
 
     def groups(self, step: int) -> list[RecordedGroup]:
-        """The groups of a step as the loop handed them over; ValueError where the record holds none or not all of them."""
+        """The kept groups of a step as the loop handed them over; ValueError where the record holds none."""
+        return list(self.numbered(step).values())
+
+    def numbered(self, step: int) -> dict[int, RecordedGroup]:
+        """`groups` by their number in the step, which with keep=n is not their place among the kept ones."""
         lines = list(self.lines([step]))
         if not lines:
             held = self.steps()
             there = f"it holds {held[0]} to {held[-1]}" if held else "it holds none: Run(..., keep='all') keeps them"
             raise ValueError(f"step {step} is not in the record {self.folder}: {there}")
-        return [recorded(line) for line in lines]
+        return {line["group"]: recorded(line) for line in lines}
 
     def whole(self, step: int) -> list[RecordedGroup]:
         """`groups`, where every rollout of the step was kept; else ValueError."""

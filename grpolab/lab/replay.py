@@ -10,8 +10,9 @@ import io
 import json
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import index
 from pathlib import Path
 
 from grpolab.decode.sampler import Sampler
@@ -84,7 +85,8 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
 
     The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`rebuild`), with as
     many threads as the record names (`threads` takes another number)."""
-    groups = run.recorder.groups(step)
+    step = index(step)  # numpy's numbers, too
+    groups = run.recorder.numbered(step)
     wanted = chosen(groups, step, group, rollout)
     sitting = sitting_of(run.recorder.sittings(), step)
     used = threads or sitting.get("threads")
@@ -97,16 +99,24 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
     return with_threads(used, work)
 
 
-def chosen(groups: Sequence[RecordedGroup], step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
-    """(group, rollout) of those asked for; lost ones are left out."""
-    if group is not None and not 0 <= group < len(groups):
-        raise ValueError(f"step {step} has groups 0 to {len(groups) - 1}, not {group}")
-    places = range(len(groups)) if group is None else [group]
+Numbered = Mapping[int, RecordedGroup]  # by the number that a group has in its step
+
+
+def chosen(groups: Numbered, step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
+    """(group, rollout) of those asked for; lost ones are left out. ValueError where that leaves none."""
+    if group is not None and group not in groups:
+        numbers = list(groups)
+        held = f"0 to {len(numbers) - 1}" if numbers == list(range(len(numbers))) else ", ".join(map(str, numbers))
+        raise ValueError(f"step {step} has groups {held}, not {group}")
+    places = groups if group is None else [group]
     size = max(len(groups[g].group) for g in places)
     if rollout is not None and not 0 <= rollout < size:
         raise ValueError(f"group {group} of step {step} has rollouts 0 to {size - 1}, not {rollout}")
-    return [(g, i) for g in places for i in range(len(groups[g].group))
-            if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]  # fmt: skip
+    found = [(g, i) for g in places for i in range(len(groups[g].group))
+             if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]  # fmt: skip
+    if not found:
+        raise ValueError(f"all that was asked for of step {step} was lost with its environment: nothing was written")
+    return found
 
 
 def sitting_of(sittings: Sequence[dict], step: int) -> dict:
@@ -122,7 +132,7 @@ def differences(then: dict, now: dict) -> tuple[str, ...]:
                  if name != "policy" and name in then and then[name] != now[name])  # fmt: skip
 
 
-def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Sequence[RecordedGroup],
+def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Numbered,
                wanted: Sequence[tuple[int, int]], threads: int | None) -> tuple[tuple[Replayed, ...], dict]:
     """The wanted rollouts sampled again: (each compared with its record, on what it was computed now)."""
     params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
@@ -189,6 +199,7 @@ def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, 
            reference: Policy | None = None) -> Path:
     """One file (zip) with all that `replay_bundle` needs of a step elsewhere: its rollouts with ids and seeds, tokenizer and
     model configuration, versions, and the weights before it, or with `with_weights=False` their hash alone."""
+    step = index(step)
     lines = list(run.recorder.lines([step]))
     run.recorder.groups(step)  # says what is missing
     sitting = sitting_of(run.recorder.sittings(), step)
@@ -223,7 +234,7 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
     if (found := weights_hash(policy)) != about["weights"]:
         raise ValueError(f"{policy.name!r} has not the weights of the bundle {path}: their hash is {found[:12]}, that of the "
                          f"bundle's step {about['step']} {about['weights'][:12]}")  # fmt: skip
-    groups, sitting = [recorded(line) for line in lines], about["sitting"]
+    groups, sitting = {line["group"]: recorded(line) for line in lines}, about["sitting"]
     config, used = as_config(about["config"], path), threads or sitting.get("threads")
     wanted = chosen(groups, about["step"], group, rollout)
 

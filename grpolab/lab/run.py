@@ -141,7 +141,7 @@ class Run:
         None: all), with these columns (None: `record.COLUMNS` and the parts of the reward).
 
         Only the files that hold these steps are read. A warning names what a damaged one has lost."""
-        steps = [steps] if isinstance(steps, int) else steps
+        steps = [int(steps)] if hasattr(steps, "__index__") else steps
         return table(self.recorder.lines(steps, tell=warnings.warn), columns)
 
     def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
