@@ -134,6 +134,7 @@ def plans(base, start, calls) -> dict:
         "careful/no_leash": ((), lambda: single(again(), replace(CAREFUL, kl_coef=0.0))),
         "overfit": ((), lambda: single(again(), replace(PLAIN, steps=40, prompts_per_step=4, group_size=32, lr=5e-4,
                                                         advantage_kind="standardised"), doubtful)),
+        "bfloat16": ((), lambda: single(again(), replace(PLAIN, steps=10, autocast="bfloat16"))),
         "episodes/seed-0": ((), lambda: played(calls, LARGE, EPISODES)),
         "episodes/seed-1": ((), lambda: played(calls, LARGE, replace(EPISODES, seed=1))),
         "episodes/curriculum": ((), lambda: played(calls, curriculum(), replace(EPISODES, steps=24, prompts_per_step=8))),
@@ -173,7 +174,8 @@ def told(name: str, run: dict) -> str:
 
 async def main(wanted: list[str]) -> None:
     known = json.loads(RECORD.read_text()) if wanted else {}
-    base, start, calls = load_policy("tiny", device="cpu"), await taught(0), await caller()
+    base, start = load_policy("tiny", device="cpu"), await taught(0)
+    calls = await caller() if not wanted or any(name.startswith("episodes") for name in wanted) else None
     for name, (ill, work) in plans(base, start, calls).items():
         if not wanted or name.startswith(tuple(wanted)):
             known[name] = {"ill": list(ill), "rows": columns(await work())}

@@ -91,7 +91,7 @@ def test_the_recorded_episodes_of_a_step_are_paid_otherwise(run):
     assert torch.equal(flat(rebuild(same, 2).policy), flat(rebuild(run, 2).policy))
     seen = []
     other = forked(run, 1, "other", edit=with_reward(lambda text, task, r: seen.append(task) or length(text, task, r)))
-    assert seen[0] == groups[0].problem and {"a", "op", "b"} == vars(seen[0]).keys() if not isinstance(seen[0], dict) else True
+    assert vars(seen[0]) == groups[0].problem and len(seen) == 12
     new = other.recorder.groups(1)
     assert [r.reward for g in new for r in g.group] == [float(len(r.tokens)) for g in new for r in g.group]
     assert all(sum(g.advantages) == pytest.approx(0, abs=1e-4) for g in new)

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from grpolab.lab.run import Run
-from grpolab.lab.states import load_state, weights_hash
+from grpolab.lab.states import check_seal, load_state, weights_hash
 from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.sync import set_own_threads
@@ -153,6 +153,7 @@ def restore(run: Run, step: int, policy: Policy, optimiser) -> None:
     """The kept state before `step` into policy and optimiser; ValueError for one that is damaged or another model's."""
     folder = run.kept()[step]
     try:
+        check_seal(folder)
         state = load_state(folder, policy, optimiser)
     except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
         raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "

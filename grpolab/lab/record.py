@@ -43,6 +43,7 @@ class Recorder:
             raise ValueError(f"keep must be 'all', 'none' or a number of rollouts a step, got {keep!r}")
         self.folder, self.keep = folder, keep
         self.seconds, self.bytes, self.rollouts = 0.0, 0, 0
+        self._unsynced: set[Path] = set()  # files that were written since the last `sync`
         self._told: dict | None = None  # the sitting that the file of sittings holds
         self._spelt: tuple[Path | None, set[int]] = None, set()  # the file in progress, and the tokens that it spells
 
@@ -62,6 +63,7 @@ class Recorder:
             lines = "".join(json.dumps(line, default=_plain) + "\n" for line in lines)
             data = gzip.compress(lines.encode(), compresslevel=1, mtime=0)
             append_bytes(self.path(step), data, "the rollouts of a step")
+            self._unsynced.add(self.path(step))
             self.bytes += len(data)
             self.rollouts += sum(len(g.group) for _, g in kept)
         self.seconds += time.perf_counter() - began
@@ -70,6 +72,7 @@ class Recorder:
         """Keep what stands before step `steps` alone, as a loop that goes on from there needs it: the last file first, so
         that a kill in between leaves no gap."""
         self._told, self._spelt = None, (None, set())
+        self._unsynced.clear()
         for path in reversed(self.files()):
             if first_step(path) >= steps:
                 path.unlink()
@@ -87,9 +90,10 @@ class Recorder:
 
     def sync(self) -> None:
         """See that what was written is on the disk: a checkpoint must not outlive the record before it."""
-        if files := self.files()[-1:]:
-            with open(files[0], "rb") as file:
+        for path in sorted(self._unsynced):
+            with open(path, "rb") as file:
                 os.fsync(file.fileno())
+        self._unsynced.clear()
 
     def path(self, step: int) -> Path:
         return self.folder / f"steps-{step // RANGE * RANGE:08d}.jsonl.gz"

@@ -27,7 +27,7 @@ import torch
 from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, unlock_folder
 from grpolab.lab.kept import KeptWeights
 from grpolab.lab.record import Recorder, table
-from grpolab.lab.states import computed_on, load_state, put_weights, save_state, weights, weights_hash
+from grpolab.lab.states import check_seal, computed_on, load_state, put_weights, save_state, seal, weights, weights_hash
 from grpolab.rollouts import RecordedGroup
 
 
@@ -283,6 +283,7 @@ class Run:
                        data=self._data)
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)
+            seal(folder)
         self._drop_checkpoints(keep=target)
         return target
 
@@ -293,6 +294,7 @@ class Run:
         if newest is None:
             return 0
         try:
+            check_seal(newest)
             if json.loads((newest / "state.json").read_text())["config"] != plain:
                 self.drop_checkpoint()
                 return 0
