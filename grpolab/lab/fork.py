@@ -30,8 +30,8 @@ from grpolab.lab import plots
 from grpolab.lab.rebuild import FORKED, State, decay, eras_of, load_kept, longest, rebuild, rows_of, with_threads
 from grpolab.lab.replay import sitting_of
 from grpolab.lab.rescore import as_problem, paid_by
-from grpolab.lab.run import Run
-from grpolab.lab.states import weights_hash
+from grpolab.lab.run import Run, configured
+from grpolab.lab.states import data_hash, weights_hash
 from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.train.advantages import advantages, reward_tensor
@@ -125,7 +125,8 @@ def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit |
         shutil.copytree(part, twin.folder / "replay" / part.name, copy_function=_link)
     eras = [(end, asdict(c)) for end, c in eras_of(run)]
     before = [(min(end, state.step), c) for i, (end, c) in enumerate(eras) if not i or eras[i - 1][0] < state.step]
-    atomic_write(twin.folder / FORKED, json.dumps(before) + "\n")
+    before = json.loads(json.dumps(before))  # as it is going to be read
+    atomic_write(twin.folder / FORKED, json.dumps({"eras": before, "hash": data_hash([before])}) + "\n")
     rows = {row["step"]: row for row in rows_of(run)}
     twin.metrics = [row for s, row in rows.items() if s < state.step]
     done, policy = state.step, state.policy
@@ -149,7 +150,7 @@ def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit |
         done += 1
     twin.save_checkpoint(done, config, policy, state.optimiser)
     twin.keep_for_replay(done, config, policy, state.optimiser)
-    note = {"start": weights_hash(policy), "base": policy.name, "config": asdict(config)}
+    note = {"start": weights_hash(policy), "base": policy.name} | configured(config)
     atomic_write(twin.folder / "run.json", json.dumps(note, indent=1) + "\n")
     twin._write_table()
     return done

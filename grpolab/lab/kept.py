@@ -46,6 +46,6 @@ class KeptWeights:
         print(f"weights and optimiser are kept for replay every {self.every} steps: {number} times up to {one / 1e6:.1f} MB, "
               f"{one * number / 1e6:.0f} MB in all")
         if not (self.folder / "policy").exists() or not steps:
-            policy.save(self.folder / "policy")
+            seal(policy.save(self.folder / "policy"))
         if steps not in self.kept():
             self.keep(steps, plain, policy, optimiser)

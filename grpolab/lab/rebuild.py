@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from grpolab.lab.run import Run
-from grpolab.lab.states import check_seal, load_state, weights_hash
+from grpolab.lab.states import check_seal, data_hash, load_state, weights_hash
 from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.sync import set_own_threads
@@ -100,10 +100,15 @@ def with_threads(threads: int | None, work: Callable[[], T]) -> T:
 def config_of(run: Run) -> GRPOConfig:
     """The configuration of the run's last loop."""
     try:
-        return as_config(json.loads((run.folder / "run.json").read_text())["config"], run.shown(run.folder))
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+        note = json.loads((run.folder / "run.json").read_text())
+        plain, noted = dict(note["config"]), note.get("config_hash")
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{run.shown(run.folder)} holds no run that can be replayed: its run.json cannot be read "
-                         f"({error})") from error
+                         f"({error!r})") from error
+    config = as_config(plain, run.shown(run.folder))
+    if noted is not None and noted != data_hash([plain]):
+        raise ValueError(f"{run.shown(run.folder / 'run.json')} is damaged: its configuration is not the one that was written")
+    return config
 
 
 FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
@@ -115,10 +120,13 @@ def eras_of(run: Run) -> Eras:
     A run that is no fork has that one alone. ValueError for a file that is damaged."""
     path = run.folder / FORKED
     try:
-        left = [(int(step), as_config(plain, run.shown(path))) for step, plain in json.loads(path.read_text())]
+        noted = json.loads(path.read_text())
+        if noted["hash"] != data_hash([noted["eras"]]):
+            raise ValueError("it is not as it was written")
+        left = [(int(step), as_config(plain, run.shown(path))) for step, plain in noted["eras"]]
     except FileNotFoundError:
         left = []
-    except (OSError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(f"{run.shown(path)} cannot be read, so nobody knows with which configuration the steps before the "
                          f"fork were computed ({error}): fork again") from error
     return [*left, (math.inf, config_of(run))]
@@ -139,8 +147,14 @@ def as_config(plain: dict, where) -> GRPOConfig:
 
 
 def load_kept(run: Run) -> Policy:
-    """The policy that the run started from."""
-    return load_policy(str(run.folder / "replay" / "policy"), device=device_of(run.recorder.sittings()), tell=False)
+    """The policy that the run started from; ValueError where its files are missing or damaged."""
+    folder = run.folder / "replay" / "policy"
+    try:
+        check_seal(folder)
+        return load_policy(str(folder), device=device_of(run.recorder.sittings()), tell=False)
+    except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
+        raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
+                         f"({error}): copy that folder from a whole one, or train again") from error
 
 
 def device_of(sittings: list[dict]) -> str | None:

@@ -21,12 +21,13 @@ from grpolab.files import atomic_write
 from grpolab.lab.rebuild import as_config, device_of, rebuild, with_threads
 from grpolab.lab.record import recorded
 from grpolab.lab.run import Run
-from grpolab.lab.states import computed_on, weights, weights_hash
+from grpolab.lab.states import computed_on, weights_hash
 from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup, Rollout
 from grpolab.train.grpo import GRPOConfig
 
 BUNDLE = 1  # the format of a bundle
+TEXTS, WEIGHTS = {".json", ".jinja", ".txt", ".model"}, ".safetensors"  # of a saved policy
 
 
 @dataclass(frozen=True)
@@ -210,13 +211,10 @@ def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, 
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("bundle.json", json.dumps(about, indent=1))
         file.writestr("rollouts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        for part in sorted((run.folder / "replay" / "policy").iterdir()):
-            if part.suffix != ".safetensors":
-                file.writestr(f"policy/{part.name}", part.read_bytes())
-        if with_weights:
-            from safetensors.torch import save
-
-            file.writestr("policy/model.safetensors", save(weights(state.policy), {"format": "pt"}))
+        with tempfile.TemporaryDirectory() as folder:
+            for part in sorted(state.policy.save(Path(folder) / "policy").iterdir()):
+                if part.suffix in TEXTS or part.suffix == WEIGHTS and with_weights:
+                    file.write(part, f"policy/{part.name}")
     return atomic_write(path, buffer.getvalue())
 
 
@@ -228,29 +226,33 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
         with zipfile.ZipFile(path) as file:
             about = json.loads(file.read("bundle.json"))
             lines = [json.loads(line) for line in file.read("rollouts.jsonl").splitlines()]
-            policy = policy or _bundled(file, about)
-    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError, EOFError) as error:
+            bare = policy is None and not any(name.endswith(WEIGHTS) for name in file.namelist())
+            policy = policy if policy or bare else _bundled(file, about)
+            groups = {line["group"]: recorded(line) for line in lines}
+            step, sitting, config = index(about["step"]), dict(about["sitting"]), as_config(dict(about["config"]), path)
+            noted, notes = str(about["weights"]), tuple(map(str, about["notes"]))
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each layer of a damaged file, or of one made by others, raises types of its own
         raise ValueError(f"{path} is not a whole bundle of a step ({error}): make it again with run.bundle") from error
-    if (found := weights_hash(policy)) != about["weights"]:
+    if bare:
+        raise ValueError(f"the bundle of step {step} came without weights: give the policy that has them, hash {noted[:12]}")
+    if (found := weights_hash(policy)) != noted:
         raise ValueError(f"{policy.name!r} has not the weights of the bundle {path}: their hash is {found[:12]}, that of the "
-                         f"bundle's step {about['step']} {about['weights'][:12]}")  # fmt: skip
-    groups, sitting = {line["group"]: recorded(line) for line in lines}, about["sitting"]
-    config, used = as_config(about["config"], path), threads or sitting.get("threads")
-    wanted = chosen(groups, about["step"], group, rollout)
+                         f"bundle's step {step} {noted[:12]}")  # fmt: skip
+    used, wanted = threads or sitting.get("threads"), chosen(groups, step, group, rollout)
 
     def work():
-        found, now = regenerate(policy, config, about["step"], groups, wanted, used)
-        return Replay(found, (*about["notes"], *differences(sitting, now)), None)
+        found, now = regenerate(policy, config, step, groups, wanted, used)
+        return Replay(found, (*notes, *differences(sitting, now)), None)
 
     return with_threads(used, work)
 
 
 def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
     """The policy inside a bundle; its files are written under their own names, never under a path from the file."""
-    names = [n for n in file.namelist() if n.startswith("policy/") and n == f"policy/{Path(n).name}"]
-    if "policy/model.safetensors" not in names:
-        raise ValueError(f"the bundle of step {about['step']} came without weights: give the policy that has them, hash "
-                         f"{about['weights'][:12]}")
+    names = [n for n in file.namelist() if n.startswith("policy/") and n == f"policy/{Path(n).name}"
+             and Path(n).suffix in {*TEXTS, WEIGHTS}]  # nothing that would be unpickled
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / Path(name).name).write_bytes(file.read(name))
