@@ -58,7 +58,8 @@ def browse(run: Run, path: str | Path | None = None, *, steps: Iterable[int] | N
     wanted = None if steps is None else set(steps)
     numbers = [(line["step"], line["group"], size_of(line)) for line in run.recorder.lines(wanted, tell=warnings.warn)]
     if not numbers:
-        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: it needs keep='all' or a number")
+        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
+                         "multi_turn_grpo leave them, unless keep='none'")
     numbers_a_token = 1 + (now is not None) + (reference is not None)
     room = max(biggest / 2, biggest - 20_000 - 1000 * prompts * (compare is not None))
     share = min(1.0, room / (numbers_a_token * sum(size for *_, size in numbers)))

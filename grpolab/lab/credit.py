@@ -18,8 +18,8 @@ import torch
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab import plots
-from grpolab.lab.rebuild import rebuild, with_threads
-from grpolab.lab.replay import chosen, sitting_of
+from grpolab.lab.rebuild import rebuild, sitting_of, with_threads
+from grpolab.lab.replay import chosen
 from grpolab.lab.rescore import as_problem
 from grpolab.lab.run import Run
 from grpolab.models import Policy

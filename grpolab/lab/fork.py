@@ -27,8 +27,7 @@ from grpolab.env.dialect import TEXT, Dialect
 from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
-from grpolab.lab.rebuild import FORKED, State, decay, eras_of, load_kept, longest, rebuild, rows_of, with_threads
-from grpolab.lab.replay import sitting_of
+from grpolab.lab.rebuild import FORKED, State, decay, eras_of, load_kept, longest, rebuild, rows_of, sitting_of, with_threads
 from grpolab.lab.rescore import as_problem, paid_by
 from grpolab.lab.run import Run, configured
 from grpolab.lab.states import data_hash, weights_hash
@@ -36,7 +35,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, grpo_update, prove_both, trainer_logps
-from grpolab.train.loop import make_optimiser
+from grpolab.train.loop import dropout_of, make_optimiser
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.rewards import Reward, ask_any, finished_and_correct
 
@@ -145,8 +144,13 @@ def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit |
         a = torch.tensor([g.advantages for g in groups])
         trained = [g.trained for g in groups]
         told = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
-        twin.metrics.append({"step": done} | describe(trained)
-                            | grpo_update(policy, reference, trained, config, state.optimiser, done, a) | told)  # fmt: skip
+        try:
+            with dropout_of(policy, config.seed, done):
+                row = grpo_update(policy, reference, trained, config, state.optimiser, done, a)
+        except RuntimeError as error:
+            raise ValueError(f"the rollouts of step {done} are not those of its weights: the record is another run's, or the "
+                             f"edit gave them log-probs of its own ({error})") from error
+        twin.metrics.append({"step": done} | describe(trained) | row | told)
         done += 1
     twin.save_checkpoint(done, config, policy, state.optimiser)
     twin.keep_for_replay(done, config, policy, state.optimiser)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from operator import index
@@ -23,7 +23,7 @@ from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.sync import set_own_threads
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
-from grpolab.train.loop import make_optimiser
+from grpolab.train.loop import dropout_of, make_optimiser
 
 T = TypeVar("T")
 
@@ -68,11 +68,17 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
         for era in dict.fromkeys(configs):
             check_reference(policy, reference, era)
             prove_both(policy, reference, era, longest(steps))
+        policy.model.train(bool(sitting_of(run.recorder.sittings(), start).get("training")))
         for s, groups, era in zip(range(start, step), steps, configs):
             decay(optimiser, era)
             used = [g for g in groups if g.used]
             a = torch.tensor([g.advantages for g in used])
-            row = grpo_update(policy, reference, [g.trained for g in used], era, optimiser, s, a)
+            try:
+                with dropout_of(policy, era.seed, s):
+                    row = grpo_update(policy, reference, [g.trained for g in used], era, optimiser, s, a)
+            except RuntimeError as error:  # the sampler's log-probs on the record are not those of these weights
+                raise ValueError(f"the recorded rollouts of step {s} are not those of the weights kept in {kept[start]}, so "
+                                 f"the record or the weights are another run's ({error})") from error
             if not notes and (note := _differing(row, rows.get(s, {}), s)):
                 notes.append(note)
     decay(optimiser, config_at(eras, step))
@@ -83,6 +89,11 @@ def decay(optimiser: torch.optim.Optimizer, config: GRPOConfig) -> None:
     """Bring the weight decay of the configuration: it travels with an optimiser's state, which may be of another one."""
     for group in optimiser.param_groups:
         group["weight_decay"] = config.weight_decay
+
+
+def sitting_of(sittings: Sequence[dict], step: int) -> dict:
+    """On what the step was computed; nothing where that is not known."""
+    return next((s for s in reversed(sittings) if s["from"] <= step), {})
 
 
 def with_threads(threads: int | None, work: Callable[[], T]) -> T:

@@ -154,7 +154,8 @@ class Recorder:
         lines = list(self.lines([step]))
         if not lines:
             held = self.steps()
-            there = f"it holds {held[0]} to {held[-1]}" if held else "it holds none: Run(..., keep='all') keeps them"
+            there = f"it holds {held[0]} to {held[-1]}" if held else (
+                "it holds none (grpo and multi_turn_grpo fill it, unless keep='none')")
             raise ValueError(f"step {step} is not in the record {self.folder}: {there}")
         return {line["group"]: recorded(line) for line in lines}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.rebuild import as_config, device_of, rebuild, with_threads
+from grpolab.lab.rebuild import as_config, device_of, rebuild, sitting_of, with_threads
 from grpolab.lab.record import recorded
 from grpolab.lab.run import Run
 from grpolab.lab.states import computed_on, weights_hash
@@ -120,17 +120,12 @@ def chosen(groups: Numbered, step: int, group: int | None, rollout: int | None) 
     return found
 
 
-def sitting_of(sittings: Sequence[dict], step: int) -> dict:
-    """On what the step was computed; nothing where that is not known."""
-    return next((s for s in reversed(sittings) if s["from"] <= step), {})
-
-
 def differences(then: dict, now: dict) -> tuple[str, ...]:
     """What a computation depends on, where it is not as recorded."""
     if not then:
         return ("on what the step was computed is not known: sittings.json is missing or damaged",)
     return tuple(f"{name} {now[name]!r}, recorded {then[name]!r}" for name in now
-                 if name != "policy" and name in then and then[name] != now[name])  # fmt: skip
+                 if name not in ("policy", "training") and name in then and then[name] != now[name])  # fmt: skip
 
 
 def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Numbered,

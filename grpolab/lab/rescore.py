@@ -74,7 +74,8 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
         warnings.warn(f"{parted} groups are on the record in part (keep=n), so that nobody knows their mean: left out",
                       stacklevel=2)
     if not lines:
-        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: it needs keep='all' or a number")
+        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
+                         "multi_turn_grpo leave them, unless keep='none'")
     rollouts, groups, told = [], [], []
     for step, members in lines.items():
         found, faults = [recorded(line) for line in members], Faults()

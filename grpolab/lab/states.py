@@ -133,6 +133,7 @@ def computed_on(policy, engine: str = "") -> dict:
         "transformers": _version("transformers"), "system": platform.system(), "processor": processor(),
         "device": torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type,
         "dtype": str(policy.dtype), "threads": torch.get_num_threads(), "policy": policy.name, "engine": engine,
+        "training": any(m.training for m in policy.model.modules()),  # then the update had its dropout
     }  # fmt: skip
 
 
