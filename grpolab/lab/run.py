@@ -24,10 +24,20 @@ from typing import Any
 
 import torch
 
-from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, unlock_folder
+from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, remove_folder, unlock_folder
 from grpolab.lab.kept import KeptWeights
 from grpolab.lab.record import Recorder, table
-from grpolab.lab.states import computed_on, load_state, put_weights, save_state, weights, weights_hash
+from grpolab.lab.states import (
+    check_seal,
+    computed_on,
+    data_hash,
+    load_state,
+    put_weights,
+    save_state,
+    seal,
+    weights,
+    weights_hash,
+)
 from grpolab.rollouts import RecordedGroup
 
 
@@ -141,7 +151,7 @@ class Run:
         None: all), with these columns (None: `record.COLUMNS` and the parts of the reward).
 
         Only the files that hold these steps are read. A warning names what a damaged one has lost."""
-        steps = [steps] if isinstance(steps, int) else steps
+        steps = [int(steps)] if hasattr(steps, "__index__") else steps
         return table(self.recorder.lines(steps, tell=warnings.warn), columns)
 
     def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
@@ -222,7 +232,7 @@ class Run:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
+        atomic_write(self.folder / "run.json", json.dumps(note | configured(plain) | {"data": data}, indent=1) + "\n")
         self.recorder.rewind(steps)
         self.weights.begin(steps, plain, policy, optimiser)
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
@@ -277,12 +287,12 @@ class Run:
         """
         self.recorder.sync()
         target = self.folder / f"checkpoint-{step:08d}"
-        shutil.rmtree(target, ignore_errors=True)
         with atomic_folder(target) as folder:
             save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
                        data=self._data)
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)
+            seal(folder)
         self._drop_checkpoints(keep=target)
         return target
 
@@ -293,6 +303,7 @@ class Run:
         if newest is None:
             return 0
         try:
+            check_seal(newest)
             if json.loads((newest / "state.json").read_text())["config"] != plain:
                 self.drop_checkpoint()
                 return 0
@@ -328,7 +339,7 @@ class Run:
     def _drop_checkpoints(self, keep: Path | None) -> None:
         for folder in self._checkpoints():
             if folder != keep:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
 
     def _clear_partial(self) -> None:
         """Remove what a killed process was writing."""
@@ -362,6 +373,12 @@ def _forget(path: Path, process: int, inode: int) -> None:
     """Delete a start whose model is gone, unless a fork asks or the file is another's by now."""
     if os.getpid() == process and path.exists() and path.stat().st_ino == inode:
         path.unlink()
+
+
+def configured(config) -> dict:
+    """What run.json says of a configuration, with a hash by which `lab.rebuild` sees that it is the one that was written."""
+    plain = _plain_config(config)
+    return {"config": plain, "config_hash": data_hash([plain])}
 
 
 def _plain_config(config) -> dict:

@@ -24,6 +24,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
+from grpolab.sync import run_sync
 from grpolab.train.advantages import number
 from grpolab.train.loop import off_loop
 
@@ -89,6 +90,30 @@ def _ask(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults |
             raise
         return faults.note(error)
     return number(value, name_of(reward))
+
+
+def ask_any(
+    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
+    faults: Faults | None = None,
+) -> list[list[float | None]]:
+    """`ask_all` from synchronous code, of an async reward too, which is asked for all of these rollouts at once."""
+    if not is_async(reward):
+        return ask_all(reward, texts, rows, groups, faults)
+
+    async def ask(text, row, rollout):
+        try:
+            value = await reward(text, row, rollout)
+        except Exception as error:
+            if faults is None:
+                raise
+            return faults.note(error)
+        return number(value, name_of(reward))
+
+    async def everything():
+        found = iter(await asyncio.gather(*(ask(t, row, r) for ts, row, g in zip(texts, rows, groups) for t, r in zip(ts, g))))
+        return [[next(found) for _ in g] for g in groups]
+
+    return run_sync(everything())
 
 
 async def sample_and_score(
