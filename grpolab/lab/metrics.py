@@ -39,6 +39,7 @@ METRICS = {
     "completion_length": Metric("tokens in a completion, mean"),
     "truncated": Metric("share of completions cut at the token limit", high=0.1),
     "loss": Metric("what the optimiser lowers"),
+    "held_out_loss": Metric("the loss on examples that no step trains on, nats a token"),
     "margin": Metric("how far the chosen answer lies above the rejected one", low=0.0),
     "accuracy": Metric("share of pairs whose chosen answer is ahead; 0.5 is a coin", low=0.5),
     "logps_chosen": Metric("log-probability of the chosen answers, nats"),

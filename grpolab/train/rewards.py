@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from grpolab.chat import prompt_ids
 from grpolab.checker import correct_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
+from grpolab.tasks import prompt_of
 from grpolab.train.advantages import number
 from grpolab.train.loop import off_loop
 
@@ -149,6 +151,28 @@ def report(faults: Faults, rollouts: int, told: list[str]) -> dict:
         warnings.warn(f"a reward raised {faults.first!r}; its rollout abstains, and rows count such rollouts as "
                       "reward_errors", stacklevel=2)
     return {"reward_errors": faults.count}
+
+
+def held_out_reward(
+    rows: Sequence[Any], reward: Reward = finished_and_correct, *, samples: int = 0, max_new_tokens: int = 32, seed: int = 0
+) -> Callable[[Policy], Awaitable[float]]:
+    """A measure for a `Selection`: the mean reward over `rows`, each asked greedily or `samples` times at temperature 1. What
+    abstains does not count; where everything does it is NaN."""
+    if not rows:
+        raise ValueError("there are no held-out rows to measure on")
+    params = SamplingParams(greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
+    told: list[str] = []
+
+    async def measure(policy: Policy) -> float:
+        prompts = await off_loop(lambda: [prompt_ids(policy.tokenizer, prompt_of(row)) for row in rows])
+        faults = Faults()
+        async with await off_loop(lambda: Sampler(policy)) as sampler:
+            groups = await sample_and_score(policy, sampler, rows, prompts, samples or 1, params, reward, faults)
+        report(faults, len(rows) * (samples or 1), told)
+        given = [r for g in groups for r in g.rewards if r is not None]
+        return sum(given) / len(given) if given else float("nan")
+
+    return measure
 
 
 def watched(
