@@ -69,6 +69,14 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         raise
 
 
+def drop_folder(path: Path) -> None:
+    """Remove a folder, which loses its name first: a kill in between leaves no half of it there."""
+    gone = path.with_name(f".{path.name}.gone.partial")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def append_line(path: Path, line: str) -> None:
     append_bytes(path, line.encode(), "a row of metrics")
 

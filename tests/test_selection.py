@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import math
 import random
-import shutil
 
 import pytest
 import torch
@@ -181,7 +180,7 @@ def test_the_best_is_never_half_written(tmp_path, monkeypatch):
             train(load_policy("tiny"), run)
     assert torch.equal(weights(run.best()), seen[0]) and [r["steps"] for r in table(run)] == [0]
     with monkeypatch.context() as patch:  # the new one stands, and the old one is dropped half-way
-        patch.setattr(shutil, "rmtree", lambda path, **_: None)
+        patch.setattr("grpolab.lab.selection.drop_folder", lambda path: None)
         again = Run("x", root=tmp_path, select=Selection(measure, every=3))
         train(load_policy("tiny"), again)
     assert len(list(run.folder.glob("best-*"))) == 2 and torch.equal(weights(again.best()), seen[3])

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, unlock_folder
+from grpolab.files import HELD, append_line, atomic_folder, atomic_write, drop_folder, lock_folder, unlock_folder
 from grpolab.lab.kept import KeptWeights
 from grpolab.lab.record import Recorder, table
 from grpolab.lab.selection import PREFIX, Selected, Selection
@@ -365,7 +365,7 @@ class Run:
     def _drop_checkpoints(self, keep: Path | None) -> None:
         for folder in self._checkpoints():
             if folder != keep:
-                shutil.rmtree(folder, ignore_errors=True)
+                drop_folder(folder)
 
     def _clear_partial(self) -> None:
         """Remove what a killed process was writing."""

@@ -16,7 +16,6 @@ import inspect
 import io
 import json
 import math
-import shutil
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from grpolab.files import atomic_folder, atomic_write
+from grpolab.files import atomic_folder, atomic_write, drop_folder
 
 SCORE = "score"  # the name of a measure that gives one number
 PREFIX = "eval_"  # of what was measured, in a step's row
@@ -77,7 +76,7 @@ class Selected:
         keeps it. ValueError where it was chosen by another number."""
         if not steps:
             for folder in self._folders():
-                _drop(folder)
+                drop_folder(folder)
             self._path.unlink(missing_ok=True)
         self.rows = self.read()
         best = self.best()
@@ -117,7 +116,7 @@ class Selected:
             (folder / "best.json").write_text(json.dumps(about) + "\n")
         for other in self._folders():
             if other != target:
-                _drop(other)
+                drop_folder(other)
 
     def _folders(self) -> list[Path]:
         return [d for d in self.folder.glob("best-*") if (d / "best.json").is_file()]
@@ -133,8 +132,3 @@ class Selected:
         with open(self._path, newline="") as file:
             rows = list(csv.DictReader(file))
         return {int(row.pop("steps")): {name: float(value) for name, value in row.items() if value} for row in rows}
-
-
-def _drop(folder: Path) -> None:
-    (folder / "best.json").unlink()  # first: what a kill leaves is then no policy
-    shutil.rmtree(folder)
