@@ -56,3 +56,4 @@ METRICS = {
     "tokens_per_s": Metric("tokens trained on in a second"),
 }
 UNKNOWN = Metric("")
+MEASURED = Metric("measured on the way, every so many steps (`Selection`)")
