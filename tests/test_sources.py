@@ -191,3 +191,75 @@ def test_refills_are_not_for_a_curriculum(tiny):
 
 def test_rows_of_the_same_content_count_once():
     assert distinct([{"a": 1, "b": 2}, 3, {"b": 2, "a": 1}, 3, [1]]) == [{"a": 1, "b": 2}, 3, [1]]
+
+
+# --- a source of one's own --------------------------------------------------------------------------------------------
+
+
+def from_source(policy, source, config=CONFIG):
+    async def collect():
+        return [row async for row in grpo_from(policy, None, source, config, longest=64)]
+
+    return asyncio.run(collect())
+
+
+async def sampled_groups(policy, step, size=4, n=2):
+    async with Sampler(policy) as sampler:
+        prompts = [prompt_ids(policy.tokenizer, row["prompt"]) for row in ROWS[:n]]
+        groups = await sampler.sample(prompts, group_size=size, params=SamplingParams(max_new_tokens=6, seed=step))
+        return [g.with_rewards([float(len(r.tokens) + i) for i, r in enumerate(g)]) for g in groups]
+
+
+def test_a_source_may_be_an_object_and_give_the_groups_alone(tiny):
+    class Source:
+        asked = []
+
+        async def __call__(self, step):
+            self.asked.append(step)
+            return await sampled_groups(tiny, step)
+
+    before, source = weights(tiny), Source()
+    rows = from_source(tiny, source)
+    assert source.asked == [0, 1] and all(row["trained_groups"] == 2 for row in rows)
+    assert not torch.equal(before, weights(tiny))
+
+
+@pytest.mark.parametrize("given, error, says", [
+    (lambda groups: [], ValueError, "gave no groups"), (lambda groups: "groups", TypeError, "hold 'groups', a str"),
+    (lambda groups: [list(groups[0])], TypeError, "a list"), (lambda groups: None, TypeError, "None, a NoneType"),
+    (lambda groups: Drawn([*groups, Group(groups[0].rollouts[:2])]), ValueError, r"groups of \[2, 4\] rollouts"),
+])  # fmt: skip
+def test_what_a_source_gives_is_checked_before_a_weight_moves(tiny, given, error, says):
+    async def source(step):
+        return given(await sampled_groups(tiny, step))
+
+    before = weights(tiny)
+    with pytest.raises(error, match=says):
+        from_source(tiny, source)
+    assert torch.equal(before, weights(tiny))
+
+
+def test_slow_rewards_overlap_with_each_other_and_with_decoding(tiny):
+    """Of twelve rewards of 0.2 s, asked as the rollouts finish, the first is done before the last is asked; the time in which
+    any of them waits is far from their sum."""
+    spans = []
+
+    async def judge(text, row, rollout):
+        began = time.perf_counter()
+        await asyncio.sleep(0.2)
+        spans.append((began, time.perf_counter()))
+        return 1.0
+
+    async def run():
+        async with Sampler(tiny, slots=4) as sampler:
+            prompts = [prompt_ids(tiny.tokenizer, row["prompt"]) for row in ROWS]
+            params = SamplingParams(max_new_tokens=200, seed=0, ignore_eos=True)
+            return await sample_and_score(tiny, sampler, ROWS, prompts, 2, params, judge, Faults())
+
+    groups = asyncio.run(run())
+    waited, until = 0.0, 0.0
+    for began, ended in sorted(spans):
+        waited, until = waited + max(0.0, ended - max(began, until)), max(until, ended)
+    assert len(spans) == 12 and all(r.reward == 1.0 for g in groups for r in g)
+    assert waited < 0.6 * sum(ended - began for began, ended in spans)
+    assert min(ended for _, ended in spans) < max(began for began, _ in spans)
