@@ -25,7 +25,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.tasks import prompt_of
+from grpolab.tasks import prompt_of, value_of
 from grpolab.train.advantages import number
 from grpolab.train.loop import off_loop
 
@@ -34,8 +34,15 @@ Reward = Callable[[str, Any, Rollout], Any]
 
 def finished_and_correct(text: str, problem: Any, rollout: Rollout) -> float:
     """1.0 for a right boxed answer in a completion that the policy ended itself, else 0.0. A reward for the box alone
-    would never ask for the end token, and the policy would forget to stop."""
-    return correct_reward(text, problem.answer) if rollout.finish_reason == "eos" else 0.0
+    would never ask for the end token, and the policy would forget to stop. ValueError for a row without an integer `answer`."""
+    answer = value_of(problem, "answer")
+    if not isinstance(answer, int):
+        try:
+            answer = int(str(answer))
+        except ValueError:
+            raise ValueError(f"the answer {answer!r:.40} of a row is no integer, which is all that a box can hold: give "
+                             "another reward, e.g. tasks.right_number") from None
+    return correct_reward(text, answer) if rollout.finish_reason == "eos" else 0.0
 
 
 def name_of(reward: Reward) -> str:
@@ -74,13 +81,45 @@ def ask_all(
     """The reward of each rollout of each group (B, G), whose completions are `texts`; errors as `score` says."""
     if not hasattr(reward, "batch"):
         return [[_ask(reward, t, row, r, faults) for t, r in zip(ts, g)] for ts, row, g in zip(texts, rows, groups)]
-    rollouts = [r for g in groups for r in g]
+    return _spread(reward, reward.batch(*_flat(texts, rows, groups)), groups)
+
+
+def _flat(texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]]) -> tuple[list, list, list]:
+    """What a `batch` takes: a text, a row and a rollout for each."""
     asked = [row for row, g in zip(rows, groups) for _ in g]
-    rewards = list(reward.batch([t for ts in texts for t in ts], asked, rollouts))
-    if len(rewards) != len(rollouts):
-        raise ValueError(f"{reward!r} gave {len(rewards)} rewards for {len(rollouts)} rollouts: give each its own, or None")
-    left = iter(rewards)
-    return [[number(next(left), name_of(reward)) for _ in g] for g in groups]
+    return [t for ts in texts for t in ts], asked, [r for g in groups for r in g]
+
+
+def _spread(reward: Reward, given: Any, groups: Sequence[Sequence[Rollout]]) -> list[list[float | None]]:
+    """What a `batch` gave, by group."""
+    wanted, name = sum(map(len, groups)), name_of(reward)
+    try:
+        left = list(given)
+    except TypeError:
+        raise TypeError(f"the batch of the reward {name!r} gave {given!r:.60}: it gives a list of a number, or None, for each "
+                        f"of its {wanted} rollouts") from None
+    if len(left) != wanted:
+        raise ValueError(f"the batch of the reward {name!r} gave {len(left)} rewards for {wanted} rollouts: give each its own, "
+                         "or None")
+    numbers = iter(left)
+    return [[number(next(numbers), name) for _ in g] for g in groups]
+
+
+async def scored(
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults
+) -> list[Group]:
+    """`score` by any reward, also one that is async."""
+    together = inspect.iscoroutinefunction(getattr(reward, "batch", None))
+    if not (together or is_async(reward)):
+        return await off_loop(lambda: score(policy, rows, groups, reward, faults))
+    texts = [[policy.decode(r.tokens) for r in g] for g in groups]
+    if together:
+        rewards = _spread(reward, await reward.batch(*_flat(texts, rows, groups)), groups)
+    else:
+        asked = zip(*_flat(texts, rows, groups))
+        given = iter(await asyncio.gather(*(_await(reward, text, row, rollout, faults) for text, row, rollout in asked)))
+        rewards = [[next(given) for _ in g] for g in groups]
+    return [g.with_rewards(of) for g, of in zip(groups, rewards)]
 
 
 def _ask(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults | None) -> float | None:
@@ -89,6 +128,14 @@ def _ask(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults |
     except Exception as error:
         if faults is None:
             raise
+        return faults.note(error)
+    return number(value, name_of(reward))
+
+
+async def _await(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults) -> float | None:
+    try:
+        value = await reward(text, row, rollout)
+    except Exception as error:
         return faults.note(error)
     return number(value, name_of(reward))
 
@@ -102,18 +149,14 @@ async def sample_and_score(
     arrived since its last look."""
     if hasattr(reward, "batch"):
         groups = await sampler.sample(prompts, group_size=group_size, params=params)
-        return await off_loop(lambda: score(policy, rows, groups, reward))
+        return await scored(policy, rows, groups, reward, faults)
     groups: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
     rewards: list[list[float | None]] = [[None] * group_size for _ in prompts]
     arrived: list[tuple[int, int, Rollout]] = []
     looking: asyncio.Task | None = None
 
     async def ask(i, g, rollout):
-        try:
-            value = await reward(policy.decode(rollout.tokens), rows[i], rollout)
-        except Exception as error:
-            return faults.note(error)
-        rewards[i][g] = number(value, name_of(reward))
+        rewards[i][g] = await _await(reward, policy.decode(rollout.tokens), rows[i], rollout, faults)
 
     async def look():
         while arrived:
@@ -145,6 +188,7 @@ async def sample_and_score(
 def report(faults: Faults, rollouts: int, told: list[str]) -> dict:
     """The count of faults for the step's row. A warning says the first of a run; raises it where every rollout had one."""
     if faults.first is not None and faults.count == rollouts:
+        faults.first.add_note(f"(a reward raised this, or another error, for each of the step's {rollouts} rollouts)")
         raise faults.first
     if faults.first is not None and not told:
         told.append(repr(faults.first))
@@ -175,9 +219,14 @@ def held_out_reward(
     return measure
 
 
-def watched(
-    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward]
+async def watched(
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward], told: list[str]
 ) -> dict[str, list[list[float | None]]]:
-    """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already."""
-    found = {name: groups if r is trained else score(policy, rows, groups, r) for name, r in watch.items()}
-    return {name: [g.rewards for g in of] for name, of in found.items()}
+    """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already. Faults as there."""
+    found = {}
+    for name, reward in watch.items():
+        faults = Faults()
+        of = groups if reward is trained else await scored(policy, rows, groups, reward, faults)
+        report(faults, sum(map(len, groups)), told)
+        found[name] = [g.rewards for g in of]
+    return found

@@ -78,7 +78,7 @@ def sampled(
 ) -> Source:
     """The source of `grpo`: completions of the tasks' prompts (`prompt_of`: row -> token ids), scored while the others are
     decoded. With `config.refills`, groups without a difference in reward are replaced by groups of further tasks."""
-    told: list[str] = []
+    told, watch_told = [], []  # the warnings that were given
     distinct_rows = distinct(tasks.rows) if config.refills else []
 
     async def source(step: int) -> Drawn:
@@ -96,7 +96,7 @@ def sampled(
         drawn = await ask(asked, config.seed * 1_000_003 + step)
         groups, cost = await refill(ask, asked, drawn, distinct_rows, config, step) if config.refills else (drawn, {})
         row = report(faults, sum(len(g) for _, g in everything), told)
-        parts = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
+        parts = await watched(policy, asked, drawn, reward, watch, watch_told) if watch else {}
         means = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}
         return Drawn(
             groups, row | cost | means, seen=drawn, tokens=tokens_of([g for _, g in everything]),
