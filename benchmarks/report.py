@@ -160,12 +160,12 @@ def lora(results: Path) -> str | None:
         rows.append([METHODS[r["method"]], f"{full['trained'] / 1e6:.1f} M", f"{own['trained'] / 1e6:.2f} M",
                      f"{full['peak_gb']:.2f} GB", f"{own['peak_gb']:.2f} GB", f"{own['peak_gb'] / full['peak_gb']:.2f}",
                      times(pairs)])  # fmt: skip
-    head = ["method", "trained, all weights", "trained, adapter", "peak, all weights", "peak, adapter", "of it",
+    head = ["method", "trained, all weights", "trained, adapter", "peak, all weights", "peak, adapter", "adapter / all",
             "seconds a step, adapter / all"]  # fmt: skip
     workload = "; ".join(f"{METHODS[r['method']]}: {r['workload']}" for r in found["rows"])
     return (f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
             f"({workload}); each measurement in a process of its own, in turn, {found['rounds']} times {found['steps']} steps, "
-            f"threads: {found['threads']}: `{found['command']}`.\n\n" + table(head, rows))
+            f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n" + table(head, rows))
 
 
 def pool(results: Path) -> str | None:

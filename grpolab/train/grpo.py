@@ -86,6 +86,8 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"group_size, prompts_per_step and inner_epochs must be at least 1, got {self}")
         if self.group_size == 1 and not self.kl_coef:
             raise ValueError("group_size=1 never trains: an advantage compares with others of the group. Take at least 2")
+        if not self.kl_coef >= 0:
+            raise ValueError(f"kl_coef weighs the distance to the reference and cannot be negative, got {self.kl_coef}")
         if self.refills < 0:
             raise ValueError(f"refills must be 0 (off) or more rounds of sampling, got {self.refills}")
         if not 1 <= self.minibatches <= self.prompts_per_step:
