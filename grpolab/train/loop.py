@@ -285,6 +285,8 @@ async def loop(
         if run is not None:
             done = saved = run.begin(config, policy, optimiser, data())
             base = run.base
+            if done or origin(policy) == str(run.shown(run.folder)):  # it went on, or back to the start
+                policy.provenance = provenance(config, run, done, base)
         version = policy.version
         return done
 
@@ -304,9 +306,9 @@ async def loop(
         if run is not None:
             run.log(row)
             run.keep_for_replay(done, config, policy, optimiser)
-            if done == config.steps:
+            if done == config.steps and run.selected.selection is None:
                 run.drop_checkpoint()
-            elif done % config.save_every == 0:
+            elif done < config.steps and done % config.save_every == 0:
                 run.save_checkpoint(done, config, policy, optimiser)
                 saved = done
         return row
@@ -316,10 +318,15 @@ async def loop(
             run.save_checkpoint(done, config, policy, optimiser)
 
     with run.held() if run else nullcontext():
-        for step in range(await in_thread(policy, begin), config.steps):
+        start = await in_thread(policy, begin)
+        if run is not None and start not in run.selected.rows:
+            await run.measure(start, config.steps, policy, in_thread)
+        for step in range(start, config.steps):
             try:
                 update = await gather(step)
                 row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
+                if run is not None:
+                    row = row | await run.measure(done, config.steps, policy, in_thread)
                 yield row
             except BaseException:
                 if run is not None:
@@ -328,17 +335,19 @@ async def loop(
 
 
 def over_batches(
-    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str]
+    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str],
+    before: Callable[[int], dict] = lambda step: {},
 ) -> AsyncIterator[dict]:
     """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
-    done(batch) names what the step did as a rate and counts it."""
+    done(batch) names what the step did as a rate and counts it; before(step) is what was looked at before it."""
     batch_of = epoch_batches(items, config.batch_size, config.seed)
 
     async def gather(step):
         def update(optimiser):
+            seen = before(step)
             began = time.perf_counter()
             batch = batch_of(step)
-            row = gradient(batch)
+            row = gradient(batch) | seen
             row |= apply_gradient(policy, optimiser, config, step)
             seconds = time.perf_counter() - began
             return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
