@@ -4,7 +4,7 @@ A step has two halves. `gather(step)` collects what the step needs and changes n
 update that it returns is run by `loop` alone, in the thread of the steps, which holds `policy.lock`: this is the one place
 where training changes weights, and the event loop keeps answering meanwhile. A loop draws everything that it draws from
 (config.seed, step), so parameters and optimiser are all there is to save; given a Run it writes its metrics there and goes
-on where an interrupted run of the same configuration stopped.
+on where an interrupted run of the same configuration stopped. Longer than most, since these three are read together.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpolab.lab.run import Run, provenance
+from grpolab.lab.run import Run, origin, provenance
 from grpolab.models import Policy
 from grpolab.sync import set_own_threads
 from grpolab.train import ranks
+from grpolab.train.masters import Masters
 
 T = TypeVar("T")
 
@@ -110,8 +111,10 @@ OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
 
 
 def make_optimiser(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
+    """The optimiser of the parameters that are trained; of bf16 ones over fp32 master weights."""
     trained = [p for p in policy.model.parameters() if p.requires_grad]
-    return OPTIMISERS[config.optimiser](trained, lr=config.lr, weight_decay=config.weight_decay)
+    make = partial(OPTIMISERS[config.optimiser], lr=config.lr, weight_decay=config.weight_decay)
+    return Masters(trained, make) if any(p.dtype == torch.bfloat16 for p in trained) else make(trained)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -218,7 +221,10 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
 
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
     """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm).item()
+    if isinstance(optimiser, Masters):
+        optimiser.take_gradients()
+    moved = [p for group in optimiser.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(moved, config.max_grad_norm).item()
     if not math.isfinite(norm):
         optimiser.zero_grad()
         raise FloatingPointError(f"the gradient norm at step {step} is {norm}: lower lr={config.lr}, or look at the batch")
@@ -236,6 +242,9 @@ def check_trainable(policy: Policy) -> None:
     if not any(p.requires_grad for p in policy.model.parameters()):
         raise ValueError(f"{policy.name!r} is frozen: none of its parameters requires a gradient. Call "
                          "policy.model.requires_grad_(True), or that of the part which is to be trained")
+    if any(p.requires_grad and p.dtype == torch.float16 for p in policy.model.parameters()):
+        raise ValueError(f"{policy.name!r} has float16 parameters, whose gradients would need loss scaling: load it with "
+                         "dtype='bfloat16' or 'float32' to train it")
 
 
 @contextmanager
@@ -279,6 +288,8 @@ async def loop(
         policy.model.zero_grad()  # of somebody else's backward
         optimiser = make_optimiser(policy, config)
         done, base = ranks.start(policy, optimiser, config, run, data)
+        if run is not None and (done or origin(policy) == str(run.shown(run.folder))):  # it went on, or back to the start
+            policy.provenance = provenance(config, run, done, base)
         saved, version = done, policy.version
         return done
 
@@ -302,9 +313,9 @@ async def loop(
         if writer is not None:
             run.log(row)
             run.keep_for_replay(done, config, policy, optimiser)
-            if done == config.steps:
+            if done == config.steps and run.selected.selection is None:
                 run.drop_checkpoint()
-            elif done % config.save_every == 0:
+            elif done < config.steps and done % config.save_every == 0:
                 run.save_checkpoint(done, config, policy, optimiser)
                 saved = done
         return row
@@ -315,10 +326,15 @@ async def loop(
 
     try:
         with writer.held() if writer else nullcontext():
-            for step in range(await in_thread(policy, begin), config.steps):
+            start = await in_thread(policy, begin)
+            if writer is not None and start not in writer.selected.rows:
+                await writer.measure(start, config.steps, policy, in_thread)
+            for step in range(start, config.steps):
                 try:
                     update = await gather(step)
                     row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
+                    if writer is not None:
+                        row = row | await writer.measure(done, config.steps, policy, in_thread)
                     yield row
                 except BaseException:
                     if writer is not None:
@@ -332,18 +348,21 @@ async def loop(
 
 
 def over_batches(
-    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str]
+    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str],
+    before: Callable[[int], dict] = lambda step: {},
 ) -> AsyncIterator[dict]:
     """The loop of steps on `config.batch_size` items each: gradient(share, batch) accumulates that of this process's share of
-    the batch and returns its part of the metrics, done(batch) names what the step did as a rate and counts it."""
+    the batch and returns its part of the metrics, done(batch) names what the step did as a rate and counts it; before(step) is
+    what was looked at before it."""
     batch_of = epoch_batches(items, config.batch_size, config.seed)
 
     async def gather(step):
         def update(optimiser):
+            seen = before(step)
             began = time.perf_counter()
             batch = batch_of(step)
             share = ranks.mine(batch)
-            row = ranks.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}")
+            row = ranks.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}") | seen
             row |= apply_gradient(policy, optimiser, config, step)
             seconds = time.perf_counter() - began
             return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
