@@ -24,7 +24,8 @@ from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.sync import set_own_threads
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
-from grpolab.train.loop import dropout_of, make_optimiser
+from grpolab.train.loop import dropout_of
+from grpolab.train.optimisers import make_optimiser
 
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import run_sync
 from grpolab.tasks import prompt_of, value_of
+from grpolab.train import ranks
 from grpolab.train.advantages import number
 from grpolab.train.loop import off_loop
 
@@ -63,6 +64,13 @@ class Faults:
 
     def note(self, error: Exception) -> None:
         self.count, self.first = self.count + 1, self.first or error
+
+
+def faults_of_all(faults: Faults, place: str) -> Faults:
+    """Those of all ranks; the first error is this rank's own where it has one."""
+    said = ranks.exchange(place, [faults.count, faults.first and repr(faults.first)])
+    elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(said) if first]
+    return Faults(sum(count for count, _ in said), faults.first or next(iter(elsewhere), None))
 
 
 def score(
@@ -164,13 +172,15 @@ async def _await(reward: Reward, text: str, row: Any, rollout: Rollout, faults: 
 
 async def sample_and_score(
     policy: Policy, sampler: Sampler, rows: Sequence[Any], prompts: Sequence[Sequence[int]], group_size: int,
-    params: SamplingParams, reward: Reward, faults: Faults,
+    params: SamplingParams, reward: Reward, faults: Faults, seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
-    """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets. Rewards are asked while the
+    """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets, `seeds` (B, G) the rollouts'
+    own where `params.seed` does not make them. Rewards are asked while the
     sampler decodes on: async ones at once, each in a task of its own, others in the thread of the steps, all that have
     arrived since its last look."""
+    given = {"seeds": seeds} if seeds is not None else {}
     if hasattr(reward, "batch"):
-        groups = await sampler.sample(prompts, group_size=group_size, params=params)
+        groups = await sampler.sample(prompts, group_size=group_size, params=params, **given)
         return await scored(policy, rows, groups, reward, faults)
     groups: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
     rewards: list[list[float | None]] = [[None] * group_size for _ in prompts]
@@ -189,7 +199,7 @@ async def sample_and_score(
 
     async def all_of_it(tasks):
         nonlocal looking
-        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params)) as stream:
+        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params, **given)) as stream:
             async for i, g, rollout in stream:
                 groups[i][g] = rollout
                 if is_async(reward):
