@@ -67,8 +67,8 @@ def steps_of(what, policy, folder, run):
     match what:
         case "sft":
             return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(**COMMON, batch_size=5), run=run)
-        case "packed":  # and a rank without an example
-            config = SFTConfig(**COMMON, batch_size=1, pack_width=256, checkpoint_activations=True)
+        case "packed":
+            config = SFTConfig(**COMMON, batch_size=3, pack_width=256, checkpoint_activations=True)
             return sft(policy, demonstrations(policy, PROBLEMS), config, run=run)
         case "dpo":
             return dpo(policy, reference(), pairs(), DPOConfig(**COMMON, batch_size=3), run=run)
@@ -81,7 +81,7 @@ def steps_of(what, policy, folder, run):
             config = GRPOConfig(**COMMON | GROUPS | {"prompts_per_step": 5}, minibatches=2, refills=1, kl_coef=0.1,
                                 sampler_cap=2.0, advantage_kind="batch_standardised", aggregation="sequence")
             return grpo(policy, reference(), PROBLEMS, config, reward=fallible, run=run)
-        case "at_once":
+        case "at_once":  # and a rank without a group
             config = GRPOConfig(**COMMON | GROUPS | {"prompts_per_step": 1})
             return grpo(policy, None, PROBLEMS, config, reward=AtOnce(), run=run)
 

@@ -209,11 +209,11 @@ def grpo_update(
         return {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
     kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
-    mine = set(ranks.mine(sorted(kept, key=lambda i: tokens_of([groups[i]]))))
-    own = {}
+    ordered = sorted(kept, key=lambda i: tokens_of([groups[i]]))
+    mine, own = ranks.mine(ordered), {}
     if config.sampler_cap or off_policy:
-        said = ranks.exchange(f"log-probs of step {step}", [[i, trainer_logps(policy, groups[i], config)] for i in mine])
-        own = dict(pair for part in said for pair in part)
+        found = [trainer_logps(policy, groups[i], config) for i in mine]
+        own = dict(zip(ordered, ranks.woven(f"step {step}, log-probs", ordered, found, list, list)))
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))

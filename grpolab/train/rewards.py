@@ -66,9 +66,11 @@ class Faults:
         self.count, self.first = self.count + 1, self.first or error
 
 
-def faults_of_all(faults: Faults, place: str) -> Faults:
+async def faults_of_all(faults: Faults, place: str) -> Faults:
     """Those of all ranks; the first error is this rank's own where it has one."""
-    said = ranks.exchange(place, [faults.count, faults.first and repr(faults.first)])
+    if ranks.world().size == 1:
+        return faults
+    said = await off_loop(lambda: ranks.exchange(place, [faults.count, faults.first and repr(faults.first)]))
     elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(said) if first]
     return Faults(sum(count for count, _ in said), faults.first or next(iter(elsewhere), None))
 
@@ -257,8 +259,11 @@ async def watched(
     """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already. Faults as there."""
     found = {}
     for name, reward in watch.items():
-        faults = Faults()
-        of = groups if reward is trained else await scored(policy, rows, groups, reward, faults)
-        report(faults, sum(map(len, groups)), told)
-        found[name] = [g.rewards for g in of]
+        faults, mine = Faults(), ranks.mine(groups)
+        of = mine if reward is trained else await scored(policy, ranks.mine(rows), mine, reward, faults)
+        values, place = [g.rewards for g in of], f"the watched reward {name}"
+        if ranks.world().size > 1:
+            values = await off_loop(lambda: ranks.woven(place, rows, values, list, list))  # noqa: B023
+        report(await faults_of_all(faults, place), sum(map(len, groups)), told)
+        found[name] = values
     return found

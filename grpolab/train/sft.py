@@ -82,16 +82,11 @@ def check_examples(examples: Sequence[Example], name: str = "example") -> None:
             raise ValueError(f"{name} {i} has no token to train on: its mask marks none after the first")
 
 
-def targets_of(batch: Sequence[Example]) -> int:
-    """The tokens that are trained on: the first one of an example follows nothing."""
-    return sum(sum(e.mask[1:]) for e in batch)
-
-
 def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig, *, denominator: int | None = None) -> dict:
     """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics. Where `batch`
     is a part, the `denominator` counts the whole (`targets_of`)."""
-    denominator, parts = targets_of(batch) if denominator is None else denominator, []
-    for loss, metrics in _losses(policy, batch, config, denominator):
+    parts = []
+    for loss, metrics in _losses(policy, batch, config, targets_of(batch) if denominator is None else denominator):
         loss.backward()
         parts.append(metrics)
     return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": targets_of(batch)}
@@ -103,6 +98,11 @@ def sft_value(policy: Policy, examples: Sequence[Example], config: SFTConfig) ->
     with policy.lock, evaluating(policy.model):
         parts = [metrics for _, metrics in _losses(policy, examples, config, targets_of(examples))]
     return losses.combine(parts)["sft_loss"].item()
+
+
+def targets_of(examples: Sequence[Example]) -> int:
+    """The tokens that are trained on: the first of an example follows nothing."""
+    return sum(sum(e.mask[1:]) for e in examples)
 
 
 def _losses(policy: Policy, batch: Sequence[Example], config: SFTConfig, denominator: int) -> Iterator[tuple]:

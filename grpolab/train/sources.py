@@ -103,12 +103,9 @@ def sampled(
         asked = await off_loop(lambda: tasks.tasks(step))
         drawn = await ask(asked, config.seed * 1_000_003 + step)
         groups, cost = await refill(ask, asked, drawn, distinct_rows, config, step) if config.refills else (drawn, {})
-        parts = await watched(policy, ranks.mine(asked), ranks.mine(drawn), reward, watch, watch_told) if watch else {}
-        if ranks.world().size > 1:
-            faults = await off_loop(lambda: faults_of_all(faults, f"the rewards of step {step}"))
-            parts = {name: await off_loop(lambda: ranks.woven(f"{name} of step {step}", asked, own, list, list))  # noqa: B023
-                     for name, own in parts.items()}  # fmt: skip
+        faults = await faults_of_all(faults, f"the rewards of step {step}")
         row = report(faults, sum(len(g) for _, g in everything), told)
+        parts = await watched(policy, asked, drawn, reward, watch, watch_told) if watch else {}
         means = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}
         return Drawn(
             groups, row | cost | means, seen=drawn, tokens=tokens_of([g for _, g in everything]),
