@@ -165,7 +165,8 @@ def lora(results: Path) -> str | None:
     workload = "; ".join(f"{METHODS[r['method']]}: {r['workload']}" for r in found["rows"])
     return (f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
             f"({workload}); each measurement in a process of its own, in turn, {found['rounds']} times {found['steps']} steps, "
-            f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n{table(head, rows)}")
+            f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n"
+            + table(head, rows))
 
 
 def pool(results: Path) -> str | None:
