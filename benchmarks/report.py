@@ -166,7 +166,7 @@ def lora(results: Path) -> str | None:
     return (f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
             f"({workload}); each measurement in a process of its own, in turn, {found['rounds']} times {found['steps']} steps, "
             f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n"
-            f"{table(head, rows)}")
+            + table(head, rows))
 
 
 def pool(results: Path) -> str | None:
