@@ -27,8 +27,8 @@ class Dashboard:
             await live.ask(policy, held_out[:3])
 
     `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. An interrupt of
-    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on. What ails
-    the run (`diagnose`) stands below, with the remedy to try.
+    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on, and what its
+    rows were before. What ails the run (`diagnose`) stands below, with the remedy to try.
     Outside a notebook it prints a line every tenth of the way, and asks nothing.
     """
 
@@ -40,6 +40,7 @@ class Dashboard:
         self.steps, self.columns, self.title, self.run = steps, tuple(columns), title, run
         self.metrics = {c: _metric(c, (healthy or {}).get(c)) for c in columns}
         self.rows: list[dict] = []
+        self._earlier = 0  # rows of the run before an interrupt
         self.interrupted = False
         self.asked: dict[str, tuple[str, str]] = {}  # question -> (marks so far, latest completion)
         self._began = self._drawn = self._seen = time.monotonic()
@@ -50,6 +51,9 @@ class Dashboard:
 
     def update(self, row: dict) -> None:
         """Take one row of metrics, which holds `step`."""
+        if not self.rows and self.run is not None:
+            self.rows = [r for r in self.run.metrics if r["step"] < row["step"]]
+            self._earlier = len(self.rows)
         self.rows.append(row)
         self._seen = time.monotonic()
         _watch_interrupts(self)
@@ -98,7 +102,7 @@ class Dashboard:
 
     def _clock(self) -> str:
         elapsed = self._seen - self._began
-        left = elapsed / max(1, len(self.rows)) * (self.steps - self.done)
+        left = elapsed / max(1, len(self.rows) - self._earlier) * (self.steps - self.done)
         running = 0 < self.done < self.steps and not self.interrupted
         return f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if running else "")
 

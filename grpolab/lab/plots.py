@@ -65,7 +65,7 @@ def table(frame: pd.DataFrame) -> str:
         elif cell.startswith("<td>"):
             line = line.replace("<td>", f"<td style='text-align:{sides[place % len(sides)]}'>", 1)
             place += 1
-        elif cell.startswith("<th"):
+        elif cell.startswith(("<th>", "<th ")):  # not <thead>
             line = line.replace("<th", "<th style='text-align:left'", 1)
         lines.append(line)
     return "\n".join(lines)
