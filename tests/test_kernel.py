@@ -91,6 +91,29 @@ def test_other_errors_and_later_interrupts_are_shown_as_ever(prepared):
     assert "KeyboardInterrupt" in errors[0] and "stopped" not in said
 
 
+@pytest.mark.parametrize("waiting", ["await asyncio.sleep(60)", "time.sleep(60)"])
+def test_in_the_house_style_an_interrupt_is_one_line_in_any_cell(kernel, waiting):
+    cell = f"""import asyncio, time
+from IPython.display import display
+def work():
+    {'...' if 'await' in waiting else waiting}
+shown = display("a", display_id=True)
+shown.update("b")
+{waiting if 'await' in waiting else 'work()'}"""
+    assert kernel.run("from grpolab import plots\nplots.use_style()")[2] == []
+    status, said, errors, _ = kernel.run(cell, interrupt_after=1)
+    assert (status, errors) == ("error", [])
+    last = cell.splitlines()[-1]
+    assert said == f"stopped at line {len(cell.splitlines())} ({last}); a rerun starts this cell over\n"
+    _, _, errors, _ = kernel.run("from grpolab.lab.live import Dashboard\nlive = Dashboard(2, [])\nlive.update({'step': 0})")
+    assert errors == []
+    _, said, errors, _ = kernel.run("raise KeyboardInterrupt")  # also after a dashboard's cell
+    assert said.startswith("stopped at line 1 (raise") and errors == []
+    _, _, errors, _ = kernel.run("1 / 0")
+    assert "ZeroDivisionError" in errors[0]
+    kernel.run("get_ipython().set_custom_exc((), None)")
+
+
 def test_questions_are_asked_live(prepared):
     code = TRAIN.replace("config.steps", "3").replace("live.update(row)", "live.update(row)\n    await live.ask(policy, asked)")
     code += "    if row['step'] == 2: break\n"

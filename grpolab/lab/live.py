@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import linecache
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -172,23 +173,31 @@ def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> st
 
 # --- interrupts -------------------------------------------------------------------------------------------------------
 
+INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
 _unfinished: weakref.WeakSet[Dashboard] = weakref.WeakSet()  # of the cell that runs
 
 
+def quiet_interrupts(shell) -> None:
+    """From now on an interrupt of a cell is said in one line, in place of a page of CancelledError."""
+    shell.set_custom_exc(INTERRUPTS, _say)
+
+
 def _watch_interrupts(live: Dashboard) -> None:
-    """Until the cell ends, an interrupt of it is said in one line in place of a page of CancelledError."""
+    """Until the cell ends, an interrupt of it is told by the dashboard too."""
     shell = live._shell
     if shell is None:
         return
     if live.done >= live.steps:
         _unfinished.discard(live)
         return
-    if not _unfinished and shell.custom_exceptions == ():
-        shell.set_custom_exc((KeyboardInterrupt, asyncio.CancelledError), _say)
+    if not _unfinished and shell.custom_exceptions in ((), INTERRUPTS):
+        always = shell.custom_exceptions == INTERRUPTS
+        quiet_interrupts(shell)
 
         def end_of_cell(*_):
             shell.events.unregister("post_run_cell", end_of_cell)
-            shell.set_custom_exc((), None)
+            if not always:
+                shell.set_custom_exc((), None)
             _unfinished.clear()
 
         shell.events.register("post_run_cell", end_of_cell)
@@ -199,4 +208,14 @@ def _say(shell, kind, error, traceback, tb_offset=None) -> None:
     for live in list(_unfinished):
         print(live.stopped())
     if not _unfinished:
-        print("interrupted")
+        print(_stopped_at(shell, traceback))
+
+
+def _stopped_at(shell, traceback) -> str:
+    """The line of the cell that was interrupted, for people; the frames below it are the package's."""
+    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return "stopped; a rerun starts this cell over"
+    line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
+    return f"stopped at line {traceback.tb_lineno} ({_short(line, 60)}); a rerun starts this cell over"
