@@ -149,6 +149,25 @@ def trl(results: Path) -> str | None:
             f"AdamW ({workload}): `OMP_NUM_THREADS=2 python benchmarks/against_trl.py`.\n\n" + table(head, rows))  # fmt: skip
 
 
+def lora(results: Path) -> str | None:
+    found = record("lora", results)
+    if not found:
+        return None
+    rows = []
+    for r in found["rows"]:
+        full, own = r["full"], r["lora"]
+        pairs = [a / b for a, b in zip(own["step_s"], full["step_s"])]
+        rows.append([METHODS[r["method"]], f"{full['trained'] / 1e6:.1f} M", f"{own['trained'] / 1e6:.2f} M",
+                     f"{full['peak_gb']:.2f} GB", f"{own['peak_gb']:.2f} GB", f"{own['peak_gb'] / full['peak_gb']:.2f}",
+                     times(pairs)])  # fmt: skip
+    head = ["method", "trained, all weights", "trained, adapter", "peak, all weights", "peak, adapter", "adapter / all",
+            "seconds a step, adapter / all"]  # fmt: skip
+    workload = "; ".join(f"{METHODS[r['method']]}: {r['workload']}" for r in found["rows"])
+    return (f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
+            f"({workload}); each measurement in a process of its own, in turn, {found['rounds']} times {found['steps']} steps, "
+            f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n{table(head, rows)}")
+
+
 def pool(results: Path) -> str | None:
     found = record("pool", results)
     if not found:
@@ -167,7 +186,7 @@ def pool(results: Path) -> str | None:
 
 SECTIONS = {
     "The series": notebooks, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2, "Decode engine": decode,
-    "Training step": trl, "Environment pool": pool,
+    "Training step": trl, "LoRA": lora, "Environment pool": pool,
 }  # fmt: skip
 
 

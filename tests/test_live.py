@@ -141,3 +141,12 @@ def test_a_figure_is_saved_in_the_runs_folder(tmp_path):
     path = run.figure("reward", plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r"))
     assert path == tmp_path / "x" / "figures" / "reward.png" and path.read_bytes().startswith(b"\x89PNG")
     assert run.log({"step": 0, "r": 0.5}) and (tmp_path / "x" / "metrics.csv").read_text() == "step,r\n0,0.5\n"
+
+
+def test_what_is_measured_now_and_then_keeps_its_last_value(capsys):
+    live = Dashboard(4, ["eval_score"])
+    for step in range(4):
+        live.update({"step": step} | ({"eval_score": 0.25 * step} if step % 2 else {}))
+    live.update({"step": 3})
+    html = live._repr_html_()
+    assert "0.75" in html and "measured on the way" in html

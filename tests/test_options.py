@@ -22,10 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
 from grpolab.chat import prompt_ids
+from grpolab.decode.attention import EXACT
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import fold_seed
 from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.models import Policy, attention_of
 from grpolab.rollouts import Group
 from grpolab.train import DPOConfig, GRPOConfig, RewardConfig, RewardModel, SFTConfig, demonstrations, dpo, grpo, reward_model
 from grpolab.train import sft as train_sft
@@ -119,6 +120,7 @@ CASES = {
         "kl_kind": [case(kl_kind=k, also={"kl_coef": 0.5}) for k in ("k1", "k3")]
                    + [case(kl_kind=k, also=MOVED | {"kl_coef": 0.5, "lr": 0.5}) for k in ("k2", "k3")],
         "row_width": [case(lambda new, base: new.tokens > base.tokens, row_width=0)],
+        "exact": [case(lambda new, base: new.attention == EXACT != base.attention, exact=True)],
     },
 }  # fmt: skip
 ALL = [pytest.param(config, c, id=f"{config.__name__}-{name}-{i}")
@@ -212,6 +214,7 @@ class Trial:
         for hook in hooks:
             hook.remove()
         self.policy.model.base_model.embed_tokens.__class__ = torch.nn.Embedding
+        self.attention = attention_of(self.policy.model)
         self.end = [p.detach().clone() for p in self.policy.model.parameters()]
 
     def watch(self, patch, hooked):

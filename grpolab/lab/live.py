@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from grpolab.lab.diagnose import diagnose
-from grpolab.lab.metrics import METRICS, UNKNOWN, Metric
+from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric
 from grpolab.lab.plots import POLICY, WARNING
 from grpolab.lab.readable import readable
+from grpolab.lab.selection import PREFIX
 from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
 
 CELL = "style='text-align:left;vertical-align:middle'"
@@ -146,7 +147,7 @@ class Dashboard:
 
 
 def _metric(column: str, healthy: tuple | None) -> Metric:
-    known = METRICS.get(column, UNKNOWN)
+    known = METRICS.get(column, MEASURED if column.startswith(PREFIX) else UNKNOWN)
     return known if healthy is None else known._replace(low=healthy[0], high=healthy[1])
 
 

@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpolab.lab.run import Run, origin, provenance
 from grpolab.models import Policy
 from grpolab.sync import set_own_threads
+from grpolab.train.masters import Masters
 
 T = TypeVar("T")
 
@@ -109,8 +110,10 @@ OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
 
 
 def make_optimiser(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
+    """The optimiser of the parameters that are trained; of bf16 ones over fp32 master weights."""
     trained = [p for p in policy.model.parameters() if p.requires_grad]
-    return OPTIMISERS[config.optimiser](trained, lr=config.lr, weight_decay=config.weight_decay)
+    make = partial(OPTIMISERS[config.optimiser], lr=config.lr, weight_decay=config.weight_decay)
+    return Masters(trained, make) if any(p.dtype == torch.bfloat16 for p in trained) else make(trained)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -217,7 +220,10 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
 
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
     """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm).item()
+    if isinstance(optimiser, Masters):
+        optimiser.take_gradients()
+    moved = [p for group in optimiser.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(moved, config.max_grad_norm).item()
     if not math.isfinite(norm):
         optimiser.zero_grad()
         raise FloatingPointError(f"the gradient norm at step {step} is {norm}: lower lr={config.lr}, or look at the batch")
@@ -235,6 +241,9 @@ def check_trainable(policy: Policy) -> None:
     if not any(p.requires_grad for p in policy.model.parameters()):
         raise ValueError(f"{policy.name!r} is frozen: none of its parameters requires a gradient. Call "
                          "policy.model.requires_grad_(True), or that of the part which is to be trained")
+    if any(p.requires_grad and p.dtype == torch.float16 for p in policy.model.parameters()):
+        raise ValueError(f"{policy.name!r} has float16 parameters, whose gradients would need loss scaling: load it with "
+                         "dtype='bfloat16' or 'float32' to train it")
 
 
 @contextmanager
@@ -276,6 +285,8 @@ async def loop(
         if run is not None:
             done = saved = run.begin(config, policy, optimiser, data())
             base = run.base
+            if done or origin(policy) == str(run.shown(run.folder)):  # it went on, or back to the start
+                policy.provenance = provenance(config, run, done, base)
         version = policy.version
         return done
 
@@ -295,9 +306,9 @@ async def loop(
         if run is not None:
             run.log(row)
             run.keep_for_replay(done, config, policy, optimiser)
-            if done == config.steps:
+            if done == config.steps and run.selected.selection is None:
                 run.drop_checkpoint()
-            elif done % config.save_every == 0:
+            elif done < config.steps and done % config.save_every == 0:
                 run.save_checkpoint(done, config, policy, optimiser)
                 saved = done
         return row
@@ -307,10 +318,15 @@ async def loop(
             run.save_checkpoint(done, config, policy, optimiser)
 
     with run.held() if run else nullcontext():
-        for step in range(await in_thread(policy, begin), config.steps):
+        start = await in_thread(policy, begin)
+        if run is not None and start not in run.selected.rows:
+            await run.measure(start, config.steps, policy, in_thread)
+        for step in range(start, config.steps):
             try:
                 update = await gather(step)
                 row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
+                if run is not None:
+                    row = row | await run.measure(done, config.steps, policy, in_thread)
                 yield row
             except BaseException:
                 if run is not None:
@@ -319,17 +335,19 @@ async def loop(
 
 
 def over_batches(
-    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str]
+    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str],
+    before: Callable[[int], dict] = lambda step: {},
 ) -> AsyncIterator[dict]:
     """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
-    done(batch) names what the step did as a rate and counts it."""
+    done(batch) names what the step did as a rate and counts it; before(step) is what was looked at before it."""
     batch_of = epoch_batches(items, config.batch_size, config.seed)
 
     async def gather(step):
         def update(optimiser):
+            seen = before(step)
             began = time.perf_counter()
             batch = batch_of(step)
-            row = gradient(batch)
+            row = gradient(batch) | seen
             row |= apply_gradient(policy, optimiser, config, step)
             seconds = time.perf_counter() - began
             return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}

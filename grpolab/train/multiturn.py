@@ -55,7 +55,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     check_limits(policy, limits)
     if config.refills:
         raise ValueError(f"refills={config.refills}: dynamic sampling is grpo's; leave it 0 for episodes")
-    sampler = await off_loop(lambda: Sampler(policy))
+    sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     tasks = Tasks(problems, config, run, success)
     source = played(pool, sampler, tasks, config, limits, dialect)
     steps = grpo_from(policy, reference, source, config, longest=limits.max_total_tokens, run=run,

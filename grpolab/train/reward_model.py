@@ -7,7 +7,7 @@ the hub serves as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from grpolab.lab.states import data_hash
 from grpolab.models import Policy, choose_device, evaluating, in_own_memory, refuse_gaps
 from grpolab.train import losses
 from grpolab.train.logps import decoder_states, way_of
-from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, off_loop, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
 from grpolab.train.proof import prove
 
@@ -154,6 +154,18 @@ async def reward_model(
     async with aclosing(over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run, data)) as rows:
         async for row in rows:
             yield row
+
+
+def held_out_accuracy(pairs: Sequence[Pair]) -> Callable[[RewardModel], Awaitable[float]]:
+    """A measure for a `Selection`: the share of `pairs` whose chosen side scores above the rejected one."""
+    if not pairs:
+        raise ValueError("there are no held-out pairs to measure on")
+
+    async def measure(model: RewardModel) -> float:
+        scores = await off_loop(lambda: model.score([r.prompt + r.tokens for p in pairs for r in p.sides]))
+        return sum(chosen > rejected for chosen, rejected in zip(scores[::2], scores[1::2])) / len(pairs)
+
+    return measure
 
 
 def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:
