@@ -27,9 +27,9 @@ from grpolab.env.dialect import TEXT, Dialect
 from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
-from grpolab.lab.rebuild import FORKED, State, decay, eras_of, load_kept, longest, rebuild, rows_of, sitting_of, with_threads
+from grpolab.lab.rebuild import State, decay, eras_of, load_kept, longest, rebuild, rows_of, sitting_of, with_threads
 from grpolab.lab.rescore import as_problem, paid_by
-from grpolab.lab.run import Run, configured
+from grpolab.lab.run import FORKED, Run, configured
 from grpolab.lab.states import data_hash, weights_hash
 from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from grpolab.decode.attention import share_attention
-from grpolab.lab.run import Run
+from grpolab.lab.run import FORKED, Run
 from grpolab.lab.states import check_seal, data_hash, load_state, weights_hash
 from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
@@ -126,7 +126,6 @@ def config_of(run: Run) -> GRPOConfig:
     return config
 
 
-FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
 Eras = list[tuple[float, GRPOConfig]]
 
 
