@@ -129,6 +129,40 @@ def test_other_notebooks_are_saved_as_they_are():
     before_saving(model={"type": "file", "content": "text"}, path="01_sft.ipynb")
 
 
+# --- quick ------------------------------------------------------------------------------------------------------------
+
+QUICK = ("03_dpo", "04_grpo", "05_reward_model", "07_multi_turn_grpo", "08_guess", "09_longer_answers")
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_leaves_out_a_part_of_the_run_and_says_so(name, quick, tmp_path, monkeypatch):
+    """The cells up to the one that expands the parameters."""
+    monkeypatch.chdir(tmp_path)
+    notebook, namespace = nbformat.read(repository() / "notebooks" / f"{name}.ipynb", as_version=4), {}
+    (gate,) = tagged(notebook, "gate")
+    assert "shortened=left_out" in gate.source
+    for cell in code(notebook)[1:]:
+        exec(cell.source, namespace)  # noqa: S102  (the repository's own notebook)
+        if cell in tagged(notebook, "parameters"):
+            namespace["quick"] = quick
+        if "left_out" in namespace:
+            break
+    done = [(int(a.replace(",", "")), int(b.replace(",", "")))
+            for a, b in re.findall(r"([0-9,]+) of ([0-9,]+)", namespace["left_out"])]  # fmt: skip
+    assert bool(done) == quick and all(a <= b / 3 for a, b in done)
+
+
+def test_a_quick_run_passes_its_identities(tmp_path, monkeypatch, capsys):
+    """One of them, the cheapest, as a whole."""
+    monkeypatch.setenv("PYTHONPATH", str(repository()))
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "08_guess.ipynb").write_text((repository() / "notebooks" / "08_guess.ipynb").read_text())
+    monkeypatch.chdir(tmp_path)
+    assert notebooks.run_series(["08"], {"quick": True}) == 0
+    assert "identities passed; claims not judged: 50 of 150 warm-up steps, 4 of 40 steps" in capsys.readouterr().out
+
+
 # --- the runner -------------------------------------------------------------------------------------------------------
 
 
