@@ -77,7 +77,7 @@ def guess_values(tmp_path):
         ({"after": (games([1, *PERFECT[:-1]])[0], games(PERFECT)[1])}, {"greedy guesses for all secrets, after"}),
         ({"before": games([3] * 17 + [2])}, {"sampled guesses before"}),
         ({"after": games(AT_RANDOM)}, {"sampled guesses before, lower end − after, upper end",
-          "sampled guesses after", "greedy guesses after / optimum"}),
+          "sampled guesses above the optimum", "greedy guesses after / optimum"}),
         ({"after": (games([4] * 9)[0], games(PERFECT)[1])}, {"greedy guesses after / optimum"}),
         ({"after": (games(PERFECT)[0][:-1] + [game(4, reward=0.0)], games(PERFECT)[1])}, {"greedy games won after"}),
         ({"after": games(PERFECT, first="1")}, {"first greedy guess is one of the best"}),
