@@ -4,13 +4,12 @@ A step has two halves. `gather(step)` collects what the step needs and changes n
 update that it returns is run by `loop` alone, in the thread of the steps, which holds `policy.lock`: this is the one place
 where training changes weights, and the event loop keeps answering meanwhile. A loop draws everything that it draws from
 (config.seed, step), so parameters and optimiser are all there is to save; given a Run it writes its metrics there and goes
-on where an interrupted run of the same configuration stopped. Longer than most, since these three are read together.
+on where an interrupted run of the same configuration stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 import os
 import random
@@ -32,7 +31,7 @@ from grpolab.lab.run import Run, origin, provenance
 from grpolab.models import Policy
 from grpolab.sync import set_own_threads
 from grpolab.train import ranks
-from grpolab.train.masters import Masters
+from grpolab.train.optimisers import OPTIMISERS, Masters, make_optimiser
 
 T = TypeVar("T")
 
@@ -81,40 +80,6 @@ class Optimisation:
         """The learning rate of step 0, 1, ..., steps - 1."""
         decay = 0.5 * (1 + math.cos(math.pi * step / self.steps)) if self.schedule == "cosine" else 1.0
         return self.lr * min(1.0, (step + 1) / max(1, self.warmup)) * decay
-
-
-# --- optimisers -------------------------------------------------------------------------------------------------------
-
-BETAS = (0.9, 0.99)  # of both AdamWs: the second moment forgets in 100 steps, since the runs here last a few hundred
-
-
-def adamw(parameters, **options):
-    """Fused: one pass over parameters, gradients and moments, also on a processor."""
-    return torch.optim.AdamW(parameters, fused=True, betas=BETAS, **options)
-
-
-def adamw_8bit(parameters, **options):
-    """AdamW with block-wise 8-bit moments (arXiv 2110.02861), two bytes a parameter in place of eight."""
-    try:
-        return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, betas=BETAS, **options)
-    except ImportError as error:
-        raise ImportError("optimiser 'adamw_8bit' needs bitsandbytes: pip install 'grpolab[8bit]'") from error
-
-
-def adafactor(parameters, **options):
-    """Factored second moments and no first one (arXiv 1804.04235), its relative step kept at lr."""
-    return torch.optim.Adafactor(parameters, **options)
-
-
-# One more is an entry here: (parameters, lr=, weight_decay=) -> an optimiser, e.g. torchao's CPUOffloadOptimizer on a GPU.
-OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
-
-
-def make_optimiser(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
-    """The optimiser of the parameters that are trained; of bf16 ones over fp32 master weights."""
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
-    make = partial(OPTIMISERS[config.optimiser], lr=config.lr, weight_decay=config.weight_decay)
-    return Masters(trained, make) if any(p.dtype == torch.bfloat16 for p in trained) else make(trained)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -333,7 +298,7 @@ async def loop(
                 try:
                     update = await gather(step)
                     row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
-                    if writer is not None:
+                    if writer is not None:  # the other ranks wait at the next step
                         row = row | await writer.measure(done, config.steps, policy, in_thread)
                     yield row
                 except BaseException:
@@ -352,8 +317,8 @@ def over_batches(
     before: Callable[[int], dict] = lambda step: {},
 ) -> AsyncIterator[dict]:
     """The loop of steps on `config.batch_size` items each: gradient(share, batch) accumulates that of this process's share of
-    the batch and returns its part of the metrics, done(batch) names what the step did as a rate and counts it; before(step) is
-    what was looked at before it."""
+    the batch and returns its part of the metrics, done(batch) names what the step did as a rate and counts it; before(step)
+    is what was looked at before it."""
     batch_of = epoch_batches(items, config.batch_size, config.seed)
 
     async def gather(step):
@@ -362,7 +327,8 @@ def over_batches(
             began = time.perf_counter()
             batch = batch_of(step)
             share = ranks.mine(batch)
-            row = ranks.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}") | seen
+            row = ranks.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}")
+            row |= seen
             row |= apply_gradient(policy, optimiser, config, step)
             seconds = time.perf_counter() - began
             return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
