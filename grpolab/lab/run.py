@@ -42,6 +42,8 @@ from grpolab.lab.states import (
 from grpolab.models import load_policy
 from grpolab.rollouts import RecordedGroup
 
+FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
+
 
 def repository() -> Path:
     """The nearest folder at or above the working directory that holds notebooks/, else the working directory."""
@@ -352,7 +354,10 @@ class Run:
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
         self.metrics = metrics
         self._write_table()
-        print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
+        if (self.folder / FORKED).exists():
+            print(f"{self.shown(self.folder)} begins after step {state['step']}, where it was forked")
+        else:
+            print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
 
     def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
