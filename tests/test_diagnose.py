@@ -69,6 +69,7 @@ def test_nothing_is_found_in_a_healthy_run(name):
     for end in (*range(1, len(table), 3), len(table)):
         assert diagnose(table.head(end), watched=watched_in(table)) == (), str(diagnose(table.head(end)))
     assert repr(diagnose(table)) == "nothing found: none of the known illnesses shows"
+    assert diagnose(table)._repr_html_().count("<div") == 1 and "nothing found" in diagnose(table)._repr_html_()
     assert [diagnose(row) for row in table.to_dict("records") if diagnose(row)] == []
 
 

@@ -29,7 +29,7 @@ from grpolab.train.proof import prove
 
 BIGGEST = 4_900_000  # bytes of a page
 LONGEST = 4000  # tokens of a rollout that it holds
-FRAME = "sandbox='allow-scripts' style='width:100%;height:640px;border:1px solid #8886'"
+FRAME = "sandbox='allow-scripts' style='width:100%;height:640px;border:1px solid #8886;box-sizing:border-box;display:block'"
 
 
 class Page:

@@ -67,7 +67,8 @@ class Credit:
         axes[1].bar(range(len(credits)), credits, color=[plots.POLICY if c >= 0 else plots.WARNING for c in credits])
         axes[1].axhline(self.advantage, color=plots.REFERENCE, linestyle="--", label=f"GRPO's advantage {self.advantage:.2f}")
         labels = [t.replace("\n", "↵").replace("$", r"\$") for t in self.tokens]
-        axes[1].set_xticks(range(len(labels)), labels, fontsize=8)
+        turned = 90 if max(map(len, labels)) > 2 else 0  # longer ones would cover each other
+        axes[1].set_xticks(range(len(labels)), labels, fontsize=8, rotation=turned)
         axes[1].set(title=f"Token {most}, {self.tokens[most]!r}, decides: {credits[most]:+.2f}".replace("$", r"\$"),
                     xlabel="token", ylabel="credit")  # fmt: skip
         axes[1].legend()

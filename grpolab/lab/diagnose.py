@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch stays out of a dashboard
@@ -31,10 +32,13 @@ class Finding:
 
 
 class Findings(tuple):
-    """A tuple of Finding that prints as a text, a finding a line."""
+    """A tuple of Finding that is shown as a text, a finding a line (in a notebook one that wraps between words)."""
 
     def __repr__(self):
         return "\n".join(map(str, self)) or "nothing found: none of the known illnesses shows"
+
+    def _repr_html_(self):
+        return "".join(f"<div style='text-align:left'>{escape(line)}</div>" for line in repr(self).splitlines())
 
 
 @dataclass(frozen=True)

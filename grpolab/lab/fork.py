@@ -27,16 +27,17 @@ from grpolab.env.dialect import TEXT, Dialect
 from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
-from grpolab.lab.rebuild import FORKED, State, decay, eras_of, load_kept, longest, rebuild, rows_of, sitting_of, with_threads
+from grpolab.lab.rebuild import State, decay, eras_of, load_kept, longest, rebuild, rows_of, sitting_of, with_threads
 from grpolab.lab.rescore import as_problem, paid_by
-from grpolab.lab.run import Run, configured
+from grpolab.lab.run import FORKED, Run, configured
 from grpolab.lab.states import data_hash, weights_hash
 from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, grpo_update, prove_both, trainer_logps
-from grpolab.train.loop import dropout_of, make_optimiser
+from grpolab.train.loop import dropout_of
 from grpolab.train.multiturn import Limits, multi_turn_grpo
+from grpolab.train.optimisers import make_optimiser
 from grpolab.train.rewards import Reward, ask_any, finished_and_correct
 
 Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
@@ -244,7 +245,7 @@ def with_token(group: int, rollout: int, position: int, token: int, reward: Rewa
         if token in policy.eos_ids or not left:
             tail, reason = None, "eos" if token in policy.eos_ids else "length"
         else:
-            with Sampler(policy) as sampler:
+            with Sampler(policy, exact=state.config.exact) as sampler:
                 tail = sampler.submit([r.prompt + head], params=params, seeds=[[r.seed]]).result()[0][0]
             reason = tail.finish_reason
         more = tail.tokens if tail else ()

@@ -17,13 +17,15 @@ from typing import TypeVar
 
 import torch
 
-from grpolab.lab.run import Run
+from grpolab.decode.attention import share_attention
+from grpolab.lab.run import FORKED, Run
 from grpolab.lab.states import check_seal, data_hash, load_state, weights_hash
 from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.sync import set_own_threads
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
-from grpolab.train.loop import dropout_of, make_optimiser
+from grpolab.train.loop import dropout_of
+from grpolab.train.optimisers import make_optimiser
 
 T = TypeVar("T")
 
@@ -55,6 +57,8 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
         raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
     policy = policy or load_kept(run)
+    if config_at(eras, step).exact:  # the trainer's forward of such a run, too
+        share_attention(policy.model)
     optimiser = make_optimiser(policy, config_at(eras, step))
     start = max(before)
     restore(run, start, policy, optimiser)
@@ -122,7 +126,6 @@ def config_of(run: Run) -> GRPOConfig:
     return config
 
 
-FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
 Eras = list[tuple[float, GRPOConfig]]
 
 
@@ -162,16 +165,17 @@ def load_kept(run: Run) -> Policy:
     folder = run.folder / "replay" / "policy"
     try:
         check_seal(folder)
-        return load_policy(str(folder), device=device_of(run.recorder.sittings()), tell=False)
+        return load_policy(str(folder), **made_of(run.recorder.sittings()), tell=False)
     except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
         raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
                          f"({error}): copy that folder from a whole one, or train again") from error
 
 
-def device_of(sittings: list[dict]) -> str | None:
-    """The kind of device that the run computed on, where this machine has it."""
-    cpu = sittings and sittings[-1].get("device") in ("cpu", "mps")
-    return sittings[-1]["device"] if cpu else None
+def made_of(sittings: list[dict]) -> dict[str, str | None]:
+    """The kind of device that the run computed on, where this machine has it, and the dtype of its parameters."""
+    last = sittings[-1] if sittings else {}
+    device = last["device"] if last.get("device") in ("cpu", "mps") else None
+    return {"device": device, "dtype": last.get("dtype", "torch.float32").removeprefix("torch.")}
 
 
 def restore(run: Run, step: int, policy: Policy, optimiser) -> None:

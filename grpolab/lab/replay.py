@@ -18,7 +18,7 @@ from pathlib import Path
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.rebuild import as_config, device_of, rebuild, sitting_of, with_threads
+from grpolab.lab.rebuild import as_config, made_of, rebuild, sitting_of, with_threads
 from grpolab.lab.record import recorded
 from grpolab.lab.run import Run
 from grpolab.lab.states import computed_on, weights_hash
@@ -133,7 +133,7 @@ def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Numbered,
     """The wanted rollouts sampled again: (each compared with its record, on what it was computed now)."""
     params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
     before = [(groups[g].group[i], bool(groups[g].turns)) for g, i in wanted]
-    with Sampler(policy, threads=threads) as sampler:
+    with Sampler(policy, threads=threads, exact=config.exact) as sampler:
         single = [r for r, played in before if not played]
         request = sampler.submit([r.prompt for r in single], params=params, seeds=[[r.seed] for r in single])
         again = iter([g[0] for g in request.result()])
@@ -251,4 +251,4 @@ def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / Path(name).name).write_bytes(file.read(name))
-        return load_policy(folder, device=device_of([about["sitting"]]), tell=False)
+        return load_policy(folder, **made_of([about["sitting"]]), tell=False)
