@@ -81,6 +81,8 @@ CASES = {
     SFTConfig: OPTIMISATION | {
         "batch_size": [case(batch_size=3)],
         "pack_width": [case(lambda new, base: new.rows < base.rows and max(new.widths) > max(base.widths), pack_width=160)],
+        "held_out_every": [case(lambda new, base: (new.held, base.held) == ([0, 2, 3], [0, 3]), held_out_every=2,
+                                also={"steps": 4})],
     },
     DPOConfig: OPTIMISATION | {
         "batch_size": [case(batch_size=3)],
@@ -269,14 +271,15 @@ class Trial:
     async def walk(self, tmp_path):
         config, run = self.config, Run(f"{len(list(tmp_path.iterdir()))}", root=tmp_path)
         if isinstance(config, SFTConfig):
-            rows = train_sft(self.policy, self.examples, config, run=run)
+            rows = train_sft(self.policy, self.examples, config, held_out=self.examples[:2], run=run)
         elif isinstance(config, DPOConfig):
             rows = dpo(self.policy, self.reference, self.pairs, config, run=run)
         elif isinstance(config, RewardConfig):
             rows = reward_model(self.policy, self.pairs, config, run=run)
         else:
             rows = grpo(self.policy, self.reference, PROBLEMS, config, reward=self.reward, run=run)
-        self.rates = [row["lr"] async for row in rows]
+        taken = [row async for row in rows]
+        self.rates, self.held = [row["lr"] for row in taken], [row["step"] for row in taken if "held_out_loss" in row]
 
     @property
     def asked(self):

@@ -35,8 +35,9 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, grpo_update, prove_both, trainer_logps
-from grpolab.train.loop import dropout_of, make_optimiser
+from grpolab.train.loop import dropout_of
 from grpolab.train.multiturn import Limits, multi_turn_grpo
+from grpolab.train.optimisers import make_optimiser
 from grpolab.train.rewards import Reward, ask_any, finished_and_correct
 
 Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]

@@ -24,7 +24,8 @@ from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.sync import set_own_threads
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
-from grpolab.train.loop import dropout_of, make_optimiser
+from grpolab.train.loop import dropout_of
+from grpolab.train.optimisers import make_optimiser
 
 T = TypeVar("T")
 
@@ -68,10 +69,10 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
         reference = reference or (_start_of(run) if leashed else None)
         rows = metrics_of(run)
         steps = [run.recorder.whole(s) for s in range(start, step)]
+        policy.model.train(bool(sitting_of(run.recorder.sittings(), start).get("training")))
         for era in dict.fromkeys(configs):
             check_reference(policy, reference, era)
             prove_both(policy, reference, era, longest(steps))
-        policy.model.train(bool(sitting_of(run.recorder.sittings(), start).get("training")))
         for s, groups, era in zip(range(start, step), steps, configs):
             decay(optimiser, era)
             used = [g for g in groups if g.used]

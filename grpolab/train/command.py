@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import importlib
 import sys
@@ -21,6 +22,7 @@ from grpolab.evaluate import fixed_rates
 from grpolab.lab.run import Run, seed_everything
 from grpolab.lab.selection import SCORE, Selection
 from grpolab.models import load_policy
+from grpolab.train import ranks
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.grpo import GRPOConfig, grpo
 from grpolab.train.plan import plan
@@ -129,7 +131,12 @@ def _reader(kind: type, optional: bool):
 
 
 def train(args: argparse.Namespace) -> int:
-    """Run one of the commands: load, plan, train, save."""
+    """Run one of the commands: load, plan, train, save. Of several processes (`ranks`) the first one prints and saves."""
+    with contextlib.nullcontext() if ranks.first() else contextlib.redirect_stdout(None):
+        return _train(args)
+
+
+def _train(args: argparse.Namespace) -> int:
     config = config_from(args, args.config)
     rows, reward = read_task(args)
     held_out = read_held_out(args, rows, reward)
@@ -150,6 +157,8 @@ def train(args: argparse.Namespace) -> int:
     run = Run(args.name, Path(args.model).name if Path(args.model).is_dir() else args.model, seed=config.seed,
               select=select)
     asyncio.run(_steps(stream(run), config.steps))
+    if not ranks.first():
+        return 0
     print(f"{run.shown(model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}")
     if best := run.selected.best():
         print(f"{run.shown(best['folder'])}: the best by what was measured, {best['value']:.4g} after {best['steps']} steps")

@@ -18,7 +18,7 @@ from grpolab.lab.states import data_hash
 from grpolab.models import BasePolicy, Policy
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, in_columns
 from grpolab.tasks import prompt_of
-from grpolab.train import losses
+from grpolab.train import losses, ranks
 from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.layout import Layout, lay_out
 from grpolab.train.logps import check_lengths, rollout_logps
@@ -161,9 +161,11 @@ async def grpo_from(
         seen = drawn.groups if drawn.seen is None else drawn.seen
         tokens = tokens_of(seen) if drawn.tokens is None else drawn.tokens
         groups = list(drawn.groups)
+        if ranks.world().size > 1:
+            await off_loop(lambda: ranks.same_groups(groups, step))
 
         def update(optimiser):
-            if run is not None:  # before the update, so that the record tells of a step that fails
+            if run is not None and ranks.first():  # before the update, so that the record tells of a step that fails
                 plain = lambda: as_recorded([(None, g) for g in seen], groups, {}, config.advantage_kind)  # noqa: E731
                 run.record(step, policy, (drawn.record or plain)(), drawn.engine)
             began = time.perf_counter()
@@ -207,7 +209,11 @@ def grpo_update(
         return {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
     kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
-    own = {i: trainer_logps(policy, groups[i], config) for i in kept} if config.sampler_cap or off_policy else {}
+    ordered = sorted(kept, key=lambda i: tokens_of([groups[i]]))
+    mine, own = ranks.mine(ordered), {}
+    if config.sampler_cap or off_policy:
+        found = [trainer_logps(policy, groups[i], config) for i in mine]
+        own = dict(zip(ordered, ranks.woven(f"step {step}, log-probs", ordered, found, list, list)))
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
@@ -216,9 +222,14 @@ def grpo_update(
             if not chosen:
                 continue
             whole = denominator_of([r for i in part for r in groups[i]], config)
-            rollouts = [r for i in chosen for r in groups[i]]
-            old = [x for i in chosen for x in own[i]] if config.sampler_cap else None
-            metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config, denominator=whole, old_logps=old)
+            here = [i for i in chosen if i in mine]
+            rollouts = [r for i in here for r in groups[i]]
+            old = [x for i in here for x in own[i]] if config.sampler_cap else None
+            metrics = grpo_gradient(
+                policy, reference, rollouts, a[here].flatten(), config, denominator=whole, old_logps=old,
+                tokens=kept_tokens(r for i in chosen for r in groups[i]),
+            ) if here else {}  # fmt: skip
+            metrics = ranks.add_up(policy.model, metrics, f"step {step}, pass {epoch}")
             if not rows:  # the policy has not moved yet
                 check_drift(policy, metrics, config.max_logp_diff, step)
             rows.append(metrics | apply_gradient(policy, optimiser, config, step))
@@ -236,6 +247,11 @@ def nearly_equal(items: Sequence, parts: int) -> list[Sequence]:
     """Consecutive parts whose lengths differ by at most one; fewer than `parts` where there are fewer items."""
     cuts = [len(items) * i // parts for i in range(parts + 1)]
     return [items[a:b] for a, b in zip(cuts, cuts[1:]) if a < b]
+
+
+def kept_tokens(rollouts: Iterable[Rollout]) -> int:
+    """Those that the policy chose."""
+    return sum(sum(r.mask) for r in rollouts)
 
 
 def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Tensor:
@@ -259,16 +275,16 @@ def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfi
 
 def grpo_gradient(
     policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig, *,
-    denominator=None, old_logps=None,
+    denominator=None, old_logps=None, tokens: int | None = None,
 ) -> dict:
     """Accumulate the gradient of the clipped objective over `rollouts` with advantages `a` (N,); returns the metrics, means
-    over their tokens.
+    over their tokens (or parts of means over `tokens`, where these rollouts are a part).
 
     The `denominator` (default: of these rollouts) is counted before, so neither micro-batches nor what is left out of the
     forward pass can change the gradient. `old_logps`: the trainer's own, where the rollouts' are of another sampler.
     """
     denominator = denominator_of(rollouts, config) if denominator is None else denominator
-    tokens = sum(sum(r.mask) for r in rollouts)
+    tokens = kept_tokens(rollouts) if tokens is None else tokens
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
     old_logps = old_logps and [old_logps[i] for i in order]

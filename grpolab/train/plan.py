@@ -98,7 +98,7 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
         "gradients": sum(p.numel() * p.element_size() for p in trained),
         f"optimiser ({config.optimiser})": int(sum(p.numel() * state(max(4, p.element_size())) for p in trained)),
     }
-    if any(p.dtype == torch.bfloat16 for p in trained):  # see masters.py; their gradients lie beside those of the parameters
+    if any(p.dtype == torch.bfloat16 for p in trained):  # optimisers.Masters, and their own gradients
         memory["master weights"] = 2 * sum(p.numel() * 4 for p in trained)
     if reference is not None and reference.model is not policy.model:
         memory["reference"] = sum(p.numel() * p.element_size() for p in reference.model.parameters())

@@ -145,8 +145,8 @@ async def reward_model(
 
     await in_thread(model, start)
 
-    def gradient(indices):
-        return reward_gradient(model, [pairs[i] for i in indices], config)
+    def gradient(share, batch):
+        return reward_gradient(model, [pairs[i] for i in share], config, denominator=len(batch))
 
     def data():
         return data_hash(pairs)
@@ -168,16 +168,19 @@ def held_out_accuracy(pairs: Sequence[Pair]) -> Callable[[RewardModel], Awaitabl
     return measure
 
 
-def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:
-    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics."""
-    parts = []
+def reward_gradient(
+    model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, denominator: int | None = None
+) -> dict:
+    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics. Where
+    `pairs` are a part, the `denominator` counts all."""
+    denominator, parts = len(pairs) if denominator is None else denominator, []
     for indices in pair_batches(pairs, config):
         part = [pairs[i] for i in indices]
         with forward_passes(model, config):
             rewards = model.forward([r.prompt + r.tokens for p in part for r in p.sides]).view(-1, 2)
         margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
         loss, metrics = losses.bradley_terry_loss(
-            *rewards.T, denominator=len(pairs), margin=margin, centering=config.centering
+            *rewards.T, denominator=denominator, margin=margin, centering=config.centering
         )
         loss.backward()
         parts.append(metrics)

@@ -27,6 +27,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import run_sync
 from grpolab.tasks import prompt_of, value_of
+from grpolab.train import ranks
 from grpolab.train.advantages import number
 from grpolab.train.loop import off_loop
 
@@ -63,6 +64,15 @@ class Faults:
 
     def note(self, error: Exception) -> None:
         self.count, self.first = self.count + 1, self.first or error
+
+
+async def faults_of_all(faults: Faults, place: str) -> Faults:
+    """Those of all ranks; the first error is this rank's own where it has one."""
+    if ranks.world().size == 1:
+        return faults
+    said = await off_loop(lambda: ranks.exchange(place, [faults.count, faults.first and repr(faults.first)]))
+    elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(said) if first]
+    return Faults(sum(count for count, _ in said), faults.first or next(iter(elsewhere), None))
 
 
 def score(
@@ -164,13 +174,15 @@ async def _await(reward: Reward, text: str, row: Any, rollout: Rollout, faults: 
 
 async def sample_and_score(
     policy: Policy, sampler: Sampler, rows: Sequence[Any], prompts: Sequence[Sequence[int]], group_size: int,
-    params: SamplingParams, reward: Reward, faults: Faults,
+    params: SamplingParams, reward: Reward, faults: Faults, seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
-    """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets. Rewards are asked while the
+    """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets, `seeds` (B, G) the rollouts'
+    own where `params.seed` does not make them. Rewards are asked while the
     sampler decodes on: async ones at once, each in a task of its own, others in the thread of the steps, all that have
     arrived since its last look."""
+    given = {"seeds": seeds} if seeds is not None else {}
     if hasattr(reward, "batch"):
-        groups = await sampler.sample(prompts, group_size=group_size, params=params)
+        groups = await sampler.sample(prompts, group_size=group_size, params=params, **given)
         return await scored(policy, rows, groups, reward, faults)
     groups: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
     rewards: list[list[float | None]] = [[None] * group_size for _ in prompts]
@@ -189,7 +201,7 @@ async def sample_and_score(
 
     async def all_of_it(tasks):
         nonlocal looking
-        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params)) as stream:
+        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params, **given)) as stream:
             async for i, g, rollout in stream:
                 groups[i][g] = rollout
                 if is_async(reward):
@@ -247,8 +259,11 @@ async def watched(
     """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already. Faults as there."""
     found = {}
     for name, reward in watch.items():
-        faults = Faults()
-        of = groups if reward is trained else await scored(policy, rows, groups, reward, faults)
-        report(faults, sum(map(len, groups)), told)
-        found[name] = [g.rewards for g in of]
+        faults, mine = Faults(), ranks.mine(groups)
+        of = mine if reward is trained else await scored(policy, ranks.mine(rows), mine, reward, faults)
+        values, place = [g.rewards for g in of], f"the watched reward {name}"
+        if ranks.world().size > 1:
+            values = await off_loop(lambda: ranks.woven(place, rows, values, list, list))  # noqa: B023
+        report(await faults_of_all(faults, place), sum(map(len, groups)), told)
+        found[name] = values
     return found

@@ -54,8 +54,8 @@ async def sft(
         check_lengths(policy, longest, "example")
         prove(policy, config, longest, "examples")
 
-    def gradient(batch):
-        return sft_gradient(policy, batch, config)
+    def gradient(share, batch):
+        return sft_gradient(policy, share, config, denominator=targets_of(batch))
 
     def tokens(batch):
         return {"tokens_per_s": sum(len(e.ids) for e in batch)}
@@ -82,24 +82,25 @@ def check_examples(examples: Sequence[Example], name: str = "example") -> None:
             raise ValueError(f"{name} {i} has no token to train on: its mask marks none after the first")
 
 
-def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) -> dict:
-    """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics."""
-    denominator, parts = _tokens(batch), []
-    for loss, metrics in _losses(policy, batch, config, denominator):
+def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig, *, denominator: int | None = None) -> dict:
+    """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics. Where `batch`
+    is a part, the `denominator` counts the whole (`targets_of`)."""
+    parts = []
+    for loss, metrics in _losses(policy, batch, config, targets_of(batch) if denominator is None else denominator):
         loss.backward()
         parts.append(metrics)
-    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": denominator}
+    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": targets_of(batch)}
 
 
 @torch.no_grad()
 def sft_value(policy: Policy, examples: Sequence[Example], config: SFTConfig) -> float:
     """The mean token loss of the examples, in nats, without dropout."""
     with policy.lock, evaluating(policy.model):
-        parts = [metrics for _, metrics in _losses(policy, examples, config, _tokens(examples))]
+        parts = [metrics for _, metrics in _losses(policy, examples, config, targets_of(examples))]
     return losses.combine(parts)["sft_loss"].item()
 
 
-def _tokens(examples: Sequence[Example]) -> int:
+def targets_of(examples: Sequence[Example]) -> int:
     """The tokens that are trained on: the first of an example follows nothing."""
     return sum(sum(e.mask[1:]) for e in examples)
 

@@ -17,14 +17,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpolab.decode.sampler import Sampler
-from grpolab.decode.sampling import SamplingParams, fold_seed
+from grpolab.decode.sampling import SamplingParams, fold_seed, group_seeds
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup
+from grpolab.train import ranks
 from grpolab.train.advantages import informative, reward_tensor
 from grpolab.train.loop import epoch_batches, off_loop, shuffled
 from grpolab.train.recorded import as_recorded
-from grpolab.train.rewards import Faults, Reward, report, sample_and_score, watched
+from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_and_score, watched
 
 if TYPE_CHECKING:
     from grpolab.train.grpo import GRPOConfig
@@ -87,14 +88,22 @@ def sampled(
 
         async def ask(rows, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            prompts = await off_loop(lambda: [prompt_of(row) for row in rows])
-            groups = await sample_and_score(policy, sampler, rows, prompts, config.group_size, params, reward, faults)
+            mine = ranks.mine(rows)
+            prompts = await off_loop(lambda: [prompt_of(row) for row in mine])
+            if ranks.world().size == 1:
+                groups = await sample_and_score(policy, sampler, rows, prompts, config.group_size, params, reward, faults)
+            else:  # the rollouts that one process would draw, each rank its groups
+                seeds = group_seeds(seed, ranks.mine(range(len(rows))), config.group_size)
+                own = await sample_and_score(policy, sampler, mine, prompts, config.group_size, params, reward, faults, seeds)
+                groups = await off_loop(lambda: ranks.woven(f"the groups of step {step}", rows, own, ranks.plain_group,
+                                                            ranks.group_of))  # fmt: skip
             everything.extend(zip(rows, groups))
             return groups
 
         asked = await off_loop(lambda: tasks.tasks(step))
         drawn = await ask(asked, config.seed * 1_000_003 + step)
         groups, cost = await refill(ask, asked, drawn, distinct_rows, config, step) if config.refills else (drawn, {})
+        faults = await faults_of_all(faults, f"the rewards of step {step}")
         row = report(faults, sum(len(g) for _, g in everything), told)
         parts = await watched(policy, asked, drawn, reward, watch, watch_told) if watch else {}
         means = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}

@@ -12,7 +12,7 @@ from grpolab.lab.run import Run
 from grpolab.models import load_policy
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
 from grpolab.train.loop import apply_gradient, make_optimiser
-from grpolab.train.masters import Masters
+from grpolab.train.optimisers import Masters
 from grpolab.train.plan import plan
 
 PROBLEMS, _ = generate(16, 0, seed=3, task=Task("+-", max_operand=20))

@@ -1,11 +1,44 @@
-"""fp32 master weights behind a model whose parameters are bf16: what the sampler reads and the trainer multiplies is half as
-wide, and no step is lost to rounding."""
+"""Optimisers by name; and fp32 master weights behind a model whose parameters are bf16: what the sampler reads and the trainer
+multiplies is half as wide, and no step is lost to rounding."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+
+BETAS = (0.9, 0.99)  # of both AdamWs: the second moment forgets in 100 steps, since the runs here last a few hundred
+
+
+def adamw(parameters, **options):
+    """Fused: one pass over parameters, gradients and moments, also on a processor."""
+    return torch.optim.AdamW(parameters, fused=True, betas=BETAS, **options)
+
+
+def adamw_8bit(parameters, **options):
+    """AdamW with block-wise 8-bit moments (arXiv 2110.02861), two bytes a parameter in place of eight."""
+    try:
+        return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, betas=BETAS, **options)
+    except ImportError as error:
+        raise ImportError("optimiser 'adamw_8bit' needs bitsandbytes: pip install 'grpolab[8bit]'") from error
+
+
+def adafactor(parameters, **options):
+    """Factored second moments and no first one (arXiv 1804.04235), its relative step kept at lr."""
+    return torch.optim.Adafactor(parameters, **options)
+
+
+# One more is an entry here: (parameters, lr=, weight_decay=) -> an optimiser, e.g. torchao's CPUOffloadOptimizer on a GPU.
+OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
+
+
+def make_optimiser(policy, config) -> torch.optim.Optimizer | Masters:
+    """The optimiser of the parameters that are trained; of bf16 ones over fp32 master weights."""
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    make = partial(OPTIMISERS[config.optimiser], lr=config.lr, weight_decay=config.weight_decay)
+    return Masters(trained, make) if any(p.dtype == torch.bfloat16 for p in trained) else make(trained)
 
 
 class Masters:
