@@ -52,6 +52,7 @@ def test_the_page_holds_what_the_record_holds(left, tmp_path):
     spelt = ["".join(data["vocabulary"][str(i)] for i in r["t"]) for r in data["rows"]]
     assert all(text.startswith(done) for text, done in zip(spelt, table["completion"]))  # an end token may follow
     assert data["prompts"][data["rows"][30]["p"]] == table["prompt"][30]
+    assert page.path.name in page._repr_html_().split("<iframe")[0]  # all that is left in a notebook that is not trusted
     assert "box-sizing:border-box" in page._repr_html_()  # else its border makes the cell scroll sideways
     assert html.unescape(re.search("srcdoc='(.*?)'", page._repr_html_(), re.DOTALL).group(1)) == page.html
     assert len(data_of(browse(left, tmp_path / "b.html", steps=[1]))["rows"]) == 24

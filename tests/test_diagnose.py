@@ -178,3 +178,8 @@ def test_the_dashboard_shows_it():
             assert "⚠ the reward" not in repr(live) and "⚠ the reward" not in live._repr_html_()
     assert "⚠ the reward has fallen" in repr(live)
     assert "⚠ the reward has fallen (from step 5): the mean of 5 steps was " in live._repr_html_()
+
+
+def test_its_numbers_are_for_people():
+    (found,) = diagnose({"step": 0, "kl": 651.7})
+    assert "is 650 nats a token" in str(found)

@@ -40,7 +40,8 @@ class Page:
 
     def _repr_html_(self):
         inside = escape(self.html, quote=False).replace("'", "&#39;")  # double quotes, of which JSON is full, stay
-        return f"<iframe srcdoc='{inside}' {FRAME}></iframe>"
+        file = f"<small>the page {escape(str(Run.shown(self.path)))}, which shows here where the notebook is trusted</small>"
+        return f"{file}<iframe srcdoc='{inside}' {FRAME}></iframe>"  # Jupyter takes the frame out where it is not
 
     def __repr__(self):
         return f"{Run.shown(self.path)}: {self.note}"

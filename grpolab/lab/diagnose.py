@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from grpolab.lab.readable import readable
+
 if TYPE_CHECKING:  # torch stays out of a dashboard
     from grpolab.lab.run import Run
 
@@ -52,6 +54,10 @@ class Rule:
     remedy: str
 
 
+def _two(value) -> str:
+    return readable(float(value), 2)
+
+
 def _equal_groups(row) -> str | None:
     equal, right = row.get("uninformative"), row.get("all_right", 0.0)
     if equal is None or not (equal >= 0.8 and right < equal / 2):  # all right is the end of the lesson, not an illness
@@ -68,14 +74,15 @@ def _no_end(row) -> str | None:
 def _no_entropy(row) -> str | None:
     entropy = row.get("entropy")
     low = entropy is not None and entropy < 0.01  # healthy: at least 0.016, on four questions learnt by heart; ill: 0.002
-    return f"the entropy is {entropy:.2g} nats a token: the rollouts of a group are all but the same" if low else None
+    return f"the entropy is {_two(entropy)} nats a token: the rollouts of a group are all but the same" if low else None
 
 
 def _drift(row) -> str | None:
     mean, largest = row.get("logp_diff", 0.0), row.get("logp_diff_max", 0.0)
     if not (mean > 0.02 or largest > 2.0):  # healthy: at most 0.0016 and 1.5, in bfloat16; ill: at least 0.037 and 4.7
         return None
-    return f"sampler and trainer differ by {mean:.2g} nats a token on average, {largest:.2g} at most (in fp32: 1e-6 and 1e-4)"
+    return (f"sampler and trainer differ by {_two(mean)} nats a token on average, {_two(largest)} at most "
+            "(in fp32: 10⁻⁶ and 10⁻⁴)")
 
 
 def _clipped(row) -> str | None:
@@ -91,7 +98,7 @@ def _clipped(row) -> str | None:
 def _kl(row) -> str | None:
     kl = row.get("kl")
     far = kl is not None and kl >= 0.3  # healthy: at most 0.07; ill: 3 and more
-    return f"the KL to the reference is {kl:.2g} nats a token" if far else None
+    return f"the KL to the reference is {_two(kl)} nats a token" if far else None
 
 
 RULES = (
