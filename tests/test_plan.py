@@ -1,5 +1,7 @@
 """The plan before a run: what it counts, what its probe leaves alone, and how it compares with what was measured."""
 
+import dataclasses
+
 import pandas as pd
 import pytest
 import torch
@@ -59,8 +61,10 @@ def test_the_estimate_from_a_small_probe_equals_a_pass_in_full(tiny, config, mon
     assert small == pytest.approx(plan(tiny, config, prompt_tokens=16, completion_tokens=16).memory["activations"], rel=0.1)
 
 
-def test_a_smaller_pass_keeps_less_although_the_probe_is_larger(tiny):
-    few, many = (plan(tiny, SFTConfig(steps=1, batch_size=64, token_budget=b), prompt_tokens=16, completion_tokens=16)
+@pytest.mark.parametrize("config", [SFTConfig(steps=1, batch_size=64),
+                                    GRPOConfig(steps=1, prompts_per_step=8, max_new_tokens=16)])
+def test_a_smaller_pass_keeps_less_although_the_probe_is_larger(tiny, config):
+    few, many = (plan(tiny, dataclasses.replace(config, token_budget=b), prompt_tokens=16, completion_tokens=16)
                  for b in (256, 2048))  # fmt: skip
     assert many.memory["activations"] == pytest.approx(8 * few.memory["activations"], rel=0.01)
 

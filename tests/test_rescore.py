@@ -25,6 +25,8 @@ def test_the_same_reward_changes_nothing_and_its_negative_everything(run):  # no
     signal = run.rollouts().groupby(["step", "group"])["reward"].nunique() > 1
     assert other.changed == signal.sum() > 5 and not other.groups["lost"].any()
     assert (other.rollouts["advantage"] == -other.rollouts["rescored_advantage"]).all()
+    twice = rescore(run, lambda *a: 2 * digits(*a))  # larger, and of the same sign
+    assert twice.changed == 0 and twice.rollouts["rescored_advantage"].abs().sum() > same.rollouts["advantage"].abs().sum()
 
 
 def test_a_reward_is_asked_as_in_training(run):  # noqa: F811

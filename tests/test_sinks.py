@@ -1,5 +1,8 @@
 """Sinks of a run: objects that are told each row, and what becomes of one that fails."""
 
+import json
+import sqlite3
+
 import pytest
 
 from grpolab.lab.run import Run
@@ -57,3 +60,37 @@ def test_the_writer_of_tensorboard_takes_them(tmp_path):
     Run("x", root=tmp_path, sinks=[writer]).log({"step": 0, "reward": 0.5})
     writer.close()
     assert list((tmp_path / "board").iterdir())
+
+
+def told(run):
+    """Two rows, and what was measured after the second."""
+    run.log({"step": 0, "reward": 0.5, "curriculum": "{}"})
+    run.log({"step": 1, "reward": 0.75})
+    run._tell_sinks({"step": 1, "eval_score": 0.25})
+    return len(run.sinks)
+
+
+def test_a_run_of_wandb_takes_them_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
+    sink = wandb.init(project="grpolab", dir=str(tmp_path))
+    run = Run("x", root=tmp_path, sinks=[sink])
+    assert told(run) == 1
+    run.log({"step": 2, "reward": 1.0})  # wandb takes a step in when the next one begins
+    assert sink.summary["eval_score"] == 0.25 and sink.step == 2
+    sink.finish()
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_a_run_of_trackio_takes_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed")
+    sink = trackio.init(project="grpolab", name="x")
+    assert told(Run("x", root=tmp_path, sinks=[sink])) == 1
+    trackio.finish()
+    (base,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(base) as connection:
+        rows = connection.execute("select step, metrics from metrics order by id").fetchall()
+    assert [(step, json.loads(numbers)) for step, numbers in rows] == [(0, {"reward": 0.5}), (1, {"reward": 0.75}),
+                                                                       (1, {"eval_score": 0.25})]
