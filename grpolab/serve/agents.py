@@ -31,7 +31,6 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.serve.service import Service, serve_policy
 from grpolab.train.advantages import advantages, number, reward_tensor
-from grpolab.train.episodes import as_task
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
 from grpolab.train.rewards import is_async, name_of
 from grpolab.train.sources import Drawn, Source, Tasks
@@ -111,7 +110,7 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
 
     async def source(step: int) -> Drawn:
         size = config.group_size
-        asked = [as_task(row) for row in tasks.tasks(step)]
+        asked = tasks.tasks(step)
         runs = await run_agents(
             service, agent, [task for task in asked for _ in range(size)], timeout=timeout, concurrent=concurrent,
             seeds=[fold_seed(config.seed, step, i) for i in range(len(asked) * size)], temperature=config.temperature,
@@ -129,29 +128,28 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
 
 
 def as_groups(tasks: Sequence[Any], runs: Sequence[Sequence[AgentRun]], kind: str):
-    """(groups to train on, one rollout a run for the row, advantages (B, G), the record) of the runs of each task.
+    """(groups to train on, one rollout a run for the row, advantages (B, G) of the former, the record) of each task's runs.
 
     The advantage is that of the run in its group of runs; each of its rollouts has it. Groups have room for the run with the
-    most rollouts: an empty rollout without reward stands where a run has fewer, or abstains.
+    most rollouts: an empty rollout without reward stands where a run has fewer, or abstains. A group without any reward is not
+    trained on, and one in which nothing was sampled is left out.
     """
-    kept = [(task, members) for task, members in zip(tasks, runs) if any(run.trained for run in members)]
-    if not kept:
-        return [], [], None, [_recorded(task, members, (0.0,) * len(members), False) for task, members in zip(tasks, runs)
-                              if any(run.rollouts for run in members)]
-    a = advantages(reward_tensor([[run.reward if run.trained else None for run in members] for _, members in kept]), kind)
-    width = max(len(run.rollouts) for _, members in kept for run in members if run.trained)
+    asked = [(task, members) for task, members in zip(tasks, runs) if any(run.rollouts for run in members)]
+    given = [[run.reward if run.trained else None for run in members] for _, members in asked]
+    used = [any(reward is not None for reward in rewards) for rewards in given]
+    table = iter(advantages(reward_tensor([r for r, use in zip(given, used) if use]), kind).tolist() if any(used) else ())
+    width = max((len(run.rollouts) for _, members in asked for run in members if run.trained), default=1)
     groups, seen, weights, record = [], [], [], []
-    for (task, members), row in zip(kept, a.tolist()):
-        prompt = next(run.rollouts[0].prompt for run in members if run.trained)
-        absent = Rollout(prompt, (), (), (), (), "lost")
-        parts = [(list(run.rollouts) if run.trained else []) for run in members]
-        groups.append(Group(tuple(r for part in parts for r in [*part, *[absent] * (width - len(part))])))
-        weights.append([x if r else 0.0 for part, x in zip(parts, row) for r in [*part, *[None] * (width - len(part))]])
-        seen.append(Group(tuple(part[-1] if part else absent for part in parts)))
-        record.append(_recorded(task, members, row, True))
-    rest = [_recorded(task, members, (0.0,) * len(members), False) for task, members in zip(tasks, runs)
-            if not any(run.trained for run in members) and any(run.rollouts for run in members)]
-    return groups, seen, torch.tensor(weights), record + rest
+    for (task, members), use in zip(asked, used):
+        absent = Rollout(next(run.rollouts[0].prompt for run in members if run.rollouts), (), (), (), (), "lost")
+        row = next(table) if use else [0.0] * len(members)
+        filled = [[*(run.rollouts if run.trained else ()), *[absent] * width][:width] for run in members]
+        if use:
+            groups.append(Group(tuple(r for part in filled for r in part)))
+            weights.append([x if r is not absent else 0.0 for part, x in zip(filled, row) for r in part])
+        seen.append(Group(tuple(run.rollouts[-1] if run.trained else absent for run in members)))
+        record.append(_recorded(task, members, row, use))
+    return groups, seen, torch.tensor(weights) if weights else None, sorted(record, key=lambda g: not g.used)
 
 
 def _recorded(task: Any, members: Sequence[AgentRun], row: Sequence[float], used: bool) -> RecordedGroup:
@@ -207,8 +205,7 @@ async def agent_grpo(policy: Policy, reference: Policy | None, problems: Any, co
         service = service or await stack.enter_async_context(serve_policy(policy, seed=config.seed))
         tasks, longest = Tasks(problems, config, run, success), min(max_total_tokens or policy.context, policy.context)
         source = agent_source(service, agent, tasks, config, timeout=timeout, concurrent=concurrent, max_total_tokens=longest)
-        steps = grpo_from(policy, reference, source, config, longest=longest, run=run,
-                          content=lambda: map(as_task, tasks.content()))
+        steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
         async with aclosing(steps) as rows:
             async for row in rows:
                 yield row
