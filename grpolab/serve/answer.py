@@ -53,6 +53,7 @@ class Answer:
         if service.rows + len(self.prompts) * n > service.max_rows:
             raise Refused(429, f"{service.rows} completions are in progress, and this service takes {service.max_rows} at a "
                                f"time; this request asks for {len(self.prompts) * n}: send it again later")
+        await service.admitted()
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
         def tell(*event):

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, help="file that holds the token which clients must send as api_key")
     parser.add_argument("--slots", type=int, help="completions decoded together (default: what the memory holds)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests that bring none (default %(default)s)")
+    parser.add_argument("--weights", type=Path, help="file through which a trainer sends its updates (RemoteSampler.publish)")
     parser.add_argument("--max-sessions", type=int, default=4096, help="open at a time (default %(default)s)")
 
 
@@ -29,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     token = args.token_file and check_token(args.token_file.read_text("utf-8", "replace").strip(), str(args.token_file))
     sampler = Sampler(load_policy(args.model), slots=args.slots, seed=args.seed)
     asyncio.run(_serve(sampler, name=args.name, host=args.host, port=args.port, token=token, seed=args.seed,
-                       max_sessions=args.max_sessions))
+                       max_sessions=args.max_sessions, weights=args.weights))
     return 0
 
 

@@ -69,6 +69,9 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
     async def collect(request: Request):
         return JSONResponse(told(at.end(request.path_params["session"])))
 
+    async def weights(_):
+        return JSONResponse({"policy_version": await service.load_weights()})
+
     async def refuse(_, refused: Refused):
         service.counts["refused"] += 1
         return refusal(refused)
@@ -88,7 +91,8 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
     app = Starlette(
         lifespan=lifespan, exception_handlers={Refused: refuse, HTTPException: refuse_route, Exception: fail},
         routes=[
-            Route("/health", health), Route("/status", status), Route("/sessions", open_session, methods=["POST"]),
+            Route("/health", health), Route("/status", status),
+            Route("/weights", weights, methods=["POST"]), Route("/sessions", open_session, methods=["POST"]),
             Route("/sessions/{session}", look), Route("/sessions/{session}", collect, methods=["DELETE"]),
             *(Route(f"{path}/v1/models", models) for path in paths),
             *(Route(f"{path}/v1/chat/completions", sampling("chat"), methods=["POST"]) for path in paths),
