@@ -78,7 +78,7 @@ def test_it_samples_what_the_sampler_here_samples(tiny, elsewhere):
                 ours = await here.sample(PROMPTS, group_size=3, params=params)
                 assert theirs == ours
             assert await remote.sample([]) == []
-            params = SamplingParams(greedy=True, seed=2, max_new_tokens=40, ignore_eos=True)  # more than the longest prompt leaves
+            params = SamplingParams(greedy=True, seed=2, max_new_tokens=40, ignore_eos=True)  # too many
             (full,), (short,) = await remote.sample([[5] * 500, [5] * 490], params=params)
             ((wanted,),) = await here.sample([[5] * 500], params=params)
             assert full == wanted and full.finish_reason == "context"
