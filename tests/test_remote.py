@@ -24,7 +24,8 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.lab.run import repository
 from grpolab.serve.bridge import SharedWeights, Torn
-from grpolab.serve.remote import PROBE, RemoteError, RemoteSampler, following
+from grpolab.serve.calls import RemoteError
+from grpolab.serve.remote import PROBE, RemoteSampler, following
 from grpolab.serve.service import serve_policy
 from grpolab.train.grpo import GRPOConfig, grpo_from
 from grpolab.train.sources import Tasks, sampled
@@ -267,10 +268,10 @@ def test_a_service_and_files_that_do_not_fit(tiny, tmp_path):
         path = tmp_path / "w.safetensors"
         async with serve_policy(tiny, weights=path) as service, RemoteSampler(service.url, tiny, weights=path) as remote:
             with pytest.raises(RemoteError, match="No such file"):
-                await remote._ask("POST", "/weights", {})
+                await remote.caller.ask("POST", "/weights", {})
             SharedWeights.create(path, One()).write(One(), 1)
             with pytest.raises(RemoteError, match="another model"):
-                await remote._ask("POST", "/weights", {})
+                await remote.caller.ask("POST", "/weights", {})
             assert len((await remote.sample(PROMPTS[:1]))[0]) == 1 and tiny.version == 0
         async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny, weights=path) as remote:
             with pytest.raises(RemoteError, match="start it with"):

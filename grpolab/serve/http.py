@@ -179,8 +179,8 @@ class Server:
 
     def __init__(self, app: Callable[..., Awaitable[None]], drain: int):
         self._server = uvicorn.Server(uvicorn.Config(
-            app, http=PatientProtocol, ws="none", loop="asyncio", lifespan="on", log_config=None, access_log=False,
-            server_header=False, timeout_graceful_shutdown=drain, limit_concurrency=CONNECTIONS))
+            app, http=PatientProtocol, ws="none", loop="asyncio", lifespan="on", log_config=None, log_level="error",
+            access_log=False, server_header=False, timeout_graceful_shutdown=drain, limit_concurrency=CONNECTIONS))
 
     def run(self, listener: socket.socket) -> None:
         self._server.run([listener])

@@ -11,31 +11,21 @@ weights that made it. The numerics of another process need not be the trainer's:
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
-import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from urllib.parse import urlsplit
 
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.serve.bridge import SharedWeights
+from grpolab.serve.calls import Caller, RemoteError
 from grpolab.serve.wire import MOST_CHOICES
 from grpolab.train.sources import Drawn, Source
 
 PROBE = "What is 12 + 34? \\boxed{46}. The quick brown fox; naïve café."  # how a server's tokenizer is recognised
-
-
-class RemoteError(RuntimeError):
-    """The server could not be reached, refused, or gave an answer that cannot be trained on. The text says which."""
 
 
 class RemoteSampler:
@@ -51,16 +41,10 @@ class RemoteSampler:
 
     def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None,
                  weights: str | Path | None = None, timeout: float = 300.0, max_staleness: int | None = None):
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url!r} is no address of a server: write http://host:port")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        self.url, self.policy, self.token, self.model, self.timeout = url.rstrip("/"), policy, token, model, timeout
+        self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
+        self.url, self.policy, self.model = self.caller.url, policy, model
         self.weights, self.max_staleness, self.synced_s = weights and Path(weights), max_staleness, 0.0
         self.engine = SimpleNamespace(name="remote")
-        self._host, self._port, self._path = parts.hostname, parts.port or 80, parts.path.rstrip("/").removesuffix("/v1")
-        self._threads = ThreadPoolExecutor(32, "grpolab-remote")
         self._shared: SharedWeights | None = None
         self._known = asyncio.Lock()
         self._context: int | None = None
@@ -87,7 +71,7 @@ class RemoteSampler:
                 "return_token_ids": True, "temperature": 0 if params.greedy else params.temperature, "top_p": params.top_p,
                 "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed, "stop": list(params.stop_strings) or None,
                 "stop_token_ids": list(params.stop_ids) or None, "ignore_eos": params.ignore_eos}
-        answer = await self._ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
+        answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
         groups = self._groups(answer, ids, group_size, params)
         self._check_age(groups)
         return groups
@@ -107,15 +91,15 @@ class RemoteSampler:
             raise ValueError("publish needs the file to write into: RemoteSampler(..., weights=FILE), and for the server "
                              "serve-policy --weights FILE")
         began = time.perf_counter()
-        version = await asyncio.get_running_loop().run_in_executor(self._threads, self._write, policy)
-        told = (await self._ask("POST", "/weights", {})).get("policy_version")
+        version = await asyncio.get_running_loop().run_in_executor(None, self._write, policy)
+        told = (await self.caller.ask("POST", "/weights", {})).get("policy_version")
         if told != version:
             raise RemoteError(f"{self.url} reports weights of version {told!r} where {version} was published")
         self.synced_s = time.perf_counter() - began
         return version
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.caller.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -137,13 +121,13 @@ class RemoteSampler:
         async with self._known:
             if self._context is not None:
                 return
-            cards = (await self._ask("GET", "/v1/models")).get("data") or []
+            cards = (await self.caller.ask("GET", "/v1/models")).get("data") or []
             names = [card.get("id") for card in cards]
             self.model = self.model or (names[0] if names else None)
             if self.model not in names:
                 raise RemoteError(f"{self.url} serves {names}, not {self.model!r}")
             asked = {"model": self.model, "prompt": PROBE, "max_tokens": 1, "return_token_ids": True}
-            (choice, *_) = (await self._ask("POST", "/v1/completions", asked)).get("choices") or [{}]
+            (choice, *_) = (await self.caller.ask("POST", "/v1/completions", asked)).get("choices") or [{}]
             theirs, ours = choice.get("prompt_token_ids"), self.policy.tokenizer.encode(PROBE)
             if theirs is None:
                 raise RemoteError(f"{self.url} returns no token ids: it must know return_token_ids, as grpolab serve-policy "
@@ -187,32 +171,6 @@ class RemoteSampler:
 
     def __repr__(self):
         return f"RemoteSampler({self.url!r}, {self.policy.name!r})"
-
-    async def _ask(self, method: str, path: str, body: Any = None) -> dict:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self.timeout)
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, self._exchange, connection, method, path, body)
-        except asyncio.CancelledError:
-            with suppress(OSError, AttributeError):
-                connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread, and tells the server
-            raise
-
-    def _exchange(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> dict:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
-        try:
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            content = json.loads(answer.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise RemoteError(f"{self.url}{path} gave no answer ({type(error).__name__}: {error}): is it running?") from error
-        finally:
-            connection.close()
-        if answer.status != 200 or not isinstance(content, dict):
-            said = content.get("error", content) if isinstance(content, dict) else content
-            raise RemoteError(f"{self.url}{path} refused with {answer.status}: "
-                              f"{said.get('message', said) if isinstance(said, dict) else said}")
-        return content
 
 
 def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
