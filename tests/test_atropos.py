@@ -85,6 +85,8 @@ WRONG = [
     (dict(inference_logprobs=[[1.0] * 6, [1.0, 1.0, -0.5, -0.5]]), "log-prob 1.0, which is none"),
     (dict(generation_params={"temperature": 0.7}), "temperature 0.7"),
     (dict(advantages=[[1.0]]), "'advantages'"),
+    (dict(tokens=["abcdef", "abcd"]), "another shape"),
+    (dict(tokens=[1, 2]), "another shape"),
     (dict(overrides=[{"set_advantage_to_zero": True}]), "'overrides'"),
 ]
 

@@ -131,8 +131,9 @@ def test_a_cancelled_request_ends_at_the_server(tiny):
     async def main():
         async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny) as remote:
             await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
-            asking = asyncio.ensure_future(remote.sample(PROMPTS, params=SamplingParams(max_new_tokens=500, ignore_eos=True)))
-            while not service.rows:
+            long = SamplingParams(max_new_tokens=500, ignore_eos=True)
+            asking = asyncio.ensure_future(remote.sample(PROMPTS, params=long))
+            while service.rows < 3:
                 await asyncio.sleep(0.005)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -141,6 +142,17 @@ def test_a_cancelled_request_ends_at_the_server(tiny):
                 while service.rows:
                     await asyncio.sleep(0.005)
             assert service.counts["cancelled"] == 1
+            requests = service.counts["requests"]
+            for i in range(30):  # also before it has a connection
+                asking = asyncio.ensure_future(remote.sample(PROMPTS, params=long))
+                await asyncio.sleep(i / 10_000)
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+            async with asyncio.timeout(5):
+                while service.rows or service.sampler._scheduler.busy:
+                    await asyncio.sleep(0.005)
+            assert service.counts["cancelled"] == 1 + service.counts["requests"] - requests
 
     asyncio.run(main())
 

@@ -59,11 +59,15 @@ def as_group(item: dict, vocab: int, temperature: float) -> Group:
     if not logps:
         raise ValueError("a group came without inference_logprobs, which the loss compares the policy with: start the "
                          "environment with --openai.server_type vllm, or another that returns log-probs, not openai")
-    sizes = {"tokens": len(tokens or ()), "masks": len(masks or ()), "scores": len(scores or ()), "inference_logprobs": len(logps)}
+    parts = {"tokens": tokens or (), "masks": masks or (), "scores": scores or (), "inference_logprobs": logps}
+    sizes = {name: len(part) for name, part in parts.items()}
     if len(set(sizes.values())) != 1 or not tokens:
         raise ValueError(f"half a group came: {sizes}")
-    version = int(params.get("policy_version", 0))
-    return Group(tuple(_rollout(*of, version=version, vocab=vocab) for of in zip(tokens, masks, scores, logps)))
+    try:
+        version = int(params.get("policy_version", 0))
+        return Group(tuple(_rollout(*of, version=version, vocab=vocab) for of in zip(tokens, masks, scores, logps)))
+    except TypeError as error:
+        raise ValueError(f"a group came in another shape than ScoredData has: {error}") from None
 
 
 def _rollout(ids: Sequence[int], masks: Sequence[int], score: Any, logps: Sequence[float], *, version: int,

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -33,10 +34,11 @@ class Caller:
         """The JSON object that a request is answered with; RemoteError for anything else. Cancelling the await closes the
         connection, so that the server hears of it."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self.timeout)
-        loop = asyncio.get_running_loop()
+        loop, left = asyncio.get_running_loop(), threading.Event()
         try:
-            return await loop.run_in_executor(self._threads, self._exchange, connection, method, path, body)
+            return await loop.run_in_executor(self._threads, self._exchange, connection, left, method, path, body)
         except asyncio.CancelledError:
+            left.set()  # before it looks whether there is a socket: the thread looks the other way round
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
             raise
@@ -44,9 +46,13 @@ class Caller:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _exchange(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> dict:
+    def _exchange(self, connection: http.client.HTTPConnection, left: threading.Event, method: str, path: str,
+                  body: Any) -> dict:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
         try:
+            connection.connect()
+            if left.is_set():
+                raise ConnectionAbortedError("the caller has left")
             connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
             text = answer.read()
