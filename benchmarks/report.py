@@ -103,6 +103,28 @@ def grpo_seeds(results: Path) -> str | None:
     return text + table(["seed", "steps", "seconds", "greedy", "sampled", "greedy, choosing"], curve)
 
 
+def seeds(results: Path) -> str | None:
+    """Of each notebook the claims that its gate judged, a column a seed."""
+    found = record("seeds", results)
+    if not found:
+        return None
+    text = (f"What the gates measured: seed 0 is the stored run, the others are of `{found['command']}`. These are the claims; "
+            "the identities hold for every seed. A cross marks what missed its bound.")  # fmt: skip
+    for name, runs in found["notebooks"].items():
+        stored = record(f"notebooks/{name}", results)
+        columns = {"0": stored["checks"] if stored else []} | {seed: run["claims"] for seed, run in runs.items()}
+        by_name = {seed: {c["name"]: c for c in checks} for seed, checks in columns.items()}
+        bounds = {c["name"]: c["bound"] for run in runs.values() for c in run["claims"]}
+        rows = [[check, bound, *(value_of(of.get(check)) for of in by_name.values())] for check, bound in bounds.items()]
+        text += f"\n\n**{name}**\n\n" + table(["claim", "bound", *(f"seed {seed}" for seed in columns)], rows)
+    return text
+
+
+def value_of(check: dict | None) -> str:
+    """The value of a check; nothing where it was not made."""
+    return readable(check["measured"]) + ("" if check["passed"] else " ✗") if check else ""
+
+
 def smollm2(results: Path) -> str | None:
     rows = []
     for name in ("sft", "decode_engine", "dpo", "grpo", "reward_model"):
@@ -149,6 +171,26 @@ def trl(results: Path) -> str | None:
             f"AdamW ({workload}): `OMP_NUM_THREADS=2 python benchmarks/against_trl.py`.\n\n" + table(head, rows))  # fmt: skip
 
 
+def lora(results: Path) -> str | None:
+    found = record("lora", results)
+    if not found:
+        return None
+    rows = []
+    for r in found["rows"]:
+        full, own = r["full"], r["lora"]
+        pairs = [a / b for a, b in zip(own["step_s"], full["step_s"])]
+        rows.append([METHODS[r["method"]], f"{full['trained'] / 1e6:.1f} M", f"{own['trained'] / 1e6:.2f} M",
+                     f"{full['peak_gb']:.2f} GB", f"{own['peak_gb']:.2f} GB", f"{own['peak_gb'] / full['peak_gb']:.2f}",
+                     times(pairs)])  # fmt: skip
+    head = ["method", "trained, all weights", "trained, adapter", "peak, all weights", "peak, adapter", "adapter / all",
+            "seconds a step, adapter / all"]  # fmt: skip
+    workload = "; ".join(f"{METHODS[r['method']]}: {r['workload']}" for r in found["rows"])
+    return (f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
+            f"({workload}); each measurement in a process of its own, in turn, {found['rounds']} times {found['steps']} steps, "
+            f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n"
+            + table(head, rows))
+
+
 def pool(results: Path) -> str | None:
     found = record("pool", results)
     if not found:
@@ -166,8 +208,8 @@ def pool(results: Path) -> str | None:
 
 
 SECTIONS = {
-    "The series": notebooks, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2, "Decode engine": decode,
-    "Training step": trl, "Environment pool": pool,
+    "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
+    "Decode engine": decode, "Training step": trl, "LoRA": lora, "Environment pool": pool,
 }  # fmt: skip
 
 

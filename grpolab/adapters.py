@@ -47,10 +47,15 @@ def inject(model: nn.Module, adapter: LoRA, base: str) -> None:
     """Put a fresh adapter into the model and freeze everything else; `base` names the model in what is saved.
 
     Raises ValueError for targets that are no linear projections of the model."""
+    if not isinstance(adapter, LoRA):
+        raise TypeError(f"an adapter is a LoRA(rank=..., alpha=..., target=...), got {adapter!r:.80}")
     peft = _peft()
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    if missing := sorted(set(adapter.target) - linear):
+    linear = {name.rpartition(".")[2]: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if missing := sorted(set(adapter.target) - set(linear)):
         raise ValueError(f"the model has no projections {missing} to adapt; it has {sorted(linear)}")
+    if small := [name for name in adapter.target if adapter.rank > min(linear[name].weight.shape)]:
+        raise ValueError(f"rank {adapter.rank} is more than the projection {small[0]!r} of shape "
+                         f"{tuple(linear[small[0]].weight.shape)} has: lower it, or train that projection whole")
     config = peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.target),
                              base_model_name_or_path=base, task_type="CAUSAL_LM")
     with torch.random.fork_rng():

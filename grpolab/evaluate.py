@@ -310,6 +310,12 @@ async def evaluate_fixed(
     return Suite(prompts, tuple(texts), passed)
 
 
+async def fixed_rates(policy: Policy) -> dict[str, float]:
+    """The rates of the fixed prompts by the name of their check, e.g. for a Selection that watches a run."""
+    suite = await evaluate_fixed(policy)
+    return {"fixed_" + check.replace(" ", "_"): suite.rate(check).value for check in suite.passed}
+
+
 def suite_table(**suites: Suite):
     """A DataFrame with a row a check and a column a policy: `suite_table(before=..., after=...)`."""
     import pandas as pd

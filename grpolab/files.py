@@ -69,6 +69,17 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         raise
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder, so that a kill leaves it whole or not at all: under another name, .<name>.gone.partial, at most."""
+    gone = path.with_name(f".{path.name}.gone.partial")
+    shutil.rmtree(gone, ignore_errors=True)
+    try:
+        os.rename(path, gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def append_line(path: Path, line: str) -> None:
     append_bytes(path, line.encode(), "a row of metrics")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,12 +122,21 @@ def choose_device(device: str | None = None, dtype: torch.dtype | str | None = N
     Float32 parameters everywhere: a step of 1e-6 is lost in bfloat16's eight bits. Compute may be lower through autocast.
     """
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        device = _own_gpu() if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if isinstance(dtype, str):
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"dtype {dtype!r} is not a torch dtype; use 'float32', 'bfloat16' or 'float16'")
         dtype = getattr(torch, dtype)
     return torch.device(device), dtype or torch.float32
+
+
+def _own_gpu() -> str:
+    """The GPU of this process: the first, or the one that a launcher of several processes says by LOCAL_RANK."""
+    number = int(os.environ.get("LOCAL_RANK", 0))
+    if number >= torch.cuda.device_count():
+        raise ValueError(f"LOCAL_RANK={number} has no GPU of its own: this machine has {torch.cuda.device_count()}; start "
+                         "at most so many processes on it, or name the device: load_policy(..., device='cuda:0')")
+    return f"cuda:{number}" if "LOCAL_RANK" in os.environ else "cuda"
 
 
 def describe_machine() -> str:

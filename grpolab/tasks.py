@@ -65,6 +65,14 @@ def demonstration_of(row: Any) -> list[dict]:
     return said
 
 
+def shows_completion(row: Any) -> bool:
+    """Whether a row holds something to imitate, and not a prompt alone."""
+    try:
+        return bool(demonstration_of(row))
+    except ValueError:
+        return False
+
+
 def read_rows(path: str | Path, needs: Iterable[str] = ()) -> list[dict]:
     """The rows of a JSONL file, one object a line, each with a prompt and with all of `needs`; errors name the line."""
     rows = []

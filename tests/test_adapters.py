@@ -151,11 +151,17 @@ def test_a_resumed_run_is_the_same_in_every_bit(tmp_path):
 @pytest.mark.parametrize("make, says", [
     (lambda: LoRA(rank=0), "positive"), (lambda: LoRA(alpha=-1.0), "positive"), (lambda: LoRA(target="q_proj"), "names"),
     (lambda: load_policy("tiny", adapter=LoRA(target=("query", "q_proj"))), r"no projections \['query'\].*q_proj"),
+    (lambda: load_policy("tiny", adapter=LoRA(rank=129)), r"rank 129 is more than the projection 'q_proj' of shape"),
     (lambda: load_policy("tiny").without_adapter(), "no adapter to switch off"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def test_what_is_no_adapter_is_refused():
+    with pytest.raises(TypeError, match=r"an adapter is a LoRA\(rank=..., alpha=..., target=...\), got {'rank': 4}"):
+        load_policy("tiny", adapter={"rank": 4})
 
 
 def test_an_adapter_for_another_model_is_refused_by_name(tmp_path):

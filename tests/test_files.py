@@ -5,7 +5,7 @@ import os
 import pytest
 
 from grpolab import files
-from grpolab.files import HELD, atomic_folder, atomic_write, data_path, lock_folder, unlock_folder
+from grpolab.files import HELD, atomic_folder, atomic_write, data_path, lock_folder, remove_folder, unlock_folder
 
 
 def test_a_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
@@ -64,3 +64,21 @@ def test_a_folder_is_free_once_it_is_unlocked(tmp_path):
     assert again != HELD
     unlock_folder(again)
     os.close(copy)
+
+
+def test_a_folder_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").write_text("1")
+
+    def die(path, **_):
+        if path.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            remove_folder(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").mkdir()
+    remove_folder(tmp_path / "a")  # with what the kill left still there
+    assert not list(tmp_path.iterdir())

@@ -7,11 +7,10 @@ import shutil
 import pytest
 import torch
 
-from grpolab.arithmetic import Problem, Task, generate
+from grpolab.arithmetic import Task, generate
 from grpolab.lab.diagnose import diagnose
 from grpolab.lab.fork import bisect, fork, futures, with_advantage, with_token, without_group
 from grpolab.lab.rebuild import rebuild
-from grpolab.lab.rescore import rescore
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.train.grpo import GRPOConfig, grpo
@@ -79,6 +78,12 @@ def test_one_thing_changed_differs_from_there_on(run, change):
     assert untimed(twin.metrics)[:2] == untimed(run.metrics)[:2]
     assert [r.logps for g in twin.recorder.groups(4) for r in g.group] != [r.logps for g in other for r in g.group]
     assert [r.seed for g in twin.recorder.groups(4) for r in g.group] == [r.seed for g in other for r in g.group]
+
+
+def test_a_fork_says_where_it_begins(run, capsys):
+    forked(run, 3)
+    said = capsys.readouterr().out
+    assert "fork-twin begins after step 3, where it was forked" in said and "interrupted" not in said
 
 
 def test_a_fork_is_forked_and_replayed_like_a_run(run):
@@ -165,38 +170,7 @@ def test_the_step_that_crossed_the_bound_is_found(run, capsys):
         asyncio.run(bisect(run, measure, -1000.0))
 
 
-# --- another reward ---------------------------------------------------------------------------------------------------
-
-
-def test_the_same_reward_changes_nothing_and_its_negative_everything(run):
-    same = rescore(run, digits)
-    assert len(same.rollouts) == 60 and len(same.groups) == 15 and same.changed == 0
-    assert (same.rollouts["reward"] == same.rollouts["rescored_reward"]).all()
-    other = rescore(run, lambda *a: -digits(*a))
-    signal = run.rollouts().groupby(["step", "group"])["reward"].nunique() > 1
-    assert other.changed == signal.sum() > 5 and not other.groups["lost"].any()
-    assert (other.rollouts["advantage"] == -other.rollouts["rescored_advantage"]).all()
-
-
-def test_a_reward_is_asked_as_in_training(run):
-    """With the Problem, the recorded text and rollout; one that abstains or gives all at once, too."""
-    rollouts, seen = run.recorder.groups(3), []
-
-    class Whole:
-        def batch(self, texts, problems, asked):
-            seen.append((texts, problems, asked))
-            return [None if r.seed % 2 else 1.0 for r in asked]
-
-    flat_reward = rescore(run, Whole(), steps=[3])
-    texts, problems, asked = seen[0]
-    assert asked == [r for g in rollouts for r in g.group] and isinstance(problems[0], Problem) and len(seen) == 1
-    assert texts == run.rollouts(3)["completion"].tolist()
-    assert flat_reward.rollouts["rescored_reward"].isna().tolist() == [bool(r.seed % 2) for r in asked]
-    assert flat_reward.groups["lost"].sum() == (run.rollouts(3).groupby("group")["reward"].nunique() > 1).sum()
-    assert "would have been pushed the other way" in str(flat_reward)
-    assert flat_reward.plot().get_ylabel() == "mean reward"
-    with pytest.raises(ValueError, match="no recorded rollouts of these steps"):
-        rescore(run, digits, steps=[99])
+# --- neighbours -------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_diagnosed_from_its_folder(run):

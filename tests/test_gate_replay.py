@@ -1,5 +1,7 @@
-"""Every check of the gate of notebook 10 can fail: good values pass, each bad one fails its own; a short run passes."""
+"""Every check of the gate of notebook 10 can fail: good values pass, each bad one fails its own; and the notebook's own cells
+fail the check of what is broken underneath them."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +10,14 @@ import pytest
 from test_gates import failures_under, judge, taught  # noqa: F401  (a fixture)
 
 from grpolab import gate
+from grpolab.arithmetic import Task, generate
 from grpolab.evaluate import Interval
+from grpolab.lab import fork, replay
 from grpolab.lab.gate import shortened
 from grpolab.lab.run import Run
+from grpolab.rollouts import Group
+from grpolab.train.grpo import GRPOConfig
+from grpolab.train.loop import make_optimiser
 
 SAME = SimpleNamespace(equal=True)
 FALLEN = SimpleNamespace(illness="the reward has fallen")
@@ -54,12 +61,72 @@ def test_every_check_of_the_replay_gate_can_fail(bad, name, tmp_path):
     assert judge("10_replay", good | bad) == [name]
 
 
-def test_the_cells_of_a_short_run_pass_its_identities(taught, tmp_path, monkeypatch):  # noqa: F811
-    """Four steps with the fault in step 1; the claims, and with them the bisection, are not judged."""
+# --- the notebook itself, with one thing broken ------------------------------------------------------------------------
+
+KNOWN, HELD_OUT = generate(300, 40, seed=1, task=Task(ops="+-", max_operand=99))
+SMALL = {
+    "whole": 4, "fault": 300, "planted": 1, "known": KNOWN, "held_out": HELD_OUT, "practice": KNOWN[100:],
+    "sft_config": None, "config": GRPOConfig(steps=4, prompts_per_step=6, group_size=4, inner_epochs=2, lr=2e-4,
+                                             schedule="constant", warmup=0, max_new_tokens=24),
+}  # fmt: skip
+BITS = {"rollouts replayed in every bit", "the step that was carried away agrees in every bit"}
+TWICE = {"fork without a change"}
+BISECTION = {"step that the bisection finds − planted step"}
+MISLED = BISECTION | TWICE | {"rollouts after it that differ"}  # forked at a step that is not the fault's
+IDENTITIES = BITS | TWICE | BISECTION | {
+    "what is not as it was recorded", "fork without the fault", "rollouts before the fault's update that differ",
+    "seeds after it are the same", "rollouts after it that differ",
+}  # fmt: skip
+
+
+def replay_with_other_draws(monkeypatch):
+    """The weights and the prompts are right, and each rollout is drawn with its neighbour's seed."""
+    honest = replay.regenerate
+
+    def other(policy, config, step, groups, wanted, threads):
+        moved = {n: dataclasses.replace(g, group=Group(tuple(dataclasses.replace(r, seed=r.seed + 1) for r in g.group)))
+                 for n, g in groups.items()}  # fmt: skip
+        found, now = honest(policy, config, step, moved, wanted, threads)
+        kept = [groups[f.group].group[f.rollout] for f in found]
+        return tuple(replay.compare(step, f.group, f.rollout, r, f.again) for f, r in zip(found, kept)), now
+
+    monkeypatch.setattr(replay, "regenerate", other)
+
+
+def forget_the_optimiser(monkeypatch):
+    """A fork goes on from the run's weights with moments of its own."""
+    honest = fork._prepare
+
+    def other(run, twin, state, config, edit, reference):
+        anew = make_optimiser(state.policy, config) if twin.folder.name == "fork-unchanged" else state.optimiser
+        return honest(run, twin, dataclasses.replace(state, optimiser=anew), config, edit, reference)
+
+    monkeypatch.setattr(fork, "_prepare", other)
+
+
+def look_one_step_too_far(monkeypatch):
+    """The bisection measures the policy after one more update than it says."""
+    honest = fork.bisect
+
+    async def other(run, measure, at_least, **options):
+        rebuilt = fork.rebuild
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(fork, "rebuild", lambda run, done, **o: rebuilt(run, min(done + (0 < done), 4), **o))
+            return await honest(run, measure, at_least, **options)
+
+    monkeypatch.setattr(fork, "bisect", other)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "expected"),
+    [(None, set()), (replay_with_other_draws, BITS), (forget_the_optimiser, TWICE), (look_one_step_too_far, MISLED)],
+    ids=["nothing", "another draw", "another optimiser", "another step"],
+)
+def test_the_gate_sees_what_is_broken(taught, tmp_path, monkeypatch, sabotage, expected):  # noqa: F811
+    """All of the notebook's own cells, on a run small enough for a test; its learning is not judged, the identities and the
+    bisection are."""
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
-    learned = {k: values(tmp_path)[k] for k in ("rate", "ends", "other")}
-    found = SimpleNamespace(step=1, before=0.4, after=0.1, measured={0: 0.4, 1: 0.4, 2: 0.1})
-    filled = {"async def accuracy": {"at_start": 0.4, "culprit": found}, "groups = collapsed.recorder": {"number": 0}}
-    failed = failures_under(None, "10_replay", "ends = {}", learned, tmp_path, monkeypatch, filled,
-                            steps=4, planted=1, n_eval=20)  # fmt: skip
-    assert failed == set()
+    learned = {k: values(tmp_path)[k] for k in ("rate", "ends", "other", "at_start", "findings")}
+    failed = failures_under(sabotage, "10_replay", "ends = {}", learned | {"held_out": [None] * 300}, tmp_path, monkeypatch,
+                            {"whole, fault": SMALL})  # fmt: skip
+    assert failed & IDENTITIES == expected

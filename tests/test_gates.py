@@ -877,7 +877,6 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
 )
 def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.lab.gate import shortened
     from grpolab.lab.run import Run
 
     async def nothing(): ...
@@ -885,8 +884,6 @@ def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
     measured = {"stack": SimpleNamespace(aclose=nothing), "pool": SimpleNamespace(close=nothing), "tiny": True, "gate": gate,
                 "server": SimpleNamespace(status=lambda: {"sessions": 0}), "run": Run("07_multi_turn_grpo", root=tmp_path),
                 "checked": SimpleNamespace(max_error=1e-6), "misplaced": 0, "same": True, "kept": 100, "needed": 100,
-                "anew": 200, "together": 1.0, "alone": 5.0, "whole": (520, 24, 2), "held_out": [1, 2],
-                "sft_config": SimpleNamespace(steps=520), "config": SimpleNamespace(steps=24),
-                "shortened": shortened} | MULTI_TURN_LEARNED  # fmt: skip
+                "anew": 200, "together": 1.0, "alone": 5.0, "left_out": ""} | MULTI_TURN_LEARNED  # fmt: skip
     assert judge("07_multi_turn_grpo", dict(measured)) == []
     assert judge("07_multi_turn_grpo", measured | bad) == [name]

@@ -10,7 +10,6 @@ from grpolab import gate, load_policy
 from grpolab.checker import check_answer
 from grpolab.env.guess import fewest_guesses
 from grpolab.evaluate import Interval, mean_interval, wilson
-from grpolab.lab.gate import shortened
 from grpolab.lab.run import Run
 from grpolab.parity import Parity, generate_parity
 
@@ -54,8 +53,7 @@ def guess_values(tmp_path):
         "gate": gate, "run": Run("08_guess", root=tmp_path), "pool": Closed(), "stack": Closed(), "server": Closed(),
         "best": fewest_guesses, "fewest_guesses": fewest_guesses, "depths": PERFECT, "highest": 9,
         "optimum": 25 / 9, "teacher": 30 / 9, "middle": [4, 5, 6], "total": 0.3, "within": 0.2, "between": 0.1,
-        "shortened": shortened, "config": SimpleNamespace(steps=40), "sft_config": SimpleNamespace(steps=150),
-        "metrics": metrics,
+        "left_out": "", "metrics": metrics,
         "checked": SimpleNamespace(max_error=1e-6), "before": games(AT_RANDOM, first="1"), "after": games(PERFECT),
         "cost": cost, "opening": lambda greedy: greedy[0].turns[0][0],
         "won": lambda played: wilson(sum(e.rollout.reward > 0 for e in played), len(played)),
@@ -79,7 +77,7 @@ def guess_values(tmp_path):
         ({"after": (games([1, *PERFECT[:-1]])[0], games(PERFECT)[1])}, {"greedy guesses for all secrets, after"}),
         ({"before": games([3] * 17 + [2])}, {"sampled guesses before"}),
         ({"after": games(AT_RANDOM)}, {"sampled guesses before, lower end − after, upper end",
-          "sampled guesses after", "greedy guesses after / optimum"}),
+          "sampled guesses above the optimum", "greedy guesses after / optimum"}),
         ({"after": (games([4] * 9)[0], games(PERFECT)[1])}, {"greedy guesses after / optimum"}),
         ({"after": (games(PERFECT)[0][:-1] + [game(4, reward=0.0)], games(PERFECT)[1])}, {"greedy games won after"}),
         ({"after": games(PERFECT, first="1")}, {"first greedy guess is one of the best"}),
@@ -126,7 +124,7 @@ def longer_values(tmp_path):
     held_out = generate_parity(0, 500, bits=12, seed=0)[1]
     table = pd.DataFrame({"ratio": [1.0, 1.1]})
     return {
-        "gate": gate, "shortened": shortened, "config": SimpleNamespace(steps=40),
+        "gate": gate, "left_out": "",
         "run": Run("09_longer_answers", root=tmp_path), "shares": (0.0, 0.1), "rare": 0.1, "held_out": held_out,
         "check_answer": check_answer, "smaller": [0.0], "simulated": 0.245, "predicted": 0.245, "tables": {0.1: table},
         "imitated": {0.1: 0.1}, "length": lambda e: e.length, "together": 0.95, "beyond": 0.01,

@@ -79,9 +79,9 @@ def test_an_interrupt_is_one_line_and_a_rerun_goes_on_from_there(prepared, body)
     (line,) = [s for s in said.splitlines() if "stopped" in s]
     assert " of 10000; a rerun of this cell goes on from " in line
     assert ">interrupted<" in shown[-1]["text/html"] and "interrupted" in shown[-1]["text/plain"]
-    prepared.run(TRAIN + body, interrupt_after=2)
-    _, said, _, _ = prepared.run("print(live.rows[0]['step'])")
-    assert int(said) == int(line.split("goes on from ")[1])
+    prepared.run("steps = []\n" + TRAIN + "    steps.append(row['step'])\n" + body, interrupt_after=2)
+    _, said, _, _ = prepared.run("print(steps[0], [r['step'] for r in live.rows] == list(range(live.done)))")
+    assert said.split() == [line.split("goes on from ")[1], "True"]  # and the dashboard shows the whole run
 
 
 def test_other_errors_and_later_interrupts_are_shown_as_ever(prepared):
@@ -89,6 +89,29 @@ def test_other_errors_and_later_interrupts_are_shown_as_ever(prepared):
     assert "ZeroDivisionError" in errors[0]
     _, said, errors, _ = prepared.run("raise KeyboardInterrupt")
     assert "KeyboardInterrupt" in errors[0] and "stopped" not in said
+
+
+@pytest.mark.parametrize("waiting", ["await asyncio.sleep(60)", "time.sleep(60)"])
+def test_in_the_house_style_an_interrupt_is_one_line_in_any_cell(kernel, waiting):
+    cell = f"""import asyncio, time
+from IPython.display import display
+def work():
+    {'...' if 'await' in waiting else waiting}
+shown = display("a", display_id=True)
+shown.update("b")
+{waiting if 'await' in waiting else 'work()'}"""
+    assert kernel.run("from grpolab import plots\nplots.use_style()")[2] == []
+    status, said, errors, _ = kernel.run(cell, interrupt_after=1)
+    assert (status, errors) == ("error", [])
+    last = cell.splitlines()[-1]
+    assert said == f"stopped at line {len(cell.splitlines())} ({last}); a rerun starts this cell over\n"
+    _, _, errors, _ = kernel.run("from grpolab.lab.live import Dashboard\nlive = Dashboard(2, [])\nlive.update({'step': 0})")
+    assert errors == []
+    _, said, errors, _ = kernel.run("raise KeyboardInterrupt")  # also after a dashboard's cell
+    assert said.startswith("stopped at line 1 (raise") and errors == []
+    _, _, errors, _ = kernel.run("1 / 0")
+    assert "ZeroDivisionError" in errors[0]
+    kernel.run("get_ipython().set_custom_exc((), None)")
 
 
 def test_questions_are_asked_live(prepared):

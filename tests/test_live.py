@@ -64,6 +64,18 @@ def test_a_value_outside_its_healthy_range_is_coloured():
     assert "mine 1.5" in repr(live) and repr(live) == str(live)
 
 
+def test_a_run_that_goes_on_is_shown_from_its_start_and_its_time_left_from_this_sitting(tmp_path, monkeypatch):
+    run = Run("x", root=tmp_path)
+    now = iter(range(0, 1000, 6))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    live = Dashboard(100, ["loss"], run=run)  # at 0 seconds
+    for step in range(51):
+        run.log({"step": step, "loss": 1.0 / (step + 1)})
+    live.update(run.metrics[-1])  # at 6: one row of this sitting, 49 to come
+    assert [r["step"] for r in live.rows] == list(range(51)) and live.done == 51
+    assert "6 s, about 294 s left" in repr(live)
+
+
 def test_the_clock_stands_still_after_the_last_row(monkeypatch):
     live = Dashboard(1, [])
     live.update({"step": 0})
@@ -120,6 +132,8 @@ def test_a_table_has_text_at_the_left_and_numbers_for_people_at_the_right():
     assert html.count("<td style='text-align:left'>") == 2 and html.count("<td style='text-align:right'>") == 4
     assert "5.629·10⁻⁷</td>" in html and "11,660</td>" in html and "right'>12</td>" in html
     assert "<b>" not in html and "<i>" not in html and "&lt;td&gt;d" in html and "<th>" not in html
+    head, body = html.split("<tbody>")
+    assert "<thead>" in head and head.count("<th style='text-align:left'>") == 4  # the corner and three columns
 
 
 def test_a_figure_is_saved_in_the_runs_folder(tmp_path):
@@ -127,3 +141,12 @@ def test_a_figure_is_saved_in_the_runs_folder(tmp_path):
     path = run.figure("reward", plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r"))
     assert path == tmp_path / "x" / "figures" / "reward.png" and path.read_bytes().startswith(b"\x89PNG")
     assert run.log({"step": 0, "r": 0.5}) and (tmp_path / "x" / "metrics.csv").read_text() == "step,r\n0,0.5\n"
+
+
+def test_what_is_measured_now_and_then_keeps_its_last_value(capsys):
+    live = Dashboard(4, ["eval_score"])
+    for step in range(4):
+        live.update({"step": step} | ({"eval_score": 0.25 * step} if step % 2 else {}))
+    live.update({"step": 3})
+    html = live._repr_html_()
+    assert "0.75" in html and "measured on the way" in html

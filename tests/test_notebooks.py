@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 
 import badges
@@ -127,6 +128,42 @@ def test_other_notebooks_are_saved_as_they_are():
         before_saving(model={"type": "notebook", "content": content}, path=f"a/{name}")
         assert content == {"metadata": {"kernelspec": {"name": kernel, "display_name": "Mine"}}}
     before_saving(model={"type": "file", "content": "text"}, path="01_sft.ipynb")
+
+
+# --- quick ------------------------------------------------------------------------------------------------------------
+
+QUICK = ("03_dpo", "04_grpo", "05_reward_model", "07_multi_turn_grpo", "08_guess", "09_longer_answers")
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_leaves_out_a_part_of_the_run_and_says_so(name, quick, tmp_path, monkeypatch):
+    """The cells up to the one that expands the parameters."""
+    (path,) = [path for path in SERIES if path.stem == name]
+    notebook, namespace = nbformat.read(path, as_version=4), {}
+    monkeypatch.chdir(tmp_path)
+    (gate,) = tagged(notebook, "gate")
+    assert "shortened=left_out" in gate.source
+    for cell in code(notebook)[1:]:
+        exec(cell.source, namespace)  # noqa: S102  (the repository's own notebook)
+        if cell in tagged(notebook, "parameters"):
+            namespace["quick"] = quick
+        if "left_out" in namespace:
+            break
+    done = [(int(a.replace(",", "")), int(b.replace(",", "")))
+            for a, b in re.findall(r"([0-9,]+) of ([0-9,]+)", namespace["left_out"])]  # fmt: skip
+    assert bool(done) == quick and all(a <= b / 3 for a, b in done)
+
+
+def test_a_quick_run_passes_its_identities(tmp_path, monkeypatch, capsys):
+    """One of them, the cheapest, as a whole."""
+    (path,) = [path for path in SERIES if path.stem == "08_guess"]
+    monkeypatch.setenv("PYTHONPATH", str(path.parent.parent))
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(path, tmp_path / "notebooks")
+    monkeypatch.chdir(tmp_path)
+    assert notebooks.run_series(["08"], {"quick": True}) == 0
+    assert "identities passed; claims not judged: 50 of 150 warm-up steps, 4 of 40 steps" in capsys.readouterr().out
 
 
 # --- the runner -------------------------------------------------------------------------------------------------------

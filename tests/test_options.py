@@ -22,10 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
 from grpolab.chat import prompt_ids
+from grpolab.decode.attention import EXACT
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import fold_seed
 from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.models import Policy, attention_of
 from grpolab.rollouts import Group
 from grpolab.train import DPOConfig, GRPOConfig, RewardConfig, RewardModel, SFTConfig, demonstrations, dpo, grpo, reward_model
 from grpolab.train import sft as train_sft
@@ -80,6 +81,8 @@ CASES = {
     SFTConfig: OPTIMISATION | {
         "batch_size": [case(batch_size=3)],
         "pack_width": [case(lambda new, base: new.rows < base.rows and max(new.widths) > max(base.widths), pack_width=160)],
+        "held_out_every": [case(lambda new, base: (new.held, base.held) == ([0, 2, 3], [0, 3]), held_out_every=2,
+                                also={"steps": 4})],
     },
     DPOConfig: OPTIMISATION | {
         "batch_size": [case(batch_size=3)],
@@ -119,6 +122,7 @@ CASES = {
         "kl_kind": [case(kl_kind=k, also={"kl_coef": 0.5}) for k in ("k1", "k3")]
                    + [case(kl_kind=k, also=MOVED | {"kl_coef": 0.5, "lr": 0.5}) for k in ("k2", "k3")],
         "row_width": [case(lambda new, base: new.tokens > base.tokens, row_width=0)],
+        "exact": [case(lambda new, base: new.attention == EXACT != base.attention, exact=True)],
     },
 }  # fmt: skip
 ALL = [pytest.param(config, c, id=f"{config.__name__}-{name}-{i}")
@@ -212,6 +216,7 @@ class Trial:
         for hook in hooks:
             hook.remove()
         self.policy.model.base_model.embed_tokens.__class__ = torch.nn.Embedding
+        self.attention = attention_of(self.policy.model)
         self.end = [p.detach().clone() for p in self.policy.model.parameters()]
 
     def watch(self, patch, hooked):
@@ -266,14 +271,15 @@ class Trial:
     async def walk(self, tmp_path):
         config, run = self.config, Run(f"{len(list(tmp_path.iterdir()))}", root=tmp_path)
         if isinstance(config, SFTConfig):
-            rows = train_sft(self.policy, self.examples, config, run=run)
+            rows = train_sft(self.policy, self.examples, config, held_out=self.examples[:2], run=run)
         elif isinstance(config, DPOConfig):
             rows = dpo(self.policy, self.reference, self.pairs, config, run=run)
         elif isinstance(config, RewardConfig):
             rows = reward_model(self.policy, self.pairs, config, run=run)
         else:
             rows = grpo(self.policy, self.reference, PROBLEMS, config, reward=self.reward, run=run)
-        self.rates = [row["lr"] async for row in rows]
+        taken = [row async for row in rows]
+        self.rates, self.held = [row["lr"] for row in taken], [row["step"] for row in taken if "held_out_loss" in row]
 
     @property
     def asked(self):

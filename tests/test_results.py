@@ -13,6 +13,7 @@ from grpolab.lab.run import repository
 ROOT = repository()
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import report  # noqa: E402
+import seeds  # noqa: E402
 
 RESULTS, README = ROOT / "benchmarks" / "results", (ROOT / "README.md").read_text()
 
@@ -88,6 +89,24 @@ def test_every_section_follows_its_record(tmp_path):
     assert set(re.findall(r"^## (.*)$", report.results_page(results), flags=re.M)) == {"The series"}
     shutil.rmtree(results / "notebooks")
     assert "##" not in report.results_page(results) and report.readme_table(results).count("\n") == 1
+
+
+def test_the_seeds_stand_beside_the_stored_run(tmp_path, monkeypatch):
+    """The claims alone, under their bound, a cross at what missed it."""
+    def found(gain):
+        checks = [{"name": name, "measured": measured, "bound": "> 0", "passed": measured > 0, "judged": True, "claim": claim}
+                  for name, measured, claim in (("identity", 1.0, False), ("gain", gain, True))]  # fmt: skip
+        return {"passed": gain > 0, "checks": checks}
+
+    monkeypatch.setattr(seeds, "RESULTS", tmp_path / "seeds.json")
+    for seed, gain in (("2", -0.25), ("1", 0.125)):
+        seeds.keep("01_sft", seed, found(gain))
+    assert json.loads((tmp_path / "seeds.json").read_text())["notebooks"]["01_sft"]["2"]["passed"] is False
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "01_sft.json").write_text(json.dumps(found(0.5)))
+    lines = report.seeds(tmp_path).splitlines()
+    assert "| claim | bound | seed 0 | seed 1 | seed 2 |" in lines and "| gain | > 0 | 0.5 | 0.125 | -0.25 ✗ |" in lines
+    assert not [line for line in lines if "| identity |" in line]
 
 
 @pytest.mark.parametrize("notebook", sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb")))

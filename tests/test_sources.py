@@ -12,9 +12,9 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.env.curriculum import Curriculum
 from grpolab.models import load_policy
-from grpolab.rollouts import Group
+from grpolab.rollouts import Group, Rollout
 from grpolab.train import GRPOConfig, grpo, grpo_from
-from grpolab.train.rewards import Faults, sample_and_score
+from grpolab.train.rewards import Faults, finished_and_correct, sample_and_score
 from grpolab.train.sources import Drawn, distinct
 
 ROWS = [{"prompt": f"What is {a} + 2?", "answer": a + 2} for a in range(6)]
@@ -191,3 +191,149 @@ def test_refills_are_not_for_a_curriculum(tiny):
 
 def test_rows_of_the_same_content_count_once():
     assert distinct([{"a": 1, "b": 2}, 3, {"b": 2, "a": 1}, 3, [1]]) == [{"a": 1, "b": 2}, 3, [1]]
+
+
+# --- a source of one's own --------------------------------------------------------------------------------------------
+
+
+def from_source(policy, source, config=CONFIG):
+    async def collect():
+        return [row async for row in grpo_from(policy, None, source, config, longest=64)]
+
+    return asyncio.run(collect())
+
+
+async def sampled_groups(policy, step, size=4, n=2):
+    async with Sampler(policy) as sampler:
+        prompts = [prompt_ids(policy.tokenizer, row["prompt"]) for row in ROWS[:n]]
+        groups = await sampler.sample(prompts, group_size=size, params=SamplingParams(max_new_tokens=6, seed=step))
+        return [g.with_rewards([float(len(r.tokens) + i) for i, r in enumerate(g)]) for g in groups]
+
+
+def test_a_source_may_be_an_object_and_give_the_groups_alone(tiny):
+    class Source:
+        asked = []
+
+        async def __call__(self, step):
+            self.asked.append(step)
+            return await sampled_groups(tiny, step)
+
+    before, source = weights(tiny), Source()
+    rows = from_source(tiny, source)
+    assert source.asked == [0, 1] and all(row["trained_groups"] == 2 for row in rows)
+    assert not torch.equal(before, weights(tiny))
+
+
+@pytest.mark.parametrize("given, error, says", [
+    (lambda groups: [], ValueError, "gave no groups"), (lambda groups: "groups", TypeError, "hold 'groups', a str"),
+    (lambda groups: [list(groups[0])], TypeError, "a list"), (lambda groups: None, TypeError, "None, a NoneType"),
+    (lambda groups: Drawn([*groups, Group(groups[0].rollouts[:2])]), ValueError, r"groups of \[2, 4\] rollouts"),
+])  # fmt: skip
+def test_what_a_source_gives_is_checked_before_a_weight_moves(tiny, given, error, says):
+    async def source(step):
+        return given(await sampled_groups(tiny, step))
+
+    before = weights(tiny)
+    with pytest.raises(error, match=says):
+        from_source(tiny, source)
+    assert torch.equal(before, weights(tiny))
+
+
+def test_slow_rewards_overlap_with_each_other_and_with_decoding(tiny):
+    """Of twelve rewards of 0.2 s, asked as the rollouts finish, the first is done before the last is asked; the time in which
+    any of them waits is far from their sum."""
+    spans = []
+
+    async def judge(text, row, rollout):
+        began = time.perf_counter()
+        await asyncio.sleep(0.2)
+        spans.append((began, time.perf_counter()))
+        return 1.0
+
+    async def run():
+        async with Sampler(tiny, slots=4) as sampler:
+            prompts = [prompt_ids(tiny.tokenizer, row["prompt"]) for row in ROWS]
+            params = SamplingParams(max_new_tokens=200, seed=0, ignore_eos=True)
+            return await sample_and_score(tiny, sampler, ROWS, prompts, 2, params, judge, Faults())
+
+    groups = asyncio.run(run())
+    waited, until = 0.0, 0.0
+    for began, ended in sorted(spans):
+        waited, until = waited + max(0.0, ended - max(began, until)), max(until, ended)
+    assert len(spans) == 12 and all(r.reward == 1.0 for g in groups for r in g)
+    assert waited < 0.6 * sum(ended - began for began, ended in spans)
+    assert min(ended for _, ended in spans) < max(began for began, _ in spans)
+
+
+# --- what rewards may be ----------------------------------------------------------------------------------------------
+
+
+def test_the_default_reward_reads_the_answer_of_any_row():
+    ended = Rollout((1,), (2,), (1,), (0.0,), (0.0,), "eos")
+    for row in (Problem(1, "+", 2), {"answer": 3}, {"answer": "3"}):
+        assert finished_and_correct("\\boxed{3}", row, ended) == 1.0 and finished_and_correct("\\boxed{4}", row, ended) == 0.0
+    with pytest.raises(ValueError, match="the answer '3 apples' of a row is no integer"):
+        finished_and_correct("\\boxed{3}", {"answer": "3 apples"}, ended)
+
+
+def test_rows_without_what_the_default_reward_asks_for_are_an_error_not_a_zero(tiny):
+    """Also where no completion has ended, so that the answer would not matter yet."""
+    with pytest.raises(ValueError, match="has no 'answer'; it has .'prompt'") as told:
+        train(tiny, [{"prompt": "a"}, {"prompt": "b"}], finished_and_correct)
+    assert "each of the step's 12 rollouts" in told.value.__notes__[0] and tiny.version == 0
+
+
+class Together:
+    def __init__(self, give):
+        self.give = give
+
+    def batch(self, texts, rows, rollouts):
+        return self.give(texts)
+
+
+class Later(Together):
+    async def batch(self, texts, rows, rollouts):
+        await asyncio.sleep(0.01)
+        return self.give(texts)
+
+
+def count(texts):
+    return [float(sum(t.count(v) for v in "aeiou0123")) for t in texts]
+
+
+def test_a_batch_may_be_async_and_trains_as_the_plain_one_does(tiny):
+    others = [load_policy("tiny"), load_policy("tiny")]
+    train(tiny)
+    train(others[0], reward=Together(count))
+    train(others[1], reward=Later(count))
+    assert torch.equal(weights(tiny), weights(others[0])) and torch.equal(weights(tiny), weights(others[1]))
+
+
+@pytest.mark.parametrize("kind", [Together, Later])
+@pytest.mark.parametrize("give, error, says", [
+    (lambda texts: [1.0], ValueError, "gave 1 rewards for 12 rollouts"),
+    (lambda texts: None, TypeError, "gave None: it gives a list"),
+    (lambda texts: ["x"] * 12, TypeError, "gave 'x', of type str"),
+])  # fmt: skip
+def test_a_batch_of_another_length_or_type_is_named(tiny, kind, give, error, says):
+    with pytest.raises(error, match=f"{kind.__name__}.*{says}"):
+        train(tiny, reward=kind(give))
+    assert tiny.version == 0
+
+
+def test_watched_rewards_may_be_async_and_may_fail_for_some(tiny):
+    async def later(text, row, rollout):
+        await asyncio.sleep(0.001)
+        return 2.0
+
+    def fragile(text, row, rollout):
+        if rollout.seed % 3 == 0:
+            raise KeyError("no such judge")
+        return 3.0
+
+    other = load_policy("tiny")
+    train(tiny)
+    with pytest.warns(UserWarning, match="no such judge"):
+        rows = train(other, watch={"later": later, "fragile": fragile, "same": vowels})
+    assert all(row["later"] == 2.0 and row["fragile"] == 3.0 and row["reward_errors"] == 0 for row in rows)
+    assert torch.equal(weights(tiny), weights(other))

@@ -5,15 +5,17 @@ import dataclasses
 import json
 
 import pytest
+import safetensors.torch
 
-from grpolab.__main__ import TRAINING, main
+from grpolab.__main__ import TRAINING, _task_options, main
 from grpolab.models import load_policy
-from grpolab.train.command import CONFIGS, add_arguments, config_from, function
+from grpolab.train.command import CONFIGS, add_arguments, config_from, function, read_held_out, read_task
 
 OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
          "clip_eps": (0.1, 0.3), "max_logp_diff": (0.5, 2.0), "dual_clip": 3.0, "sampler_cap": 2.0,
-         "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True}  # fmt: skip
+         "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True,
+         "exact": True}  # fmt: skip
 
 
 def parsed(method, *flags):
@@ -119,3 +121,79 @@ def test_preferences_are_planned_and_trained_on(tmp_path, monkeypatch, capsys, m
     assert main([*asked, "--dry-run"]) == 0 and "8 a step" in capsys.readouterr().out
     assert main(asked) == 0 and "step 1/1" in capsys.readouterr().out
     assert (tmp_path / "runs" / f"cli_{method}" / "tiny" / "policy" / "config.json").is_file()
+
+
+def test_bf16_parameters_are_trained_and_saved_as_such(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["sft", "tiny", "--dtype", "bfloat16", "--steps", "1", "--batch-size", "4", "--problems", "8"]
+    assert main([*asked, "--dry-run"]) == 0 and "master weights" in capsys.readouterr().out
+    assert main(asked) == 0
+    tensors = safetensors.torch.load_file(tmp_path / "runs" / "cli_sft" / "tiny" / "policy" / "model.safetensors")
+    assert {str(t.dtype) for t in tensors.values()} == {"torch.bfloat16"}
+# --- what is held out -------------------------------------------------------------------------------------------------
+
+SMALL = ["--ops", "+", "--max-operand", "9", "--problems", "20", "--steps", "2"]
+
+
+def test_sft_holds_out_problems_reports_their_loss_and_keeps_the_best(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sft", "tiny", *SMALL, "--batch-size", "4", "--held-out", "10", "--select-every", "1", "--fixed-prompts"]) == 0
+    out = capsys.readouterr().out
+    run = tmp_path / "runs" / "cli_sft" / "tiny"
+    assert "held_out_loss" in out and "eval_score" in out and "the best by what was measured" in out
+    lines = (run / "measured.csv").read_text().splitlines()
+    assert lines[0].startswith("steps,score,fixed_stop_token") and len(lines) == 4
+    assert len(list(run.glob("best-*"))) == 1 and (run / "policy" / "config.json").is_file()
+
+
+def test_what_is_held_out_is_not_trained_on_and_does_not_change_what_is(monkeypatch):
+    def rows_of(*more):
+        parser = argparse.ArgumentParser()
+        add_arguments(parser, "grpo")
+        _task_options(parser)
+        args = parser.parse_args(["tiny", *SMALL[:6], *more])
+        rows, reward = read_task(args)
+        return rows, read_held_out(args, rows, reward)
+
+    (bare, none), (rows, held_out) = rows_of(), rows_of("--held-out", "30")
+    assert bare == rows and not none and len(held_out) == 30 and not set(held_out) & set(rows)
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_preferences_are_selected_by_held_out_rows(tmp_path, monkeypatch, capsys, method):
+    monkeypatch.chdir(tmp_path)
+    pairs = [{"prompt": f"{a} + 1", "chosen": f"{a + 1}.", "rejected": f"{a}.", "answer": a + 1} for a in range(8)]
+    for name, part in (("pairs", pairs[:4]), ("held", pairs[4:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    asked = [method, "tiny", "--data", "pairs.jsonl", "--steps", "2", "--batch-size", "2", "--lr", "1e-3"]
+    assert main([*asked, "--held-out-data", "held.jsonl", "--select-every", "2"]) == 0
+    measured = (tmp_path / "runs" / f"cli_{method}" / "tiny" / "measured.csv").read_text().splitlines()
+    assert measured[0] == "steps,score" and [line.split(",")[0] for line in measured[1:]] == ["0", "2"]
+
+
+def test_grpo_is_selected_by_its_own_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}')
+    (tmp_path / "sevens.py").write_text("async def seven(text, row, rollout):\n    return 7.0\n")
+    asked = ["grpo", "tiny", "--data", "rows.jsonl", "--held-out-data", "rows.jsonl", "--reward", "sevens:seven",
+             "--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4",
+             "--select-every", "5"]  # fmt: skip
+    assert main(asked) == 0
+    assert (tmp_path / "runs" / "cli_grpo" / "tiny" / "measured.csv").read_text() == "steps,score\n0,7.0\n1,7.0\n"
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--select-every", "5"], "say --held-out-data FILE or --held-out N"), (["--fixed-prompts"], "needs --select-every"),
+    (["--held-out", "3", "--held-out-data", "x.jsonl"], "not both"), (["--select-every", "-1"], "start at 0"),
+    (["--held-out", "3", "--data", "rows.jsonl"], "give --held-out-data"),
+    (["--held-out", "5000", "--ops", "+", "--max-operand", "9"], "key space"),
+    (["--data", "rows.jsonl", "--held-out-data", "rows2.jsonl", "--select-every", "2"], "rows2.jsonl, row 1.*no number"),
+])  # fmt: skip
+def test_what_cannot_be_held_out_is_refused(tmp_path, monkeypatch, capsys, flags, says):
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}')
+    (tmp_path / "rows2.jsonl").write_text('{"prompt": "a", "answer": "x"}')
+    assert main(["grpo", "tiny", *flags]) == 1
+    assert re.search(says, capsys.readouterr().err) and not (tmp_path / "runs").exists()

@@ -22,7 +22,7 @@ from grpolab.decode.agreement import choose_engine, inexact_share, seconds_a_ste
 from grpolab.decode.attention import set_attention, share_attention
 from grpolab.decode.conversation import Conversation
 from grpolab.decode.requests import Kept, Request, Stats, checked_prompt, checked_seed, settle
-from grpolab.decode.sampling import SamplingParams, fold_seed
+from grpolab.decode.sampling import SamplingParams, fold_seed, group_seeds
 from grpolab.decode.scheduler import Scheduler
 from grpolab.models import attention_of
 from grpolab.rollouts import Group, Rollout
@@ -106,11 +106,12 @@ class Sampler:
             self._start()
         return self._choice.result()
 
-    async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
-                     params: SamplingParams | None = None) -> list[Group]:
-        """Token id lists -> one Group of `group_size` rollouts for each; cancelling the await frees its slots."""
+    async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1, params: SamplingParams | None = None,
+                     seeds: Sequence[Sequence[int]] | None = None) -> list[Group]:
+        """Token id lists -> one Group of `group_size` rollouts for each; cancelling the await frees its slots. `seeds` as in
+        `submit`."""
         self._check_may_wait()
-        return await self._awaited(self.submit(prompts, group_size=group_size, params=params))
+        return await self._awaited(self.submit(prompts, group_size=group_size, params=params, seeds=seeds))
 
     def sample_sync(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                     params: SamplingParams | None = None) -> list[Group]:
@@ -118,13 +119,14 @@ class Sampler:
         self._check_may_wait()
         return self.submit(prompts, group_size=group_size, params=params).result()
 
-    async def stream(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
-                     params: SamplingParams | None = None) -> AsyncIterator[tuple[int, int, Rollout]]:
-        """(prompt index, sample index, rollout) as rows finish; leaving the iteration cancels the rest."""
+    async def stream(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1, params: SamplingParams | None = None,
+                     seeds: Sequence[Sequence[int]] | None = None) -> AsyncIterator[tuple[int, int, Rollout]]:
+        """(prompt index, sample index, rollout) as rows finish; leaving the iteration cancels the rest. `seeds` as in
+        `submit`."""
         self._check_may_wait()
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         tell = lambda item: loop.call_soon_threadsafe(queue.put_nowait, item)  # noqa: E731
-        request = self.submit(prompts, group_size=group_size, params=params, on_rollout=lambda *item: tell(item))
+        request = self.submit(prompts, group_size=group_size, params=params, seeds=seeds, on_rollout=lambda *item: tell(item))
         request.future.add_done_callback(lambda _: tell(None))
         try:
             while (item := await queue.get()) is not None:
@@ -158,7 +160,7 @@ class Sampler:
             raise ValueError(f"group_size must be at least 1, got {group_size}")
         if seeds is None:
             base = self._fresh_seed() if params.seed is None else params.seed
-            seeds = [[fold_seed(base, i, g) for g in range(group_size)] for i in range(len(prompts))]
+            seeds = group_seeds(base, range(len(prompts)), group_size)
         elif [len(s) for s in seeds] != [group_size] * len(prompts):
             raise ValueError(f"seeds must be {len(prompts)} lists of {group_size}, got lengths {[len(s) for s in seeds]}")
         return self._queue(self._request(prompts, seeds, params, on_rollout, on_tokens=on_tokens))

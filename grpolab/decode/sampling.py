@@ -5,7 +5,7 @@ Shapes: n rows, V vocabulary. Everything here is row-wise: a row's token and log
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -116,6 +116,11 @@ def fold_seed(seed: int, *counters: int) -> int:
     for counter in counters:
         state = _mix(state + np.uint64((counter + 1) * _GOLDEN & (2**64 - 1)))
     return int(_mix(state)[0] >> np.uint64(1))
+
+
+def group_seeds(seed: int, prompts: Iterable[int], group_size: int) -> list[list[int]]:
+    """The seeds of the groups of a request: by the number of the prompt in it, and of the rollout in its group."""
+    return [[fold_seed(seed, i, g) for g in range(group_size)] for i in prompts]
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

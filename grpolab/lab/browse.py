@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -27,7 +28,8 @@ from grpolab.train.grpo import GRPOConfig, trainer_logps
 from grpolab.train.proof import prove
 
 BIGGEST = 4_900_000  # bytes of a page
-FRAME = "sandbox='allow-scripts' style='width:100%;height:640px;border:1px solid #8886'"
+LONGEST = 4000  # tokens of a rollout that it holds
+FRAME = "sandbox='allow-scripts' style='width:100%;height:640px;border:1px solid #8886;box-sizing:border-box;display:block'"
 
 
 class Page:
@@ -37,7 +39,8 @@ class Page:
         self.path, self.html, self.note = path, html, note
 
     def _repr_html_(self):
-        return f"<iframe srcdoc='{escape(self.html, quote=True)}' {FRAME}></iframe>"
+        inside = escape(self.html, quote=False).replace("'", "&#39;")  # double quotes, of which JSON is full, stay
+        return f"<iframe srcdoc='{inside}' {FRAME}></iframe>"
 
     def __repr__(self):
         return f"{Run.shown(self.path)}: {self.note}"
@@ -50,38 +53,63 @@ def browse(run: Run, path: str | Path | None = None, *, steps: Iterable[int] | N
 
     `now`, a policy or a number of steps done, adds how probable each token has become since (change, ratio); `reference`
     adds the KL to it. `compare` two of these: their greedy answers to the first so many `prompts`, with the difference marked.
-    Where not all fit into `biggest` bytes, whole groups evenly spaced over the steps are shown, and the page says so."""
+    Where not all fit into `biggest` bytes, whole groups evenly spaced over the steps are shown, and the page says so; of a
+    very long rollout it holds the beginning."""
     wanted = None if steps is None else set(steps)
-    numbers = [(line["step"], line["group"], len(json.dumps(line))) for line in run.recorder.lines(wanted)]
+    numbers = [(line["step"], line["group"], size_of(line)) for line in run.recorder.lines(wanted, tell=warnings.warn)]
     if not numbers:
-        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: it needs keep='all' or a number")
+        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
+                         "multi_turn_grpo leave them, unless keep='none'")
     numbers_a_token = 1 + (now is not None) + (reference is not None)
-    room = biggest - 150_000 - 1000 * prompts * (compare is not None)
-    share = min(1.0, room / (1.1 * numbers_a_token * sum(size for *_, size in numbers)))
-    count = max(1, int(share * len(numbers)))
-    picked = {numbers[len(numbers) * k // count][:2] for k in range(count)}
+    room = max(biggest / 2, biggest - 20_000 - 1000 * prompts * (compare is not None))
+    share = min(1.0, room / (numbers_a_token * sum(size for *_, size in numbers)))
+    picked = {number[:2] for number in evenly(numbers, share)}
     lines = [line for line in run.recorder.lines(wanted) if (line["step"], line["group"]) in picked]
-    groups = [recorded(line) for line in lines]
-    flat = [r for g in groups for r in g.group]
-    config = config_of(run)
+    flat, config = [r for line in lines for r in recorded(line).group], config_of(run)
     extra = {}
     for name, policy in (("now", now), ("ref", reference)):
         if policy is not None:
-            extra[name] = logps_under(_policy_of(run, policy), flat, config, longest([groups]))
-    rows = rows_of(lines, extra)
-    shown, total = len(flat), sum(line["of"] for line in run.recorder.lines(wanted) if line["group"] == 0)
-    fewer = "" if shown == total else f" of {total}, evenly spaced over the steps: the file stays below {biggest / 1e6:.1f} MB"
-    note = f"{shown} rollouts{fewer}"
-    data = {
-        "title": str(run.shown(run.folder)), "note": note, "vocabulary": run.recorder.vocabulary(), "up": UP, "down": DOWN,
-        "quantities": {name: [about, neutral, colours] for name, (about, neutral, colours) in QUANTITIES.items()},
-        "prompts": [line["prompt"] for line in lines], "rows": rows,
-        "diff": differing(run, compare, lines[: 4 * prompts], prompts, config) if compare else [],
-        "diff_names": [_name_of(run, side) for side in compare or ()],
-    }  # fmt: skip
-    html = PAGE.replace("@UP@", UP).replace("@DOWN@", DOWN).replace("@DATA@", in_script(data))
+            extra[name] = logps_under(_policy_of(run, policy), flat, config, longest([[recorded(line) for line in lines]]))
+    rows, total = rows_of(lines, extra), sum({line["step"]: line["of"] for line in run.recorder.lines(wanted)}.values())
+    diff = differing(run, compare, lines[: 4 * prompts], prompts, config) if compare else []
+    vocabulary, names = run.recorder.vocabulary(), [_name_of(run, side) for side in compare or ()]
+    while True:
+        note = f"{len(rows)} rollouts" + ("" if len(rows) == total else f" of {total}, evenly spaced over the steps: the file "
+                                          f"stays below {biggest / 1e6:.2g} MB")  # fmt: skip
+        data = {
+            "title": str(run.shown(run.folder)), "note": note, "up": UP, "down": DOWN,
+            "vocabulary": {i: vocabulary[i] for i in sorted({i for row in rows for i in row["t"]}) if i in vocabulary},
+            "quantities": {name: [about, neutral, colours] for name, (about, neutral, colours) in QUANTITIES.items()},
+            "prompts": [_beginning(line["prompt"]) for line in lines], "rows": rows, "diff": diff, "diff_names": names,
+        }  # fmt: skip
+        html = PAGE.replace("@UP@", UP).replace("@DOWN@", DOWN).replace("@DATA@", in_script(data))
+        if len(html) <= biggest or len(rows) == 1:
+            break
+        places = evenly(range(len(lines)), 0.9 * biggest / len(html))  # the estimate was too low
+        if len(places) < len(lines):
+            place = {old: new for new, old in enumerate(places)}
+            rows, lines = [row | {"p": place[row["p"]]} for row in rows if row["p"] in place], [lines[p] for p in places]
+        else:  # one group, and too large
+            rows = rows[: len(rows) // 2]
     path = Path(path) if path else run.folder / "rollouts.html"
     return Page(atomic_write(path, html), html, note)
+
+
+def evenly(items: Sequence, share: float) -> list:
+    """Such a share of the items, at least one, evenly spaced."""
+    count = max(1, int(share * len(items)))
+    return [items[len(items) * k // count] for k in range(count)]
+
+
+def size_of(line: dict) -> int:
+    """About how many bytes of the page a group takes: its texts, and two numbers a token."""
+    lengths = [min(LONGEST, len(t)) for t in line["tokens"]]
+    texts = [line["prompt"][: 2 * LONGEST], *(text[: 4 * LONGEST] for text in line["completion"])]
+    return len(json.dumps(texts)) + sum(8 * n + 150 for n in lengths)
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= 2 * LONGEST else f"{text[: 2 * LONGEST]} ... ({len(text)} characters)"
 
 
 def in_script(data) -> str:
@@ -97,11 +125,11 @@ def rows_of(lines: Sequence[dict], extra: dict[str, list[list[float]]]) -> list[
         g = recorded(line)
         for i, r in enumerate(g.group):
             row = {"s": line["step"], "g": line["group"], "i": i, "p": place, "w": _short(r.reward), "f": r.finish_reason,
-                   "a": _short(g.advantages[i]), "t": r.tokens, "l": [_short(x) for x in r.logps],
-                   "c": line["completion"][i]}  # fmt: skip
-            row |= {} if all(r.mask) else {"m": r.mask}
+                   "a": _short(g.advantages[i]), "n": len(r.tokens), "t": r.tokens[:LONGEST],
+                   "l": [_short(x) for x in r.logps[:LONGEST]], "c": line["completion"][i][: 4 * LONGEST]}  # fmt: skip
+            row |= {} if all(r.mask) else {"m": r.mask[:LONGEST]}
             row |= {"o": {name: _short(values[i]) for name, values in g.parts.items()}} if g.parts else {}
-            row |= {name: [_short(x) for x in values[at]] for name, values in extra.items()}
+            row |= {name: [_short(x) for x in values[at][:LONGEST]] for name, values in extra.items()}
             rows.append(row)
             at += 1
     return rows

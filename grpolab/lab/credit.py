@@ -7,7 +7,7 @@ the answer was won or lost; it is estimated by letting the same policy go on fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab import plots
-from grpolab.lab.rebuild import rebuild, with_threads
-from grpolab.lab.replay import chosen, sitting_of
+from grpolab.lab.rebuild import rebuild, sitting_of, with_threads
+from grpolab.lab.replay import chosen
 from grpolab.lab.rescore import as_problem
 from grpolab.lab.run import Run
 from grpolab.models import Policy
@@ -27,8 +27,8 @@ from grpolab.rollouts import Rollout
 from grpolab.train.advantages import advantages
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
+from grpolab.train.rewards import Reward, ask_any
 
-Reward = Callable[[str, Any, Rollout], float | None]
 MOST = 20_000  # completions that are enumerated at most
 
 
@@ -67,7 +67,8 @@ class Credit:
         axes[1].bar(range(len(credits)), credits, color=[plots.POLICY if c >= 0 else plots.WARNING for c in credits])
         axes[1].axhline(self.advantage, color=plots.REFERENCE, linestyle="--", label=f"GRPO's advantage {self.advantage:.2f}")
         labels = [t.replace("\n", "↵").replace("$", r"\$") for t in self.tokens]
-        axes[1].set_xticks(range(len(labels)), labels, fontsize=8)
+        turned = 90 if max(map(len, labels)) > 2 else 0  # longer ones would cover each other
+        axes[1].set_xticks(range(len(labels)), labels, fontsize=8, rotation=turned)
         axes[1].set(title=f"Token {most}, {self.tokens[most]!r}, decides: {credits[most]:+.2f}".replace("$", r"\$"),
                     xlabel="token", ylabel="credit")  # fmt: skip
         axes[1].legend()
@@ -93,17 +94,18 @@ def credit(policy: Policy, rollout: Rollout, reward: Reward, problem: Any, *, ma
         ]  # fmt: skip
         groups = [request.result()[0] for request in asked]
     values, errors = [], []
+    ask = lambda rollouts: ask_any(reward, [[policy.decode(r.tokens) for r in rollouts]], [problem], [rollouts])[0]  # noqa: E731
     for t, group in enumerate(groups):
-        found = []
+        wholes = []
         for tail in group:
             tokens = rollout.tokens[:t] + tail.tokens
-            whole = replace(tail, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(),
-                            logps=rollout.logps[:t] + tail.logps, raw_logps=rollout.raw_logps[:t] + tail.raw_logps)  # fmt: skip
-            found.append(reward(policy.decode(tokens), problem, whole))
-        known = torch.tensor([float(r) for r in found if r is not None])
+            wholes.append(replace(
+                tail, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(),
+                logps=rollout.logps[:t] + tail.logps, raw_logps=rollout.raw_logps[:t] + tail.raw_logps))  # fmt: skip
+        known = torch.tensor([float(r) for r in ask(wholes) if r is not None])
         values.append(known.mean().item())
         errors.append(known.std().item() / math.sqrt(len(known)) if len(known) > 1 else math.nan)
-    own = reward(policy.decode(rollout.tokens), problem, rollout)
+    own = ask([rollout])[0]
     own = math.nan if own is None else float(own)
     texts = tuple(policy.tokenizer.decode([t]) for t in rollout.tokens)
     return Credit(texts, (*values, own), (*errors, 0.0), advantage, own)
@@ -112,7 +114,7 @@ def credit(policy: Policy, rollout: Rollout, reward: Reward, problem: Any, *, ma
 def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, continuations: int = 64, seed: int = 0,
               reference: Policy | None = None) -> Credit:
     """`credit` of a recorded rollout, by the policy that wrote it."""
-    groups = run.recorder.groups(step)
+    groups = run.recorder.numbered(step)
     chosen(groups, step, group, rollout)
     g, threads = groups[group], sitting_of(run.recorder.sittings(), step).get("threads")
 

@@ -14,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import index
 from typing import Any
 
 import pandas as pd
@@ -22,46 +23,95 @@ import torch
 from grpolab.arithmetic import Problem
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.env.dialect import TEXT, Dialect
+from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
-from grpolab.lab.rebuild import FORKED, State, eras_of, load_kept, longest, metrics_of, rebuild, with_threads
-from grpolab.lab.replay import sitting_of
-from grpolab.lab.rescore import as_problem
-from grpolab.lab.run import Run
-from grpolab.lab.states import weights_hash
+from grpolab.lab.rebuild import State, decay, eras_of, load_kept, longest, rebuild, rows_of, sitting_of, with_threads
+from grpolab.lab.rescore import as_problem, paid_by
+from grpolab.lab.run import FORKED, Run, configured
+from grpolab.lab.states import data_hash, weights_hash
 from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, grpo_update, prove_both, trainer_logps
-from grpolab.train.rewards import Reward, finished_and_correct
+from grpolab.train.loop import dropout_of
+from grpolab.train.multiturn import Limits, multi_turn_grpo
+from grpolab.train.optimisers import make_optimiser
+from grpolab.train.rewards import Reward, ask_any, finished_and_correct
 
 Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
 
 
 async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, reward: Reward = finished_and_correct,
-               edit: Edit | None = None, watch=None, reference: Policy | None = None, **changes: Any) -> Run:
+               edit: Edit | None = None, watch=None, reference: Policy | None = None, pool: GrpoPool | None = None,
+               limits: Limits | None = None, dialect: Dialect = TEXT, success: float = 1.0, **changes: Any) -> Run:
     """The run once more from `step` on, into the folder fork-<name> below its own; returns that Run, whose metrics and record
     begin with what both have in common.
 
     `problems`, `reward` and `watch` are the run's, or what is changed; `changes` are fields of its configuration (`lr`,
     `clip_eps`, `kl_coef`, `steps` to end earlier, ...). `edit` changes the recorded rollouts of `step` itself before their
-    update: `without_group`, `with_advantage`, `with_token`, or a function of your own. The `reference` is the run's start
-    unless another is given. ValueError as in `rebuild`, and for a run of episodes, whose environment is not on the record."""
-    threads = _threads_of(run, step)
+    update: `without_group`, `with_advantage`, `with_reward`, `with_token`, or a function of your own. The `reference` is the
+    run's start unless another is given.
+
+    Episodes need their environment again: a `pool` of it, with the run's `limits` and `dialect`. Without a pool, `step` is
+    done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is changed
+    by `edit=with_reward(...)` at `step`, or in the environment.
+
+    A warning tells where the rollouts of `step` are not the run's, which they are whatever its update is going to be, and a
+    printed line where they are paid otherwise. ValueError as in `rebuild`, and for what the run's kind has no use for."""
+    step, threads = index(step), _threads_of(run, step)
     state = await asyncio.to_thread(with_threads, threads, lambda: rebuild(run, step, reference=reference))
     config = replace(state.config, **changes)
     if not step < config.steps:
         raise ValueError(f"a fork at step {step} has nothing to do up to steps={config.steps}")
-    if any("turns" in line for line in run.recorder.lines([step])):
-        raise ValueError("this run is one of episodes, and their environment is not on the record: fork a run of grpo")
+    if config.optimiser != state.config.optimiser and step:
+        raise ValueError(f"optimiser={config.optimiser!r} cannot go on with the moments of {state.config.optimiser!r}: fork "
+                         "from step 0, before there are any")
+    played = any("turns" in line for line in run.recorder.lines([step]))
+    _check_kind(played, pool, reward, watch)
+    if played and pool is None and edit is None:
+        edit = unchanged
     reference = reference or (load_kept(run) if config.kl_coef else None)
     twin = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.weights.every)
     with twin.held():
         done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, twin, state, config, edit, reference))
-    if done < config.steps:
-        async for _ in grpo(state.policy, reference, problems, config, reward=reward, watch=watch, run=twin):
-            pass
+    if played and pool is None:
+        print(f"step {step} was done again from its recorded episodes; those of the steps after it have to be played: pool=...")
+    elif done < config.steps:
+        rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, dialect=dialect,
+                               success=success, run=twin) if played else grpo(
+            state.policy, reference, problems, config, reward=reward, watch=watch, run=twin, success=success)  # fmt: skip
+        async for row in rows:
+            if row["step"] == step and not SAMPLING & changes.keys():
+                _tell_apart(run, twin, step)
     return twin
+
+
+SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "refills", "seed"}  # what decides on rollouts
+
+
+def _check_kind(played: bool, pool, reward: Reward, watch) -> None:
+    """Refuse what a run of this kind has no use for."""
+    if played and (watch or reward is not finished_and_correct):
+        raise ValueError("this run is one of episodes, which their environment pays: change it there, or pay those of this "
+                         "step otherwise with edit=with_reward(reward)")
+    if pool is not None and not played:
+        raise ValueError("a pool is for a run of episodes, and this step has none on the record")
+
+
+def _tell_apart(run: Run, twin: Run, step: int) -> None:
+    """Say where the rollouts of the step at which the fork left, which no change of an update can reach, are not the run's."""
+    then, now = ({(line["group"], i): (tuple(line["tokens"][i]), line["reward"][i]) for line in of.recorder.lines([step])
+                  for i in range(len(line["tokens"]))} for of in (run, twin))  # fmt: skip
+    both = then.keys() & now.keys()
+    other = sum(then[k][0] != now[k][0] for k in both)
+    paid = sum(then[k][1] != now[k][1] for k in both if then[k][0] == now[k][0])
+    if other:
+        warnings.warn(f"{other} of {len(both)} rollouts of step {step} are not the run's, which no change of its update makes: "
+                      "were problems, limits, dialect, environment and torch threads the run's?", stacklevel=3)
+    if paid:
+        print(f"{paid} of {len(both)} rollouts of step {step} are paid otherwise than in the run")
 
 
 def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
@@ -75,23 +125,37 @@ def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit |
         shutil.copytree(part, twin.folder / "replay" / part.name, copy_function=_link)
     eras = [(end, asdict(c)) for end, c in eras_of(run)]
     before = [(min(end, state.step), c) for i, (end, c) in enumerate(eras) if not i or eras[i - 1][0] < state.step]
-    atomic_write(twin.folder / FORKED, json.dumps(before) + "\n")
-    rows = run.metrics or [{"step": s} | row for s, row in metrics_of(run).items()]
-    twin.metrics = [dict(row) for row in rows if row["step"] < state.step]
+    before = json.loads(json.dumps(before))  # as it is going to be read
+    atomic_write(twin.folder / FORKED, json.dumps({"eras": before, "hash": data_hash([before])}) + "\n")
+    rows = {row["step"]: row for row in rows_of(run)}
+    twin.metrics = [row for s, row in rows.items() if s < state.step]
     done, policy = state.step, state.policy
+    if config.optimiser != state.config.optimiser:
+        state = replace(state, optimiser=make_optimiser(policy, config))
+    decay(state.optimiser, config)
     if edit is not None:
-        recorded = [g for g in run.recorder.whole(state.step) if g.used]
+        whole = run.recorder.whole(state.step)
+        recorded, rest = [g for g in whole if g.used], [g for g in whole if not g.used]
         groups = edit(recorded, state)
+        if not groups:
+            raise ValueError(f"the edit leaves nothing of step {state.step} to learn from")
         check_reference(policy, reference, config)
         prove_both(policy, reference, config, longest([recorded]))
-        twin.record(done, policy, groups, sitting_of(run.recorder.sittings(), done).get("engine", ""))
+        twin.record(done, policy, [*groups, *rest], sitting_of(run.recorder.sittings(), done).get("engine", ""))
         a = torch.tensor([g.advantages for g in groups])
         trained = [g.trained for g in groups]
-        twin.metrics.append({"step": done} | describe(trained)
-                            | grpo_update(policy, reference, trained, config, state.optimiser, done, a))  # fmt: skip
+        told = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
+        try:
+            with dropout_of(policy, config.seed, done):
+                row = grpo_update(policy, reference, trained, config, state.optimiser, done, a)
+        except RuntimeError as error:
+            raise ValueError(f"the rollouts of step {done} are not those of its weights: the record is another run's, or the "
+                             f"edit gave them log-probs of its own ({error})") from error
+        twin.metrics.append({"step": done} | describe(trained) | row | told)
         done += 1
     twin.save_checkpoint(done, config, policy, state.optimiser)
-    note = {"start": weights_hash(policy), "base": policy.name}
+    twin.keep_for_replay(done, config, policy, state.optimiser)
+    note = {"start": weights_hash(policy), "base": policy.name} | configured(config)
     atomic_write(twin.folder / "run.json", json.dumps(note, indent=1) + "\n")
     twin._write_table()
     return done
@@ -116,8 +180,7 @@ def _threads_of(run: Run, step: int) -> int | None:
 
 def futures(run: Run, twins: dict[str, Run], column: str = "reward", *, window: int = 1, ax=None):
     """One metric of the run and of its forks over steps; returns the Axes."""
-    known = {"the run": run.metrics or [{"step": s} | row for s, row in metrics_of(run).items()]}
-    tables = {name: pd.DataFrame(rows) for name, rows in (known | {n: t.metrics for n, t in twins.items()}).items()}
+    tables = {name: pd.DataFrame(rows_of(r)) for name, r in ({"the run": run} | twins).items()}
     palette = (plots.POLICY, plots.WARNING, plots.REWARD, plots.PURPLE, plots.SKY)
     colors = dict(zip(tables, palette * (len(tables) // len(palette) + 1)))
     title = f"{column} at the end: " + ", ".join(f"{name} {t[column].iloc[-1]:.3g}" for name, t in tables.items())
@@ -127,9 +190,32 @@ def futures(run: Run, twins: dict[str, Run], column: str = "reward", *, window: 
 # --- one thing changed in a step --------------------------------------------------------------------------------------
 
 
+def unchanged(groups, state):
+    """The recorded rollouts as they are: the update of the step is done again from them, and nothing is sampled for it."""
+    return groups
+
+
 def without_group(group: int) -> Edit:
     """Leave a group out of the update."""
     return lambda groups, state: [g for i, g in enumerate(groups) if i != _checked(group, groups)]
+
+
+def with_reward(reward: Reward) -> Edit:
+    """Pay the rollouts of the step otherwise, episodes too; rollouts that the update did not get stay absent. The reward is
+    asked as `rescore` asks it."""
+
+    def edit(groups, state):
+        texts = [[state.policy.decode(r.tokens) for r in g.group] for g in groups]
+        rewards = paid_by(reward, texts, groups)
+        return _paid([replace(g, group=g.group.with_rewards(of), parts={}) for g, of in zip(groups, rewards)], state)
+
+    return edit
+
+
+def _paid(groups: list[RecordedGroup], state: State) -> list[RecordedGroup]:
+    """With the advantages that these rewards give."""
+    a = advantages(reward_tensor([g.trained.rewards for g in groups]), state.config.advantage_kind).tolist()
+    return [replace(g, advantages=tuple(of)) for g, of in zip(groups, a)]
 
 
 def with_advantage(group: int, rollout: int, value: float) -> Edit:
@@ -145,31 +231,36 @@ def with_advantage(group: int, rollout: int, value: float) -> Edit:
 
 def with_token(group: int, rollout: int, position: int, token: int, reward: Reward = finished_and_correct) -> Edit:
     """Force one token of a rollout's completion and let the policy go on from there with the same random numbers; reward and
-    advantages of the group follow. The update treats the token as sampled, with the probability that it had."""
+    advantages of the group follow. The update treats the token as sampled, with the probability that it had. ValueError for
+    an episode, which its environment would have to go on, too."""
 
     def edit(groups, state):
         g = groups[_checked(group, groups)]
         r = g.group[_checked(rollout, g.group.rollouts)]
+        if g.turns or not all(r.mask):
+            raise ValueError("a token cannot be forced in an episode: its environment would have to go on from there")
         head = r.tokens[: _checked(position, r.tokens)] + (token,)
         left = state.config.max_new_tokens - len(head)
         policy, params = state.policy, SamplingParams(temperature=state.config.temperature, max_new_tokens=max(1, left))
         if token in policy.eos_ids or not left:
             tail, reason = None, "eos" if token in policy.eos_ids else "length"
         else:
-            with Sampler(policy) as sampler:
+            with Sampler(policy, exact=state.config.exact) as sampler:
                 tail = sampler.submit([r.prompt + head], params=params, seeds=[[r.seed]]).result()[0][0]
             reason = tail.finish_reason
         more = tail.tokens if tail else ()
         zeros = (0.0,) * len(head + more)
         new = replace(r, tokens=head + more, mask=(1,) * len(zeros), logps=zeros, raw_logps=zeros, kept_mass=(),
                       finish_reason=reason)  # fmt: skip
-        forced = trainer_logps(policy, [new], state.config)[0][position]
-        logps = (*r.logps[:position], forced, *(tail.logps if tail else ()))
-        new = replace(new, logps=logps, raw_logps=logps)
-        new = replace(new, reward=reward(policy.decode(new.tokens), as_problem(g.problem), new))
-        members = Group(tuple(new if i == rollout else other for i, other in enumerate(g.group)))
-        a = advantages(reward_tensor([members.rewards]), state.config.advantage_kind)[0].tolist()
-        return [replace(g, group=members, advantages=tuple(a), parts={}) if i == group else x for i, x in enumerate(groups)]
+        forced, raw = (trainer_logps(policy, [new], replace(state.config, temperature=t))[0][position]
+                       for t in (state.config.temperature, 1.0))  # fmt: skip
+        new = replace(new, logps=(*r.logps[:position], forced, *(tail.logps if tail else ())),
+                      raw_logps=(*r.raw_logps[:position], raw, *(tail.raw_logps if tail else ())))  # fmt: skip
+        ((paid,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
+        members = Group(tuple(replace(new, reward=paid) if i == rollout else other for i, other in enumerate(g.group)))
+        changed = [replace(g, group=members, parts={}) if i == group else x for i, x in enumerate(groups)]
+        together = state.config.advantage_kind == "batch_standardised"  # then the others' advantages change, too
+        return [new if together or i == group else x for i, (x, new) in enumerate(zip(changed, _paid(changed, state)))]
 
     return edit
 

@@ -147,7 +147,8 @@ class gate:
             advice = "the gate's own cell, or a cell before it that did not run"
             self.checks.append(Check("the gate itself ran", broken, "no error", False, advice=advice))
         content = {"gate": self.name, "passed": self.passed, "shortened": self.shortened}
-        checks = [_plain({k: getattr(c, k) for k in ("name", "measured", "bound", "passed", "judged")}) for c in self.checks]
+        kept = ("name", "measured", "bound", "passed", "judged", "claim")
+        checks = [_plain({k: getattr(c, k) for k in kept}) for c in self.checks]
         atomic_write(self.path, json.dumps(content | {"checks": checks, "values": _plain(self.values)}, indent=2) + "\n")
         _display(self)
         if error is None and not self.passed:

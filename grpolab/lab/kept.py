@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from grpolab.files import atomic_folder
-from grpolab.lab.states import save_state, weights_hash
+from grpolab.lab.states import save_state, seal, weights_hash
 
 
 class KeptWeights:
@@ -28,6 +28,7 @@ class KeptWeights:
             with atomic_folder(self.folder / f"step-{step:08d}") as folder:
                 save_state(folder, policy, optimiser, step=step, version=policy.version, config=plain,
                            weights=weights_hash(policy))
+                seal(folder)
 
     def begin(self, steps: int, plain: dict, policy, optimiser) -> None:
         """As a loop begins after so many steps: drop what was kept of those to come, tell what is going to be kept and how
@@ -45,6 +46,6 @@ class KeptWeights:
         print(f"weights and optimiser are kept for replay every {self.every} steps: {number} times up to {one / 1e6:.1f} MB, "
               f"{one * number / 1e6:.0f} MB in all")
         if not (self.folder / "policy").exists() or not steps:
-            policy.save(self.folder / "policy")
+            seal(policy.save(self.folder / "policy"))
         if steps not in self.kept():
             self.keep(steps, plain, policy, optimiser)

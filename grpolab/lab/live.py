@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import linecache
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from html import escape
 
 from grpolab.lab.diagnose import diagnose
-from grpolab.lab.metrics import METRICS, UNKNOWN, Metric
+from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric
 from grpolab.lab.plots import POLICY, WARNING
 from grpolab.lab.readable import readable
+from grpolab.lab.selection import PREFIX
 from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
 
 CELL = "style='text-align:left;vertical-align:middle'"
@@ -27,8 +29,8 @@ class Dashboard:
             await live.ask(policy, held_out[:3])
 
     `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. An interrupt of
-    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on. What ails
-    the run (`diagnose`) stands below, with the remedy to try.
+    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on, and what its
+    rows were before. What ails the run (`diagnose`) stands below, with the remedy to try.
     Outside a notebook it prints a line every tenth of the way, and asks nothing.
     """
 
@@ -40,6 +42,7 @@ class Dashboard:
         self.steps, self.columns, self.title, self.run = steps, tuple(columns), title, run
         self.metrics = {c: _metric(c, (healthy or {}).get(c)) for c in columns}
         self.rows: list[dict] = []
+        self._earlier = 0  # rows of the run before an interrupt
         self.interrupted = False
         self.asked: dict[str, tuple[str, str]] = {}  # question -> (marks so far, latest completion)
         self._began = self._drawn = self._seen = time.monotonic()
@@ -50,6 +53,9 @@ class Dashboard:
 
     def update(self, row: dict) -> None:
         """Take one row of metrics, which holds `step`."""
+        if not self.rows and self.run is not None:
+            self.rows = [r for r in self.run.metrics if r["step"] < row["step"]]
+            self._earlier = len(self.rows)
         self.rows.append(row)
         self._seen = time.monotonic()
         _watch_interrupts(self)
@@ -98,7 +104,7 @@ class Dashboard:
 
     def _clock(self) -> str:
         elapsed = self._seen - self._began
-        left = elapsed / max(1, len(self.rows)) * (self.steps - self.done)
+        left = elapsed / max(1, len(self.rows) - self._earlier) * (self.steps - self.done)
         running = 0 < self.done < self.steps and not self.interrupted
         return f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if running else "")
 
@@ -141,7 +147,7 @@ class Dashboard:
 
 
 def _metric(column: str, healthy: tuple | None) -> Metric:
-    known = METRICS.get(column, UNKNOWN)
+    known = METRICS.get(column, MEASURED if column.startswith(PREFIX) else UNKNOWN)
     return known if healthy is None else known._replace(low=healthy[0], high=healthy[1])
 
 
@@ -168,23 +174,31 @@ def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> st
 
 # --- interrupts -------------------------------------------------------------------------------------------------------
 
+INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
 _unfinished: weakref.WeakSet[Dashboard] = weakref.WeakSet()  # of the cell that runs
 
 
+def quiet_interrupts(shell) -> None:
+    """From now on an interrupt of a cell is said in one line, in place of a page of CancelledError."""
+    shell.set_custom_exc(INTERRUPTS, _say)
+
+
 def _watch_interrupts(live: Dashboard) -> None:
-    """Until the cell ends, an interrupt of it is said in one line in place of a page of CancelledError."""
+    """Until the cell ends, an interrupt of it is told by the dashboard too."""
     shell = live._shell
     if shell is None:
         return
     if live.done >= live.steps:
         _unfinished.discard(live)
         return
-    if not _unfinished and shell.custom_exceptions == ():
-        shell.set_custom_exc((KeyboardInterrupt, asyncio.CancelledError), _say)
+    if not _unfinished and shell.custom_exceptions in ((), INTERRUPTS):
+        always = shell.custom_exceptions == INTERRUPTS
+        quiet_interrupts(shell)
 
         def end_of_cell(*_):
             shell.events.unregister("post_run_cell", end_of_cell)
-            shell.set_custom_exc((), None)
+            if not always:
+                shell.set_custom_exc((), None)
             _unfinished.clear()
 
         shell.events.register("post_run_cell", end_of_cell)
@@ -195,4 +209,14 @@ def _say(shell, kind, error, traceback, tb_offset=None) -> None:
     for live in list(_unfinished):
         print(live.stopped())
     if not _unfinished:
-        print("interrupted")
+        print(_stopped_at(shell, traceback))
+
+
+def _stopped_at(shell, traceback) -> str:
+    """The line of the cell that was interrupted, for people; the frames below it are the package's."""
+    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return "stopped; a rerun starts this cell over"
+    line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
+    return f"stopped at line {traceback.tb_lineno} ({_short(line, 60)}); a rerun starts this cell over"

@@ -31,6 +31,10 @@ METRICS = {
     "entropy": Metric("how undecided the policy is about the next token, nats; towards 0 it stops exploring"),
     "ratio": Metric("probability now / when sampled, mean over tokens", 0.9, 1.1),
     "ratio_max": Metric("probability now / when sampled, of the token that rose most", high=10.0),
+    "ratio_low": Metric("probability by the policy / when sampled, before the step: 5 % of the tokens lie below"),
+    "ratio_median": Metric("probability by the policy / when sampled, before the step: the middle one", 0.8, 1.25),
+    "ratio_high": Metric("probability by the policy / when sampled, before the step: 5 % of the tokens lie above"),
+    "ess": Metric("effective sample size, share of the tokens that weigh as much as on-policy ones", low=0.5),
     "clip_low": Metric("share of tokens whose push down was stopped by clipping", high=0.2),
     "clip_high": Metric("share of tokens whose push up was stopped by clipping", high=0.2),
     "logp_diff": Metric("disagreement of sampler and trainer before the step, nats a token", high=0.1),
@@ -39,6 +43,7 @@ METRICS = {
     "completion_length": Metric("tokens in a completion, mean"),
     "truncated": Metric("share of completions cut at the token limit", high=0.1),
     "loss": Metric("what the optimiser lowers"),
+    "held_out_loss": Metric("the loss on examples that no step trains on, nats a token"),
     "margin": Metric("how far the chosen answer lies above the rejected one", low=0.0),
     "accuracy": Metric("share of pairs whose chosen answer is ahead; 0.5 is a coin", low=0.5),
     "logps_chosen": Metric("log-probability of the chosen answers, nats"),
@@ -55,3 +60,4 @@ METRICS = {
     "tokens_per_s": Metric("tokens trained on in a second"),
 }
 UNKNOWN = Metric("")
+MEASURED = Metric("measured on the way, every so many steps (`Selection`)")

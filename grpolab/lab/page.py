@@ -20,6 +20,7 @@ main { padding: 6px 14px 40px; } article { border-bottom: 1px solid var(--line);
 .prompt { white-space: pre-wrap; color: var(--soft); }
 .tokens { font-family: ui-monospace, monospace; line-height: 1.8; overflow-wrap: anywhere; }
 .tokens span { border-radius: 2px; padding: 1px 0; margin-right: 1px; }
+.hit { outline: 2px solid #e6c200; }
 .env { outline: 1px dotted #888; font-style: italic; opacity: .75; } mark { background: #e6c200; color: #000; }
 .gone { background: rgba(@DOWN@,.35); text-decoration: line-through; } .new { background: rgba(@UP@,.4); }
 </style></head><body>
@@ -50,32 +51,48 @@ for (const q of Object.keys(D.quantities)) if (has[q]) option(at("by"), q, q);
 at("by").value = "logp"; if (!D.diff.length) at("difflabel").hidden = true;
 function values(r, by) {
   return r.t.map((_, i) => { const l = r.l[i], now = r.now ? r.now[i] : l;
-    if (by === "advantage") return r.a; if (by === "logp") return l; if (by === "delta") return now - l;
-    if (by === "ratio") return Math.exp(now - l); const g = r.ref[i] - now; return Math.exp(g) - 1 - g; }); }
+    if (by === "advantage") return r.a; if (by === "logp") return l; if (l === null || now === null) return null;
+    if (by === "delta") return now - l;
+    if (by === "ratio") return Math.exp(now - l); if (r.ref[i] === null) return null;
+    const g = r.ref[i] - now; return Math.exp(g) - 1 - g; }); }
 function shade(x, neutral, scale, by) {
-  const d = (x - neutral) * (by === "kl" ? -1 : 1); if (!d || !isFinite(d)) return "";
+  if (x === null) return ""; const d = (x - neutral) * (by === "kl" ? -1 : 1); if (!d || !isFinite(d)) return "";
   return `rgba(${d > 0 ? D.up : D.down},${(0.1 + 0.6 * Math.min(1, Math.abs(d) / scale)).toFixed(2)})`; }
 const seen = text => text.replace(/\n/g, "\u21b5").replace(/ /g, "\u2423");
-function tokens(r, by, scale, needle) {
-  const box = make("div", undefined, "tokens"), v = values(r, by), neutral = D.quantities[by][1];
-  r.t.forEach((id, i) => { const text = D.vocabulary[id] ?? `[${id}]`, span = make("span", seen(text));
-    if (r.m && !r.m[i]) { span.className = "env"; span.title = text + " \u00b7 the environment"; }
+const spelt = id => D.vocabulary[id] ?? `[${id}]`;
+function hits(r, needle) {
+  const found = new Set(); if (!needle) return found; let text = ""; const from = [];
+  for (const id of r.t) { from.push(text.length); text += spelt(id).toLowerCase(); }
+  for (let k = text.indexOf(needle), i = 0; k >= 0; k = text.indexOf(needle, k + 1)) {
+    while (i + 1 < from.length && from[i + 1] <= k) i++;
+    for (let j = i; j < from.length && from[j] < k + needle.length; j++) found.add(j); }
+  return found; }
+function tokens(r, by, scale, needle, most) {
+  const box = make("div", undefined, "tokens"), v = values(r, by), neutral = D.quantities[by][1], found = hits(r, needle);
+  const numbers = Object.keys(D.quantities).filter(q => has[q]).map(q => [q, values(r, q)]);
+  r.t.slice(0, most).forEach((id, i) => { const text = spelt(id), span = make("span", seen(text), found.has(i) ? "hit" : "");
+    if (r.m && !r.m[i]) { span.classList.add("env"); span.title = text + " \u00b7 the environment"; }
     else { span.style.background = shade(v[i], neutral, scale, by);
-      span.title = [text, ...Object.keys(D.quantities).filter(q => has[q]).map(q => { const x = values(r, q)[i];
-        return `${q} ${x === null ? "\u2013" : x.toFixed(3)}`; })].join(" \u00b7 "); }
+      span.title = [text, ...numbers.map(([q, of]) => `${q} ${of[i] === null ? "\u2013" : of[i].toFixed(3)}`)]
+        .join(" \u00b7 "); }
     box.append(span); });
+  if (r.t.length > most) { const all = make("button", `show all ${r.t.length} tokens`); box.append(" ", all);
+    all.onclick = () => box.replaceWith(tokens(r, by, scale, needle, Infinity)); }
+  else if (r.n > r.t.length) box.append(` \u2026 and ${r.n - r.t.length} more tokens, which are on the record alone`);
   return box; }
 function article(r, by, scale, needle) {
   const a = make("article"), facts = make("div", undefined, "facts"), other = Object.entries(r.o || {});
   facts.append(make("b", `step ${r.s} \u00b7 group ${r.g} \u00b7 rollout ${r.i}`),
-    ` reward ${r.w ?? "none"} \u00b7 advantage ${r.a} \u00b7 ${r.t.length} tokens, ${r.f}` +
+    ` reward ${r.w ?? "none"} \u00b7 advantage ${r.a} \u00b7 ${r.n} tokens, ${r.f}` +
     other.map(([k, x]) => ` \u00b7 ${k} ${x}`).join("") + " ");
   const only = make("button", "this group"); only.onclick = () => { at("step").value = r.s; at("group").value = r.g; draw(); };
   facts.append(only); const prompt = make("div", undefined, "prompt"), text = D.prompts[r.p];
   const k = needle ? text.toLowerCase().indexOf(needle) : -1;
   if (k < 0) prompt.textContent = text;
   else prompt.append(text.slice(0, k), make("mark", text.slice(k, k + needle.length)), text.slice(k + needle.length));
-  a.append(facts, prompt, tokens(r, by, scale, needle)); return a; }
+  a.append(facts, prompt, tokens(r, by, scale, needle, 500));
+  if (r.t.some(id => spelt(id).includes("\ufffd"))) a.append(make("div", r.c, "prompt"));  // characters of several tokens
+  return a; }
 let shown = PAGE;
 function matching() {
   const needle = at("search").value.toLowerCase(), is = (id, v) => at(id).value === "" || at(id).value === String(v ?? "none");
@@ -84,7 +101,7 @@ function matching() {
   const sort = at("sort").value, low = r => r.w ?? -Infinity;
   if (sort === "w") rows = [...rows].sort((a, b) => low(b) - low(a));
   if (sort === "-w") rows = [...rows].sort((a, b) => low(a) - low(b));
-  if (sort === "n") rows = [...rows].sort((a, b) => b.t.length - a.t.length); return [rows, needle]; }
+  if (sort === "n") rows = [...rows].sort((a, b) => b.n - a.n); return [rows, needle]; }
 function draw() {
   const list = at("list"); list.replaceChildren(); if (at("diff").checked) return compare(list);
   const [rows, needle] = matching(), by = at("by").value, [about, neutral, colours] = D.quantities[by];
@@ -98,7 +115,9 @@ function draw() {
     more.onclick = () => { shown += PAGE; draw(); }; list.append(more); } }
 function compare(list) {
   at("legend").textContent = `greedy answers: ${D.diff_names[0]} (struck out where only there) and ${D.diff_names[1]} (blue)`;
-  for (const d of D.diff) { const a = make("article"), line = make("div", undefined, "tokens");
+  const needle = at("search").value.toLowerCase();
+  for (const d of D.diff) { if (!(d.prompt + "\n" + d.pieces.map(p => p[1]).join("")).toLowerCase().includes(needle)) continue;
+    const a = make("article"), line = make("div", undefined, "tokens");
     for (const [how, text] of d.pieces) line.append(make("span", seen(text), how === "-" ? "gone" : how === "+" ? "new" : ""));
     a.append(make("div", d.prompt, "prompt"), line); list.append(a); } }
 for (const id of ["search", "step", "group", "reward", "end", "sort", "by", "diff"])

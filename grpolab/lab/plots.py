@@ -29,7 +29,8 @@ STYLE = {
 
 
 def use_style() -> None:
-    """Apply the house style to the figures that follow; a notebook shows them at double resolution, and tables for people."""
+    """Apply the house style to the figures that follow; a notebook shows them at double resolution, tables for people, and an
+    interrupt as one line."""
     plt.rcParams.update(STYLE)
     from IPython import get_ipython
 
@@ -38,6 +39,9 @@ def use_style() -> None:
         plt.close(plt.figure())  # at its first use the inline backend puts in a formatter of its own
         shell.display_formatter.formatters["image/png"].for_type(Figure, _for_notebook)
         shell.display_formatter.formatters["text/html"].for_type(pd.DataFrame, table)
+        from grpolab.lab.live import quiet_interrupts  # here, since it draws with this module's colours
+
+        quiet_interrupts(shell)
 
 
 def png(figure: Figure) -> bytes:
@@ -65,7 +69,7 @@ def table(frame: pd.DataFrame) -> str:
         elif cell.startswith("<td>"):
             line = line.replace("<td>", f"<td style='text-align:{sides[place % len(sides)]}'>", 1)
             place += 1
-        elif cell.startswith("<th"):
+        elif cell.startswith(("<th>", "<th ")):  # not <thead>
             line = line.replace("<th", "<th style='text-align:left'", 1)
         lines.append(line)
     return "\n".join(lines)

@@ -9,20 +9,23 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from operator import index
 from typing import TypeVar
 
 import torch
 
-from grpolab.lab.run import Run
-from grpolab.lab.states import load_state, weights_hash
+from grpolab.decode.attention import share_attention
+from grpolab.lab.run import FORKED, Run
+from grpolab.lab.states import check_seal, data_hash, load_state, weights_hash
 from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.sync import set_own_threads
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
-from grpolab.train.loop import make_optimiser
+from grpolab.train.loop import dropout_of
+from grpolab.train.optimisers import make_optimiser
 
 T = TypeVar("T")
 
@@ -46,7 +49,7 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
 
     The `reference` of a run with a leash is its start unless another is given. Raises ValueError where no weights were kept,
     where a step between is not wholly on the record, and for files that are damaged."""
-    config, kept = config_of(run), run.kept()
+    step, config, kept = index(step), config_of(run), run.kept()
     eras = eras_of(run)
     before = [s for s in kept if s <= step]
     if not before or step > config.steps:
@@ -54,6 +57,8 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
         raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
     policy = policy or load_kept(run)
+    if config_at(eras, step).exact:  # the trainer's forward of such a run, too
+        share_attention(policy.model)
     optimiser = make_optimiser(policy, config_at(eras, step))
     start = max(before)
     restore(run, start, policy, optimiser)
@@ -64,16 +69,35 @@ def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
         reference = reference or (_start_of(run) if leashed else None)
         rows = metrics_of(run)
         steps = [run.recorder.whole(s) for s in range(start, step)]
+        policy.model.train(bool(sitting_of(run.recorder.sittings(), start).get("training")))
         for era in dict.fromkeys(configs):
             check_reference(policy, reference, era)
             prove_both(policy, reference, era, longest(steps))
         for s, groups, era in zip(range(start, step), steps, configs):
+            decay(optimiser, era)
             used = [g for g in groups if g.used]
             a = torch.tensor([g.advantages for g in used])
-            row = grpo_update(policy, reference, [g.trained for g in used], era, optimiser, s, a)
+            try:
+                with dropout_of(policy, era.seed, s):
+                    row = grpo_update(policy, reference, [g.trained for g in used], era, optimiser, s, a)
+            except RuntimeError as error:  # the sampler's log-probs on the record are not those of these weights
+                raise ValueError(f"the recorded rollouts of step {s} are not those of the weights kept in {kept[start]}, so "
+                                 f"the record or the weights are another run's ({error})") from error
             if not notes and (note := _differing(row, rows.get(s, {}), s)):
                 notes.append(note)
+    decay(optimiser, config_at(eras, step))
     return State(step, start, policy, optimiser, config_at(eras, step), tuple(notes))
+
+
+def decay(optimiser: torch.optim.Optimizer, config: GRPOConfig) -> None:
+    """Bring the weight decay of the configuration: it travels with an optimiser's state, which may be of another one."""
+    for group in optimiser.param_groups:
+        group["weight_decay"] = config.weight_decay
+
+
+def sitting_of(sittings: Sequence[dict], step: int) -> dict:
+    """On what the step was computed; nothing where that is not known."""
+    return next((s for s in reversed(sittings) if s["from"] <= step), {})
 
 
 def with_threads(threads: int | None, work: Callable[[], T]) -> T:
@@ -91,13 +115,17 @@ def with_threads(threads: int | None, work: Callable[[], T]) -> T:
 def config_of(run: Run) -> GRPOConfig:
     """The configuration of the run's last loop."""
     try:
-        return as_config(json.loads((run.folder / "run.json").read_text())["config"], run.shown(run.folder))
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+        note = json.loads((run.folder / "run.json").read_text())
+        plain, noted = dict(note["config"]), note.get("config_hash")
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{run.shown(run.folder)} holds no run that can be replayed: its run.json cannot be read "
-                         f"({error})") from error
+                         f"({error!r})") from error
+    config = as_config(plain, run.shown(run.folder))
+    if noted is not None and noted != data_hash([plain]):
+        raise ValueError(f"{run.shown(run.folder / 'run.json')} is damaged: its configuration is not the one that was written")
+    return config
 
 
-FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
 Eras = list[tuple[float, GRPOConfig]]
 
 
@@ -106,10 +134,13 @@ def eras_of(run: Run) -> Eras:
     A run that is no fork has that one alone. ValueError for a file that is damaged."""
     path = run.folder / FORKED
     try:
-        left = [(int(step), as_config(plain, run.shown(path))) for step, plain in json.loads(path.read_text())]
+        noted = json.loads(path.read_text())
+        if noted["hash"] != data_hash([noted["eras"]]):
+            raise ValueError("it is not as it was written")
+        left = [(int(step), as_config(plain, run.shown(path))) for step, plain in noted["eras"]]
     except FileNotFoundError:
         left = []
-    except (OSError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(f"{run.shown(path)} cannot be read, so nobody knows with which configuration the steps before the "
                          f"fork were computed ({error}): fork again") from error
     return [*left, (math.inf, config_of(run))]
@@ -130,20 +161,28 @@ def as_config(plain: dict, where) -> GRPOConfig:
 
 
 def load_kept(run: Run) -> Policy:
-    """The policy that the run started from."""
-    return load_policy(str(run.folder / "replay" / "policy"), device=device_of(run.recorder.sittings()), tell=False)
+    """The policy that the run started from; ValueError where its files are missing or damaged."""
+    folder = run.folder / "replay" / "policy"
+    try:
+        check_seal(folder)
+        return load_policy(str(folder), **made_of(run.recorder.sittings()), tell=False)
+    except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
+        raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
+                         f"({error}): copy that folder from a whole one, or train again") from error
 
 
-def device_of(sittings: list[dict]) -> str | None:
-    """The kind of device that the run computed on, where this machine has it."""
-    cpu = sittings and sittings[-1].get("device") in ("cpu", "mps")
-    return sittings[-1]["device"] if cpu else None
+def made_of(sittings: list[dict]) -> dict[str, str | None]:
+    """The kind of device that the run computed on, where this machine has it, and the dtype of its parameters."""
+    last = sittings[-1] if sittings else {}
+    device = last["device"] if last.get("device") in ("cpu", "mps") else None
+    return {"device": device, "dtype": last.get("dtype", "torch.float32").removeprefix("torch.")}
 
 
 def restore(run: Run, step: int, policy: Policy, optimiser) -> None:
     """The kept state before `step` into policy and optimiser; ValueError for one that is damaged or another model's."""
     folder = run.kept()[step]
     try:
+        check_seal(folder)
         state = load_state(folder, policy, optimiser)
     except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
         raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "
@@ -153,20 +192,43 @@ def restore(run: Run, step: int, policy: Policy, optimiser) -> None:
         raise ValueError(f"the weights kept in {folder} are not those that were written: their hash is another")
 
 
+def rows_of(run: Run) -> list[dict]:
+    """The rows of a run, of this process or as metrics.csv has them: numbers as numbers, what is none as text."""
+    return [dict(row) for row in run.metrics] or [{k: _value(v) for k, v in row.items() if v} for row in _table(run)]
+
+
 def metrics_of(run: Run) -> dict[int, dict[str, float]]:
     """Step -> the numbers of its row, as metrics.csv has them."""
+    return {int(float(row["step"])): {k: float(v) for k, v in row.items() if _number(v)} for row in _table(run)}
+
+
+def _table(run: Run) -> list[dict[str, str]]:
+    """The lines of metrics.csv that name a step; none without the file, ValueError where it is no table."""
+    limit = csv.field_size_limit(2**31 - 1)  # what a curriculum was told may be long
     try:
-        with open(run.folder / "metrics.csv", newline="") as file:
-            return {int(row["step"]): {k: float(v) for k, v in row.items() if _number(v)} for row in csv.DictReader(file)
-                    if _number(row.get("step"))}  # fmt: skip
-    except OSError:
-        return {}
+        with open(run.folder / "metrics.csv", newline="", errors="replace") as file:
+            return [row for row in csv.DictReader(file) if _number(row.get("step"))]
+    except FileNotFoundError:
+        return []
+    except (OSError, csv.Error) as error:
+        raise ValueError(f"{run.shown(run.folder / 'metrics.csv')} cannot be read: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _number(text: str | None) -> bool:
     try:
-        return text is not None and float(text) == float(text)
-    except ValueError:
+        return math.isfinite(float(text))
+    except (TypeError, ValueError):
         return False
 
 

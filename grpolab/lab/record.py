@@ -43,6 +43,7 @@ class Recorder:
             raise ValueError(f"keep must be 'all', 'none' or a number of rollouts a step, got {keep!r}")
         self.folder, self.keep = folder, keep
         self.seconds, self.bytes, self.rollouts = 0.0, 0, 0
+        self._unsynced: set[Path] = set()  # files that were written since the last `sync`
         self._told: dict | None = None  # the sitting that the file of sittings holds
         self._spelt: tuple[Path | None, set[int]] = None, set()  # the file in progress, and the tokens that it spells
 
@@ -62,6 +63,7 @@ class Recorder:
             lines = "".join(json.dumps(line, default=_plain) + "\n" for line in lines)
             data = gzip.compress(lines.encode(), compresslevel=1, mtime=0)
             append_bytes(self.path(step), data, "the rollouts of a step")
+            self._unsynced.add(self.path(step))
             self.bytes += len(data)
             self.rollouts += sum(len(g.group) for _, g in kept)
         self.seconds += time.perf_counter() - began
@@ -70,6 +72,7 @@ class Recorder:
         """Keep what stands before step `steps` alone, as a loop that goes on from there needs it: the last file first, so
         that a kill in between leaves no gap."""
         self._told, self._spelt = None, (None, set())
+        self._unsynced.clear()
         for path in reversed(self.files()):
             if first_step(path) >= steps:
                 path.unlink()
@@ -87,9 +90,10 @@ class Recorder:
 
     def sync(self) -> None:
         """See that what was written is on the disk: a checkpoint must not outlive the record before it."""
-        if files := self.files()[-1:]:
-            with open(files[0], "rb") as file:
+        for path in sorted(self._unsynced):
+            with open(path, "rb") as file:
                 os.fsync(file.fileno())
+        self._unsynced.clear()
 
     def path(self, step: int) -> Path:
         return self.folder / f"steps-{step // RANGE * RANGE:08d}.jsonl.gz"
@@ -114,9 +118,11 @@ class Recorder:
     def sittings(self) -> list[dict]:
         """On what the run was computed: an entry for each loop that wrote here, from its first step on."""
         try:
-            return json.loads((self.folder / "sittings.json").read_text())
+            found = json.loads((self.folder / "sittings.json").read_text())
         except (OSError, ValueError):
             return []
+        known = isinstance(found, list) and all(isinstance(s, dict) and isinstance(s.get("from"), int) for s in found)
+        return found if known else []
 
     def files(self) -> list[Path]:
         return sorted(self.folder.glob("steps-*.jsonl.gz"))
@@ -140,13 +146,18 @@ class Recorder:
         return [step_of(lines) for path in self.files() for _, lines in members(path)]
 
     def groups(self, step: int) -> list[RecordedGroup]:
-        """The groups of a step as the loop handed them over; ValueError where the record holds none or not all of them."""
+        """The kept groups of a step as the loop handed them over; ValueError where the record holds none."""
+        return list(self.numbered(step).values())
+
+    def numbered(self, step: int) -> dict[int, RecordedGroup]:
+        """`groups` by their number in the step, which with keep=n is not their place among the kept ones."""
         lines = list(self.lines([step]))
         if not lines:
             held = self.steps()
-            there = f"it holds {held[0]} to {held[-1]}" if held else "it holds none: Run(..., keep='all') keeps them"
+            there = f"it holds {held[0]} to {held[-1]}" if held else (
+                "it holds none (grpo and multi_turn_grpo fill it, unless keep='none')")
             raise ValueError(f"step {step} is not in the record {self.folder}: {there}")
-        return [recorded(line) for line in lines]
+        return {line["group"]: recorded(line) for line in lines}
 
     def whole(self, step: int) -> list[RecordedGroup]:
         """`groups`, where every rollout of the step was kept; else ValueError."""

@@ -10,22 +10,24 @@ import io
 import json
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import index
 from pathlib import Path
 
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.rebuild import as_config, device_of, rebuild, with_threads
+from grpolab.lab.rebuild import as_config, made_of, rebuild, sitting_of, with_threads
 from grpolab.lab.record import recorded
 from grpolab.lab.run import Run
-from grpolab.lab.states import computed_on, weights, weights_hash
+from grpolab.lab.states import computed_on, weights_hash
 from grpolab.models import Policy, load_policy
 from grpolab.rollouts import RecordedGroup, Rollout
 from grpolab.train.grpo import GRPOConfig
 
 BUNDLE = 1  # the format of a bundle
+TEXTS, WEIGHTS = {".json", ".jinja", ".txt", ".model"}, ".safetensors"  # of a saved policy
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
 
     The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`rebuild`), with as
     many threads as the record names (`threads` takes another number)."""
-    groups = run.recorder.groups(step)
+    step = index(step)  # numpy's numbers, too
+    groups = run.recorder.numbered(step)
     wanted = chosen(groups, step, group, rollout)
     sitting = sitting_of(run.recorder.sittings(), step)
     used = threads or sitting.get("threads")
@@ -97,21 +100,24 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
     return with_threads(used, work)
 
 
-def chosen(groups: Sequence[RecordedGroup], step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
-    """(group, rollout) of those asked for; lost ones are left out."""
-    if group is not None and not 0 <= group < len(groups):
-        raise ValueError(f"step {step} has groups 0 to {len(groups) - 1}, not {group}")
-    places = range(len(groups)) if group is None else [group]
+Numbered = Mapping[int, RecordedGroup]  # by the number that a group has in its step
+
+
+def chosen(groups: Numbered, step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
+    """(group, rollout) of those asked for; lost ones are left out. ValueError where that leaves none."""
+    if group is not None and group not in groups:
+        numbers = list(groups)
+        held = f"0 to {len(numbers) - 1}" if numbers == list(range(len(numbers))) else ", ".join(map(str, numbers))
+        raise ValueError(f"step {step} has groups {held}, not {group}")
+    places = groups if group is None else [group]
     size = max(len(groups[g].group) for g in places)
     if rollout is not None and not 0 <= rollout < size:
         raise ValueError(f"group {group} of step {step} has rollouts 0 to {size - 1}, not {rollout}")
-    return [(g, i) for g in places for i in range(len(groups[g].group))
-            if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]  # fmt: skip
-
-
-def sitting_of(sittings: Sequence[dict], step: int) -> dict:
-    """On what the step was computed; nothing where that is not known."""
-    return next((s for s in reversed(sittings) if s["from"] <= step), {})
+    found = [(g, i) for g in places for i in range(len(groups[g].group))
+             if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]  # fmt: skip
+    if not found:
+        raise ValueError(f"all that was asked for of step {step} was lost with its environment: nothing was written")
+    return found
 
 
 def differences(then: dict, now: dict) -> tuple[str, ...]:
@@ -119,15 +125,15 @@ def differences(then: dict, now: dict) -> tuple[str, ...]:
     if not then:
         return ("on what the step was computed is not known: sittings.json is missing or damaged",)
     return tuple(f"{name} {now[name]!r}, recorded {then[name]!r}" for name in now
-                 if name != "policy" and name in then and then[name] != now[name])  # fmt: skip
+                 if name not in ("policy", "training") and name in then and then[name] != now[name])  # fmt: skip
 
 
-def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Sequence[RecordedGroup],
+def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Numbered,
                wanted: Sequence[tuple[int, int]], threads: int | None) -> tuple[tuple[Replayed, ...], dict]:
     """The wanted rollouts sampled again: (each compared with its record, on what it was computed now)."""
     params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
     before = [(groups[g].group[i], bool(groups[g].turns)) for g, i in wanted]
-    with Sampler(policy, threads=threads) as sampler:
+    with Sampler(policy, threads=threads, exact=config.exact) as sampler:
         single = [r for r, played in before if not played]
         request = sampler.submit([r.prompt for r in single], params=params, seeds=[[r.seed] for r in single])
         again = iter([g[0] for g in request.result()])
@@ -189,6 +195,7 @@ def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, 
            reference: Policy | None = None) -> Path:
     """One file (zip) with all that `replay_bundle` needs of a step elsewhere: its rollouts with ids and seeds, tokenizer and
     model configuration, versions, and the weights before it, or with `with_weights=False` their hash alone."""
+    step = index(step)
     lines = list(run.recorder.lines([step]))
     run.recorder.groups(step)  # says what is missing
     sitting = sitting_of(run.recorder.sittings(), step)
@@ -199,13 +206,10 @@ def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, 
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("bundle.json", json.dumps(about, indent=1))
         file.writestr("rollouts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        for part in sorted((run.folder / "replay" / "policy").iterdir()):
-            if part.suffix != ".safetensors":
-                file.writestr(f"policy/{part.name}", part.read_bytes())
-        if with_weights:
-            from safetensors.torch import save
-
-            file.writestr("policy/model.safetensors", save(weights(state.policy), {"format": "pt"}))
+        with tempfile.TemporaryDirectory() as folder:
+            for part in sorted(state.policy.save(Path(folder) / "policy").iterdir()):
+                if part.suffix in TEXTS or part.suffix == WEIGHTS and with_weights:
+                    file.write(part, f"policy/{part.name}")
     return atomic_write(path, buffer.getvalue())
 
 
@@ -217,30 +221,34 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
         with zipfile.ZipFile(path) as file:
             about = json.loads(file.read("bundle.json"))
             lines = [json.loads(line) for line in file.read("rollouts.jsonl").splitlines()]
-            policy = policy or _bundled(file, about)
-    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError, EOFError) as error:
+            bare = policy is None and not any(name.endswith(WEIGHTS) for name in file.namelist())
+            policy = policy if policy or bare else _bundled(file, about)
+            groups = {line["group"]: recorded(line) for line in lines}
+            step, sitting, config = index(about["step"]), dict(about["sitting"]), as_config(dict(about["config"]), path)
+            noted, notes = str(about["weights"]), tuple(map(str, about["notes"]))
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each layer of a damaged file, or of one made by others, raises types of its own
         raise ValueError(f"{path} is not a whole bundle of a step ({error}): make it again with run.bundle") from error
-    if (found := weights_hash(policy)) != about["weights"]:
+    if bare:
+        raise ValueError(f"the bundle of step {step} came without weights: give the policy that has them, hash {noted[:12]}")
+    if (found := weights_hash(policy)) != noted:
         raise ValueError(f"{policy.name!r} has not the weights of the bundle {path}: their hash is {found[:12]}, that of the "
-                         f"bundle's step {about['step']} {about['weights'][:12]}")  # fmt: skip
-    groups, sitting = [recorded(line) for line in lines], about["sitting"]
-    config, used = as_config(about["config"], path), threads or sitting.get("threads")
-    wanted = chosen(groups, about["step"], group, rollout)
+                         f"bundle's step {step} {noted[:12]}")  # fmt: skip
+    used, wanted = threads or sitting.get("threads"), chosen(groups, step, group, rollout)
 
     def work():
-        found, now = regenerate(policy, config, about["step"], groups, wanted, used)
-        return Replay(found, (*about["notes"], *differences(sitting, now)), None)
+        found, now = regenerate(policy, config, step, groups, wanted, used)
+        return Replay(found, (*notes, *differences(sitting, now)), None)
 
     return with_threads(used, work)
 
 
 def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
     """The policy inside a bundle; its files are written under their own names, never under a path from the file."""
-    names = [n for n in file.namelist() if n.startswith("policy/") and n == f"policy/{Path(n).name}"]
-    if "policy/model.safetensors" not in names:
-        raise ValueError(f"the bundle of step {about['step']} came without weights: give the policy that has them, hash "
-                         f"{about['weights'][:12]}")
+    names = [n for n in file.namelist() if n.startswith("policy/") and n == f"policy/{Path(n).name}"
+             and Path(n).suffix in {*TEXTS, WEIGHTS}]  # nothing that would be unpickled
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / Path(name).name).write_bytes(file.read(name))
-        return load_policy(folder, device=device_of([about["sitting"]]), tell=False)
+        return load_policy(folder, **made_of([about["sitting"]]), tell=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ from grpolab.lab import plots
 from grpolab.lab.rebuild import config_of
 from grpolab.lab.record import recorded
 from grpolab.lab.run import Run
+from grpolab.rollouts import RecordedGroup
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.rewards import Reward, ask_all
+from grpolab.train.rewards import Faults, Reward, ask_any, report
 
 
 @dataclass(frozen=True)
@@ -52,25 +54,34 @@ class Rescored:
 
 
 def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kind: str | None = None) -> Rescored:
-    """Ask `reward(text, problem, rollout)` for every recorded rollout (of `steps`), as training would; one with a method
-    `batch(texts, problems, rollouts)` is asked a step at a time. `kind` of advantage: the run's, or another.
+    """Ask `reward(text, problem, rollout)` for every recorded rollout (of `steps`), as training would; an async one, and one
+    with a method `batch(texts, problems, rollouts)`, is asked a step at a time. Where it raises, that rollout has no reward
+    and a warning says so; where it does for all of a step, that is raised. `kind` of advantage: the run's, or another.
 
     The text is the whole completion; of an episode, with what the environment said. Nothing is sampled: it tells what the
-    reward would have made of these rollouts, not of those that training on it would have led to."""
-    kind = kind or config_of(run).advantage_kind
+    reward would have made of these rollouts, not of those that training on it would have led to. Groups of which the record
+    holds a part (keep=n) are left out with a warning; "batch_standardised" needs all of a step (ValueError)."""
+    config = config_of(run)
+    kind = kind or config.advantage_kind
     lines: dict[int, list[dict]] = {}
-    for line in run.recorder.lines(steps):
-        lines.setdefault(line["step"], []).append(line)
+    parted = 0
+    for line in run.recorder.lines(steps, tell=warnings.warn):
+        whole = len(line["tokens"]) >= config.group_size
+        parted += not whole
+        if whole:
+            lines.setdefault(line["step"], []).append(line)
+    if parted:
+        warnings.warn(f"{parted} groups are on the record in part (keep=n), so that nobody knows their mean: left out",
+                      stacklevel=2)
     if not lines:
-        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: it needs keep='all' or a number")
-    rollouts, groups = [], []
+        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
+                         "multi_turn_grpo leave them, unless keep='none'")
+    rollouts, groups, told = [], [], []
     for step, members in lines.items():
-        found = [recorded(line) for line in members]
-        new = ask_all(reward, [line["completion"] for line in members], [as_problem(g.problem) for g in found],
-                      [g.group.rollouts for g in found])  # fmt: skip
-        for line, g, rewards in zip(members, found, new):
-            a = advantages(reward_tensor([rewards]), kind)[0].tolist()
-            was = advantages(reward_tensor([g.group.rewards]), kind)[0].tolist()
+        found, faults = [recorded(line) for line in members], Faults()
+        new = paid_by(reward, [line["completion"] for line in members], found, faults)
+        report(faults, sum(r.finish_reason != "lost" for g in found for r in g.group), told)
+        for line, g, rewards, a, was in zip(members, found, new, *_advantages(members, found, new, kind)):
             head = {"step": step, "group": line["group"]}
             rollouts += [
                 head | {"rollout": i, "completion": line["completion"][i], "reward": r.reward, "rescored_reward": rewards[i],
@@ -80,6 +91,30 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
                                   "lost": any(was) and not any(a)})  # fmt: skip
     table = pd.DataFrame(rollouts).astype({"reward": float, "rescored_reward": float})
     return Rescored(table, pd.DataFrame(groups))
+
+
+def paid_by(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup], faults: Faults | None = None) -> list[list]:
+    """The reward of each rollout of these groups, whose completions are `texts`; None for one that was lost: nobody asks."""
+    there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
+    rows, written = [as_problem(g.problem) for g in groups], [[ts[i] for i in places] for ts, places in zip(texts, there)]
+    found = ask_any(reward, written, rows, [[g.group[i] for i in places] for g, places in zip(groups, there)], faults)
+    paid = [dict(zip(places, values)) for places, values in zip(there, found)]
+    return [[by.get(i) for i in range(len(g.group))] for g, by in zip(groups, paid)]
+
+
+def _advantages(lines: list[dict], groups: list[RecordedGroup], rewards: list[list], kind: str) -> tuple[list, list]:
+    """Those of a step under the new rewards, and as recorded, which an edited fork may have of its own; a group that the
+    update did not get is by itself."""
+    if kind == "batch_standardised" and sum(len(g.group) for g in groups) < lines[0]["of"]:
+        raise ValueError(f"the record does not hold all rollouts of step {lines[0]['step']}, and the advantage {kind!r} is "
+                         "over all of them: give another kind")
+    new: list[list[float]] = [[]] * len(groups)
+    for used in (True, False):
+        places = [i for i, g in enumerate(groups) if g.used is used]
+        if places:
+            for i, a in zip(places, advantages(reward_tensor([rewards[i] for i in places]), kind).tolist()):
+                new[i] = a
+    return new, [list(g.advantages) for g in groups]
 
 
 def as_problem(problem: Any) -> Any:

@@ -24,11 +24,25 @@ from typing import Any
 
 import torch
 
-from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, unlock_folder
+from grpolab.files import HELD, append_line, atomic_folder, atomic_write, lock_folder, remove_folder, unlock_folder
 from grpolab.lab.kept import KeptWeights
 from grpolab.lab.record import Recorder, table
-from grpolab.lab.states import computed_on, load_state, put_weights, save_state, weights, weights_hash
+from grpolab.lab.selection import PREFIX, Selected, Selection
+from grpolab.lab.states import (
+    check_seal,
+    computed_on,
+    data_hash,
+    load_state,
+    put_weights,
+    save_state,
+    seal,
+    weights,
+    weights_hash,
+)
+from grpolab.models import load_policy
 from grpolab.rollouts import RecordedGroup
+
+FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
 
 
 def repository() -> Path:
@@ -68,10 +82,12 @@ class Run:
 
     `sinks` are told each row's numbers too: objects with `.log(dict, step=...)`, as a run of Weights & Biases or trackio, or
     with `.add_scalar(name, value, step)`, as TensorBoard's SummaryWriter. One that raises is warned of and asked no more.
+
+    With `select` the policy is measured on the way, and the best one is kept beside the last (`lab.selection`): `best()`.
     """
 
     def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None, keep: str | int = "all",
-                 replay_every: int = 0, sinks: Sequence[Any] = ()):
+                 replay_every: int = 0, sinks: Sequence[Any] = (), select: Selection | None = None):
         for name in names:
             if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
                 raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
@@ -91,6 +107,7 @@ class Run:
         self.recorder = Recorder(self.folder / "rollouts", keep)
         self.weights = KeptWeights(self.folder / "replay", replay_every)
         self.sinks = list(sinks)
+        self.selected = Selected(self.folder, select)
         self._sitting: dict | None = None  # on what the present loop computes
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
@@ -111,14 +128,45 @@ class Run:
             append_line(path, _lines([row], self._columns))
         else:  # the first row, or one with a new column
             self._write_table()
+        self._tell_sinks(row)
+        return row
+
+    def _tell_sinks(self, row: dict) -> None:
         for sink in list(self.sinks):
             try:
                 _tell(sink, row)
             except Exception as error:  # somebody else's service: the run is worth more
                 self.sinks.remove(sink)
                 warnings.warn(f"{type(sink).__name__} took no more of this run's rows after step {row.get('step')}: {error!r}",
-                              stacklevel=2)
+                              stacklevel=3)
+
+    async def measure(self, steps: int, last: int, policy, in_thread) -> dict:
+        """What `select` measures of the policy after so many of `last` steps, as columns of a row; nothing where it is not due.
+        `in_thread(policy, work)` runs work with the policy at rest."""
+        if not self.selected.due(steps, last):
+            return {}
+        numbers = await self.selected.selection.ask(policy)
+        await in_thread(policy, lambda: self.selected.take(steps, numbers, policy))
+        if steps == last:  # not before: a kill while the last policy is measured must not cost the run
+            self.drop_checkpoint()
+        row = {PREFIX + name: value for name, value in numbers.items()}
+        self._tell_sinks({"step": max(0, steps - 1)} | row)
         return row
+
+    def measured(self):
+        """What `select` measured as a DataFrame: `steps`, and a column for each number."""
+        import pandas as pd
+
+        return pd.DataFrame([{"steps": steps} | row for steps, row in sorted(self.selected.read().items())])
+
+    def best(self, load=load_policy):
+        """The policy that `select` has kept, loaded by `load(folder)` (for a reward model: RewardModel.load). ValueError where
+        none was kept."""
+        found = self.selected.best()
+        if found is None:
+            raise ValueError(f"{self.shown(self.folder)} has kept no best policy: Run(..., select=Selection(measure)) does")
+        print(f"{self.shown(found['folder'])}: {found['by']} {found['value']:.4g} after {found['steps']} steps")
+        return load(str(found["folder"]))
 
     def _write_table(self) -> None:
         self._columns = tuple(dict.fromkeys(name for row in self.metrics for name in row))
@@ -141,7 +189,7 @@ class Run:
         None: all), with these columns (None: `record.COLUMNS` and the parts of the reward).
 
         Only the files that hold these steps are read. A warning names what a damaged one has lost."""
-        steps = [steps] if isinstance(steps, int) else steps
+        steps = [int(steps)] if hasattr(steps, "__index__") else steps
         return table(self.recorder.lines(steps, tell=warnings.warn), columns)
 
     def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
@@ -218,11 +266,12 @@ class Run:
         self.metrics, self._columns, self.base, self._data, self._sitting = [], (), note["base"], data, None
         self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
+        self.selected.begin(steps)
         if mine and not steps and note["start"] != key:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
+        atomic_write(self.folder / "run.json", json.dumps(note | configured(plain) | {"data": data}, indent=1) + "\n")
         self.recorder.rewind(steps)
         self.weights.begin(steps, plain, policy, optimiser)
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
@@ -277,12 +326,12 @@ class Run:
         """
         self.recorder.sync()
         target = self.folder / f"checkpoint-{step:08d}"
-        shutil.rmtree(target, ignore_errors=True)
         with atomic_folder(target) as folder:
             save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
                        data=self._data)
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)
+            seal(folder)
         self._drop_checkpoints(keep=target)
         return target
 
@@ -293,6 +342,7 @@ class Run:
         if newest is None:
             return 0
         try:
+            check_seal(newest)
             if json.loads((newest / "state.json").read_text())["config"] != plain:
                 self.drop_checkpoint()
                 return 0
@@ -304,7 +354,10 @@ class Run:
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
         self.metrics = metrics
         self._write_table()
-        print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
+        if (self.folder / FORKED).exists():
+            print(f"{self.shown(self.folder)} begins after step {state['step']}, where it was forked")
+        else:
+            print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
         return state["step"]
 
     def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
@@ -328,7 +381,7 @@ class Run:
     def _drop_checkpoints(self, keep: Path | None) -> None:
         for folder in self._checkpoints():
             if folder != keep:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
 
     def _clear_partial(self) -> None:
         """Remove what a killed process was writing."""
@@ -362,6 +415,12 @@ def _forget(path: Path, process: int, inode: int) -> None:
     """Delete a start whose model is gone, unless a fork asks or the file is another's by now."""
     if os.getpid() == process and path.exists() and path.stat().st_ino == inode:
         path.unlink()
+
+
+def configured(config) -> dict:
+    """What run.json says of a configuration, with a hash by which `lab.rebuild` sees that it is the one that was written."""
+    plain = _plain_config(config)
+    return {"config": plain, "config_hash": data_hash([plain])}
 
 
 def _plain_config(config) -> dict:

@@ -84,6 +84,32 @@ def join(tensors: dict[str, torch.Tensor], scalars: dict) -> dict:
     return {"state": slots, "param_groups": scalars["param_groups"]}
 
 
+SEAL = "sha256.json"
+
+
+def seal(folder: Path) -> None:
+    """Note the hash of every file in a folder that is whole now."""
+    (folder / SEAL).write_text(json.dumps({p.name: _sha256(p) for p in sorted(folder.iterdir()) if p.name != SEAL}))
+
+
+def check_seal(folder: Path) -> None:
+    """ValueError for a file that is not as it was when the folder was sealed. A folder without a seal is taken as it is."""
+    if not (folder / SEAL).exists():
+        return
+    try:
+        noted = json.loads((folder / SEAL).read_text())
+        other = [name for name, digest in noted.items() if _sha256(folder / name) != digest]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{SEAL} or what it names cannot be read: {error}") from error
+    if other:
+        raise ValueError(f"{', '.join(other)}: not the bytes that were written")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def save_state(folder: Path, policy, optimiser, **more) -> None:
     """Parameters, optimiser and `more` (JSON) into a folder, for `load_state`."""
     safetensors.torch.save_file(weights(policy), folder / "model.safetensors")
@@ -107,6 +133,7 @@ def computed_on(policy, engine: str = "") -> dict:
         "transformers": _version("transformers"), "system": platform.system(), "processor": processor(),
         "device": torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type,
         "dtype": str(policy.dtype), "threads": torch.get_num_threads(), "policy": policy.name, "engine": engine,
+        "training": any(m.training for m in policy.model.modules()),  # then the update had its dropout
     }  # fmt: skip
 
 

@@ -25,13 +25,16 @@ from typing import Any
 
 import torch
 
+from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import fold_seed
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.serve.service import Service, serve_policy
+from grpolab.train import ranks
 from grpolab.train.advantages import advantages, number, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
+from grpolab.train.loop import off_loop
 from grpolab.train.rewards import is_async, name_of
 from grpolab.train.sources import Drawn, Source, Tasks
 
@@ -199,10 +202,14 @@ async def agent_grpo(policy: Policy, reference: Policy | None, problems: Any, co
     check_reference(policy, reference, config)
     if config.refills:
         raise ValueError(f"refills={config.refills}: dynamic sampling is grpo's; leave it 0 for agents")
+    if ranks.world().size > 1:
+        raise ValueError("agents are run by one process, and several ranks were started: start one, or train from a record")
     if service is not None and service.policy is not policy:
         raise ValueError(f"the service is of another policy object ({service.name!r}) than the one that is trained")
     async with AsyncExitStack() as stack:
-        service = service or await stack.enter_async_context(serve_policy(policy, seed=config.seed))
+        if service is None:
+            sampler = await stack.enter_async_context(await off_loop(lambda: Sampler(policy, exact=config.exact)))
+            service = await stack.enter_async_context(serve_policy(sampler, seed=config.seed))
         tasks, longest = Tasks(problems, config, run, success), min(max_total_tokens or policy.context, policy.context)
         source = agent_source(service, agent, tasks, config, timeout=timeout, concurrent=concurrent, max_total_tokens=longest)
         steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)

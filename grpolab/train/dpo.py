@@ -59,8 +59,8 @@ async def dpo(
 
     reference_at = await in_thread(policy, start)
 
-    def gradient(indices):
-        return dpo_gradient(policy, [pairs[i] for i in indices], reference_at(indices), config)
+    def gradient(share, batch):
+        return dpo_gradient(policy, [pairs[i] for i in share], reference_at(share), config, denominator=len(batch))
 
     def data():
         return f"{data_hash(pairs)} {reference_key(reference)}"
@@ -70,16 +70,18 @@ async def dpo(
             yield row
 
 
-def dpo_gradient(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig) -> dict:
+def dpo_gradient(
+    policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig, *, denominator: int | None = None
+) -> dict:
     """Accumulate the gradient of the batch's mean pair loss, whatever the micro-batches; returns the metrics.
-    ref_logps: (P, 2), chosen and rejected."""
-    parts = []
+    ref_logps: (P, 2), chosen and rejected. Where `pairs` are a part, the `denominator` counts all."""
+    denominator, parts = len(pairs) if denominator is None else denominator, []
     for indices in pair_batches(pairs, config):
         part = [pairs[i] for i in indices]
         with forward_passes(policy, config):
             logps = pair_logps(policy, part, config.row_width)
         loss, metrics = losses.dpo_loss(
-            *logps.T, *ref_logps[indices].to(logps.device).T, beta=config.beta, denominator=len(pairs), kind=config.kind,
+            *logps.T, *ref_logps[indices].to(logps.device).T, beta=config.beta, denominator=denominator, kind=config.kind,
             label_smoothing=config.label_smoothing, lengths=pair_lengths(part, logps) if config.length_normalised else None,
         )
         loss.backward()

@@ -18,7 +18,7 @@ from grpolab.lab.states import data_hash
 from grpolab.models import BasePolicy, Policy
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, in_columns
 from grpolab.tasks import prompt_of
-from grpolab.train import losses
+from grpolab.train import losses, ranks
 from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.layout import Layout, lay_out
 from grpolab.train.logps import check_lengths, rollout_logps
@@ -31,10 +31,11 @@ from grpolab.train.loop import (
     micro_batches,
     off_loop,
 )
+from grpolab.train.offline import importance
 from grpolab.train.proof import check_drift, prove
 from grpolab.train.recorded import as_recorded
 from grpolab.train.rewards import Reward, finished_and_correct
-from grpolab.train.sources import Source, Tasks, content_of, distinct, sampled, tokens_of
+from grpolab.train.sources import Source, Tasks, as_drawn, content_of, distinct, sampled, tokens_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class GRPOConfig(Optimisation):
 
     `refills` is dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): up to so many times a step, groups without a difference
     in reward are replaced by groups of further questions. What that costs stands in the row.
+
+    `exact` samples with the attention that the trainer computes with (`Sampler(exact=True)`), so that the first ratio of a
+    step is 1 in every bit: on a processor with bf16 parameters; elsewhere the sampler's probe refuses it.
     """
 
     prompts_per_step: int = 64
@@ -74,6 +78,7 @@ class GRPOConfig(Optimisation):
     row_width: int = 512
     max_logp_diff: tuple[float, float] | None = (0.1, 5.0)
     sampler_cap: float | None = None
+    exact: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,6 +90,8 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"group_size, prompts_per_step and inner_epochs must be at least 1, got {self}")
         if self.group_size == 1 and not self.kl_coef:
             raise ValueError("group_size=1 never trains: an advantage compares with others of the group. Take at least 2")
+        if not self.kl_coef >= 0:
+            raise ValueError(f"kl_coef weighs the distance to the reference and cannot be negative, got {self.kl_coef}")
         if self.refills < 0:
             raise ValueError(f"refills must be 0 (off) or more rounds of sampling, got {self.refills}")
         if not 1 <= self.minibatches <= self.prompts_per_step:
@@ -119,7 +126,7 @@ async def grpo(
         return prompt_ids(policy.tokenizer, prompt_of(row)) if found is None else found
 
     await in_thread(policy, lambda: check_lengths(policy, longest, "prompt and completion"))
-    sampler = await off_loop(lambda: Sampler(policy))
+    sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
     steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
     async with sampler, aclosing(steps) as rows:
@@ -140,6 +147,8 @@ async def grpo_from(
     check_reference(policy, reference, config)
 
     def start():
+        if hasattr(source, "check"):
+            source.check(policy, config, run)
         check_lengths(policy, longest, "prompt and completion")
         prove_both(policy, reference, config, longest)
 
@@ -147,18 +156,20 @@ async def grpo_from(
 
     async def gather(step):
         began = time.perf_counter()
-        drawn = await source(step)
+        drawn = as_drawn(await source(step))
         sampling = time.perf_counter() - began
         seen = drawn.groups if drawn.seen is None else drawn.seen
         tokens = tokens_of(seen) if drawn.tokens is None else drawn.tokens
         groups = list(drawn.groups)
+        if ranks.world().size > 1:
+            await off_loop(lambda: ranks.same_groups(groups, step))
 
         def update(optimiser):
-            if run is not None:  # before the update, so that the record tells of a step that fails
+            if run is not None and ranks.first():  # before the update, so that the record tells of a step that fails
                 plain = lambda: as_recorded([(None, g) for g in seen], groups, {}, config.advantage_kind)  # noqa: E731
                 run.record(step, policy, (drawn.record or plain)(), drawn.engine)
             began = time.perf_counter()
-            row = grpo_update(policy, reference, groups, config, optimiser, step, drawn.weights)
+            row = grpo_update(policy, reference, groups, config, optimiser, step, drawn.weights, drawn.off_policy)
             times = timings(tokens, sampling, row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)
             return describe(seen) | row | times | dict(drawn.row) | drawn.taken()
 
@@ -187,16 +198,22 @@ def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, lon
 
 
 def grpo_update(
-    policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int, a: torch.Tensor | None = None
+    policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int, a: torch.Tensor | None = None,
+    off_policy: bool = False,
 ) -> dict:
     """All optimiser steps on one batch of groups, with the advantages `a` (B, G), by default those of their rewards. The loss
     is a mean over all of them; a group without a difference in reward has no gradient, so without a leash it is left out of
-    the forward pass, and a minibatch of such groups is no step."""
+    the forward pass, and a minibatch of such groups is no step. `off_policy` adds `importance` to the row, by a forward pass
+    more where config.sampler_cap does not make it anyway."""
     if not groups:
         return {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
     kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
-    own = {i: trainer_logps(policy, groups[i], config) for i in kept} if config.sampler_cap else None
+    ordered = sorted(kept, key=lambda i: tokens_of([groups[i]]))
+    mine, own = ranks.mine(ordered), {}
+    if config.sampler_cap or off_policy:
+        found = [trainer_logps(policy, groups[i], config) for i in mine]
+        own = dict(zip(ordered, ranks.woven(f"step {step}, log-probs", ordered, found, list, list)))
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
@@ -205,9 +222,14 @@ def grpo_update(
             if not chosen:
                 continue
             whole = denominator_of([r for i in part for r in groups[i]], config)
-            rollouts = [r for i in chosen for r in groups[i]]
-            old = [x for i in chosen for x in own[i]] if own else None
-            metrics = grpo_gradient(policy, reference, rollouts, a[chosen].flatten(), config, denominator=whole, old_logps=old)
+            here = [i for i in chosen if i in mine]
+            rollouts = [r for i in here for r in groups[i]]
+            old = [x for i in here for x in own[i]] if config.sampler_cap else None
+            metrics = grpo_gradient(
+                policy, reference, rollouts, a[here].flatten(), config, denominator=whole, old_logps=old,
+                tokens=kept_tokens(r for i in chosen for r in groups[i]),
+            ) if here else {}  # fmt: skip
+            metrics = ranks.add_up(policy.model, metrics, f"step {step}, pass {epoch}")
             if not rows:  # the policy has not moved yet
                 check_drift(policy, metrics, config.max_logp_diff, step)
             rows.append(metrics | apply_gradient(policy, optimiser, config, step))
@@ -216,6 +238,8 @@ def grpo_update(
         return size
     row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
     before = {k: rows[0][k] for k in ("logp_diff", "logp_diff_max")}  # sampler against trainer: the policy has not moved yet
+    if own:
+        size |= importance([x for i in kept for x in own[i]], [r for i in kept for r in groups[i]], config.sampler_cap)
     return row | before | size
 
 
@@ -223,6 +247,11 @@ def nearly_equal(items: Sequence, parts: int) -> list[Sequence]:
     """Consecutive parts whose lengths differ by at most one; fewer than `parts` where there are fewer items."""
     cuts = [len(items) * i // parts for i in range(parts + 1)]
     return [items[a:b] for a, b in zip(cuts, cuts[1:]) if a < b]
+
+
+def kept_tokens(rollouts: Iterable[Rollout]) -> int:
+    """Those that the policy chose."""
+    return sum(sum(r.mask) for r in rollouts)
 
 
 def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Tensor:
@@ -246,16 +275,16 @@ def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfi
 
 def grpo_gradient(
     policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig, *,
-    denominator=None, old_logps=None,
+    denominator=None, old_logps=None, tokens: int | None = None,
 ) -> dict:
     """Accumulate the gradient of the clipped objective over `rollouts` with advantages `a` (N,); returns the metrics, means
-    over their tokens.
+    over their tokens (or parts of means over `tokens`, where these rollouts are a part).
 
     The `denominator` (default: of these rollouts) is counted before, so neither micro-batches nor what is left out of the
     forward pass can change the gradient. `old_logps`: the trainer's own, where the rollouts' are of another sampler.
     """
     denominator = denominator_of(rollouts, config) if denominator is None else denominator
-    tokens = sum(sum(r.mask) for r in rollouts)
+    tokens = kept_tokens(rollouts) if tokens is None else tokens
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
     old_logps = old_logps and [old_logps[i] for i in order]

@@ -10,7 +10,6 @@ on where an interrupted run of the same configuration stopped.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 import os
 import random
@@ -31,6 +30,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpolab.lab.run import Run, origin, provenance
 from grpolab.models import Policy
 from grpolab.sync import set_own_threads
+from grpolab.train import ranks
+from grpolab.train.optimisers import OPTIMISERS, Masters, make_optimiser
 
 T = TypeVar("T")
 
@@ -79,38 +80,6 @@ class Optimisation:
         """The learning rate of step 0, 1, ..., steps - 1."""
         decay = 0.5 * (1 + math.cos(math.pi * step / self.steps)) if self.schedule == "cosine" else 1.0
         return self.lr * min(1.0, (step + 1) / max(1, self.warmup)) * decay
-
-
-# --- optimisers -------------------------------------------------------------------------------------------------------
-
-BETAS = (0.9, 0.99)  # of both AdamWs: the second moment forgets in 100 steps, since the runs here last a few hundred
-
-
-def adamw(parameters, **options):
-    """Fused: one pass over parameters, gradients and moments, also on a processor."""
-    return torch.optim.AdamW(parameters, fused=True, betas=BETAS, **options)
-
-
-def adamw_8bit(parameters, **options):
-    """AdamW with block-wise 8-bit moments (arXiv 2110.02861), two bytes a parameter in place of eight."""
-    try:
-        return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, betas=BETAS, **options)
-    except ImportError as error:
-        raise ImportError("optimiser 'adamw_8bit' needs bitsandbytes: pip install 'grpolab[8bit]'") from error
-
-
-def adafactor(parameters, **options):
-    """Factored second moments and no first one (arXiv 1804.04235), its relative step kept at lr."""
-    return torch.optim.Adafactor(parameters, **options)
-
-
-# One more is an entry here: (parameters, lr=, weight_decay=) -> an optimiser, e.g. torchao's CPUOffloadOptimizer on a GPU.
-OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
-
-
-def make_optimiser(policy: Policy, config: Optimisation) -> torch.optim.Optimizer:
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
-    return OPTIMISERS[config.optimiser](trained, lr=config.lr, weight_decay=config.weight_decay)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -217,7 +186,10 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
 
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
     """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm).item()
+    if isinstance(optimiser, Masters):
+        optimiser.take_gradients()
+    moved = [p for group in optimiser.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(moved, config.max_grad_norm).item()
     if not math.isfinite(norm):
         optimiser.zero_grad()
         raise FloatingPointError(f"the gradient norm at step {step} is {norm}: lower lr={config.lr}, or look at the batch")
@@ -235,6 +207,9 @@ def check_trainable(policy: Policy) -> None:
     if not any(p.requires_grad for p in policy.model.parameters()):
         raise ValueError(f"{policy.name!r} is frozen: none of its parameters requires a gradient. Call "
                          "policy.model.requires_grad_(True), or that of the part which is to be trained")
+    if any(p.requires_grad and p.dtype == torch.float16 for p in policy.model.parameters()):
+        raise ValueError(f"{policy.name!r} has float16 parameters, whose gradients would need loss scaling: load it with "
+                         "dtype='bfloat16' or 'float32' to train it")
 
 
 @contextmanager
@@ -245,7 +220,8 @@ def dropout_of(policy: Policy, seed: int, step: int) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
-        torch.manual_seed(random.Random(f"{seed}/{step}/dropout").getrandbits(63))
+        rank = ranks.world().rank  # whose rows are its own
+        torch.manual_seed(random.Random(f"{seed}/{step}/dropout" + f"/{rank}" * bool(rank)).getrandbits(63))
         yield
 
 
@@ -262,9 +238,12 @@ async def loop(
 
     An interrupt, a cancel, an error or a consumer that leaves: a step whose update has begun is finished by its thread, and
     with a Run what is whole is kept as a checkpoint. An update that failed half-way leaves the checkpoint before it.
+
+    Under several processes (`ranks`) the first one writes, and all end with an error where one of them does.
     """
-    optimiser, base = None, origin(policy)
-    if run is None and policy.version:
+    optimiser, base = None, ""
+    writer = run if ranks.first() else None
+    if run is None and policy.version and ranks.first():
         print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there")
     done = saved = version = 0
 
@@ -273,10 +252,10 @@ async def loop(
         check_trainable(policy)
         policy.model.zero_grad()  # of somebody else's backward
         optimiser = make_optimiser(policy, config)
-        if run is not None:
-            done = saved = run.begin(config, policy, optimiser, data())
-            base = run.base
-        version = policy.version
+        done, base = ranks.start(policy, optimiser, config, run, data)
+        if run is not None and (done or origin(policy) == str(run.shown(run.folder))):  # it went on, or back to the start
+            policy.provenance = provenance(config, run, done, base)
+        saved, version = done, policy.version
         return done
 
     def whole_step(step, update):
@@ -290,14 +269,18 @@ async def loop(
         except BaseException:
             policy.model.zero_grad()  # half a step's gradient is nobody's
             raise
+        if step + 1 == config.steps or (step + 1) % config.save_every == 0:
+            ranks.agree(policy, step + 1)
         done, version = step + 1, policy.version
         policy.provenance = provenance(config, run, done, base)
-        if run is not None:
+        if writer is None and run is not None:
+            run.metrics.append(row)
+        if writer is not None:
             run.log(row)
             run.keep_for_replay(done, config, policy, optimiser)
-            if done == config.steps:
+            if done == config.steps and run.selected.selection is None:
                 run.drop_checkpoint()
-            elif done % config.save_every == 0:
+            elif done < config.steps and done % config.save_every == 0:
                 run.save_checkpoint(done, config, policy, optimiser)
                 saved = done
         return row
@@ -306,30 +289,46 @@ async def loop(
         if saved < done < config.steps and policy.version == version:
             run.save_checkpoint(done, config, policy, optimiser)
 
-    with run.held() if run else nullcontext():
-        for step in range(await in_thread(policy, begin), config.steps):
-            try:
-                update = await gather(step)
-                row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
-                yield row
-            except BaseException:
-                if run is not None:
-                    await in_thread(policy, keep)  # queued behind the step that the thread may still be in
-                raise
+    try:
+        with writer.held() if writer else nullcontext():
+            start = await in_thread(policy, begin)
+            if writer is not None and start not in writer.selected.rows:
+                await writer.measure(start, config.steps, policy, in_thread)
+            for step in range(start, config.steps):
+                try:
+                    update = await gather(step)
+                    row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
+                    if writer is not None:  # the other ranks wait at the next step
+                        row = row | await writer.measure(done, config.steps, policy, in_thread)
+                    yield row
+                except BaseException:
+                    if writer is not None:
+                        await in_thread(policy, keep)  # queued behind the step that the thread may still be in
+                    raise
+    except BaseException as error:
+        if ranks.world().size > 1 and done < config.steps:
+            fault = error
+            await off_loop(lambda: ranks.leave(fault))
+        raise
 
 
 def over_batches(
-    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str]
+    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str],
+    before: Callable[[int], dict] = lambda step: {},
 ) -> AsyncIterator[dict]:
-    """The loop of steps on `config.batch_size` items each: gradient(batch) accumulates theirs and returns its metrics,
-    done(batch) names what the step did as a rate and counts it."""
+    """The loop of steps on `config.batch_size` items each: gradient(share, batch) accumulates that of this process's share of
+    the batch and returns its part of the metrics, done(batch) names what the step did as a rate and counts it; before(step)
+    is what was looked at before it."""
     batch_of = epoch_batches(items, config.batch_size, config.seed)
 
     async def gather(step):
         def update(optimiser):
+            seen = before(step)
             began = time.perf_counter()
             batch = batch_of(step)
-            row = gradient(batch)
+            share = ranks.mine(batch)
+            row = ranks.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}")
+            row |= seen
             row |= apply_gradient(policy, optimiser, config, step)
             seconds = time.perf_counter() - began
             return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}

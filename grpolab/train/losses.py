@@ -296,8 +296,9 @@ def cispo(r, a, logps, clip_eps) -> Tensor:
 
 
 def sampler_weight(old_logps, sampler_logps, cap) -> Tensor:
-    """min(pi_old / pi_sampler, cap) at each token: truncated importance sampling. Token by token, since weights of whole
-    sequences die with their length."""
+    """min(pi_old / pi_sampler, cap) at each token: truncated importance sampling (Ionides 2008, J. Comput. Graph. Stat. 17,
+    p. 295; by the step: IMPALA, arXiv 1802.01561, eq. 1). Token by token, since weights of whole sequences die with their
+    length."""
     return (old_logps - sampler_logps).clamp(max=math.log(cap)).exp()
 
 

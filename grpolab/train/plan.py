@@ -24,7 +24,7 @@ PROBE_TOKENS = 512  # of the probe's forward and backward at most
 PROBE_ROWS = 32  # of the probe's decode batch at most
 PROBE_STEPS = 12  # tokens that each of them writes
 
-# Bytes of optimiser state for each parameter of `itemsize` bytes.
+# Bytes of optimiser state for each parameter of `itemsize` bytes; that of a bf16 parameter is its fp32 master weight's.
 STATE = {
     "adamw": lambda itemsize: 2 * itemsize,  # two moments in the parameter's dtype
     "adamw_8bit": lambda itemsize: 2 + 2 * 4 / 256,  # two bytes, and a scale for each block of 256
@@ -91,12 +91,15 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
     sides = 1 if isinstance(config, SFTConfig) else 2
     rows = config.prompts_per_step * config.group_size if grpo else config.batch_size * sides
     size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    state = STATE[config.optimiser]
     memory = {
         "process": max(0, _resident() - size),
         "parameters": size,
         "gradients": sum(p.numel() * p.element_size() for p in trained),
-        f"optimiser ({config.optimiser})": int(sum(p.numel() * STATE[config.optimiser](p.element_size()) for p in trained)),
+        f"optimiser ({config.optimiser})": int(sum(p.numel() * state(max(4, p.element_size())) for p in trained)),
     }
+    if any(p.dtype == torch.bfloat16 for p in trained):  # optimisers.Masters, and their own gradients
+        memory["master weights"] = 2 * sum(p.numel() * 4 for p in trained)
     if reference is not None and reference.model is not policy.model:
         memory["reference"] = sum(p.numel() * p.element_size() for p in reference.model.parameters())
     rates, notes = {}, [f"rows of {prompt_tokens} + {completion} tokens, {rows} a step; completions may end earlier"]

@@ -7,7 +7,7 @@ the hub serves as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from grpolab.lab.states import data_hash
 from grpolab.models import Policy, choose_device, evaluating, in_own_memory, refuse_gaps
 from grpolab.train import losses
 from grpolab.train.logps import decoder_states, way_of
-from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, off_loop, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
 from grpolab.train.proof import prove
 
@@ -145,8 +145,8 @@ async def reward_model(
 
     await in_thread(model, start)
 
-    def gradient(indices):
-        return reward_gradient(model, [pairs[i] for i in indices], config)
+    def gradient(share, batch):
+        return reward_gradient(model, [pairs[i] for i in share], config, denominator=len(batch))
 
     def data():
         return data_hash(pairs)
@@ -156,16 +156,31 @@ async def reward_model(
             yield row
 
 
-def reward_gradient(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig) -> dict:
-    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics."""
-    parts = []
+def held_out_accuracy(pairs: Sequence[Pair]) -> Callable[[RewardModel], Awaitable[float]]:
+    """A measure for a `Selection`: the share of `pairs` whose chosen side scores above the rejected one."""
+    if not pairs:
+        raise ValueError("there are no held-out pairs to measure on")
+
+    async def measure(model: RewardModel) -> float:
+        scores = await off_loop(lambda: model.score([r.prompt + r.tokens for p in pairs for r in p.sides]))
+        return sum(chosen > rejected for chosen, rejected in zip(scores[::2], scores[1::2])) / len(pairs)
+
+    return measure
+
+
+def reward_gradient(
+    model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, denominator: int | None = None
+) -> dict:
+    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics. Where
+    `pairs` are a part, the `denominator` counts all."""
+    denominator, parts = len(pairs) if denominator is None else denominator, []
     for indices in pair_batches(pairs, config):
         part = [pairs[i] for i in indices]
         with forward_passes(model, config):
             rewards = model.forward([r.prompt + r.tokens for p in part for r in p.sides]).view(-1, 2)
         margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
         loss, metrics = losses.bradley_terry_loss(
-            *rewards.T, denominator=len(pairs), margin=margin, centering=config.centering
+            *rewards.T, denominator=denominator, margin=margin, centering=config.centering
         )
         loss.backward()
         parts.append(metrics)

@@ -14,16 +14,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from grpolab.chat import prompt_ids
 from grpolab.checker import correct_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
+from grpolab.sync import run_sync
+from grpolab.tasks import prompt_of, value_of
+from grpolab.train import ranks
 from grpolab.train.advantages import number
 from grpolab.train.loop import off_loop
 
@@ -32,8 +36,15 @@ Reward = Callable[[str, Any, Rollout], Any]
 
 def finished_and_correct(text: str, problem: Any, rollout: Rollout) -> float:
     """1.0 for a right boxed answer in a completion that the policy ended itself, else 0.0. A reward for the box alone
-    would never ask for the end token, and the policy would forget to stop."""
-    return correct_reward(text, problem.answer) if rollout.finish_reason == "eos" else 0.0
+    would never ask for the end token, and the policy would forget to stop. ValueError for a row without an integer `answer`."""
+    answer = value_of(problem, "answer")
+    if not isinstance(answer, int):
+        try:
+            answer = int(str(answer))
+        except ValueError:
+            raise ValueError(f"the answer {answer!r:.40} of a row is no integer, which is all that a box can hold: give "
+                             "another reward, e.g. tasks.right_number") from None
+    return correct_reward(text, answer) if rollout.finish_reason == "eos" else 0.0
 
 
 def name_of(reward: Reward) -> str:
@@ -55,6 +66,15 @@ class Faults:
         self.count, self.first = self.count + 1, self.first or error
 
 
+async def faults_of_all(faults: Faults, place: str) -> Faults:
+    """Those of all ranks; the first error is this rank's own where it has one."""
+    if ranks.world().size == 1:
+        return faults
+    said = await off_loop(lambda: ranks.exchange(place, [faults.count, faults.first and repr(faults.first)]))
+    elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(said) if first]
+    return Faults(sum(count for count, _ in said), faults.first or next(iter(elsewhere), None))
+
+
 def score(
     policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults | None = None
 ) -> list[Group]:
@@ -72,13 +92,55 @@ def ask_all(
     """The reward of each rollout of each group (B, G), whose completions are `texts`; errors as `score` says."""
     if not hasattr(reward, "batch"):
         return [[_ask(reward, t, row, r, faults) for t, r in zip(ts, g)] for ts, row, g in zip(texts, rows, groups)]
-    rollouts = [r for g in groups for r in g]
+    return _spread(reward, reward.batch(*_flat(texts, rows, groups)), groups)
+
+
+def _flat(texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]]) -> tuple[list, list, list]:
+    """What a `batch` takes: a text, a row and a rollout for each."""
     asked = [row for row, g in zip(rows, groups) for _ in g]
-    rewards = list(reward.batch([t for ts in texts for t in ts], asked, rollouts))
-    if len(rewards) != len(rollouts):
-        raise ValueError(f"{reward!r} gave {len(rewards)} rewards for {len(rollouts)} rollouts: give each its own, or None")
-    left = iter(rewards)
-    return [[number(next(left), name_of(reward)) for _ in g] for g in groups]
+    return [t for ts in texts for t in ts], asked, [r for g in groups for r in g]
+
+
+def _spread(reward: Reward, given: Any, groups: Sequence[Sequence[Rollout]]) -> list[list[float | None]]:
+    """What a `batch` gave, by group."""
+    wanted, name = sum(map(len, groups)), name_of(reward)
+    try:
+        left = list(given)
+    except TypeError:
+        raise TypeError(f"the batch of the reward {name!r} gave {given!r:.60}: it gives a list of a number, or None, for each "
+                        f"of its {wanted} rollouts") from None
+    if len(left) != wanted:
+        raise ValueError(f"the batch of the reward {name!r} gave {len(left)} rewards for {wanted} rollouts: give each its own, "
+                         "or None")
+    numbers = iter(left)
+    return [[number(next(numbers), name) for _ in g] for g in groups]
+
+
+async def scored(
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults
+) -> list[Group]:
+    """`score` by any reward, also one that is async."""
+    if not answers_later(reward):
+        return await off_loop(lambda: score(policy, rows, groups, reward, faults))
+    rewards = await await_all(reward, [[policy.decode(r.tokens) for r in g] for g in groups], rows, groups, faults)
+    return [g.with_rewards(of) for g, of in zip(groups, rewards)]
+
+
+def answers_later(reward: Reward) -> bool:
+    """Whether the reward, or its `batch`, is async."""
+    return inspect.iscoroutinefunction(getattr(reward, "batch", None)) or is_async(reward)
+
+
+async def await_all(
+    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
+    faults: Faults | None,
+) -> list[list[float | None]]:
+    """`ask_all` of a reward that `answers_later`: all of these rollouts are asked at once."""
+    asked = _flat(texts, rows, groups)
+    if inspect.iscoroutinefunction(getattr(reward, "batch", None)):
+        return _spread(reward, await reward.batch(*asked), groups)
+    given = iter(await asyncio.gather(*(_await(reward, text, row, rollout, faults) for text, row, rollout in zip(*asked))))
+    return [[next(given) for _ in g] for g in groups]
 
 
 def _ask(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults | None) -> float | None:
@@ -91,27 +153,44 @@ def _ask(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults |
     return number(value, name_of(reward))
 
 
+def ask_any(
+    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
+    faults: Faults | None = None,
+) -> list[list[float | None]]:
+    """`ask_all` from synchronous code, of an async reward too, which is asked for all of these rollouts at once."""
+    return run_sync(await_all(reward, texts, rows, groups, faults)) if answers_later(reward) else \
+        ask_all(reward, texts, rows, groups, faults)
+
+
+async def _await(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults | None) -> float | None:
+    try:
+        value = await reward(text, row, rollout)
+    except Exception as error:
+        if faults is None:
+            raise
+        return faults.note(error)
+    return number(value, name_of(reward))
+
+
 async def sample_and_score(
     policy: Policy, sampler: Sampler, rows: Sequence[Any], prompts: Sequence[Sequence[int]], group_size: int,
-    params: SamplingParams, reward: Reward, faults: Faults,
+    params: SamplingParams, reward: Reward, faults: Faults, seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
-    """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets. Rewards are asked while the
+    """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets, `seeds` (B, G) the rollouts'
+    own where `params.seed` does not make them. Rewards are asked while the
     sampler decodes on: async ones at once, each in a task of its own, others in the thread of the steps, all that have
     arrived since its last look."""
+    given = {"seeds": seeds} if seeds is not None else {}
     if hasattr(reward, "batch"):
-        groups = await sampler.sample(prompts, group_size=group_size, params=params)
-        return await off_loop(lambda: score(policy, rows, groups, reward))
+        groups = await sampler.sample(prompts, group_size=group_size, params=params, **given)
+        return await scored(policy, rows, groups, reward, faults)
     groups: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
     rewards: list[list[float | None]] = [[None] * group_size for _ in prompts]
     arrived: list[tuple[int, int, Rollout]] = []
     looking: asyncio.Task | None = None
 
     async def ask(i, g, rollout):
-        try:
-            value = await reward(policy.decode(rollout.tokens), rows[i], rollout)
-        except Exception as error:
-            return faults.note(error)
-        rewards[i][g] = number(value, name_of(reward))
+        rewards[i][g] = await _await(reward, policy.decode(rollout.tokens), rows[i], rollout, faults)
 
     async def look():
         while arrived:
@@ -122,7 +201,7 @@ async def sample_and_score(
 
     async def all_of_it(tasks):
         nonlocal looking
-        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params)) as stream:
+        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params, **given)) as stream:
             async for i, g, rollout in stream:
                 groups[i][g] = rollout
                 if is_async(reward):
@@ -143,6 +222,7 @@ async def sample_and_score(
 def report(faults: Faults, rollouts: int, told: list[str]) -> dict:
     """The count of faults for the step's row. A warning says the first of a run; raises it where every rollout had one."""
     if faults.first is not None and faults.count == rollouts:
+        faults.first.add_note(f"(a reward raised this, or another error, for each of the step's {rollouts} rollouts)")
         raise faults.first
     if faults.first is not None and not told:
         told.append(repr(faults.first))
@@ -151,9 +231,39 @@ def report(faults: Faults, rollouts: int, told: list[str]) -> dict:
     return {"reward_errors": faults.count}
 
 
-def watched(
-    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward]
+def held_out_reward(
+    rows: Sequence[Any], reward: Reward = finished_and_correct, *, samples: int = 0, max_new_tokens: int = 32, seed: int = 0
+) -> Callable[[Policy], Awaitable[float]]:
+    """A measure for a `Selection`: the mean reward over `rows`, each asked greedily or `samples` times at temperature 1. What
+    abstains does not count; where everything does it is NaN."""
+    if not rows:
+        raise ValueError("there are no held-out rows to measure on")
+    params = SamplingParams(greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
+    told: list[str] = []
+
+    async def measure(policy: Policy) -> float:
+        prompts = await off_loop(lambda: [prompt_ids(policy.tokenizer, prompt_of(row)) for row in rows])
+        faults = Faults()
+        async with await off_loop(lambda: Sampler(policy)) as sampler:
+            groups = await sample_and_score(policy, sampler, rows, prompts, samples or 1, params, reward, faults)
+        report(faults, len(rows) * (samples or 1), told)
+        given = [r for g in groups for r in g.rewards if r is not None]
+        return sum(given) / len(given) if given else float("nan")
+
+    return measure
+
+
+async def watched(
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward], told: list[str]
 ) -> dict[str, list[list[float | None]]]:
-    """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already."""
-    found = {name: groups if r is trained else score(policy, rows, groups, r) for name, r in watch.items()}
-    return {name: [g.rewards for g in of] for name, of in found.items()}
+    """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already. Faults as there."""
+    found = {}
+    for name, reward in watch.items():
+        faults, mine = Faults(), ranks.mine(groups)
+        of = mine if reward is trained else await scored(policy, ranks.mine(rows), mine, reward, faults)
+        values, place = [g.rewards for g in of], f"the watched reward {name}"
+        if ranks.world().size > 1:
+            values = await off_loop(lambda: ranks.woven(place, rows, values, list, list))  # noqa: B023
+        report(await faults_of_all(faults, place), sum(map(len, groups)), told)
+        found[name] = values
+    return found

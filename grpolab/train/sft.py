@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from grpolab.chat import Example, encode_chat, pack, pad
 from grpolab.lab.run import Run
 from grpolab.lab.states import data_hash
-from grpolab.models import Policy
+from grpolab.models import Policy, evaluating
 from grpolab.tasks import demonstration_of
 from grpolab.train import losses
 from grpolab.train.logps import can_pack, check_lengths, masked_logps
@@ -20,15 +22,17 @@ from grpolab.train.proof import prove
 
 @dataclass(frozen=True)
 class SFTConfig(Optimisation):
-    """`batch_size` examples a step; `pack_width` packs them into rows of so many tokens (0: one example a row)."""
+    """`batch_size` examples a step; `pack_width` packs them into rows of so many tokens (0: one example a row). Where there are
+    held-out examples, their loss stands in the rows of every `held_out_every` steps and in the last one."""
 
     batch_size: int = 64
     pack_width: int = 0
+    held_out_every: int = 10
 
     def __post_init__(self):
         super().__post_init__()
-        if self.batch_size < 1 or self.pack_width < 0:
-            raise ValueError(f"batch_size must be at least 1 and pack_width at least 0, got {self}")
+        if self.batch_size < 1 or self.pack_width < 0 or self.held_out_every < 1:
+            raise ValueError(f"batch_size and held_out_every must be at least 1 and pack_width at least 0, got {self}")
 
 
 def demonstrations(policy: Policy, rows: Sequence[Any]) -> list[Example]:
@@ -36,50 +40,77 @@ def demonstrations(policy: Policy, rows: Sequence[Any]) -> list[Example]:
     return [encode_chat(policy.tokenizer, demonstration_of(row)) for row in rows]
 
 
-async def sft(policy: Policy, examples: Sequence[Example], config: SFTConfig, *, run: Run | None = None) -> AsyncIterator[dict]:
-    """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included."""
+async def sft(
+    policy: Policy, examples: Sequence[Example], config: SFTConfig, *, held_out: Sequence[Example] = (), run: Run | None = None
+) -> AsyncIterator[dict]:
+    """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included.
+
+    `held_out_loss` is that of the `held_out` examples by the same weights as the row's `loss`: those before the step."""
 
     def check():
         check_examples(examples)
-        longest = max((len(e.ids) for e in examples), default=0)
+        check_examples(held_out, "held-out example")
+        longest = max((len(e.ids) for e in (*examples, *held_out)), default=0)
         check_lengths(policy, longest, "example")
         prove(policy, config, longest, "examples")
 
-    def gradient(batch):
-        return sft_gradient(policy, batch, config)
+    def gradient(share, batch):
+        return sft_gradient(policy, share, config, denominator=targets_of(batch))
 
     def tokens(batch):
         return {"tokens_per_s": sum(len(e.ids) for e in batch)}
+
+    def before(step):
+        due = step % config.held_out_every == 0 or step == config.steps - 1
+        return {"held_out_loss": sft_value(policy, held_out, config)} if held_out and due else {}
 
     def data():
         return data_hash(examples)
 
     await in_thread(policy, check)
-    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run, data)) as rows:
+    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run, data, before)) as rows:
         async for row in rows:
             yield row
 
 
-def check_examples(examples: Sequence[Example]) -> None:
+def check_examples(examples: Sequence[Example], name: str = "example") -> None:
     """Refuse what has nothing to be trained on, by its place."""
     for i, e in enumerate(examples):
         if len(e.mask) != len(e.ids) or not set(e.mask) <= {0, 1}:
-            raise ValueError(f"example {i} has {len(e.ids)} tokens and the mask {e.mask}: give each token 0 or 1")
+            raise ValueError(f"{name} {i} has {len(e.ids)} tokens and the mask {e.mask}: give each token 0 or 1")
         if not any(e.mask[1:]):
-            raise ValueError(f"example {i} has no token to train on: its mask marks none after the first")
+            raise ValueError(f"{name} {i} has no token to train on: its mask marks none after the first")
 
 
-def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig) -> dict:
-    """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics."""
-    batch = sorted(batch, key=lambda e: len(e.ids))
-    denominator = sum(sum(e.mask[1:]) for e in batch)  # the first token of an example follows nothing
-    width = config.pack_width if can_pack(policy) else 0
+def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig, *, denominator: int | None = None) -> dict:
+    """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics. Where `batch`
+    is a part, the `denominator` counts the whole (`targets_of`)."""
     parts = []
+    for loss, metrics in _losses(policy, batch, config, targets_of(batch) if denominator is None else denominator):
+        loss.backward()
+        parts.append(metrics)
+    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": targets_of(batch)}
+
+
+@torch.no_grad()
+def sft_value(policy: Policy, examples: Sequence[Example], config: SFTConfig) -> float:
+    """The mean token loss of the examples, in nats, without dropout."""
+    with policy.lock, evaluating(policy.model):
+        parts = [metrics for _, metrics in _losses(policy, examples, config, targets_of(examples))]
+    return losses.combine(parts)["sft_loss"].item()
+
+
+def targets_of(examples: Sequence[Example]) -> int:
+    """The tokens that are trained on: the first of an example follows nothing."""
+    return sum(sum(e.mask[1:]) for e in examples)
+
+
+def _losses(policy: Policy, batch: Sequence[Example], config: SFTConfig, denominator: int) -> Iterator[tuple]:
+    """`losses.sft_loss` of each micro-batch."""
+    batch = sorted(batch, key=lambda e: len(e.ids))
+    width = config.pack_width if can_pack(policy) else 0
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
         packed = pack(batch[part], width, policy.pad_id) if width else pad(batch[part], policy.pad_id)
         with forward_passes(policy, config):
             logps, mask = masked_logps(policy, packed)
-        loss, metrics = losses.sft_loss(logps, mask, denominator=denominator)
-        loss.backward()
-        parts.append(metrics)
-    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": denominator}
+        yield losses.sft_loss(logps, mask, denominator=denominator)

@@ -1,10 +1,10 @@
 """Where a step's groups come from: a source is an async function of the step, and one trainer takes any of them.
 
-    async def source(step: int) -> Drawn: ...
+    async def source(step: int) -> Drawn: ...                # or the groups alone
 
-Rollouts of the sampler (`sampled`, which `grpo` uses), episodes of a pool (`multi_turn_grpo`), a record on disk (`replayed`),
-or anything else that gives groups of rollouts with their rewards. What a source draws is a function of the step and of its
-seed, so that a run that was interrupted asks for the same again.
+Rollouts of the sampler (`sampled`, which `grpo` uses), episodes of a pool (`multi_turn_grpo`), a record on disk
+(`offline.recorded_groups`), or anything else that gives groups of rollouts with their rewards. What a source draws is a
+function of the step and of its seed, so that a run that was interrupted asks for the same again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpolab.decode.sampler import Sampler
-from grpolab.decode.sampling import SamplingParams, fold_seed
+from grpolab.decode.sampling import SamplingParams, fold_seed, group_seeds
 from grpolab.lab.run import Run
 from grpolab.models import Policy
 from grpolab.rollouts import Group, RecordedGroup
+from grpolab.train import ranks
 from grpolab.train.advantages import informative, reward_tensor
 from grpolab.train.loop import epoch_batches, off_loop, shuffled
 from grpolab.train.recorded import as_recorded
-from grpolab.train.rewards import Faults, Reward, report, sample_and_score, watched
+from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_and_score, watched
 
 if TYPE_CHECKING:
     from grpolab.train.grpo import GRPOConfig
@@ -43,6 +44,7 @@ class Drawn:
     taken   called once the step was taken; what it returns joins the row (a curriculum is told there)
     weights advantages of the groups' rollouts (B, G), where their rewards alone do not make them (default: they do)
     record  the groups as a Run's record keeps them (default: the groups as they are); `engine` names their sampler's
+    off_policy  the rollouts are of another policy: the row then tells how far it is (`offline.importance`)
     """
 
     groups: Sequence[Group]
@@ -53,9 +55,26 @@ class Drawn:
     weights: torch.Tensor | None = None
     record: Callable[[], Sequence[RecordedGroup]] | None = None
     engine: str = ""
+    off_policy: bool = False
 
 
-Source = Callable[[int], Awaitable[Drawn]]
+# A source may also have `check(policy, config, run)`, which is called before the first step and refuses what it cannot serve.
+Source = Callable[[int], Awaitable[Drawn | Sequence[Group]]]
+
+
+def as_drawn(given: Drawn | Sequence[Group]) -> Drawn:
+    """What a source gave, as a Drawn. TypeError for what holds no groups, ValueError for groups of different sizes."""
+    drawn = given if isinstance(given, Drawn) else Drawn(given if isinstance(given, list | tuple) else [given])
+    for name, groups in (("groups", drawn.groups), ("seen", drawn.seen or ())):
+        if wrong := [g for g in groups if not isinstance(g, Group)]:
+            raise TypeError(f"a source gives Groups of rollouts with their rewards, or a Drawn of them; its {name} hold "
+                            f"{wrong[0]!r:.80}, a {type(wrong[0]).__name__}")
+    if len(sizes := {len(g) for g in drawn.groups}) > 1:
+        raise ValueError(f"a source gave groups of {sorted(sizes)} rollouts: the groups of a step have one size, and what is "
+                         "missing abstains (reward None)")
+    if not (drawn.groups or drawn.seen):
+        raise ValueError("a source gave no groups: a step needs some, also where none of them teaches")
+    return drawn
 
 
 def sampled(
@@ -64,7 +83,7 @@ def sampled(
 ) -> Source:
     """The source of `grpo`: completions of the tasks' prompts (`prompt_of`: row -> token ids), scored while the others are
     decoded. With `config.refills`, groups without a difference in reward are replaced by groups of further tasks."""
-    told: list[str] = []
+    told, watch_told = [], []  # the warnings that were given
     distinct_rows = distinct(tasks.rows) if config.refills else []
 
     async def source(step: int) -> Drawn:
@@ -73,16 +92,24 @@ def sampled(
 
         async def ask(rows, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            prompts = await off_loop(lambda: [prompt_of(row) for row in rows])
-            groups = await sample_and_score(policy, sampler, rows, prompts, config.group_size, params, reward, faults)
+            mine = ranks.mine(rows)
+            prompts = await off_loop(lambda: [prompt_of(row) for row in mine])
+            if ranks.world().size == 1:
+                groups = await sample_and_score(policy, sampler, rows, prompts, config.group_size, params, reward, faults)
+            else:  # the rollouts that one process would draw, each rank its groups
+                seeds = group_seeds(seed, ranks.mine(range(len(rows))), config.group_size)
+                own = await sample_and_score(policy, sampler, mine, prompts, config.group_size, params, reward, faults, seeds)
+                groups = await off_loop(lambda: ranks.woven(f"the groups of step {step}", rows, own, ranks.plain_group,
+                                                            ranks.group_of))  # fmt: skip
             everything.extend(zip(rows, groups))
             return groups
 
         asked = await off_loop(lambda: tasks.tasks(step))
         drawn = await ask(asked, config.seed * 1_000_003 + step)
         groups, cost = await refill(ask, asked, drawn, distinct_rows, config, step) if config.refills else (drawn, {})
+        faults = await faults_of_all(faults, f"the rewards of step {step}")
         row = report(faults, sum(len(g) for _, g in everything), told)
-        parts = await off_loop(lambda: watched(policy, asked, drawn, reward, watch)) if watch else {}
+        parts = await watched(policy, asked, drawn, reward, watch, watch_told) if watch else {}
         means = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}
         return Drawn(
             groups, row | cost | means, seen=drawn, tokens=tokens_of([g for _, g in everything]),

@@ -1,0 +1,146 @@
+"""bf16 parameters over fp32 master weights: no step is lost, a resumed run is the same run, and the sampler's log-probs are the
+trainer's in exact mode."""
+
+import asyncio
+
+import pytest
+import torch
+
+from grpolab.arithmetic import Task, generate
+from grpolab.lab.replay import replay_bundle
+from grpolab.lab.run import Run
+from grpolab.models import load_policy
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
+from grpolab.train.loop import apply_gradient, make_optimiser
+from grpolab.train.optimisers import Masters
+from grpolab.train.plan import plan
+
+PROBLEMS, _ = generate(16, 0, seed=3, task=Task("+-", max_operand=20))
+CONFIG = SFTConfig(steps=4, batch_size=4, lr=1e-4, warmup=0, save_every=1)
+
+
+def bf16():
+    return load_policy("tiny", dtype="bfloat16", device="cpu", tell=False)
+
+
+def examples(policy):
+    return demonstrations(policy, PROBLEMS)
+
+
+def rows_of(loop, steps=None):
+    async def collect():
+        rows = []
+        async for row in loop:
+            rows.append(row)
+            if len(rows) == steps:
+                break
+        await loop.aclose()
+        return rows
+
+    return asyncio.run(collect())
+
+
+def weights(policy):
+    return [p.detach().clone() for p in policy.model.parameters()]
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "adafactor"])
+def test_steps_are_those_of_fp32_weights_with_the_same_gradients(optimiser):
+    policy, config = bf16(), SFTConfig(steps=40, lr=3e-5, warmup=0, optimiser=optimiser, max_grad_norm=1e9)
+    ours, plain = make_optimiser(policy, config), load_policy("tiny", device="cpu", tell=False)
+    with torch.no_grad():
+        for p, q in zip(plain.model.parameters(), policy.model.parameters()):
+            p.copy_(q)
+    theirs, began = make_optimiser(plain, config), weights(plain)
+    assert isinstance(ours, Masters) and not isinstance(theirs, Masters)
+    torch.manual_seed(0)
+    for step in range(config.steps):
+        for p, q in zip(plain.model.parameters(), policy.model.parameters()):
+            q.grad = (torch.randn_like(p) + 0.5).bfloat16()
+            p.grad = q.grad.float()
+        found = apply_gradient(policy, ours, config, step), apply_gradient(plain, theirs, config, step)
+        assert found[0] == found[1]
+    for p, q, master in zip(plain.model.parameters(), policy.model.parameters(), ours.masters):
+        assert torch.equal(master, p) and torch.equal(q, p.bfloat16()) and q.grad is None and master.grad is None
+    moved = torch.cat([(p != b).flatten() for p, b in zip(policy.model.parameters(), began)]).float().mean()
+    assert moved > 0.1  # steps of 3e-5 add up, most of which bf16 would round away
+
+
+def test_training_moves_what_single_steps_of_bf16_could_not():
+    policy = bf16()
+    rows = rows_of(sft(policy, examples(policy), SFTConfig(steps=30, batch_size=8, lr=1e-4, warmup=0)))
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_resumed_run_is_the_uninterrupted_one_in_every_bit(tmp_path, stop):
+    whole, cut = bf16(), bf16()
+    rows_of(sft(whole, examples(whole), CONFIG, run=Run(root=tmp_path / "whole")))
+    rows_of(sft(cut, examples(cut), CONFIG, run=Run(root=tmp_path / "cut")), stop)
+    again = bf16()
+    rows_of(sft(again, examples(again), CONFIG, run=Run(root=tmp_path / "cut")))
+    assert all(map(torch.equal, weights(whole), weights(again)))
+    assert not all(map(torch.equal, weights(whole), weights(cut)))
+
+
+def test_parameters_that_somebody_else_set_win_over_their_copies():
+    policy, config = bf16(), SFTConfig(lr=1e-3, warmup=0)
+    optimiser = make_optimiser(policy, config)
+    p, master = next(policy.model.parameters()), optimiser.masters[0]
+    with torch.no_grad():
+        p.add_(1.0)
+    p.grad = torch.zeros_like(p)
+    apply_gradient(policy, optimiser, config, 0)
+    assert torch.equal(master, p.float())
+
+
+def test_a_checkpoint_of_fp32_parameters_is_refused(tmp_path):
+    plain, config = load_policy("tiny", device="cpu", tell=False), SFTConfig()
+    optimiser = make_optimiser(plain, config)
+    next(plain.model.parameters()).grad = torch.ones_like(next(plain.model.parameters()))
+    optimiser.step()
+    with pytest.raises(ValueError, match="no fp32 master weights"):
+        make_optimiser(bf16(), config).load_state_dict(optimiser.state_dict())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_leaves_none():
+    policy, config = bf16(), SFTConfig()
+    optimiser, before = make_optimiser(policy, config), weights(policy)
+    next(policy.model.parameters()).grad = torch.full_like(before[0], float("nan"))
+    with pytest.raises(FloatingPointError):
+        apply_gradient(policy, optimiser, config, 0)
+    assert all(map(torch.equal, before, weights(policy)))
+    assert all(p.grad is None for p in (*policy.model.parameters(), *optimiser.masters))
+
+
+def test_float16_is_refused_before_anything_is_trained():
+    policy = load_policy("tiny", dtype="float16", device="cpu", tell=False)
+    with pytest.raises(ValueError, match="float16 parameters"):
+        rows_of(sft(policy, examples(policy), CONFIG))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_grpo_in_bf16_has_a_ratio_of_one_in_exact_mode(exact):
+    policy = bf16()
+    config = GRPOConfig(steps=2, prompts_per_step=2, group_size=4, max_new_tokens=12, lr=1e-4, warmup=0, exact=exact)
+    rows = rows_of(grpo(policy, None, PROBLEMS, config, reward=lambda text, row, rollout: float(len(set(rollout.tokens)))))
+    drift = [row["logp_diff_max"] for row in rows]
+    assert drift == [0.0, 0.0] if exact else max(drift) > 0
+
+
+def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
+    policy, run = bf16(), Run(root=tmp_path, replay_every=4)
+    config = GRPOConfig(steps=3, prompts_per_step=2, group_size=4, max_new_tokens=48, lr=1e-3, warmup=0, exact=True)
+    reward = lambda text, row, rollout: float(len(set(rollout.tokens)))  # noqa: E731
+    rows_of(grpo(policy, None, PROBLEMS, config, reward=reward, run=run))
+    found = run.replay(2)
+    assert found.equal, str(found)
+    carried = replay_bundle(run.bundle(2, tmp_path / "step.zip"))
+    assert carried.equal, str(carried)
+
+
+def test_a_plan_counts_the_master_weights():
+    wide, narrow = (plan(load_policy("tiny", dtype=d, device="cpu", tell=False), SFTConfig(batch_size=2), prompt_tokens=4,
+                         completion_tokens=4).memory for d in ("float32", "bfloat16"))  # fmt: skip
+    assert 2 * narrow["parameters"] == 2 * narrow["gradients"] == wide["parameters"] and "master weights" not in wide
+    assert narrow["optimiser (adamw)"] == wide["optimiser (adamw)"] == narrow["master weights"]

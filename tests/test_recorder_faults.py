@@ -1,0 +1,205 @@
+"""What a stranger does to a run's folder and to a fork: nothing wrong comes out without a word."""
+
+import asyncio
+import json
+import random
+import shutil
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from grpolab import files
+from grpolab.adapters import LoRA
+from grpolab.lab.credit import credit_of
+from grpolab.lab.fork import fork, without_group
+from grpolab.lab.rebuild import rebuild
+from grpolab.lab.replay import replay_bundle
+from grpolab.lab.run import Run
+from grpolab.lab.states import load_state
+from grpolab.models import Policy, load_policy
+from tests.test_fork import CONFIG, PROBLEMS, flat, forked, fresh, left, run  # noqa: F401
+from tests.test_record import digits, train
+
+
+def flip(path, place=-1):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+# --- which rollout it is ----------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_a_partial_record_has_the_number_of_its_table(tiny, tmp_path):
+    """As with keep=4 of a larger batch, of which the second group may not be kept."""
+    part = Run("x", root=tmp_path, replay_every=1)
+    train(tiny, part, replace(CONFIG, steps=2, save_every=20))
+    last = [line for line in part.recorder.lines([1]) if line["group"] == 2]
+    part.recorder.rewind(1)
+    append_line_of(part, last)
+    found = part.replay(1, group=2, rollout=1)
+    assert found.equal and found.rollouts[0].group == 2 == part.rollouts(1)["group"].iloc[0]
+    with pytest.raises(ValueError, match="step 1 has groups 2, not 0"):
+        part.replay(1, group=0)
+    assert credit_of(part, 1, 2, 1, digits, continuations=2).advantage == last[0]["advantage"][1]
+
+
+def append_line_of(run, lines):  # noqa: F811
+    import gzip
+
+    with open(run.recorder.path(1), "ab") as file:
+        file.write(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0))
+
+
+def test_numbers_of_a_data_frame_are_numbers(run, tmp_path):  # noqa: F811
+    step = np.int64(3)
+    assert len(run.rollouts(step)) == 12 and run.replay(step, np.int64(1), np.int64(0)).equal
+    assert replay_bundle(run.bundle(step, tmp_path / "b.zip")).equal
+    assert forked(run, step).recorder.steps() == [0, 1, 2, 3, 4]
+
+
+# --- damaged, foreign, half gone --------------------------------------------------------------------------------------
+
+
+def test_a_record_of_another_run_is_named(run, tiny, tmp_path):  # noqa: F811
+    other = Run("other", root=tmp_path / "other")
+    train(tiny, other, replace(CONFIG, lr=5e-3, seed=1, save_every=20))
+    shutil.rmtree(run.recorder.folder)
+    shutil.copytree(other.recorder.folder, run.recorder.folder)
+    with pytest.raises(ValueError, match="the recorded rollouts of step 3 are not those of the weights kept"):
+        run.replay(4)
+    with pytest.raises(ValueError, match="the rollouts of step 3 are not those of its weights"):
+        forked(run, 3, edit=without_group(0))
+    assert not run.replay(3).equal
+
+
+@pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors", "state.json"])
+def test_a_flipped_bit_in_kept_weights_is_named(run, name):  # noqa: F811
+    flip(run.kept()[3] / name, -2 if name == "state.json" else -1)
+    with pytest.raises(ValueError, match="step-00000003 cannot be read"):
+        rebuild(run, 3)
+
+
+@pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors", "metrics.jsonl"])
+def test_a_flipped_bit_in_a_checkpoint_is_named(tiny, tmp_path, name):
+    stopped = Run("x", root=tmp_path)
+    train(fresh(tiny), stopped, stop=3)
+    flip(tmp_path / "x" / "checkpoint-00000003" / name, -8)
+    with pytest.raises(ValueError, match=f"checkpoint-00000003 is damaged.*{name}.*delete that folder to start over"):
+        train(fresh(tiny), stopped)
+
+
+def test_a_changed_configuration_or_start_is_named(run):  # noqa: F811
+    path = run.folder / "run.json"
+    text = path.read_text()
+    path.write_text(text.replace('"lr": 0.001', '"lr": 0.003'))
+    assert path.read_text() != text
+    with pytest.raises(ValueError, match="run.json is damaged"):
+        rebuild(run, 3)
+    path.write_text(text)
+    twin = forked(run, 3, lr=5e-3)
+    path = twin.folder / "forked.json"
+    path.write_text(path.read_text().replace("0.001", "0.002"))
+    with pytest.raises(ValueError, match="forked.json cannot be read"):
+        rebuild(twin, 1)
+    flip(run.folder / "replay" / "policy" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"the policy that .* started from cannot be loaded.*model.safetensors"):
+        rebuild(run, 3)
+
+
+def test_a_damaged_bundle_is_a_value_error_or_the_bundle(run, tmp_path):  # noqa: F811
+    """Whatever layer notices: the zip, JSON, base64, the configuration or the hash of the weights."""
+    draw, path = random.Random(0), run.bundle(3, tmp_path / "b.zip", with_weights=False)
+    policy, whole = rebuild(run, 3).policy, path.read_bytes()
+    rollouts = [r.recorded for r in replay_bundle(path, policy=policy).rollouts]
+    refused = 0
+    for _ in range(40):
+        data, at = bytearray(whole), draw.randrange(len(whole))
+        data[at : at + draw.choice([1, 1, 40])] = draw.randbytes(draw.choice([1, 40]))
+        path.write_bytes(data if draw.random() < 0.8 else data[:at])
+        try:
+            found = replay_bundle(path, 0, 0, policy=policy)
+        except ValueError as error:
+            assert "b.zip" in str(error)
+            refused += 1
+        else:
+            assert found.rollouts[0].recorded == rollouts[0] and found.equal
+    assert refused > 20
+
+
+def test_a_folder_is_removed_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A kill in the middle of deleting a checkpoint left half of one, which the next loop took for damaged."""
+    folder = tmp_path / "checkpoint-00000003"
+    folder.mkdir()
+    (folder / "state.json").write_text("{}")
+    removed = []
+    monkeypatch.setattr(files.shutil, "rmtree", lambda path, **o: removed.append(path.name))  # killed before the first file
+    files.remove_folder(folder)
+    assert not folder.exists() and (tmp_path / ".checkpoint-00000003.gone.partial" / "state.json").exists()
+    assert removed[-1].endswith(".partial") and files.remove_folder(folder) is None
+
+
+def test_every_file_since_the_last_checkpoint_reaches_the_disk(tmp_path, monkeypatch):
+    from tests.test_record import write
+
+    recorder, synced = write(tmp_path, [24, 25, 50]), []
+    monkeypatch.setattr("grpolab.lab.record.os.fsync", lambda handle: synced.append(handle))
+    recorder.sync()
+    assert len(synced) == 3
+    recorder.sync()
+    assert len(synced) == 3
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_else_differs_in_a_fork_is_told(run, capsys):  # noqa: F811
+    with pytest.warns(UserWarning, match="of 12 rollouts of step 3 are not the run's"):
+        asyncio.run(fork(run, 3, "other", PROBLEMS[::-1], reward=digits))
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(fork(run, 3, "reward", PROBLEMS))  # the reward forgotten
+        assert "rollouts of step 3 are paid otherwise than in the run" in capsys.readouterr().out
+        forked(run, 3, "same")
+        assert "otherwise" not in capsys.readouterr().out
+
+
+def test_a_change_of_the_optimiser_is_one(run):  # noqa: F811
+    """Weight decay travels with an optimiser's state, and must be the fork's from its step on, and not before."""
+    twin = forked(run, 2, "decay", weight_decay=0.5)
+    assert not torch.equal(flat(rebuild(twin, 5).policy), flat(rebuild(run, 5).policy))
+    assert twin.replay(4).equal and not twin.replay(4).differs and not rebuild(twin, 5).notes
+    assert torch.equal(flat(rebuild(twin, 2).policy), flat(rebuild(run, 2).policy))
+    assert load_state(twin.kept()[3], fresh(rebuild(twin, 3).policy), rebuild(twin, 3).optimiser)["step"] == 3
+    with pytest.raises(ValueError, match="'adafactor' cannot go on with the moments of 'adamw': fork from step 0"):
+        forked(run, 2, "other", optimiser="adafactor")
+    assert forked(run, 0, "other", optimiser="adafactor").replay(4).equal
+
+
+# --- other policies ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_an_adapter_comes_again(tiny, tmp_path):
+    tiny.save(tmp_path / "base")
+    policy = load_policy(str(tmp_path / "base"), device="cpu", adapter=LoRA(), tell=False)
+    train(policy, Run("x", root=tmp_path, replay_every=2), replace(CONFIG, save_every=20))
+    found = Run(root=tmp_path / "x")
+    assert found.replay(3).equal and replay_bundle(found.bundle(3, tmp_path / "b.zip")).equal
+
+
+def test_a_policy_with_dropout_comes_again(tiny, tmp_path):
+    """A random GPT-2 in training mode: the updates that are done again drop what the run dropped."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tiny.tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=None,
+                        eos_token_id=tiny.eos_ids[0])  # fmt: skip
+    policy = Policy(GPT2LMHeadModel(config).train(), tiny.tokenizer, "gpt2", tiny.eos_ids)
+    train(policy, Run("x", root=tmp_path, replay_every=3), replace(CONFIG, save_every=20, max_logp_diff=None))
+    found = Run(root=tmp_path / "x")
+    replayed = found.replay(2)
+    assert replayed.equal and not replayed.differs and forked(found, 2, watch=None).replay(4).equal
