@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import http.client
 import http.server
 import json
 import os
@@ -24,7 +25,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.lab.run import repository
 from grpolab.serve.bridge import SharedWeights, Torn
-from grpolab.serve.calls import RemoteError
+from grpolab.serve.calls import Caller, RemoteError
 from grpolab.serve.remote import PROBE, RemoteSampler, following
 from grpolab.serve.service import serve_policy
 from grpolab.train.grpo import GRPOConfig, grpo_from
@@ -174,6 +175,30 @@ def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
     assert all(r["sync_s"] > 0 for r in near) and tiny.version == 4
     far = asyncio.run(main(2))
     assert [r["staleness"] for r in far] == [0, 1, 0, 1] and far[1]["logp_diff_max"] > 1e-3
+
+
+def test_a_call_cancelled_before_it_has_a_connection_is_not_made(tiny, monkeypatch):
+    connect = http.client.HTTPConnection.connect
+
+    def late(connection):
+        time.sleep(0.2)
+        connect(connection)
+
+    async def main():
+        asked = []
+        with imitation({"/x": lambda body: asked.append(body) or {}}) as url:
+            caller = Caller(url)
+            await caller.ask("POST", "/x", {})
+            monkeypatch.setattr(http.client.HTTPConnection, "connect", late)
+            asking = asyncio.ensure_future(caller.ask("POST", "/x", {}))
+            await asyncio.sleep(0.05)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await asyncio.sleep(0.6)
+        assert len(asked) == 1
+
+    asyncio.run(main())
 
 
 # --- the mapped file --------------------------------------------------------------------------------------------------
