@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: install lab openenv run test test-lowest results notebooks badges lint clean
+.PHONY: install lab openenv atropos run test test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -26,6 +26,14 @@ install: .venv/installed
 	@touch $@
 
 openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
+
+# Atropos' real trajectory API, as light, for its tests.
+.venv/atropos/installed: tests/atropos.txt .venv/installed
+	$(PY) -m venv --clear --without-pip $(@D)
+	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+atropos: .venv/atropos/installed
 
 # reasoning-gym and what it imports, for the tests; one of its packages (pycosat) is compiled on the spot.
 .venv/gym: tests/reasoning-gym.txt .venv/installed
@@ -59,8 +67,8 @@ FIRST := notebooks/01_sft.ipynb notebooks/02_decode_engine.ipynb
 REST = $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
 
 test: export OMP_NUM_THREADS = 1
-test: install .venv/smollm2 .venv/gym openenv test-lowest
-	REQUIRE_OPENENV=1 REQUIRE_GYM=1 $(UNITS) tests
+test: install .venv/smollm2 .venv/gym openenv atropos test-lowest
+	REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 $(UNITS) tests
 	$(NBVAL) $(FIRST)
 	$(NBVAL) $(REST)
 

@@ -1,4 +1,4 @@
-"""python -m grpolab run | data | eval | sft | dpo | grpo | reward | serve | replay"""
+"""python -m grpolab run | data | eval | sft | dpo | grpo | reward | serve | serve-policy | replay"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpolab import arithmetic
 from grpolab.env import command
+from grpolab.serve import command as endpoint
 
 TRAINING = {"sft": "imitate demonstrations", "grpo": "learn from a reward", "dpo": "learn from preferences",
             "reward": "train a reward model"}  # fmt: skip
@@ -61,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     serving = commands.add_parser("serve", help="serve an environment over WebSockets: calculator, guess, or your own")
     command.add_arguments(serving)
     serving.set_defaults(go=command.main)
+
+    policy = commands.add_parser("serve-policy", help="serve a model behind an OpenAI-compatible endpoint")
+    endpoint.add_arguments(policy)
+    policy.set_defaults(go=endpoint.main)
 
     replaying = commands.add_parser("replay", help="generate recorded rollouts again and compare them in every bit")
     replaying.add_argument("run", type=Path, help="a run's folder, or the file of a bundle")

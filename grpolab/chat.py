@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jinja2 import TemplateError
@@ -25,6 +27,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
 )
+
+LONG_TEXT = 2000  # characters: about a millisecond of tokenising; longer texts are tokenised off the event loop
+tokenising = ThreadPoolExecutor(1, "grpolab-tokenise")  # there; one: a tokenizer is not made for several threads
 
 Message = dict[str, str]  # {"role": "user" | "assistant" | "system", "content": text}
 
@@ -109,6 +114,37 @@ def observation_ids(tokenizer, content: str) -> list[int]:
     if end not in answered or not whole.startswith(head):
         raise ValueError("the chat template rewrites earlier turns when a new one is added; use one that only appends")
     return _encode(tokenizer, whole[len(head) :])
+
+
+@lru_cache(maxsize=4)
+def longest_token(tokenizer) -> int:
+    """Characters of the longest token: none stands for more (of bytes, there are at least as many as of characters)."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def text_ids(tokenizer, text: str) -> list[int]:
+    """Token ids of a text as it stands, outside of any turn, behind the begin token where the tokenizer sets one. It is data
+    like any other: where it spells a control token, it says those characters."""
+    _check_text(text)
+    lead = tokenizer.bos_token_id
+    leads = lead is not None and tokenizer.encode("a")[:1] == [lead]
+    return [lead] * leads + _encode(tokenizer, _markers(tokenizer).hide(text))
+
+
+def rest_ids(tokenizer, messages: Sequence[Message], answered: int, ended: bool) -> list[int] | None:
+    """Token ids that follow those of the assistant turn messages[answered - 1], up to the next assistant turn; with an end
+    token first where that turn was cut and did not write its own (`ended` False).
+
+    None for a template that rewrites earlier turns or does not close them: then the conversation is another sequence.
+    """
+    end = tokenizer.eos_token
+    before = _render(tokenizer, messages[: answered - 1], reply=True)
+    after = _render(tokenizer, messages[:answered], reply=False)
+    head = after[: after.rfind(end) + len(end)]
+    whole = _render(tokenizer, messages, reply=True)
+    if not (head.startswith(before) and len(head) >= len(before) + len(end) and whole.startswith(head)):
+        return None
+    return [tokenizer.eos_token_id] * (not ended) + _encode(tokenizer, whole[len(head) :])
 
 
 def encode_chat(tokenizer, messages: Sequence[Message]) -> Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from grpolab.decode.requests import Kept, Request
@@ -85,16 +86,7 @@ class Conversation:
 
     def _take(self, request: Request) -> Rollout:
         turn = request.rollouts[0][0]
-        given, whole = turn.prompt[len(self._ids):], self._rollout
-        zeros = (0.0,) * len(given)
-        if whole is None:
-            whole = turn
-        else:
-            whole = Rollout(
-                prompt=whole.prompt, tokens=whole.tokens + given + turn.tokens,
-                mask=whole.mask + (0,) * len(given) + turn.mask, logps=whole.logps + zeros + turn.logps,
-                raw_logps=whole.raw_logps + zeros + turn.raw_logps, finish_reason=turn.finish_reason, seed=self.seed,
-                policy_version=whole.policy_version, timings=turn.timings, kept_mass=_joined_mass(whole, given, turn))
+        whole = turn if self._rollout is None else replace(joined(self._rollout, turn), seed=self.seed)
         self.turns.append(turn)
         self._rollout, self._ids = whole, turn.prompt + turn.tokens
         if self._kept is not None:  # it may have been closed meanwhile
@@ -102,8 +94,18 @@ class Conversation:
         return turn
 
 
-def _joined_mass(whole: Rollout, given: tuple, turn: Rollout) -> tuple[float, ...]:
-    if not (whole.kept_mass or turn.kept_mass):
-        return ()
-    before, after = (r.kept_mass or (1.0,) * len(r.tokens) for r in (whole, turn))
-    return before + (1.0,) * len(given) + after
+def joined(whole: Rollout, turn: Rollout) -> Rollout:
+    """A rollout and the turn that goes on from it, as one: what stands between them was given to the policy (mask 0).
+    ValueError where the turn's prompt does not begin with all of the rollout."""
+    before = whole.prompt + whole.tokens
+    if turn.prompt[: len(before)] != before:
+        raise ValueError("the turn's prompt does not begin with the rollout that it goes on from; they are two rollouts")
+    given = turn.prompt[len(before) :]
+    zeros, mass = (0.0,) * len(given), ()
+    if whole.kept_mass or turn.kept_mass:
+        earlier, later = (r.kept_mass or (1.0,) * len(r.tokens) for r in (whole, turn))
+        mass = earlier + (1.0,) * len(given) + later
+    return replace(
+        whole, tokens=whole.tokens + given + turn.tokens, mask=whole.mask + (0,) * len(given) + turn.mask,
+        logps=whole.logps + zeros + turn.logps, raw_logps=whole.raw_logps + zeros + turn.raw_logps,
+        finish_reason=turn.finish_reason, timings=turn.timings, kept_mass=mass)

@@ -46,6 +46,7 @@ class Request:
     prompts, seeds  B prompts, (B, G) seeds; `rollouts` (B, G) are filled in as they finish, `left` counts those to come
     eos         ids that end a rollout as "eos"; params.stop_ids end it as "stop_id"
     on_rollout  called with (prompt index, sample index, rollout) as each one finishes
+    on_tokens   called with (prompt index, sample index, token ids, logps) of the tokens since the last call
     kept        of a conversation: what its turns before this one left, and from the end of this one what it leaves
     may_wait    raises where waiting for the result would last for ever
     stopped     the finish reason that its unfinished rollouts get
@@ -58,6 +59,7 @@ class Request:
     eos: frozenset[int]
     on_rollout: Callable[[int, int, Rollout], None] | None = None
     kept: Kept | None = None
+    on_tokens: Callable[[int, int, list[int], list[float]], None] | None = None
     may_wait: Callable[[], None] = lambda: None
     future: Future = field(default_factory=Future)
     submitted: float = field(default_factory=time.perf_counter)
@@ -173,6 +175,14 @@ def deliver(request: Request, index: int, sample: int, rollout: Rollout) -> None
             return settle(request.future, error=error)
     if request.left == 0:
         settle(request.future, [Group(tuple(row)) for row in request.rollouts])
+
+
+def tell(request: Request, index: int, sample: int, tokens: list[int], logps: list[float]) -> None:
+    """Hand over the newest tokens of a rollout in progress to who asked for them; what that raises is its caller's alone."""
+    try:
+        request.on_tokens(index, sample, tokens, logps)
+    except BaseException as error:
+        settle(request.future, error=error)
 
 
 def settle(future: Future, result=None, error: BaseException | None = None) -> None:

@@ -141,12 +141,15 @@ class Sampler:
 
     def submit(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1, params: SamplingParams | None = None,
                seeds: Sequence[Sequence[int]] | None = None,
-               on_rollout: Callable[[int, int, Rollout], None] | None = None) -> Request:
+               on_rollout: Callable[[int, int, Rollout], None] | None = None,
+               on_tokens: Callable[[int, int, list[int], list[float]], None] | None = None) -> Request:
         """Queue a request and return its handle at once (`result()`, `cancel()`).
 
         seeds       (B, G), to repeat rollouts by their `.seed`; None derives them from params.seed and their indices
         on_rollout  called in the worker thread with (prompt index, sample index, rollout) as each one finishes; what it
                     raises is what its request fails with
+        on_tokens   called likewise with (prompt index, sample index, token ids, logps) as a rollout grows, its last tokens
+                    before on_rollout has it
         Raises ValueError for an empty prompt, one that fills the context, a token id outside the vocabulary, a seed outside
         0..2**64 - 1, or group_size below 1; RuntimeError after `close`.
         """
@@ -160,7 +163,7 @@ class Sampler:
             seeds = group_seeds(base, range(len(prompts)), group_size)
         elif [len(s) for s in seeds] != [group_size] * len(prompts):
             raise ValueError(f"seeds must be {len(prompts)} lists of {group_size}, got lengths {[len(s) for s in seeds]}")
-        return self._queue(self._request(prompts, seeds, params, on_rollout))
+        return self._queue(self._request(prompts, seeds, params, on_rollout, on_tokens=on_tokens))
 
     async def run(self, fn: Callable, *args):
         """Call fn(*args) in the worker thread, which holds `policy.lock`, between two decode steps: the place to change the
@@ -204,7 +207,8 @@ class Sampler:
     # ------------------------------------------------------------- requests
 
     def _request(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], params: SamplingParams,
-                 on_rollout: Callable[[int, int, Rollout], None] | None = None, kept: Kept | None = None) -> Request:
+                 on_rollout: Callable[[int, int, Rollout], None] | None = None, kept: Kept | None = None,
+                 on_tokens: Callable[[int, int, list[int], list[float]], None] | None = None) -> Request:
         """A request of checked prompts, ids and seeds."""
         vocab = len(self.policy.model.get_input_embeddings().weight)
         ids = [checked_prompt(prompt, i, vocab, self.context) for i, prompt in enumerate(prompts)]
@@ -215,7 +219,7 @@ class Sampler:
             raise ValueError("stop_strings need a policy with a tokenizer; use stop_ids")
         eos = frozenset(() if params.ignore_eos else self.policy.eos_ids)
         seeds = [[checked_seed(s) for s in row] for row in seeds]
-        return Request(ids, seeds, params, eos, on_rollout, kept, self._check_may_wait)
+        return Request(ids, seeds, params, eos, on_rollout, kept, on_tokens, self._check_may_wait)
 
     def _fresh_seed(self) -> int:
         with self._wake:

@@ -23,7 +23,7 @@ from grpolab.decode.admission import admit, free_bytes
 from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.graphs import static_step
 from grpolab.decode.prefill import prefill, prefill_batches, synchronize
-from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, no_room, pending, settle
+from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, no_room, pending, settle, tell
 from grpolab.decode.rows import Rows
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed
 from grpolab.decode.watch import Watch
@@ -60,6 +60,7 @@ class Scheduler:
         """What depends on who is in the batch: how its rows are drawn, and whom to look at after every token."""
         self.kinds = kinds_of(self.owners, self.device)
         self.listening = [i for i, o in enumerate(self.owners) if o.request.params.stop_strings]
+        self.streamed = [i for i, o in enumerate(self.owners) if o.request.on_tokens is not None]
         self.budgets = Counter(o.request for o in self.owners if o.request.params.max_total_tokens)
         self.watched = bool(self.listening or self.budgets)
 
@@ -247,6 +248,7 @@ class Scheduler:
     def _record(self, first: int, drawn: list[Draw]) -> None:
         """Append drawn tokens, one Draw a step, to rows first.. and finish those that are done."""
         rows, alive, done = self.rows, np.arange(first, self.rows.n), {}
+        counted = rows.count[first : rows.n].copy() if self.streamed else None
         for step in drawn:
             columns = [None if t is None else t.cpu().numpy()[alive - first]
                        for t in (step.tokens, step.logps, step.raw_logps, step.kept_mass)]
@@ -255,6 +257,10 @@ class Scheduler:
             ended = self._ended(alive)
             done |= ended
             alive = np.array([i for i in alive if i not in ended], dtype=np.int64) if ended else alive
+        for i in self.streamed:
+            if i >= first and not isinstance(done.get(i), BaseException):
+                owner, new = self.owners[i], slice(int(counted[i - first]), None)
+                tell(owner.request, owner.index, owner.sample, *(a[new].tolist() for a in rows.taken(i)[:2]))
         self._finish(done)
 
     # ----------------------------------------------------------------- ends

@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from grpolab.access import check_token
 from grpolab.env.backends import BackendError, BackendPool, read_backend
-from grpolab.env.handshake import check_token
 from grpolab.env.isolate import Isolation
 from grpolab.env.server import serve_forever
 from grpolab.env.worker import load_factory

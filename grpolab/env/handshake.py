@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import json
 import re
 from http import HTTPStatus
@@ -13,11 +11,12 @@ from websockets.asyncio.server import ServerConnection
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 
+from grpolab.access import shows
+
 
 def is_told(token: str, headers: Headers) -> bool:
     """Whether a request shows the token, in its only Authorization header."""
-    shown = headers.get_all("Authorization")
-    return len(shown) == 1 and hmac.compare_digest(shown[0].encode("utf-8", "replace"), f"Bearer {token}".encode())
+    return shows(token, headers.get_all("Authorization"))
 
 
 def asked_wait(headers: Headers) -> float:
@@ -44,19 +43,3 @@ def json_response(status: int, body: dict, *headers: tuple[str, str]) -> Respons
     fields = Headers([("Content-Type", "application/json"), ("Content-Length", str(len(text))), ("Connection", "close"),
                       *headers])
     return Response(status, HTTPStatus(status).phrase, fields, text)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address of ours reaches this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_token(token: str, where: str = "token") -> str:
-    """`token`, if it can stand in an HTTP header; the error does not show it."""
-    if not token or not all("!" <= letter <= "~" for letter in token):
-        what = "is empty: then anybody is let in" if not token else "holds spaces, line breaks or letters beyond ASCII"
-        raise ValueError(f"the bearer token of {where} {what}; write one line of printable ASCII without spaces")
-    return token

@@ -30,10 +30,11 @@ from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websockets
 from websockets.http11 import Request, Response
 
+from grpolab.access import check_host, is_loopback
 from grpolab.env import protocol
 from grpolab.env.admission import Places
 from grpolab.env.backends import BackendError, BackendPool
-from grpolab.env.handshake import asked_group, asked_wait, check_token, is_loopback, is_told, json_response
+from grpolab.env.handshake import asked_group, asked_wait, is_told, json_response
 from grpolab.env.isolate import Isolation, check, importable
 from grpolab.env.session import Session
 from grpolab.env.worker import load_factory
@@ -261,10 +262,7 @@ async def serve(env_factory: Callable[..., Any] | str, *, max_sessions: int = 8,
     _check_numbers(port, max_sessions, max_message_bytes, reset_timeout=reset_timeout, step_timeout=step_timeout,
                    close_timeout=close_timeout, queue_timeout=queue_timeout, ping_interval=ping_interval,
                    ping_timeout=ping_timeout, latency=latency, drain=drain)
-    if token is not None:
-        check_token(token)
-    if token is None and not is_loopback(host):
-        raise ValueError(f"host={host!r} is reachable from other machines: pass token=..., or stay on 127.0.0.1")
+    check_host(host, token)
     if backends is not None and backends.size < max_sessions:
         raise ValueError(f"{backends.size} backends for max_sessions={max_sessions}: each session leases one")
     if isinstance(isolate, str) and isolate not in ("thread", "process"):

@@ -206,6 +206,8 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
         line["kept_mass"] = packed(r.kept_mass or (1.0,) * len(r.tokens) for r in rollouts)
     if not all(all(r.mask) for r in rollouts):
         line["mask"] = [r.mask for r in rollouts]
+    if any(r.prompt != rollouts[0].prompt for r in rollouts):  # of agents, which ask as they like
+        line["prompts"] = [r.prompt for r in rollouts]
     if g.parts:
         line["parts"] = {name: list(values) for name, values in g.parts.items()}
     if g.turns:  # of an episode, also of one without a turn
@@ -225,8 +227,9 @@ def recorded(line: dict) -> RecordedGroup:
     lengths = [len(t) for t in line["tokens"]]
     floats = {name: unpacked(line[name], lengths) for name in FLOATS if name in line}
     masks = line.get("mask") or [(1,) * n for n in lengths]
+    prompts = line.get("prompts") or [line["prompt_ids"]] * len(lengths)
     rollouts = tuple(
-        Rollout(tuple(line["prompt_ids"]), tuple(tokens), tuple(masks[i]), floats["logps"][i],
+        Rollout(tuple(prompts[i]), tuple(tokens), tuple(masks[i]), floats["logps"][i],
                 floats.get("raw_logps", floats["logps"])[i], line["finish_reason"][i], line["seed"][i],
                 line["policy_version"][i], line["reward"][i], kept_mass=floats["kept_mass"][i] if "kept_mass" in floats else ())
         for i, tokens in enumerate(line["tokens"])

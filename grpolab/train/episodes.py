@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from functools import lru_cache
 from typing import Any
 
-from grpolab.chat import Example, encode_chat, observation_ids, prompt_ids, user
+from grpolab.chat import LONG_TEXT, Example, encode_chat, longest_token, observation_ids, prompt_ids, tokenising, user
 from grpolab.decode.sampler import Conversation, Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.env.dialect import TEXT, Dialect, Malformed
@@ -24,8 +22,6 @@ from grpolab.env.protocol import ConnectError, EnvError, Environment, StepResult
 from grpolab.models import Policy
 from grpolab.rollouts import CUT, Group, Rollout
 from grpolab.train.logps import check_lengths
-
-LONG_TEXT = 2000  # characters: about a millisecond of tokenising; longer texts are tokenised off the event loop
 
 
 @dataclass(frozen=True)
@@ -201,22 +197,13 @@ def _introduced(before: str, question: str) -> str:
 async def _fitting(tokenizer, text: str, room: int, encode: Callable) -> list[int] | None:
     """The ids of a text, or None where they are more than `room`. More characters than so many of the longest token could
     stand for are not tokenised at all, and long texts not on the event loop: 2 MB take seconds."""
-    if room < 1 or len(text) > room * _longest_token(tokenizer):
+    if room < 1 or len(text) > room * longest_token(tokenizer):
         return None
     if len(text) > LONG_TEXT:
-        ids = await asyncio.get_running_loop().run_in_executor(_tokenising, encode, tokenizer, text)
+        ids = await asyncio.get_running_loop().run_in_executor(tokenising, encode, tokenizer, text)
     else:
         ids = encode(tokenizer, text)
     return ids if len(ids) <= room else None
-
-
-_tokenising = ThreadPoolExecutor(1, "grpolab-tokenise")  # one: a tokenizer is not made for several threads
-
-
-@lru_cache(maxsize=4)
-def _longest_token(tokenizer) -> int:
-    """Characters of the longest token: none stands for more (of bytes, there are at least as many as of characters)."""
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def _beginning(text: str) -> str:

@@ -1,0 +1,191 @@
+"""Atropos' trajectory API (atroposlib 0.4.0, `run-api`): its environments as a source of groups, our groups for its trainers.
+
+    trainer = AtroposTrainer("http://127.0.0.1:8000", batch_size=32, max_token_len=512)
+    async with trainer:                                          # registers
+        source = atropos_source(trainer, policy, config)         # for train.grpo_from
+    env = AtroposEnv(url, "arithmetic", group_size=8, max_token_len=512)
+    async with env:                                              # registers, and disconnects
+        await env.post(group, temperature=1.0)
+
+What is old in the loss are the environment's `inference_logprobs`: without them there is nothing to compare the policy with,
+and the error says what to set. The API itself checks no shape and consumes what it cannot send; so both ends check here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from grpolab.models import Policy
+from grpolab.rollouts import Group, Rollout
+from grpolab.serve.calls import Caller, RemoteError
+from grpolab.train.grpo import GRPOConfig
+from grpolab.train.sources import Drawn, Source
+
+MASKED = -100  # in `masks`, where the policy did not choose the token
+NO_LOGP = 1.0  # in `inference_logprobs`, there
+POLL = 0.1  # s between two looks
+UNSUPPORTED = ("advantages", "overrides", "group_overrides", "images", "distill_token_ids", "distill_logprobs")
+
+
+def as_scored(group: Group, temperature: float = 1.0) -> dict:
+    """A group with its rewards as ScoredData. ValueError where a rollout has no finite reward: the API would take it, and lose
+    the batch that it is in."""
+    if any(r.reward is None or not math.isfinite(r.reward) for r in group):
+        raise ValueError(f"Atropos takes a finite score for each rollout, and a group has {group.rewards}: leave it out")
+    return {
+        "tokens": [[*r.prompt, *r.tokens] for r in group],
+        "masks": [[*[MASKED] * len(r.prompt), *(t if m else MASKED for t, m in zip(r.tokens, r.mask))] for r in group],
+        "scores": [r.reward for r in group],
+        "inference_logprobs": [[*[NO_LOGP] * len(r.prompt), *(x if m else NO_LOGP for x, m in zip(r.logps, r.mask))]
+                               for r in group],
+        "generation_params": {"temperature": temperature, "policy_version": min(r.policy_version for r in group)},
+    }  # fmt: skip
+
+
+def as_group(item: dict, vocab: int, temperature: float) -> Group:
+    """ScoredData as a group with its rewards; `vocab` ids and the loss's `temperature` are what it must fit. ValueError names
+    what does not. `ref_logprobs` and `messages` are not read: a leash is the trainer's own reference."""
+    for name in UNSUPPORTED:
+        if item.get(name):
+            raise ValueError(f"an environment sent {name!r}, which this trainer does not know: switch it off there")
+    params = item.get("generation_params") or {}
+    said = params.get("temperature", 1.0)
+    if said != temperature:
+        raise ValueError(f"an environment sampled at temperature {said}, and the loss is at {temperature}: set one of them")
+    tokens, masks, scores, logps = (item.get(name) for name in ("tokens", "masks", "scores", "inference_logprobs"))
+    if not logps:
+        raise ValueError("a group came without inference_logprobs, which the loss compares the policy with: start the "
+                         "environment with --openai.server_type vllm, or another that returns log-probs, not openai")
+    parts = {"tokens": tokens or (), "masks": masks or (), "scores": scores or (), "inference_logprobs": logps}
+    sizes = {name: len(part) for name, part in parts.items()}
+    if len(set(sizes.values())) != 1 or not tokens:
+        raise ValueError(f"half a group came: {sizes}")
+    try:
+        version = int(params.get("policy_version", 0))
+        return Group(tuple(_rollout(*of, version=version, vocab=vocab) for of in zip(tokens, masks, scores, logps)))
+    except TypeError as error:
+        raise ValueError(f"a group came in another shape than ScoredData has: {error}") from None
+
+
+def _rollout(ids: Sequence[int], masks: Sequence[int], score: Any, logps: Sequence[float], *, version: int,
+             vocab: int) -> Rollout:
+    if not len(ids) == len(masks) == len(logps):
+        raise ValueError(f"a sequence came with {len(ids)} tokens, {len(masks)} masks and {len(logps)} log-probs: there must "
+                         "be one for each token")
+    wrong = next((t for t in ids if not 0 <= t < vocab), None)
+    if wrong is not None:
+        raise ValueError(f"a sequence holds token id {wrong}, outside the vocabulary 0..{vocab - 1}: the environment samples "
+                         "from another model")
+    if not isinstance(score, int | float) or not math.isfinite(score):
+        raise ValueError(f"a sequence came with the score {score!r}: a finite number is needed")
+    first = next((i for i, m in enumerate(masks) if m != MASKED), len(masks))
+    if first in (0, len(masks)):
+        raise ValueError("a sequence came " + ("without a prompt: its first token is trained" if first == 0 else
+                                               f"with all its {len(masks)} tokens masked") + ", so there is nothing to train")
+    mask = tuple(int(m != MASKED) for m in masks[first:])
+    bad = next((x for x, m in zip(logps[first:], mask) if m and not (math.isfinite(x) and x <= 0)), None)
+    if bad is not None:
+        raise ValueError(f"a trained token came with the log-prob {bad}, which is none (masked positions have {NO_LOGP}): the "
+                         "environment's inference_logprobs are shifted or missing")
+    own = tuple(float(x) if m else 0.0 for x, m in zip(logps[first:], mask))
+    return Rollout(tuple(ids[:first]), tuple(ids[first:]), mask, own, own, "eos", policy_version=version, reward=float(score))
+
+
+class AtroposTrainer:
+    """The trainer's end. `batch_size` counts sequences; `timeout` are the seconds that a batch may take to come."""
+
+    def __init__(self, url: str, *, batch_size: int, max_token_len: int, num_steps: int = 1000, timeout: float = 600.0):
+        self.caller = Caller(url, timeout=60.0)
+        self.url, self.batch_size, self.max_token_len, self.timeout = self.caller.url, batch_size, max_token_len, timeout
+        self.num_steps, self._first = num_steps, None
+
+    async def __aenter__(self) -> AtroposTrainer:
+        """Register. RemoteError where another trainer is registered: the API would ignore this one in silence."""
+        await self.caller.ask("POST", "/register", {
+            "wandb_group": "grpolab", "wandb_project": "grpolab", "batch_size": self.batch_size,
+            "max_token_len": self.max_token_len, "checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0,
+            "num_steps": self.num_steps})
+        told = await self.caller.ask("GET", "/info")
+        if (told.get("batch_size"), told.get("max_token_len")) != (self.batch_size, self.max_token_len):
+            raise RemoteError(f"{self.url} goes on with another trainer's batch_size {told.get('batch_size')} and "
+                              f"max_token_len {told.get('max_token_len')}: restart run-api")
+        self._first = (await self.caller.ask("GET", "/batch")).get("batch")  # environments wait for the first look
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self.caller.close()
+
+    async def batch(self) -> list[dict]:
+        """The next batch, groups as ScoredData; RemoteError after `timeout` seconds without one, with the queue's length."""
+        if self._first:
+            first, self._first = self._first, None
+            return first
+        until = asyncio.get_running_loop().time() + self.timeout
+        while True:
+            told = await self.caller.ask("GET", "/batch")
+            if told.get("batch"):
+                return told["batch"]
+            if told.get("status") == "error":
+                raise RemoteError(f"{self.url} knows no trainer ({told.get('message')}): was it restarted? Register again")
+            if asyncio.get_running_loop().time() > until:
+                state = await self.caller.ask("GET", "/status")
+                raise RemoteError(f"{self.url} gave no batch in {self.timeout} s, with {state.get('queue_size')} groups in its "
+                                  f"queue: a batch is {self.batch_size} sequences in whole groups; see that environments post "
+                                  "and that group sizes add up to it")
+            await asyncio.sleep(POLL)
+
+
+def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) -> Source:
+    """A batch a step. Groups may differ in size: an empty rollout without reward fills up the smaller ones."""
+    async def source(step: int) -> Drawn:
+        vocab = len(policy.model.get_input_embeddings().weight)
+        groups = [as_group(item, vocab, config.temperature) for item in await trainer.batch()]
+        size = max(map(len, groups))
+        filled = [Group((*g, *[Rollout(g[0].prompt, (), (), (), (), "lost")] * (size - len(g)))) for g in groups]
+        state = await trainer.caller.ask("GET", "/status")
+        behind = policy.version - min(r.policy_version for g in groups for r in g)
+        return Drawn(filled, {"staleness": behind, "queued_groups": state.get("queue_size", 0)}, engine="atropos")
+
+    return source
+
+
+class AtroposEnv:
+    """The environment's end: posts groups, all of `group_size`; leaves at the end of its block."""
+
+    def __init__(self, url: str, name: str, *, group_size: int, max_token_len: int, timeout: float = 60.0):
+        self.caller = Caller(url, timeout=60.0)
+        self.name, self.group_size, self.max_token_len, self.timeout = name, group_size, max_token_len, timeout
+        self.id: int | None = None
+
+    async def __aenter__(self) -> AtroposEnv:
+        """Register, once a trainer has started; RemoteError where none does in `timeout` seconds."""
+        until = asyncio.get_running_loop().time() + self.timeout
+        while self.id is None:
+            told = await self.caller.ask("POST", "/register-env", {
+                "max_token_length": self.max_token_len, "desired_name": self.name, "weight": 1.0, "group_size": self.group_size,
+                "min_batch_allocation": None})
+            if told.get("status") == "success":
+                self.id = told["env_id"]
+            elif asyncio.get_running_loop().time() > until:
+                raise RemoteError(f"{self.caller.url} has no trainer after {self.timeout} s ({told.get('status')}): start it")
+            else:
+                await asyncio.sleep(POLL)
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        try:
+            await self.caller.ask("POST", "/disconnect-env", {"env_id": self.id})
+        finally:
+            self.caller.close()
+
+    async def post(self, group: Group, temperature: float = 1.0) -> str:
+        """Post a group with its rewards; returns "received" or "buffered". ValueError for another size, or one too long."""
+        longest = max(len(r.prompt) + len(r.tokens) for r in group)
+        if len(group) != self.group_size or longest > self.max_token_len:
+            raise ValueError(f"a group of {len(group)} with at most {longest} tokens, and this environment registered for "
+                             f"groups of {self.group_size} with at most {self.max_token_len}")
+        told = await self.caller.ask("POST", "/scored_data", as_scored(group, temperature) | {"env_id": self.id})
+        return told["status"]

@@ -1,0 +1,193 @@
+"""A sampler in another process: the Sampler's `sample` over HTTP, from a service of ours or another that speaks its fields.
+
+    sampler = RemoteSampler("http://127.0.0.1:8000", policy, weights="/dev/shm/policy.safetensors")
+    groups = await sampler.sample(prompts, group_size=8, params=SamplingParams(seed=0))
+    await sampler.publish(policy)        # after an update: the server was started with --weights and that file
+
+Token ids go in, token ids and log-probs come out; nothing is tokenised on the way. A rollout carries the version of the
+weights that made it. The numerics of another process need not be the trainer's: `GRPOConfig.sampler_cap` corrects for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from grpolab.decode.sampling import SamplingParams
+from grpolab.models import Policy
+from grpolab.rollouts import Group, Rollout
+from grpolab.serve.bridge import SharedWeights
+from grpolab.serve.calls import Caller, RemoteError
+from grpolab.serve.wire import MOST_CHOICES
+from grpolab.train.sources import Drawn, Source
+
+PROBE = "What is 12 + 34? \\boxed{46}. The quick brown fox; naïve café."  # how a server's tokenizer is recognised
+
+
+class RemoteSampler:
+    """Samples from a server, with the interface that a source of groups needs (`sample`, `stream`, `engine`).
+
+    policy   whose prompts and updates these are; the first call compares its tokenizer with the server's
+    token    of the server, if it asks for one
+    model    as the server names it (default: the one that it serves)
+    weights  the file that `publish` writes and the server maps
+    timeout  seconds that a request may take, sampling included
+    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing
+    """
+
+    def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None,
+                 weights: str | Path | None = None, timeout: float = 300.0, max_staleness: int | None = None):
+        self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
+        self.url, self.policy, self.model = self.caller.url, policy, model
+        self.weights, self.max_staleness, self.synced_s = weights and Path(weights), max_staleness, 0.0
+        self.engine = SimpleNamespace(name="remote")
+        self._shared: SharedWeights | None = None
+        self._known = asyncio.Lock()
+        self._context: int | None = None
+
+    async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
+                     params: SamplingParams | None = None) -> list[Group]:
+        """Token id lists -> one Group of `group_size` rollouts for each. Cancelling the await ends the request at the server.
+        All of a call have the room that its longest prompt leaves in the context. RemoteError where the answer is not whole:
+        every rollout with its ids, and a log-prob for each."""
+        params = params or SamplingParams()
+        if not 1 <= group_size <= MOST_CHOICES:
+            raise ValueError(f"group_size must be from 1 to {MOST_CHOICES} here, got {group_size}")
+        if params.max_total_tokens is not None:
+            raise ValueError(f"max_total_tokens={params.max_total_tokens}: a server knows no such budget; leave it None")
+        if not len(prompts):
+            return []
+        await self._know()
+        ids = [[int(t) for t in prompt] for prompt in prompts]
+        room = self._context - max(map(len, ids)) if self._context else params.max_new_tokens
+        if room < 1:
+            raise ValueError(f"a prompt has {max(map(len, ids))} tokens and leaves no room in the context of {self._context}")
+        most = min(params.max_new_tokens, room)
+        body = {"model": self.model, "prompt": ids, "n": group_size, "max_tokens": most, "logprobs": 0,
+                "return_token_ids": True, "temperature": 0 if params.greedy else params.temperature, "top_p": params.top_p,
+                "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed, "stop": list(params.stop_strings) or None,
+                "stop_token_ids": list(params.stop_ids) or None, "ignore_eos": params.ignore_eos}
+        answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
+        groups = self._groups(answer, ids, group_size, params)
+        self._check_age(groups)
+        return groups
+
+    async def stream(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
+                     params: SamplingParams | None = None) -> AsyncIterator[tuple[int, int, Rollout]]:
+        """(prompt index, sample index, rollout), all of them once the last has come."""
+        for i, group in enumerate(await self.sample(prompts, group_size=group_size, params=params)):
+            for g, rollout in enumerate(group):
+                yield i, g, rollout
+
+    async def publish(self, policy: Policy | None = None) -> int:
+        """Bring the policy's weights to the server, which finishes what it samples first; returns the version that it has then.
+        `synced_s` are the seconds that it took."""
+        policy = policy or self.policy
+        if self.weights is None:
+            raise ValueError("publish needs the file to write into: RemoteSampler(..., weights=FILE), and for the server "
+                             "serve-policy --weights FILE")
+        began = time.perf_counter()
+        version = await asyncio.get_running_loop().run_in_executor(None, self._write, policy)
+        told = (await self.caller.ask("POST", "/weights", {})).get("policy_version")
+        if told != version:
+            raise RemoteError(f"{self.url} reports weights of version {told!r} where {version} was published")
+        self.synced_s = time.perf_counter() - began
+        return version
+
+    def close(self) -> None:
+        self.caller.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    async def __aenter__(self) -> RemoteSampler:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self.close()
+
+    def _write(self, policy: Policy) -> int:
+        with policy.lock:
+            if self._shared is None:
+                self._shared = SharedWeights.create(self.weights, policy.model)
+            self._shared.write(policy.model, policy.version)
+            return policy.version
+
+    async def _know(self) -> None:
+        """Once: the name of the model, its context, and whether its tokenizer is ours."""
+        async with self._known:
+            if self._context is not None:
+                return
+            cards = (await self.caller.ask("GET", "/v1/models")).get("data") or []
+            names = [card.get("id") for card in cards]
+            self.model = self.model or (names[0] if names else None)
+            if self.model not in names:
+                raise RemoteError(f"{self.url} serves {names}, not {self.model!r}")
+            asked = {"model": self.model, "prompt": PROBE, "max_tokens": 1, "return_token_ids": True}
+            (choice, *_) = (await self.caller.ask("POST", "/v1/completions", asked)).get("choices") or [{}]
+            theirs, ours = choice.get("prompt_token_ids"), self.policy.tokenizer.encode(PROBE)
+            if theirs is None:
+                raise RemoteError(f"{self.url} returns no token ids: it must know return_token_ids, as grpolab serve-policy "
+                                  "and vLLM do")
+            if theirs != ours:
+                raise RemoteError(f"{self.url} has another vocabulary than {self.policy.name!r}: it reads a text as "
+                                  f"{theirs[:8]}…, we as {ours[:8]}…; serve the model that is trained")
+            self._context = cards[names.index(self.model)].get("max_model_len") or self.policy.context
+
+    def _groups(self, answer: dict, prompts: list[list[int]], size: int, params: SamplingParams) -> list[Group]:
+        choices = sorted(answer.get("choices") or [], key=lambda c: c["index"])
+        if [c["index"] for c in choices] != list(range(len(prompts) * size)):
+            raise RemoteError(f"{self.url} gave {len(choices)} completions, and {len(prompts)} groups of {size} were asked for")
+        rollouts = [self._rollout(c, prompts[i // size], params) for i, c in enumerate(choices)]
+        return [Group(tuple(rollouts[i * size : (i + 1) * size])) for i in range(len(prompts))]
+
+    def _rollout(self, choice: dict, prompt: list[int], params: SamplingParams) -> Rollout:
+        tokens, told = choice.get("token_ids"), choice.get("grpolab") or {}
+        logps = told.get("logps") or (choice.get("logprobs") or {}).get("token_logprobs")
+        if tokens is None or logps is None or len(logps) != len(tokens) or any(x is None for x in logps):
+            raise RemoteError(f"{self.url} gave {0 if logps is None else len(logps)} log-probs for "
+                              f"{'no' if tokens is None else len(tokens)} token ids, and a rollout needs one for each: the "
+                              "server must know logprobs=0 and return_token_ids")
+        vocab = len(self.policy.model.get_input_embeddings().weight)
+        if any(not 0 <= t < vocab for t in tokens):
+            raise RemoteError(f"{self.url} gave token ids outside the vocabulary 0..{vocab - 1}: it serves another model")
+        if params.temperature != 1 and not told and not params.greedy:
+            raise RemoteError(f"{self.url} does not say at which temperature its log-probs are, and {params.temperature} was "
+                              "asked for: sample at 1.0, or from grpolab serve-policy")
+        reason = told.get("finish_reason") or {"stop": "eos"}.get(choice.get("finish_reason"), "length")
+        full = len(prompt) + len(tokens) >= self._context
+        reason = "context" if full and reason == "length" else reason
+        return Rollout(tuple(prompt), tuple(tokens), (1,) * len(tokens), tuple(logps), tuple(told.get("raw_logps") or logps),
+                       reason, told.get("seed", 0), told.get("policy_version", 0), kept_mass=tuple(told.get("kept_mass") or ()))
+
+    def _check_age(self, groups: Sequence[Group]) -> None:
+        behind = self.policy.version - min(r.policy_version for g in groups for r in g)
+        if self.max_staleness is not None and behind > self.max_staleness:
+            raise RemoteError(f"rollouts of {self.url} are {behind} versions behind the policy's {self.policy.version}, and "
+                              f"max_staleness is {self.max_staleness}: publish more often")
+
+    def __repr__(self):
+        return f"RemoteSampler({self.url!r}, {self.policy.name!r})"
+
+
+def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
+    """A source whose remote sampler follows the policy: before a step it gets the weights if the policy has taken at least
+    `every` optimiser steps since. Rows get `staleness` (versions that the step's oldest rollout is behind) and `sync_s`."""
+    if every < 1:
+        raise ValueError(f"every must be at least 1 optimiser step, got {every}")
+    sent: list[int] = []
+
+    async def source_of(step: int) -> Drawn:
+        policy, synced = sampler.policy, 0.0
+        if not sent or policy.version - sent[-1] >= every:
+            sent[:] = [await sampler.publish()]
+            synced = sampler.synced_s
+        drawn = await source(step)
+        seen = drawn.groups if drawn.seen is None else drawn.seen
+        behind = policy.version - min((r.policy_version for g in seen for r in g if r.finish_reason != "lost"), default=0)
+        return replace(drawn, row=dict(drawn.row) | {"staleness": behind, "sync_s": synced})
+
+    return source_of

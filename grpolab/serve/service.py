@@ -1,0 +1,192 @@
+"""A policy behind an OpenAI-compatible endpoint.
+
+    async with serve_policy(policy) as service:          # in a notebook or a script: service.url + "/v1"
+    python -m grpolab serve-policy tiny --port 8000      # a process of its own
+
+All callers share the decode batch of one Sampler. The server runs in a thread with an event loop of its own, so that it also
+answers a notebook cell that blocks. What is sampled under a session's URL is recorded (`sessions`), and `service.rollouts`
+hands it out. A caller who is gone, also in mid-stream, ends its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+
+from grpolab.access import check_host
+from grpolab.decode.requests import Request
+from grpolab.decode.sampler import Sampler
+from grpolab.models import Policy
+from grpolab.rollouts import Rollout
+from grpolab.serve.bridge import SharedWeights, Torn
+from grpolab.serve.sessions import Session, Sessions
+from grpolab.serve.wire import Refused
+
+DRAIN_ROWS = 120.0  # s; how long completions in progress may hold up new weights
+DRAIN = 2  # s; how long an answer that is under way may take to leave at shutdown
+
+
+class Service:
+    """What `serve_policy` yields. `url` is the address, `url + "/v1"` what a client takes as its base_url."""
+
+    def __init__(self, policy: Policy, sampler: Sampler, name: str, url: str, *, token: str | None, seed: int,
+                 max_rows: int, max_sessions: int, max_session_tokens: int, max_body_bytes: int, weights: Path | None):
+        self.policy, self.sampler, self.name, self.url, self.token = policy, sampler, name, url, token
+        self.max_rows, self.max_body_bytes, self.stopping = max_rows, max_body_bytes, False
+        self.sessions = Sessions(url, seed, max_sessions, max_session_tokens)
+        self.counts: Counter = Counter()
+        self.open: set[Request] = set()  # that are being sampled
+        self._weights, self._gate = weights, None
+
+    @property
+    def rows(self) -> int:
+        """How many completions are being sampled."""
+        return sum(len(r.prompts) * len(r.seeds[0]) for r in list(self.open))
+
+    def open_session(self, id: str | None = None, **options) -> Session:
+        """A new session; `session.url` is its base_url. Options as in `Session`. ValueError where it cannot be."""
+        try:
+            return self.sessions.open(id, **options)
+        except Refused as refused:
+            raise ValueError(refused.message) from None
+
+    def rollouts(self, session: str | Session) -> list[Rollout]:
+        """Collect a session: its rollouts, after which it has ended and its memory is free. Several where its caller rewrote
+        history, none where nothing was sampled. KeyError for a session that is not there."""
+        return self._known(session, self.sessions.end).rollouts()
+
+    def rollout(self, session: str | Session) -> Rollout:
+        """Collect a session that is one rollout; ValueError, and it stays, where it is none or several."""
+        found = self._known(session, self.sessions.get).rollouts()
+        if len(found) != 1:
+            why = "its caller rewrote history; take service.rollouts(session)" if found else "nothing was sampled in it"
+            raise ValueError(f"the session has {len(found)} rollouts, not one: {why}")
+        return self.rollouts(session)[0]
+
+    def _known(self, session: str | Session, find) -> Session:
+        try:
+            return find(session if isinstance(session, str) else session.id)
+        except Refused as refused:
+            raise KeyError(refused.message) from None
+
+    def status(self) -> dict:
+        """Counts since the start, and what is open now, as JSON-able numbers."""
+        return {"status": "healthy", "model": self.name, "policy_version": self.policy.version, "rows": self.rows,
+                "sessions": len(self.sessions), **{k: self.counts[k] for k in ("requests", "refused", "cancelled", "failed")}}
+
+    def model_card(self) -> dict:
+        """The served model, as /v1/models lists it."""
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "grpolab",
+                "max_model_len": self.sampler.context, "policy_version": self.policy.version}
+
+    async def admitted(self) -> None:
+        """Wait while new weights are taken in."""
+        while self._gate is not None:
+            await self._gate.wait()
+
+    async def load_weights(self) -> int:
+        """Take in what a trainer has published: newcomers wait, what is being sampled is finished, then the weights change as
+        a whole. Returns their version. Refused without such a file, for one of another model, and where it never rests."""
+        if self._weights is None:
+            raise Refused(404, "this service takes in no weights: start it with weights=FILE, or serve-policy --weights FILE")
+        await self.admitted()
+        self._gate = asyncio.Event()
+        try:
+            async with asyncio.timeout(DRAIN_ROWS):
+                while self.open:
+                    await asyncio.sleep(0.002)
+            return await self.sampler.run(self._load)
+        except TimeoutError:
+            raise Refused(503, f"{self.rows} completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as "
+                               "they were") from None
+        except (OSError, ValueError, Torn) as error:
+            raise Refused(409, str(error)) from error
+        finally:
+            self._gate, gate = None, self._gate
+            gate.set()
+
+    def _load(self) -> int:
+        shared = SharedWeights(self._weights)
+        try:
+            self.policy.version = shared.read(self.policy.model)
+        finally:
+            shared.close()
+        return self.policy.version
+
+    def stop(self) -> None:
+        """Refuse newcomers and end what is being sampled."""
+        self.stopping = True
+        self.sessions.close()
+        for request in list(self.open):
+            request.cancel()
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: it must be at least 1")
+
+
+@contextlib.asynccontextmanager
+async def serve_policy(policy: Policy | Sampler, *, name: str | None = None, host: str = "127.0.0.1", port: int = 0,
+                       token: str | None = None, seed: int = 0, max_rows: int = 4096, max_sessions: int = 4096,
+                       max_session_tokens: int = 8_000_000, max_body_bytes: int = 4 * 2**20,
+                       weights: str | Path | None = None) -> AsyncIterator[Service]:
+    """Serve a policy, or a Sampler of one that others use too, until the block is left.
+
+    `name` is what requests call the model (default: the policy's). `port=0` takes a free one. `token` asks every client for
+    it (an OpenAI client's api_key), and is required on an address that other machines reach; browsers are refused, since a
+    page of any site could reach a loopback address. `seed` makes those of requests that bring none. At most `max_rows`
+    completions are in progress or wait, `max_sessions` sessions are open and keep `max_session_tokens` tokens together:
+    beyond, requests get 429. A body over `max_body_bytes` gets 413. `weights` is the file through which a trainer in another
+    process sends its updates (`RemoteSampler.publish`). ImportError without the extra: pip install grpolab[serve].
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port={port}: a port is 0 (any free one) to 65535")
+    _check_numbers(max_rows=max_rows, max_sessions=max_sessions, max_session_tokens=max_session_tokens,
+                   max_body_bytes=max_body_bytes)
+    check_host(host, token)
+    try:
+        from grpolab.serve.http import Server, application
+    except ImportError as error:
+        raise ImportError(f"serving a policy needs starlette and uvicorn ({error}): pip install 'grpolab[serve]'") from error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((host, port), family=family, backlog=512))
+        sampler = policy if isinstance(policy, Sampler) else await stack.enter_async_context(await _sampler(policy, seed))
+        bound = listener.getsockname()
+        url = f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
+        service = Service(sampler.policy, sampler, name or sampler.policy.name, url, token=token, seed=seed, max_rows=max_rows,
+                          max_sessions=max_sessions, max_session_tokens=max_session_tokens, max_body_bytes=max_body_bytes,
+                          weights=None if weights is None else Path(weights))
+        ready: Future[None] = Future()
+        server = Server(application(service, lambda: ready.set_result(None)), DRAIN)
+        thread = threading.Thread(target=_run, args=(server, listener, ready), name="grpolab-serve", daemon=True)
+        thread.start()
+        stack.push_async_callback(asyncio.to_thread, thread.join)
+        stack.callback(server.stop)
+        stack.callback(service.stop)
+        await asyncio.wrap_future(ready)
+        yield service
+
+
+async def _sampler(policy: Policy, seed: int) -> Sampler:
+    return await asyncio.to_thread(Sampler, policy, seed=seed)
+
+
+def _run(server, listener: socket.socket, ready: Future) -> None:
+    """The server's thread. What ends it before it serves is raised to whoever waits."""
+    try:
+        server.run(listener)
+    except BaseException as error:
+        if not ready.done():
+            return ready.set_exception(error)
+        raise
+    if not ready.done():
+        ready.set_exception(RuntimeError("the server ended before it listened"))

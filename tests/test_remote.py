@@ -1,0 +1,422 @@
+"""A sampler in another process, asked over HTTP and given new weights through a mapped file."""
+
+import asyncio
+import contextlib
+import copy
+import http.client
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpolab.arithmetic import generate
+from grpolab.chat import prompt_ids
+from grpolab.decode.audit import audit
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.lab.run import repository
+from grpolab.serve.bridge import SharedWeights, Torn
+from grpolab.serve.calls import Caller, RemoteError
+from grpolab.serve.remote import PROBE, RemoteSampler, following
+from grpolab.serve.service import serve_policy
+from grpolab.train.grpo import GRPOConfig, grpo_from
+from grpolab.train.sources import Tasks, sampled
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
+
+
+@contextlib.contextmanager
+def process(*options):
+    """`python -m grpolab serve-policy tiny` in a process of its own: (its url, the process)."""
+    done = subprocess.Popen([sys.executable, "-m", "grpolab", "serve-policy", "tiny", "--port", "0", *options], text=True,
+                            stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(repository())})  # fmt: skip
+    try:
+        said = next(line for line in done.stdout if line.startswith("serving"))
+        yield said.split()[-1], done
+    finally:
+        done.terminate()
+        done.wait(20)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """A server with a token and a weights file, for all tests of this file."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "token").write_text("s3cret\n")
+    weights = (Path("/dev/shm") if Path("/dev/shm").is_dir() else folder) / f"grpolab-test-{os.getpid()}.safetensors"
+    with process("--token-file", str(folder / "token"), "--weights", str(weights)) as (url, _):
+        yield url, weights
+    weights.unlink(missing_ok=True)
+
+
+def moved(policy, by):
+    """The policy after an update: other weights, a version more."""
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(by)) * 0.02)
+    policy.version += 1
+
+
+def test_it_samples_what_the_sampler_here_samples(tiny, elsewhere):
+    """Rollout for rollout: ids, both log-probs, seeds, finish reasons, kept mass."""
+    url, weights = elsewhere
+
+    async def main():
+        async with RemoteSampler(url, tiny, token="s3cret", weights=weights) as remote, Sampler(tiny) as here:
+            await remote.publish()
+            for params in (SamplingParams(seed=0, max_new_tokens=12), SamplingParams(greedy=True, seed=2, max_new_tokens=20),
+                           SamplingParams(seed=3, temperature=0.7, top_k=5, max_new_tokens=9),
+                           SamplingParams(seed=1, stop_strings=("1",), stop_ids=(12,), max_new_tokens=40, ignore_eos=True)):
+                theirs = await remote.sample(PROMPTS, group_size=3, params=params)
+                ours = await here.sample(PROMPTS, group_size=3, params=params)
+                assert theirs == ours
+            assert await remote.sample([]) == []
+            params = SamplingParams(greedy=True, seed=2, max_new_tokens=40, ignore_eos=True)  # too many
+            (full,), (short,) = await remote.sample([[5] * 500, [5] * 490], params=params)
+            ((wanted,),) = await here.sample([[5] * 500], params=params)
+            assert full == wanted and full.finish_reason == "context"
+            assert (len(full.tokens), len(short.tokens), short.finish_reason) == (12, 12, "length")
+            with pytest.raises(ValueError, match="no such budget"):
+                await remote.sample(PROMPTS, params=SamplingParams(max_total_tokens=5))
+            with pytest.raises(ValueError, match="leaves no room in the context of 512"):
+                await remote.sample([[5] * 512])
+
+    asyncio.run(main())
+
+
+def test_published_weights_are_sampled_from_and_carry_their_version(tiny, elsewhere):
+    """Also while others sample there: their rollouts are of one version each, never of half of an update."""
+    url, weights = elsewhere
+
+    async def main():
+        async with RemoteSampler(url, tiny, token="s3cret", weights=weights, max_staleness=0) as remote:
+            await remote.publish()
+            states, rollouts = {tiny.version: copy.deepcopy(tiny.model.state_dict())}, []
+
+            async def others():
+                while len(states) < 6:
+                    free = RemoteSampler(url, tiny, token="s3cret")
+                    for group in await free.sample(PROMPTS, group_size=2, params=SamplingParams(max_new_tokens=30)):
+                        rollouts.extend(group)
+
+            asking = asyncio.ensure_future(others())
+            for i in range(5):
+                moved(tiny, i)
+                with pytest.raises(RemoteError, match="1 versions behind"):
+                    await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
+                assert await remote.publish() == tiny.version
+                states[tiny.version] = copy.deepcopy(tiny.model.state_dict())
+                (group,) = await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=8))
+                assert group[0].policy_version == tiny.version and audit(tiny, group).max_error < 1e-4
+            await asking
+        seen = {r.policy_version for r in rollouts}
+        assert len(seen) > 1 and seen <= set(states)
+        for version, state in states.items():
+            tiny.model.load_state_dict(state)
+            mine = [r for r in rollouts if r.policy_version == version]
+            assert not mine or audit(tiny, mine).max_error < 1e-4
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_request_ends_at_the_server(tiny):
+    async def main():
+        async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny) as remote:
+            await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
+            long = SamplingParams(max_new_tokens=500, ignore_eos=True)
+            asking = asyncio.ensure_future(remote.sample(PROMPTS, params=long))
+            while service.rows < 3:
+                await asyncio.sleep(0.005)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            async with asyncio.timeout(5):
+                while service.rows:
+                    await asyncio.sleep(0.005)
+            assert service.counts["cancelled"] == 1
+            requests = service.counts["requests"]
+            for i in range(30):  # also before it has a connection
+                asking = asyncio.ensure_future(remote.sample(PROMPTS, params=long))
+                await asyncio.sleep(i / 10_000)
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+            async with asyncio.timeout(5):
+                while service.rows or service.sampler._scheduler.busy:
+                    await asyncio.sleep(0.005)
+            assert service.counts["cancelled"] == 1 + service.counts["requests"] - requests
+
+    asyncio.run(main())
+
+
+def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
+    """The policy here, its sampler in the other process: the weights follow, and both agree on the log-probs."""
+    url, weights = elsewhere
+    rows, _ = generate(8, 0, seed=1)
+    config = GRPOConfig(prompts_per_step=2, group_size=4, steps=4, max_new_tokens=8, lr=1e-3, sampler_cap=2.0)
+
+    async def main(every):
+        async with RemoteSampler(url, tiny, token="s3cret", weights=weights) as remote:
+            source = sampled(tiny, remote, Tasks(rows, config, None), lambda row: prompt_ids(tiny.tokenizer, row.question),
+                             config, lambda text, row, rollout: text.count("1") / 8)
+            return [row async for row in grpo_from(tiny, None, following(remote, source, every), config, longest=64)]
+
+    near = asyncio.run(main(1))
+    assert [r["staleness"] for r in near] == [0] * 4 and max(r["logp_diff_max"] for r in near) < 1e-3
+    assert all(r["sync_s"] > 0 for r in near) and tiny.version == 4
+    far = asyncio.run(main(2))
+    assert [r["staleness"] for r in far] == [0, 1, 0, 1] and far[1]["logp_diff_max"] > 1e-3
+
+
+def test_a_call_cancelled_before_it_has_a_connection_is_not_made(tiny, monkeypatch):
+    connect = http.client.HTTPConnection.connect
+
+    def late(connection):
+        time.sleep(0.2)
+        connect(connection)
+
+    async def main():
+        asked = []
+        with imitation({"/x": lambda body: asked.append(body) or {}}) as url:
+            caller = Caller(url)
+            await caller.ask("POST", "/x", {})
+            monkeypatch.setattr(http.client.HTTPConnection, "connect", late)
+            asking = asyncio.ensure_future(caller.ask("POST", "/x", {}))
+            await asyncio.sleep(0.05)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await asyncio.sleep(0.6)
+        assert len(asked) == 1
+
+    asyncio.run(main())
+
+
+# --- the mapped file --------------------------------------------------------------------------------------------------
+
+
+class One(torch.nn.Module):
+    def __init__(self, n=300_000, value=0.0, dtype=torch.float32):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.full((n,), value, dtype=dtype))
+        self.b = torch.nn.Parameter(torch.full((3, 5), value, dtype=dtype))
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_remote import One
+from grpolab.serve.bridge import SharedWeights
+shared, model = SharedWeights(sys.argv[1]), One()
+stop, version = Path(sys.argv[1] + ".stop"), 0
+while not stop.exists():
+    version += 1
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(version))
+    shared.write(model, version)
+"""
+
+
+@pytest.fixture
+def writing(tmp_path):
+    """A file into which another process writes without a pause: each write has one value everywhere, its version."""
+    path = tmp_path / "w.safetensors"
+    shared = SharedWeights.create(path, One())
+    shared.write(One(), 0)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER.format(tests=str(Path(__file__).parent)), str(path)],
+                              env=os.environ | {"PYTHONPATH": str(repository())})  # fmt: skip
+    while shared.version < 3:
+        assert writer.poll() is None
+        time.sleep(0.01)
+    yield path
+    Path(f"{path}.stop").touch()
+    writer.wait(20)
+
+
+def test_no_read_is_torn(writing):
+    """Plain copies of the same file are: that is what the counter is for."""
+    shared, model, torn = SharedWeights(writing), One(), 0
+    for _ in range(300):
+        torn += len(shared.tensors["a"].clone().unique()) > 1
+    assert torn > 0
+    versions = set()
+    for _ in range(60):
+        version = shared.read(model, seconds=20)
+        versions.add(version)
+        assert all(bool((p == version).all()) for p in model.parameters())
+    assert len(versions) > 10
+
+
+@pytest.mark.parametrize("fault", ["died while writing", "flipped bit", "never written"])
+def test_a_file_that_is_not_at_rest_changes_nothing(tmp_path, fault):
+    path, model = tmp_path / "w.safetensors", One(value=7.0)
+    shared = SharedWeights.create(path, One())
+    if fault != "never written":
+        shared.write(One(value=1.0), 4)
+    if fault == "died while writing":
+        shared._state[0] += 1
+        shared.tensors["a"][:10] = 9.0
+    if fault == "flipped bit":
+        shared.tensors["b"][1, 1] = 1.0000001
+    said = {"died while writing": "begun and not ended", "flipped bit": "checksum", "never written": "nothing was wr"}[fault]
+    with pytest.raises(Torn, match=said):
+        SharedWeights(path).read(model, seconds=0.05)
+    assert all(bool((p == 7.0).all()) for p in model.parameters())
+    shared.write(One(value=2.0), 5)  # the next write mends it
+    assert SharedWeights(path).read(model) == 5 and bool((model.b == 2.0).all())
+
+
+def test_weights_of_another_model(tmp_path, tiny):
+    path = tmp_path / "w.safetensors"
+    SharedWeights.create(path, One()).write(One(), 1)
+    for other, named in ((One(n=5), "'a'"), (One(dtype=torch.bfloat16), "'a'"), (tiny.model, "differ")):
+        with pytest.raises(ValueError, match=f"another model.*{named}"):
+            SharedWeights(path).read(other)
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+
+
+TOO_SHORT = b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'
+STRANGERS = [b"", b"x" * 5, b"\xff" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x02" + b"\0" * 7 + b"[]",
+             bytes([len(TOO_SHORT)]) + b"\0" * 7 + TOO_SHORT + b" " * 30]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", STRANGERS, ids=range(len(STRANGERS)))
+def test_a_file_that_is_no_weights(tmp_path, content):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError):
+        SharedWeights(path)
+
+
+def test_a_service_and_files_that_do_not_fit(tiny, tmp_path):
+    """It says so, keeps its weights, and goes on."""
+    async def main():
+        path = tmp_path / "w.safetensors"
+        async with serve_policy(tiny, weights=path) as service, RemoteSampler(service.url, tiny, weights=path) as remote:
+            with pytest.raises(RemoteError, match="No such file"):
+                await remote.caller.ask("POST", "/weights", {})
+            SharedWeights.create(path, One()).write(One(), 1)
+            with pytest.raises(RemoteError, match="another model"):
+                await remote.caller.ask("POST", "/weights", {})
+            assert len((await remote.sample(PROMPTS[:1]))[0]) == 1 and tiny.version == 0
+        async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny, weights=path) as remote:
+            with pytest.raises(RemoteError, match="start it with"):
+                await remote.publish()
+            with pytest.raises(ValueError, match="publish needs the file"):
+                await RemoteSampler(service.url, tiny).publish()
+
+    asyncio.run(main())
+
+
+# --- servers that are not what they should be -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def imitation(answers):
+    """A server that gives fixed answers: path -> JSON, or a function of the request."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.do_POST()
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+            answer = answers[self.path]
+            content = json.dumps(answer(body) if callable(answer) else answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+def of_vllm(tokenizer, **changes):
+    """What vLLM's server answers to the same fields: ids and log-probs of a choice, nothing of ours."""
+    def complete(body):
+        prompts = [tokenizer.encode(body["prompt"])] if isinstance(body["prompt"], str) else body["prompt"]
+        ids = changes.get("probe", prompts[0]) if isinstance(body["prompt"], str) else prompts[0]
+        choices = [{"index": i, "text": "..", "finish_reason": "stop", "token_ids": [5, 1], "prompt_token_ids": ids,
+                    "logprobs": {"token_logprobs": [-0.5, -0.25]}} | changes.get("choice", {})
+                   for i in range(len(prompts) * body.get("n", 1))]
+        return {"choices": choices[: changes.get("most", 99)]}
+
+    return {"/v1/models": {"data": [{"id": "m", "max_model_len": 512}]}, "/v1/completions": complete}
+
+
+def test_a_server_of_another_make(tiny):
+    with imitation(of_vllm(tiny.tokenizer)) as url:
+        groups = asyncio.run(RemoteSampler(url, tiny).sample(PROMPTS, group_size=2))
+    assert [len(g) for g in groups] == [2, 2, 2] and groups[1][0].prompt == (9, 10)
+    assert groups[0][0].tokens == (5, 1) and groups[0][0].logps == (-0.5, -0.25) and groups[0][0].finish_reason == "eos"
+
+
+STRANGE = [
+    (dict(probe=[1, 2, 3]), "another vocabulary"),
+    (dict(choice={"logprobs": None}), "0 log-probs for 2 token ids"),
+    (dict(choice={"logprobs": {"token_logprobs": [-0.5]}}), "1 log-probs for 2 token ids"),
+    (dict(choice={"logprobs": {"token_logprobs": [-0.5, None]}}), "a rollout needs one for each"),
+    (dict(choice={"token_ids": None}), "no token ids"),
+    (dict(choice={"token_ids": [5, 99999]}), "outside the vocabulary"),
+    (dict(most=3), "gave 3 completions, and 3 groups of 2"),
+    (dict(probe=None), "returns no token ids"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), STRANGE)
+def test_a_server_that_cannot_be_trained_from(tiny, changes, said):
+    with imitation(of_vllm(tiny.tokenizer, **changes)) as url:
+        with pytest.raises(RemoteError, match=said):
+            asyncio.run(RemoteSampler(url, tiny).sample(PROMPTS, group_size=2))
+
+
+def test_servers_that_are_not_there(tiny):
+    with socket.create_server(("127.0.0.1", 0)) as quiet:
+        port = quiet.getsockname()[1]
+        with pytest.raises(RemoteError, match="gave no answer.*timed out"):
+            asyncio.run(RemoteSampler(f"http://127.0.0.1:{port}", tiny, timeout=0.5).sample(PROMPTS))
+    with pytest.raises(RemoteError, match=f"{port}.*is it running"):
+        asyncio.run(RemoteSampler(f"http://127.0.0.1:{port}", tiny).sample(PROMPTS))
+    for url in ("127.0.0.1:80", "https://x", "http://"):
+        with pytest.raises(ValueError, match="no address"):
+            RemoteSampler(url, tiny)
+    with imitation({"/v1/models": {"data": [{"id": "m"}]}}) as url, pytest.raises(RemoteError, match="not 'other'"):
+        asyncio.run(RemoteSampler(url, tiny, model="other").sample(PROMPTS))
+    assert PROBE.isprintable()
+
+
+def test_a_wrong_token_and_the_command(tiny, elsewhere, capsys, tmp_path):
+    import grpolab.__main__ as door
+
+    with pytest.raises(RemoteError, match="refused with 401.*token"):
+        asyncio.run(RemoteSampler(elsewhere[0], tiny, token="wrong").sample(PROMPTS))
+    (tmp_path / "empty").write_text("")
+    for wrong, said in ((["--token-file", str(tmp_path / "empty")], "empty"), (["--host", "0.0.0.0"], "token"),
+                        (["--token-file", str(tmp_path / "none")], "none")):
+        assert door.main(["serve-policy", "tiny", *wrong]) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_command():
+    with process() as (url, server):
+        assert url.startswith("http://127.0.0.1:")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0

@@ -1,0 +1,530 @@
+"""A policy as a service, asked by OpenAI's own client and by strangers."""
+
+import asyncio
+import http.client
+import json
+import random
+import re
+import socket
+import time
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI, OpenAI
+
+from grpolab.chat import prompt_ids, user
+from grpolab.decode.audit import audit
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.serve import http as doors
+from grpolab.serve.service import serve_policy
+
+ASK = [{"role": "user", "content": "What is 2 + 3?"}]
+IDS = {"return_token_ids": True}
+
+
+@asynccontextmanager
+async def served(policy, **options):
+    """(service, client): OpenAI's client without its retries, which would hide a refusal."""
+    async with serve_policy(policy, **options) as service:
+        async with AsyncOpenAI(base_url=service.url + "/v1", api_key=options.get("token") or "-", max_retries=0) as client:
+            yield service, client
+
+
+def chat(client, messages=ASK, **options):
+    return client.chat.completions.create(model="tiny", messages=messages, **options)
+
+
+def complete(client, prompt, **options):
+    return client.completions.create(model="tiny", prompt=prompt, **options)
+
+
+def post(service, body, path="/v1/chat/completions", headers=()):
+    """(status, JSON) of bytes that no client of good manners would send."""
+    place = urlsplit(service.url)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
+    connection.request("POST", path, body, {"Content-Type": "application/json", **dict(headers)})
+    answer = connection.getresponse()
+    content = json.loads(answer.read())
+    connection.close()
+    return answer.status, content
+
+
+async def idle(service, seconds=5.0):
+    """Wait until nothing is sampled any more."""
+    async with asyncio.timeout(seconds):
+        while service.rows or service.sampler._scheduler.busy:
+            await asyncio.sleep(0.01)
+
+
+# --- what OpenAI's client gets ----------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_what_the_sampler_samples(tiny):
+    """The same request, seed for seed, as one to the Sampler itself: text, ids, log-probs, usage."""
+    async def main():
+        async with served(tiny) as (service, client):
+            reply = await chat(client, n=2, seed=5, max_tokens=12, logprobs=True, extra_body=IDS)
+            ids = prompt_ids(tiny.tokenizer, ASK)
+            (group,) = await service.sampler.sample([ids], group_size=2, params=SamplingParams(seed=5, max_new_tokens=12))
+        assert reply.prompt_token_ids == ids and reply.usage.prompt_tokens == len(ids)
+        assert reply.usage.completion_tokens == sum(len(r.tokens) for r in group)
+        assert reply.model == "tiny" and reply.system_fingerprint == "version-0" and reply.object == "chat.completion"
+        for choice, rollout in zip(reply.choices, group, strict=True):
+            assert tuple(choice.token_ids) == rollout.tokens and choice.message.content == tiny.decode(rollout.tokens)
+            assert tuple(t.logprob for t in choice.logprobs.content) == rollout.logps
+            assert "".join(t.token for t in choice.logprobs.content).startswith(choice.message.content)
+            assert choice.grpolab["finish_reason"] == rollout.finish_reason and choice.grpolab["seed"] == rollout.seed
+            assert choice.finish_reason == {"eos": "stop", "length": "length"}[rollout.finish_reason]
+        assert reply.choices[0].message.content != reply.choices[1].message.content
+
+    asyncio.run(main())
+
+
+def test_completions_take_texts_and_ids_one_or_several(tiny):
+    async def main():
+        async with served(tiny) as (_, client):
+            text = await complete(client, "2 + 3 =", temperature=0, logprobs=0, extra_body=IDS)
+            ids = tiny.tokenizer.encode("2 + 3 =", add_special_tokens=False)
+            same = await complete(client, ids, temperature=0)
+            assert text.choices[0].text == same.choices[0].text and text.choices[0].prompt_token_ids == ids
+            assert text.usage.completion_tokens == 16 and text.object == "text_completion"  # OpenAI's default
+            told = text.choices[0].logprobs
+            assert "".join(told.tokens) == text.choices[0].text and told.text_offset == list(range(16))
+            assert len(told.token_logprobs) == 16 and max(told.token_logprobs) <= 0
+            several = await complete(client, ["2 + 3 =", "4 + 4 ="], n=2, seed=1, max_tokens=4)
+            assert [c.index for c in several.choices] == [0, 1, 2, 3]
+            whole = await complete(client, [ids, ids], temperature=0, max_tokens=4)
+            assert whole.choices[0].text == whole.choices[1].text
+
+    asyncio.run(main())
+
+
+def test_a_stream_adds_up_to_the_answer(tiny):
+    """Text, token ids, log-probs and usage of the chunks are those of the same request without stream."""
+    async def main():
+        async with served(tiny) as (_, client):
+            asked = dict(n=3, seed=11, max_tokens=24, logprobs=True, extra_body=IDS)
+            whole = await chat(client, **asked)
+            text, ids, logps, ends, roles, chunks, usage = {}, {}, {}, {}, {}, 0, None
+            async for chunk in await chat(client, stream=True, stream_options={"include_usage": True}, **asked):
+                chunks, usage = chunks + 1, chunk.usage
+                for c in chunk.choices:
+                    text[c.index] = text.get(c.index, "") + (c.delta.content or "")
+                    ids.setdefault(c.index, []).extend(c.token_ids)
+                    logps.setdefault(c.index, []).extend(t.logprob for t in (c.logprobs.content if c.logprobs else ()))
+                    roles.setdefault(c.index, []).append(c.delta.role)
+                    ends[c.index] = c.finish_reason
+            assert chunks > 24 and usage == whole.usage
+            for c in whole.choices:
+                assert (text[c.index], ids[c.index], ends[c.index]) == (c.message.content, c.token_ids, c.finish_reason)
+                assert logps[c.index] == [t.logprob for t in c.logprobs.content]
+                assert roles[c.index][0] == "assistant" and set(roles[c.index][1:]) == {None}
+            said = [c.choices[0].text async for c in await complete(client, "1 + 1 =", seed=2, stream=True)]
+            assert "".join(said) == (await complete(client, "1 + 1 =", seed=2)).choices[0].text and len(said) > 8
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_is_not_said_though_its_tokens_are_kept(tiny, stream):
+    """Also a stop of several tokens, of which a stream holds back what may become one."""
+    async def main():
+        async with served(tiny) as (_, client):
+            plain = (await chat(client, seed=3, max_tokens=40)).choices[0].message.content
+            stop = plain[6:10]
+            assert len(stop) == 4
+            asked = dict(seed=3, max_tokens=40, stop=["never said", stop], extra_body=IDS)
+            if stream:
+                chunks = [c.choices[0] async for c in await chat(client, stream=True, **asked)]
+                text, ids = "".join(c.delta.content or "" for c in chunks), sum((c.token_ids for c in chunks), [])
+                reason, end = chunks[-1].finish_reason, chunks[-1].grpolab["finish_reason"]
+            else:
+                choice = (await chat(client, **asked)).choices[0]
+                text, ids, reason, end = (choice.message.content, choice.token_ids, choice.finish_reason,
+                                          choice.grpolab["finish_reason"])
+            assert text == plain[: plain.find(stop)] and (reason, end) == ("stop", "stop_string")
+            assert tiny.decode(ids).endswith(stop)
+
+    asyncio.run(main())
+
+
+def test_concurrent_callers_share_the_decode_batch(tiny):
+    """32 callers get what each would get alone, and the sampler decodes them together."""
+    async def main():
+        async with served(tiny) as (service, client):
+            asks = [user(f"What is {i} + {i}?") for i in range(32)]
+            alone = [(await chat(client, m, seed=i, max_tokens=10)).choices[0].message.content for i, m in enumerate(asks)]
+            stats = service.sampler.stats
+            before = stats.steps, stats.row_steps
+            together = await asyncio.gather(*(chat(client, m, seed=i, max_tokens=10) for i, m in enumerate(asks)))
+            rows = (stats.row_steps - before[1]) / (stats.steps - before[0])
+            assert [r.choices[0].message.content for r in together] == alone
+            assert rows > 4, rows
+
+    asyncio.run(main())
+
+
+def test_the_log_probs_are_the_policys_own(tiny):
+    """Recomputed by the model's plain forward; the bound is that of the audit of finished rollouts."""
+    async def main():
+        async with served(tiny) as (service, client):
+            session = service.open_session()
+            own = client.with_options(base_url=session.url)
+            said = list(ASK)
+            for _ in range(3):
+                reply = await chat(own, said, max_tokens=20, temperature=0.8)
+                said += [reply.choices[0].message, {"role": "user", "content": "And then?"}]
+            rollout = service.rollout(session)
+        measured = audit(tiny, [rollout], temperature=0.8)
+        assert measured.tokens == sum(rollout.mask) > 20 and measured.after_stop == 0
+        assert measured.max_error < 1e-4 and measured.raw_max_error < 1e-4
+        assert audit(tiny, [rollout]).max_error > 0.01  # at another temperature it would show
+
+    asyncio.run(main())
+
+
+def test_a_blocking_client_in_a_running_loop(tiny):
+    """What a notebook cell does: the server has a loop of its own, so a synchronous call in ours is answered."""
+    async def main():
+        async with served(tiny) as (service, _):
+            with OpenAI(base_url=service.url + "/v1", api_key="-", timeout=20) as client:
+                assert chat(client, max_tokens=4).choices[0].message.content
+                assert [m.id for m in client.models.list()] == ["tiny"]
+
+    asyncio.run(main())
+
+
+def test_the_same_cell_again_and_two_services_at_once(tiny):
+    async def main():
+        for _ in range(2):
+            async with served(tiny) as (one, client), served(tiny) as (two, other):
+                assert one.url != two.url
+                a, b = await asyncio.gather(chat(client, seed=1, max_tokens=8), chat(other, seed=1, max_tokens=8))
+                assert a.choices[0].message == b.choices[0].message
+        with pytest.raises(ConnectionError):
+            await asyncio.to_thread(post, one, b"{}")
+
+    asyncio.run(main())
+
+
+def test_an_update_shows_in_the_next_answer(tiny):
+    async def main():
+        async with served(tiny) as (service, client):
+            old = await chat(client, seed=1, max_tokens=12, extra_body=IDS)
+
+            def change():
+                with torch.no_grad():
+                    tiny.model.lm_head.weight.mul_(-1.0)
+                tiny.version += 1
+
+            await service.sampler.run(change)
+            new = await chat(client, seed=1, max_tokens=12, extra_body=IDS)
+            assert [r.choices[0].grpolab["policy_version"] for r in (old, new)] == [0, 1]
+            assert new.system_fingerprint == "version-1" and new.choices[0].token_ids != old.choices[0].token_ids
+            assert (await client.models.list()).data[0].policy_version == 1
+
+    asyncio.run(main())
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+BAD = [
+    (dict(tools=[{"type": "function"}]), 400, "tools"),
+    (dict(response_format={"type": "json_object"}), 400, "response_format"),
+    (dict(logprobs=True, top_logprobs=3), 400, "top_logprobs"),
+    (dict(presence_penalty=0.5), 400, "presence_penalty"),
+    (dict(logit_bias={"5": 1}), 400, "logit_bias"),
+    (dict(reasoning_effort="high"), 400, "reasoning_effort"),
+    ({"\U0001f600": 1}, 400, "\U0001f600"),
+    (dict(model="gpt-4"), 404, "gpt-4"),
+    (dict(model=None), 400, "tiny"),
+    (dict(messages=[]), 400, "messages"),
+    (dict(messages="hello"), 400, "messages"),
+    (dict(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0]"),
+    (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, "messages[0]"),
+    (dict(messages=[{"role": "user", "content": "x", "name": "Bob"}]), 400, "name"),
+    (dict(messages=[{"role": "user", "content": "\ud800"}]), 400, "surrogate"),
+    (dict(messages=[{"role": "user"}]), 400, "messages[0]"),
+    (dict(n=0), 400, "n must be from 1 to 128"),
+    (dict(n=129), 400, "129"),
+    (dict(n=2.0), 400, "n must be an integer"),
+    (dict(n=True), 400, "n must be an integer"),
+    (dict(temperature=-1), 400, "temperature"),
+    (dict(temperature="hot"), 400, "temperature"),
+    (dict(temperature=10**400), 400, "temperature"),
+    (dict(top_p=0), 400, "top_p"),
+    (dict(max_tokens=0), 400, "max_tokens"),
+    (dict(max_tokens=5, max_completion_tokens=6), 400, "max_completion_tokens"),
+    (dict(stop=""), 400, "stop"),
+    (dict(stop=["a"] * 17), 400, "stop"),
+    (dict(stop=["\udfff"]), 400, "stop"),
+    (dict(stop=[1]), 400, "stop"),
+    (dict(stop_token_ids=[10**9]), 400, "1000000000"),
+    (dict(stop_token_ids=[2**70]), 400, "stop_token_ids"),
+    (dict(seed="x"), 400, "seed"),
+    (dict(stream=1), 400, "stream"),
+    (dict(stream_options={"include_usage": True}), 400, "stream_options"),
+    (dict(max_tokens=600), 400, "512"),
+    (dict(messages=user("1" * 600)), 400, "512"),
+    (dict(messages=user("x" * 2_000_000)), 400, "2000000"),
+]
+
+
+def test_bad_requests_are_refused_by_name(tiny):
+    """Each in OpenAI's error shape, and the service goes on."""
+    async def main():
+        async with served(tiny) as (service, client):
+            for fields, status, named in BAD:
+                body = {"model": "tiny", "messages": ASK, "max_tokens": 4} | fields
+                got, content = await asyncio.to_thread(post, service, json.dumps(body).encode())
+                assert got == status, (fields, content)
+                assert set(content["error"]) == {"message", "type", "param", "code"}, content
+                assert named in content["error"]["message"] or named == content["error"]["param"], (named, content)
+            for prompt in ("", [], [[]], ["ok", ""], [5, "x"], [-1], [10**6], [2**80], {"a": 1}, [[1], [True]], [1] * 600):
+                body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
+                got, content = await asyncio.to_thread(post, service, body, "/v1/completions")
+                assert got == 400 and "prompt" in content["error"]["message"], (prompt, content)
+            got, content = await asyncio.to_thread(
+                post, service, json.dumps({"model": "tiny", "prompt": "x", "logprobs": 3}).encode(), "/v1/completions")
+            assert got == 400 and content["error"]["param"] == "logprobs"
+            assert service.counts["failed"] == 0 and (await chat(client, max_tokens=4)).choices
+
+    asyncio.run(main())
+
+
+BODIES = [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 200_000, b'{"a":' * 100_000, b'{"model": NaN}',
+          b'{"n": ' + b"9" * 5000 + b"}", b'"' + b"x" * 1000]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_a_body_that_is_no_request(tiny, body):
+    async def main():
+        async with served(tiny) as (service, _):
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                status, content = await asyncio.to_thread(post, service, body, path)
+                assert status == 400 and "body" in content["error"]["message"], content
+            assert service.counts["failed"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_body_of_100_mb_is_refused_and_not_kept(tiny):
+    async def main():
+        async with served(tiny) as (service, client):
+            began = time.perf_counter()
+            status, content = await asyncio.to_thread(post, service, b"x" * 100_000_000)
+            assert status == 413 and "100000000 bytes" in content["error"]["message"]
+            assert str(4 * 2**20) in content["error"]["message"]
+            assert time.perf_counter() - began < 20
+            assert (await chat(client, max_tokens=4)).choices
+
+    asyncio.run(main())
+
+
+def test_routes_methods_and_browsers(tiny):
+    async def main():
+        async with served(tiny) as (service, _):
+            status, content = await asyncio.to_thread(post, service, b"{}", "/v1/embeddings")
+            assert status == 404 and "/v1/chat/completions" in content["error"]["message"]
+            status, content = await asyncio.to_thread(post, service, b"{}", "/v1/models")
+            assert status == 405
+            status, content = await asyncio.to_thread(post, service, b"{}", headers={"Origin": "http://evil.example"}.items())
+            assert status == 403 and "Origin" in content["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_a_token_is_asked_of_everyone_but_health(tiny):
+    async def main():
+        async with served(tiny, token="s3cret") as (service, client):
+            assert (await chat(client, max_tokens=4)).choices
+            for wrong in ("", "wrong", "s3cre", "s3crett", "\u00fc"):
+                stranger = {"Authorization": f"Bearer {wrong}"} if wrong else {}
+                if not wrong.isascii():
+                    stranger = {"Authorization": wrong.encode().decode("latin-1")}
+                status, content = await asyncio.to_thread(post, service, b"{}", headers=stranger.items())
+                assert status == 401 and content["error"]["code"] == "invalid_api_key" and "s3cret" not in str(content)
+            with pytest.raises(openai.AuthenticationError):
+                await chat(client.with_options(api_key="wrong"))
+            place = urlsplit(service.url)
+            plain = http.client.HTTPConnection(place.hostname, place.port, timeout=10)
+            plain.request("GET", "/health")
+            assert json.loads(plain.getresponse().read()) == {"status": "healthy"}
+            plain.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (dict(host="0.0.0.0"), "token"), (dict(port=70_000), "70000"), (dict(token=""), "empty"), (dict(max_rows=0), "max_rows=0"),
+    (dict(max_sessions=0), "max_sessions=0"), (dict(max_body_bytes=-1), "max_body_bytes=-1"),
+])  # fmt: skip
+def test_options_that_make_no_sense(tiny, options, said):
+    async def main():
+        async with serve_policy(tiny, **options):
+            pass
+
+    with pytest.raises(ValueError, match=re.escape(said)):
+        asyncio.run(main())
+
+
+def test_a_port_that_is_taken(tiny):
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            with pytest.raises(OSError, match=str(taken.getsockname()[1])):
+                async with serve_policy(tiny, port=taken.getsockname()[1]):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_more_rows_than_it_takes(tiny):
+    async def main():
+        async with served(tiny, max_rows=4) as (_, client):
+            with pytest.raises(openai.RateLimitError, match="takes 4"):
+                await chat(client, n=5, max_tokens=4)
+            assert len((await chat(client, n=4, max_tokens=4)).choices) == 4
+
+    asyncio.run(main())
+
+
+def test_a_policy_that_breaks_is_an_error_not_an_answer(tiny):
+    async def main():
+        async with served(tiny) as (service, client):
+            with torch.no_grad():
+                tiny.model.lm_head.weight.fill_(float("nan"))
+            tiny.version += 1
+            with pytest.raises(openai.InternalServerError, match="not finite"):
+                await chat(client, max_tokens=4)
+            with pytest.raises(openai.APIError, match="not finite"):
+                async for _ in await chat(client, max_tokens=4, stream=True):
+                    pass
+            await idle(service)
+
+    asyncio.run(main())
+
+
+# --- callers who leave ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_caller_who_leaves_ends_its_request(tiny, stream):
+    """In mid-answer: its rows leave the decode batch long before they are through, and it is in no record."""
+    async def main():
+        async with served(tiny) as (service, client):
+            session = service.open_session()
+            own = client.with_options(base_url=session.url)
+            asked = dict(n=4, max_tokens=480, extra_body={"ignore_eos": True})
+            await chat(own, max_tokens=2)  # the engine is chosen
+            before = service.sampler.stats.new_tokens
+            if stream:
+                chunks = await chat(own, stream=True, **asked)
+                async for _ in chunks:
+                    break
+                await chunks.close()
+            else:
+                asking = asyncio.ensure_future(chat(own, **asked))
+                while service.rows < 4:
+                    await asyncio.sleep(0.005)
+                asking.cancel()
+            await idle(service)
+            assert service.sampler.stats.new_tokens - before < 4 * 470
+            assert service.counts["cancelled"] == 1 and session.cancelled == 4 and not session.open
+            assert len(service.rollouts(session)) == 1
+            assert (await chat(client, max_tokens=4)).choices
+
+    asyncio.run(main())
+
+
+def test_callers_who_leave_at_any_moment(tiny):
+    """40 of them, cut off after a random time: nothing stays behind, and the others get what they would alone."""
+    async def main():
+        async with served(tiny) as (service, client):
+            wanted = (await chat(client, seed=9, max_tokens=40)).choices[0].message.content
+            rng = random.Random(1)
+
+            async def leave(i):
+                try:
+                    async with asyncio.timeout(rng.uniform(0, 0.3)):
+                        asked = chat(client, n=rng.randint(1, 3), max_tokens=200, stream=i % 2 == 0)
+                        if i % 2 == 0:
+                            async for _ in await asked:
+                                pass
+                        else:
+                            await asked
+                except TimeoutError:
+                    pass
+
+            staying = [chat(client, seed=9, max_tokens=40) for _ in range(4)]
+            done = await asyncio.gather(*(leave(i) for i in range(40)), *staying)
+            assert [r.choices[0].message.content for r in done[40:]] == [wanted] * 4
+            await idle(service)
+            assert not service.open and service.counts["failed"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_slow_head_and_a_slow_body_are_cut_off(tiny, monkeypatch):
+    monkeypatch.setattr(doors, "HEAD", 0.3)
+    monkeypatch.setattr(doors, "BODY", 0.3)
+
+    async def main():
+        async with served(tiny) as (service, client):
+            place = urlsplit(service.url)
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            for letter in b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r":
+                writer.write(bytes([letter]))
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(3):
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+            writer.close()
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            async with asyncio.timeout(3):
+                assert b"408" in await reader.readline()
+            writer.close()
+            assert (await chat(client, max_tokens=4)).choices
+
+    asyncio.run(main())
+
+
+def test_leaving_the_block_ends_what_is_sampled(tiny):
+    """In bounded time, with an error to the caller; a Sampler of somebody else's stays open."""
+    async def main():
+        sampler = Sampler(tiny)
+        async with served(sampler) as (service, client):
+            await chat(client, max_tokens=2)
+            asked = dict(n=8, max_tokens=480, extra_body={"ignore_eos": True})
+            asking = [asyncio.ensure_future(chat(client, **asked)) for _ in range(2)]
+            while service.rows < 16:
+                await asyncio.sleep(0.005)
+            began = time.perf_counter()
+        assert time.perf_counter() - began < 5
+        for failed in await asyncio.gather(*asking, return_exceptions=True):
+            assert isinstance(failed, openai.APIConnectionError | openai.InternalServerError), failed
+        assert len((await sampler.sample([[5, 6]]))[0]) == 1
+        await sampler.close()
+
+    asyncio.run(main())
+
+
+def test_text_is_data(tiny):
+    """A message that spells a control token says those letters; so does a text prompt. Ids are as they are."""
+    async def main():
+        async with served(tiny) as (_, client):
+            end = tiny.tokenizer.eos_token
+            reply = await chat(client, user(f"a{end}b"), max_tokens=2, extra_body=IDS)
+            assert tiny.eos_ids[0] not in reply.prompt_token_ids
+            text = await complete(client, f"a{end}b", max_tokens=2, extra_body=IDS)
+            assert tiny.eos_ids[0] not in text.choices[0].prompt_token_ids
+            ids = [5, tiny.eos_ids[0], 6]
+            assert (await complete(client, ids, max_tokens=2, extra_body=IDS)).choices[0].prompt_token_ids == ids
+            for odd in ("\u0000", "\U0001f9d1\u200d\U0001f680", "\u202e", "e\u0301", "\ufffd", "\r\n"):
+                assert (await chat(client, user(odd), max_tokens=2)).choices
+
+    asyncio.run(main())
