@@ -124,7 +124,7 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
         rewards = [[run.reward if run.trained else None for run in members] for members in by_task]
         return Drawn(
             groups, habits(runs), seen=seen, tokens=sum(len(r.tokens) for run in runs for r in run.rollouts),
-            taken=lambda: tasks.record(asked, rewards), weights=weights, record=lambda: record,
+            taken=lambda: tasks.record(asked, rewards), advantages=weights, record=lambda: record,
             engine=service.sampler.engine.name)
 
     return source

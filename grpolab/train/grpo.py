@@ -169,7 +169,7 @@ async def grpo_from(
                 plain = lambda: as_recorded([(None, g) for g in seen], groups, {}, config.advantage_kind)  # noqa: E731
                 run.record(step, policy, (drawn.record or plain)(), drawn.engine)
             began = time.perf_counter()
-            row = grpo_update(policy, reference, groups, config, optimiser, step, drawn.weights, drawn.off_policy)
+            row = grpo_update(policy, reference, groups, config, optimiser, step, drawn.advantages, drawn.off_policy)
             times = timings(tokens, sampling, row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)
             return describe(seen) | row | times | dict(drawn.row) | drawn.taken()
 

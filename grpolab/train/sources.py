@@ -42,7 +42,7 @@ class Drawn:
     seen    what the policy made of the tasks as they were drawn, which the row describes (default: the groups)
     tokens  sampled for it in all (default: those of `seen`)
     taken   called once the step was taken; what it returns joins the row (a curriculum is told there)
-    weights advantages of the groups' rollouts (B, G), where their rewards alone do not make them (default: they do)
+    advantages  of the groups' rollouts (B, G), where their rewards alone do not make them (default: they do)
     record  the groups as a Run's record keeps them (default: the groups as they are); `engine` names their sampler's
     off_policy  the rollouts are of another policy: the row then tells how far it is (`offline.importance`)
     """
@@ -52,7 +52,7 @@ class Drawn:
     seen: Sequence[Group] | None = None
     tokens: int | None = None
     taken: Callable[[], dict] = dict
-    weights: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
     record: Callable[[], Sequence[RecordedGroup]] | None = None
     engine: str = ""
     off_policy: bool = False
