@@ -60,8 +60,9 @@ lab: .venv/lab
 		--FileContentsManager.pre_save_hook=grpolab.lab.tidy.before_saving $(LAB)
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
+# Three workers for two cores, since many tests wait for servers and children.
 # Whole files to a worker, since tests of a file share what they made. Notebook 01 first: 03, 04 and 05 start from its policy.
-UNITS := $(PY) -m pytest -n 2 --dist loadfile
+UNITS := $(PY) -m pytest -n 3 --dist loadfile
 NBVAL := $(PY) -m pytest -n 2 --dist loadscope -p no:python --nbval-lax --nbval-current-env --nbval-cell-timeout=1200
 FIRST := notebooks/01_sft.ipynb notebooks/02_decode_engine.ipynb
 REST = $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
