@@ -44,7 +44,7 @@ def wilson(successes: int, n: int, z: float = Z95) -> Interval:
         raise ValueError(f"{successes} successes of {n} is not a rate: evaluate at least one question")
     rate, centre = successes / n, (successes + z * z / 2) / (n + z * z)
     half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return Interval(rate, max(0.0, centre - half), min(1.0, centre + half))
+    return Interval(rate, min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half)))  # whatever was rounded
 
 
 def mean_interval(values: Sequence[float], z: float = Z95) -> Interval:

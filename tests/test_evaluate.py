@@ -86,6 +86,7 @@ def test_wilson_by_hand():
     centre, half = (8 + z2 / 2) / (10 + z2), math.sqrt(z2) * math.sqrt(0.16 * 10 + z2 / 4) / (10 + z2)
     assert (i.low, i.high) == pytest.approx((centre - half, centre + half), abs=1e-9)
     assert (wilson(0, 5).low, wilson(5, 5).high) == pytest.approx((0.0, 1.0), abs=1e-12)
+    assert all(i.low <= i.value <= i.high for n in range(1, 600) for i in (wilson(0, n), wilson(1, n), wilson(n, n)))
 
 
 def test_improvement_is_paired(tiny):
