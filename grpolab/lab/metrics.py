@@ -58,6 +58,7 @@ METRICS = {
     "update_s": Metric("seconds of the update in a step"),
     "seconds": Metric("seconds of a step"),
     "tokens_per_s": Metric("tokens trained on in a second"),
+    "pairs_per_s": Metric("pairs trained on in a second"),
 }
 UNKNOWN = Metric("")
 MEASURED = Metric("measured on the way, every so many steps (`Selection`)")

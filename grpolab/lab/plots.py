@@ -12,6 +12,7 @@ from io import BytesIO
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image  # matplotlib brings it
 
 from grpolab.lab.readable import readable
@@ -96,6 +97,7 @@ def curve(metrics: pd.DataFrame, column: str, *, title: str, ylabel: str, color=
     if label:
         ax.annotate(label, (x.iloc[-1], y.iloc[-1]), xytext=(4, 0), textcoords="offset points", color=color, va="center")
     ax.set(title=title, xlabel="step" + (f" (mean of the {window} around it)" if window > 1 else ""), ylabel=ylabel)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return ax
 
 
@@ -144,6 +146,7 @@ def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
             ax.text(metrics["step"].iloc[-1], bottom + tail / 2, f"{name} ", ha="right", va="center", fontsize=9)
         bottom += tail
     ax.set(title=title, xlabel="step", ylabel="share of groups", ylim=(0, 1))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0)
     return ax
 
