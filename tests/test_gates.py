@@ -163,7 +163,7 @@ def let_packed_examples_see_each_other(monkeypatch):
 )
 def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     filled = {"plain = await": ASKED}
-    failed = failures_under(sabotage, "01_sft", "live = Dashboard", SFT_LEARNED, tmp_path, monkeypatch, filled)
+    failed = failures_under(sabotage, "01_sft", "if not tiny:", SFT_LEARNED, tmp_path, monkeypatch, filled)
     if failed is None:
         assert sabotage in (drop_the_mask, mask_everything_off_by_one)
     else:
