@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import contextlib
 import os
 import queue
 import signal
@@ -510,10 +511,17 @@ def test_a_signal_ends_a_server_that_is_still_importing(isolate, number, tmp_pat
     wait_for(lambda: not any(alive(p.pid) for p in family), SOON)
 
 
+def names_under(pid):
+    """Of the processes under this one; some are gone before they are asked."""
+    for p in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield p.name()
+
+
 def test_a_signal_ends_a_server_whose_backends_are_still_starting():
     server = subprocess.Popen([sys.executable, "-m", "grpolab", "serve", "calculator", "--backend", "sleep 60"],
                               stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    wait_for(lambda: any("sleep" in p.name() for p in psutil.Process(server.pid).children(recursive=True)), SOON)
+    wait_for(lambda: any("sleep" in name for name in names_under(server.pid)), SOON)
     family = psutil.Process(server.pid).children(recursive=True)
     server.send_signal(signal.SIGTERM)
     assert "Traceback" not in server.communicate(timeout=SOON)[1] and server.returncode == 0

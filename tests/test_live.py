@@ -66,11 +66,12 @@ def test_a_value_outside_its_healthy_range_is_coloured():
 
 def test_a_run_that_goes_on_is_shown_from_its_start_and_its_time_left_from_this_sitting(tmp_path, monkeypatch):
     run = Run("x", root=tmp_path)
-    now = iter(range(0, 1000, 6))
-    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     live = Dashboard(100, ["loss"], run=run)  # at 0 seconds
     for step in range(51):
         run.log({"step": step, "loss": 1.0 / (step + 1)})
+    now[0] = 6.0
     live.update(run.metrics[-1])  # at 6: one row of this sitting, 49 to come
     assert [r["step"] for r in live.rows] == list(range(51)) and live.done == 51
     assert "6 s, about 294 s left" in repr(live)
