@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from loop_helpers import flat, rows_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
@@ -36,21 +37,8 @@ def fresh(tiny):
     return Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "copy", tiny.eos_ids)
 
 
-def flat(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
-
-
 def train(policy, config, run=None, stop=None):
-    async def walk():
-        rows, loop = [], sft(policy, demonstrations(policy, PROBLEMS), config, run=run)
-        async for row in loop:
-            rows.append(row)
-            if len(rows) == stop:
-                break
-        await loop.aclose()
-        return rows
-
-    return asyncio.run(walk())
+    return rows_of(sft(policy, demonstrations(policy, PROBLEMS), config, run=run), stop)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,6 +8,8 @@ import json
 
 import pytest
 import torch
+from loop_helpers import flat as weights
+from loop_helpers import rows_of
 
 from grpolab.arithmetic import Problem
 from grpolab.lab.run import Run
@@ -26,24 +28,8 @@ def digits(text, row, rollout):
     return float(sum(c.isdigit() for c in text))
 
 
-def weights(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
-
-
-def collect(loop, n=None):
-    async def go():
-        rows = []
-        async for row in loop:
-            rows.append(row)
-            if len(rows) == n:
-                break
-        return rows
-
-    return asyncio.run(go())
-
-
 def train(policy, source, config=CONFIG, n=None, **more):
-    return collect(grpo_from(policy, None, source, config, longest=source.longest, **more), n)
+    return rows_of(grpo_from(policy, None, source, config, longest=source.longest, **more), n)
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +220,6 @@ def test_a_folder_without_a_record(tmp_path):
         recorded_groups(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     run, policy = Run("unkept", root=tmp_path, keep="none"), load_policy("tiny")
-    collect(grpo(policy, None, PROBLEMS, CONFIG, reward=digits, run=run))
+    rows_of(grpo(policy, None, PROBLEMS, CONFIG, reward=digits, run=run))
     with pytest.raises(ValueError, match=r"it holds none: record with Run\(..., keep='all'\)"):
         recorded_groups(run)

@@ -1,10 +1,10 @@
 """bf16 parameters over fp32 master weights: no step is lost, a resumed run is the same run, and the sampler's log-probs are the
 trainer's in exact mode."""
 
-import asyncio
 
 import pytest
 import torch
+from loop_helpers import rows_of
 
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.replay import replay_bundle
@@ -25,19 +25,6 @@ def bf16():
 
 def examples(policy):
     return demonstrations(policy, PROBLEMS)
-
-
-def rows_of(loop, steps=None):
-    async def collect():
-        rows = []
-        async for row in loop:
-            rows.append(row)
-            if len(rows) == steps:
-                break
-        await loop.aclose()
-        return rows
-
-    return asyncio.run(collect())
 
 
 def weights(policy):

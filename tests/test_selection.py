@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from loop_helpers import flat as weights
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import Example
@@ -23,10 +24,6 @@ from grpolab.train.sft import sft_value
 
 PROBLEMS = [Problem(a, "+", 7) for a in range(12)]
 CONFIG = SFTConfig(steps=6, batch_size=4, lr=1e-3, save_every=4)
-
-
-def weights(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
 def scripted(values):

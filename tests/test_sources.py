@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from loop_helpers import flat as weights
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import prompt_ids
@@ -28,10 +29,6 @@ def tiny():
 
 def vowels(text, row, rollout):
     return float(sum(text.count(v) for v in "aeiou0123"))
-
-
-def weights(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
 def train(policy, rows=ROWS, reward=vowels, config=CONFIG, **more):

@@ -1,0 +1,24 @@
+"""What the tests of training loops share."""
+
+import asyncio
+
+import torch
+
+
+def rows_of(loop, n=None):
+    """The rows of a training loop, or its first n, after which it is left and closed."""
+    async def collect():
+        rows = []
+        async for row in loop:
+            rows.append(row)
+            if len(rows) == n:
+                break
+        await loop.aclose()
+        return rows
+
+    return asyncio.run(collect())
+
+
+def flat(policy):
+    """All parameters as one vector."""
+    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
