@@ -153,6 +153,9 @@ def failing(folder, out, how, at):
         if ranks.world().rank == 1 and next(seen) == int(at):
             if how == "error":
                 return "one"
+            kept, until = Run("killed", root=Path(out) / "rank-0"), time.monotonic() + 60
+            while not kept.checkpointed() and time.monotonic() < until:  # rank 0 writes step 1 while this rank samples step 2
+                time.sleep(0.01)
             os.kill(os.getpid(), getattr(signal, how))
         return honest(text, problem, rollout)
 
