@@ -62,8 +62,12 @@ _TEXT = {
         put-dashboard get-dashboard list-dashboards delete-dashboards tag-resource untag-resource
         list-tags-for-resource""",
     "events": """put-rule delete-rule describe-rule list-rules enable-rule disable-rule put-targets remove-targets
-        list-targets-by-rule create-event-bus delete-event-bus describe-event-bus list-event-buses tag-resource
-        untag-resource list-tags-for-resource""",
+        list-targets-by-rule create-event-bus delete-event-bus describe-event-bus list-event-buses
+        create-archive delete-archive describe-archive list-archives update-archive
+        tag-resource untag-resource list-tags-for-resource""",
+    "kinesis": """create-stream delete-stream describe-stream describe-stream-summary list-streams put-record put-records
+        get-shard-iterator get-records add-tags-to-stream remove-tags-from-stream list-tags-for-stream
+        increase-stream-retention-period decrease-stream-retention-period update-shard-count""",
     "ec2": """create-vpc delete-vpc describe-vpcs modify-vpc-attribute describe-vpc-attribute create-subnet delete-subnet
         describe-subnets modify-subnet-attribute create-security-group delete-security-group describe-security-groups
         authorize-security-group-ingress authorize-security-group-egress revoke-security-group-ingress
@@ -82,4 +86,4 @@ OPERATIONS: dict[str, frozenset[str]] = {service: frozenset(text.split()) for se
 
 # MiniStack's own names of these services, for its SERVICES variable: what is not named there is not even loaded.
 SIMULATED = ("s3", "dynamodb", "sqs", "sns", "iam", "sts", "ssm", "secretsmanager", "kms", "logs", "monitoring", "events",
-             "ec2", "route53")
+             "kinesis", "ec2", "route53")

@@ -7,6 +7,9 @@ import re
 import threading
 from functools import cache
 from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from grpolab.env.aws.allowed import SIMULATED
 
 REGION = re.compile(r"[a-z]{2}(-[a-z]{2,9}){1,2}-[1-9]")
 ACCESS_KEY, SECRET_KEY = "testing", "testing"  # what the simulator takes from everybody
@@ -79,6 +82,12 @@ def make_client(service: str, endpoint: str, region: str) -> Any:
     def guard(request: Any, **_: Any) -> None:
         if not request.url.startswith((endpoint + "/", endpoint + "?")) and request.url != endpoint:
             raise OutsideRequest(f"{request.url:.100} is not in this account")
+        path = unquote(urlsplit(request.url).path)
+        if path.startswith("/_") or "/../" in f"{path}/" or "/./" in f"{path}/" or path.startswith("//"):
+            raise OutsideRequest(f"{path:.60} is no bucket, or has parts that a path cannot have")
+        scope = re.search(r"Credential=[^/]+/[0-9]+/[^/]+/([^/]+)/", str(request.headers.get("Authorization")))
+        if scope is None or scope[1] not in SIMULATED:  # MiniStack searches all it knows for such a one, for 16 s
+            raise OutsideRequest(f"{scope[1] if scope else 'an unsigned request'} is not simulated here")
         request.headers["Host"] = HOST
 
     client.meta.events.register_first("before-send", guard)

@@ -42,15 +42,6 @@ _parsing = threading.Lock()  # awscli's argument tables are shared, and its hand
 
 
 @dataclass(frozen=True)
-class Output:
-    """What a command printed; `ok` is whether it would have exited with 0."""
-
-    ok: bool
-    stdout: str
-    stderr: str
-
-
-@dataclass(frozen=True)
 class Call:
     """A parsed command: the operation as botocore names it, its parameters, and how the result is printed."""
 
@@ -62,6 +53,16 @@ class Call:
     query: Any = None
     paginate: bool = True
     payload: str | None = None  # the member of the result that is a stream
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command printed; `ok` is whether it would have exited with 0. `call` is what was sent, None where nothing was."""
+
+    ok: bool
+    stdout: str
+    stderr: str
+    call: Call | None = None
 
 
 @dataclass
@@ -87,16 +88,25 @@ class Account:
     def run(self, line: str) -> Output:
         """Carry out one command line. A command that is refused or fails gives Output(ok=False); raises AccountGone when
         the account does not answer."""
+        call = None
         try:
-            words = checked(split(line))
+            words, chosen = take_globals(checked(split(line)))
             if words[:1] == ["s3"]:
-                return Output(True, s3.run(words[1:], self.client), "")
+                asked = s3.parse(words[1:])
+                call = Call("s3", asked.operation, {"Bucket": asked.bucket}, chosen.region)
+                return Output(True, s3.run(asked, self.client("s3", chosen.region)), "", call)
             if "help" in words[:3]:
                 return Output(True, usage(words), "")
-            call = parse(words)
-            return Output(True, self.call(call), "")
+            call = parse(words, chosen)
+            return Output(True, self.call(call), "", call)
         except Refused as refusal:
-            return Output(False, "", f"{refusal}\n")
+            return Output(False, "", f"{refusal}\n", call)
+
+    def close(self) -> None:
+        """Close the clients' connections."""
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
 
     def call(self, call: Call) -> str:
         """Send a parsed command and print its result. Raises Refused with the service's error, AccountGone."""
@@ -125,7 +135,7 @@ class Account:
 
 
 def checked(words: list[str]) -> list[str]:
-    """The words after `aws`, global options moved to the end; raises Refused for what may not reach the parser."""
+    """The words after `aws`; raises Refused for what may not reach the parser."""
     if not words or words[0] != "aws":
         raise Refused("a command here starts with aws, for example: aws s3api list-buckets")
     for word in words:
@@ -134,9 +144,9 @@ def checked(words: list[str]) -> list[str]:
     return words[1:]
 
 
-def parse(words: list[str]) -> Call:
-    """The call that the words after `aws` ask for, by awscli's own parser; raises Refused with what is wrong."""
-    words, chosen = take_globals(words)
+def parse(words: list[str], chosen: Namespace) -> Call:
+    """The call that the words after `aws` ask for, by awscli's own parser; raises Refused with what is wrong. `chosen` are
+    the global options (`words.take_globals`)."""
     service, operation = _named(words)
     chosen.command = service
     with _parsing:

@@ -7,6 +7,7 @@ writing. Imports nothing of ours.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -23,6 +24,10 @@ ENVIRONMENT = {
     "MINISTACK_REGION": "us-east-1", "IOT_MTLS_ENABLED": "0", "SFTP_ENABLED": "0", "PERSIST_STATE": "0", "S3_PERSIST": "0",
     "SFN_WAIT_SCALE": "0", "LOG_LEVEL": "ERROR", "MINISTACK_WORKER_THREADS": "4", "DOCKER_HOST": "unix:///nowhere",
 }
+
+
+LOADED = "/_grpolab/loaded"  # GET: the names of MiniStack's modules of services that have been used, as JSON
+_MODULES = "ministack.services."
 
 
 class Closed(PermissionError):
@@ -54,7 +59,13 @@ def main(services: list[str]) -> None:
     from ministack.app import app
 
     async def told(scope: Any, receive: Any, send: Any) -> None:
-        """MiniStack, and our first line once it has started."""
+        """MiniStack, our first line once it has started, and what it has loaded."""
+        if scope.get("path") == LOADED:
+            names = sorted(name.removeprefix(_MODULES) for name in sys.modules if name.startswith(_MODULES))
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+            await send({"type": "http.response.body", "body": json.dumps(names).encode()})
+            return
+
         async def sending(message: Any) -> None:
             await send(message)
             if message["type"] == "lifespan.startup.complete":
