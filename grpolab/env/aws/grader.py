@@ -9,7 +9,8 @@ A step of the path is a name (that entry of every mapping found), a mapping (kee
 entries) or "@json" (read a text as JSON). Lists are opened at every step and at the end, so a single action and a list
 with that action are the same. `exists` and `absent` are true alone; `equals` takes a value or a list in any order;
 `contains` asks for a value among the found ones, and `count` for how many there are. A criterion with `keep` holds at the
-start already and must go on holding. An argument `{"found": {"service", "read", "args", "path"}}` is the one value of another read.
+start already and must go on holding. An argument `{"found": {"service", "read", "args", "path"}}` is the one value that
+another read finds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+from grpolab.env.aws.clients import AccountGone
 
 if TYPE_CHECKING:
     from grpolab.env.aws.tasks import Task
@@ -33,7 +34,6 @@ _TOPIC = ("NotFound", *_GONE)
 READS: dict[tuple[str, str], tuple[str, ...]] = {
     ("s3", "head_bucket"): ("404",),
     ("s3", "head_object"): ("404",),
-    ("s3", "list_objects_v2"): _S3,
     ("s3", "get_bucket_location"): _S3,
     ("s3", "get_bucket_versioning"): _S3,
     ("s3", "get_bucket_tagging"): (*_S3, "NoSuchTagSet"),
@@ -50,7 +50,7 @@ READS: dict[tuple[str, str], tuple[str, ...]] = {
     ("sns", "list_subscriptions_by_topic"): _TOPIC,
     ("sns", "list_tags_for_resource"): _TOPIC,
     ("dynamodb", "describe_table"): _GONE,
-    ("dynamodb", "get_item"): _GONE,
+    ("dynamodb", "get_item"): (*_GONE, "ValidationException"),  # the second: a table with another key
     ("dynamodb", "describe_time_to_live"): _GONE,
     ("dynamodb", "describe_continuous_backups"): (*_GONE, "TableNotFoundException"),
     ("dynamodb", "list_tags_of_resource"): (*_GONE, "AccessDeniedException"),  # what it says of a table that is not there
@@ -71,7 +71,6 @@ READS: dict[tuple[str, str], tuple[str, ...]] = {
     ("iam", "list_attached_role_policies"): _IAM,
     ("iam", "list_access_keys"): _IAM,
     ("ssm", "get_parameter"): ("ParameterNotFound",),
-    ("ssm", "list_tags_for_resource"): ("InvalidResourceId",),
     ("secretsmanager", "get_secret_value"): (*_GONE, "InvalidRequestException"),  # the second: it waits for its deletion
     ("secretsmanager", "describe_secret"): _GONE,
     ("logs", "describe_log_groups"): (),
@@ -81,22 +80,16 @@ READS: dict[tuple[str, str], tuple[str, ...]] = {
     ("events", "describe_rule"): _GONE,
     ("events", "list_targets_by_rule"): _GONE,
     ("events", "describe_event_bus"): _GONE,
-    ("events", "describe_archive"): _GONE,
     ("kms", "describe_key"): ("NotFoundException",),
-    ("kms", "get_key_rotation_status"): ("NotFoundException",),
-    ("kms", "list_resource_tags"): ("NotFoundException",),
-    ("kinesis", "describe_stream_summary"): _GONE,
-    ("kinesis", "list_tags_for_stream"): _GONE,
+    ("kms", "get_key_rotation_status"): ("NotFoundException", "KMSInvalidStateException"),  # the second: it is to be deleted
     ("cloudwatch", "describe_alarms"): (),
-    ("cloudwatch", "get_dashboard"): ("ResourceNotFound",),
-    ("ecr", "describe_repositories"): ("RepositoryNotFoundException",),
 }  # fmt: skip
 COMPARISONS = ("exists", "absent", "equals", "contains", "count")
 _PARTS = {"service", "read", "args", "path", "keep"}
 
 
 class GradingError(RuntimeError):
-    """The account could not be read: a fault of the backend, and no verdict on the task."""
+    """The account answered with an error that no criterion expects: a fault of the backend, and no verdict on the task."""
 
 
 @dataclass(frozen=True)
@@ -143,15 +136,21 @@ def _check_read(criterion: Mapping[str, Any]) -> None:
 def grade(task: Task, client: Callable[[str], Any]) -> Grade:
     """Read the account of `client` (service name -> botocore client on its endpoint) and compare it with the criteria.
 
-    Raises GradingError where the backend does not answer or refuses, ValueError for a criterion outside the vocabulary.
+    Raises AccountGone where the backend does not answer, GradingError where it refuses a read, ValueError for a criterion
+    outside the vocabulary.
     """
+    from botocore import exceptions
+    from botocore.parsers import ResponseParserError
+
     answers: dict[str, Any] = {}  # criteria often look at different parts of one answer
     checks = []
     for criterion in task.criteria:
         how = check_criterion(criterion)
         try:
             holds = _holds(how, criterion[how], _found(criterion, client, answers))
-        except (BotoCoreError, ClientError) as error:
+        except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:
+            raise AccountGone(f"task {task.id!r} could not be graded: {error}") from error
+        except (exceptions.BotoCoreError, exceptions.ClientError, ResponseParserError) as error:
             raise GradingError(f"task {task.id!r}: {criterion['service']}.{criterion['read']} failed: {error}") from error
         checks.append(Check(f"{criterion['service']}.{criterion['read']}", holds, criterion.get("keep", False)))
     reached = [check.holds for check in checks if not check.keep]
@@ -181,6 +180,8 @@ def _found(criterion: Mapping[str, Any], client: Callable[[str], Any], answers: 
 
 def _read(client: Any, service: str, read: str, args: Mapping[str, Any]) -> list:
     """The answer of a read, all its pages, as a list of one; an empty list where the account has no such thing."""
+    from botocore.exceptions import ClientError
+
     try:
         if client.can_paginate(read):
             return [client.get_paginator(read).paginate(**args).build_full_result()]
@@ -198,8 +199,8 @@ def _step(found: list, step: str | Mapping[str, Any]) -> list:
     mappings = [value for value in found if isinstance(value, Mapping)]
     if isinstance(step, str):
         return _opened([value[step] for value in mappings if step in value])
-    return [value for value in mappings if all(
-        any(_same(part, wanted) for part in _opened([value[name]])) if name in value else False for name, wanted in step.items())]
+    return [value for value in mappings
+            if all(_holds("contains", wanted, _opened([value.get(name)])) for name, wanted in step.items())]
 
 
 def _json(text: str) -> Any:

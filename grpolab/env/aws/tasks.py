@@ -40,7 +40,7 @@ class Task:
     description: str
     services: tuple[str, ...]
     setup: tuple[str, ...]
-    hints: tuple[str, ...]
+    hints: tuple[str, ...] = field(default=(), repr=False)
     drifts: tuple[str, ...] = ()
     criteria: tuple[dict, ...] = field(default=(), repr=False, hash=False)
     solution: tuple[str, ...] = field(default=(), repr=False)
