@@ -94,6 +94,14 @@ def make_client(service: str, endpoint: str, region: str) -> Any:
     return client
 
 
+def broken() -> tuple[type[Exception], ...]:
+    """What botocore raises where an endpoint does not answer, or breaks off."""
+    from botocore import exceptions
+
+    return (exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.ResponseStreamingError,
+            exceptions.IncompleteReadError)
+
+
 def said(fault: Exception) -> str:
     """The text of a service's error as the CLI prints it; our clients, which try once, would add that to it."""
     return str(fault).replace(" (reached max retries: 0)", "") or type(fault).__name__

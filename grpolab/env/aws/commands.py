@@ -25,6 +25,7 @@ from grpolab.env.aws.allowed import OPERATIONS
 from grpolab.env.aws.clients import (
     AccountGone,
     OutsideRequest,
+    broken,
     check_region,
     isolated_session,
     make_client,
@@ -126,7 +127,7 @@ class Account:
                 printed.write(result.pop(call.payload).read(BODY_CHARACTERS).decode("utf-8", "replace"))
             shape = Namespace(query=call.query, output=call.output, color="off")
             get_formatter(call.output, shape)(call.operation, result, printed)
-        except (exceptions.HTTPClientError, exceptions.ResponseStreamingError, exceptions.IncompleteReadError) as fault:
+        except broken() as fault:
             raise AccountGone(f"the account at {self.endpoint} does not answer: {fault}") from fault
         except (exceptions.ClientError, exceptions.BotoCoreError, ResponseParserError, OutsideRequest, ValueError,
                 RecursionError) as fault:
@@ -167,7 +168,7 @@ def _named(words: list[str]) -> tuple[str, str]:
 
 
 def _parse(service: str, operation: str, words: list[str], chosen: Namespace) -> Call:
-    command, model = _commands(service)[operation]
+    command, model = commands_of(service)[operation]
     session, quiet = _parser()
     table = command.arg_table
     _check_options(words, table)
@@ -219,7 +220,7 @@ def usage(words: list[str]) -> str:
         return f"aws {names[0]} OPERATION [--option value ...]\noperations: {', '.join(sorted(OPERATIONS[names[0]]))}\n"
     service, operation = _named(names)
     with _parsing:
-        table = _commands(service)[operation][0].arg_table
+        table = commands_of(service)[operation][0].arg_table
         options = [argument.cli_name if argument.required else f"[{argument.cli_name}]" for argument in table.values()
                    if argument.cli_name not in UNAVAILABLE]
     return f"aws {service} {operation} {' '.join(options)}\n"
@@ -244,7 +245,7 @@ def _parser() -> tuple[Any, Any]:
 
 
 @cache
-def _commands(service: str) -> dict[str, tuple[Any, Any]]:
+def commands_of(service: str) -> dict[str, tuple[Any, Any]]:
     """{operation: (awscli's command, botocore's model)} of an allowed service."""
     from awscli.clidriver import ServiceCommand, ServiceOperation
     from botocore import xform_name

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from grpolab.env.aws.clients import AccountGone, OutsideRequest, said
+from grpolab.env.aws.clients import AccountGone, OutsideRequest, broken, said
 from grpolab.env.aws.words import Refused
 
 _FLAGS = {"ls": {"--recursive"}, "mb": set(), "rb": {"--force"}, "rm": {"--recursive"}}
@@ -49,7 +49,7 @@ def run(asked: Asked, client: Any) -> str:
 
     try:
         return {"ls": _ls, "mb": _mb, "rb": _rb, "rm": _rm}[asked.verb](client, asked)
-    except (exceptions.HTTPClientError, exceptions.ResponseStreamingError) as fault:
+    except broken() as fault:
         raise AccountGone(f"the account does not answer: {fault}") from fault
     except (exceptions.ClientError, exceptions.BotoCoreError, OutsideRequest) as fault:
         failed = {"mb": "make_bucket", "rb": "remove_bucket", "rm": "delete"}.get(asked.verb)
