@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from grpolab.env.aws import generate, tasks
+from grpolab.env.aws.clients import AccountGone
 from grpolab.env.aws.generate import SPLITS, draw, instance, instances, words
+from grpolab.env.aws.grader import READS, GradingError, check_criterion, grade
 from grpolab.env.aws.tasks import TIERS, load_tasks, pick_drifts, play, template_ids, templates
 from grpolab.env.curriculum import Curriculum
 from grpolab.files import data_path
+from grpolab.lab.run import repository
 
 FIVE = TIERS[:5]
 
@@ -45,8 +48,6 @@ def carry_out(account, lines, task):
 
 
 def graded(account, task):
-    from grpolab.env.aws.grader import grade
-
     return grade(task, account.client)
 
 
@@ -135,6 +136,18 @@ def test_what_is_to_be_kept_may_not_go(account):
     assert not after.achieved and after.progress == 0.5  # the one thing to reach, beside the one that broke
 
 
+def test_the_page_counts_them_right():
+    page = (repository() / "docs" / "aws-tasks.md").read_text()
+    rows = {tier: cells for tier, *cells in (row.strip("|").replace(" ", "").split("|") for row in page.splitlines()
+                                             if row.startswith("| ")) if tier in TIERS}
+    assert list(rows) == list(TIERS)
+    for tier, (count, commands, *_) in rows.items():
+        lengths = [len(task.solution) for task in load_tasks(tier)]
+        assert int(count) == len(lengths), tier
+        assert commands == "–".join(map(str, sorted({min(lengths), max(lengths)}))), tier
+    assert f"{len(load_tasks())} templates" in page and f"one of {len(READS)} reads" in page
+
+
 # --- Instances --------------------------------------------------------------------------------------------------------
 
 
@@ -210,8 +223,10 @@ def test_templates_are_the_keys_of_a_curriculum():
 
 
 def test_a_task_shows_neither_criteria_nor_solution():
+    hidden = instance("expert-find-public-bucket", 0)  # of which the description names no bucket
+    assert not any(value in json.dumps(hidden.shown()) for value in hidden.id.partition("/")[2].split(","))
     for task in load_tasks():
-        assert task.shown() == {"id": task.id, "tier": task.tier, "description": task.description}
+        assert task.shown() == {"template": task.id, "tier": task.tier, "description": task.description}
         prepared = {*task.setup, *task.drifts}  # a repair may be a line of the set-up
         assert not any(line in repr(task) for line in task.solution if line not in prepared and "<" not in line), task.id
         assert "criteria" not in repr(task) and "TagSet" not in task.description
@@ -291,8 +306,6 @@ def criterion(*path, service="s3", read="get_bucket_policy", args=None, **how):
 
 def holds(answer, *path, **how):
     pytest.importorskip("botocore")
-    from grpolab.env.aws.grader import grade
-
     task = SimpleNamespace(id="t", criteria=(criterion(*path, **how),))
     return grade(task, lambda service: Answers(get_bucket_policy=answer)).achieved
 
@@ -328,8 +341,6 @@ def test_a_text_that_is_no_json_holds_nothing():
 
 def test_progress_counts_what_is_reached_and_what_broke():
     pytest.importorskip("botocore")
-    from grpolab.env.aws.grader import grade
-
     criteria = (criterion("A", exists=True), criterion("B", exists=True), criterion("C", exists=True, keep=True))
     task = SimpleNamespace(id="t", criteria=criteria)
     for answer, progress in (("", 0.0), ("C", 0.0), ("A", 1 / 3), ("AC", 0.5), ("AB", 2 / 3), ("ABC", 1.0)):
@@ -342,8 +353,6 @@ def test_progress_counts_what_is_reached_and_what_broke():
 
 def test_an_argument_is_found_by_another_read():
     pytest.importorskip("botocore")
-    from grpolab.env.aws.grader import grade
-
     read = {"service": "kms", "read": "describe_key", "args": {"KeyId": "alias/a"}, "path": ["KeyMetadata", "KeyId"]}
     task = SimpleNamespace(id="t", criteria=(criterion("KeyRotationEnabled", service="kms", read="get_key_rotation_status",
                                                        args={"KeyId": {"found": read}}, equals=True),))
@@ -356,9 +365,6 @@ def test_an_argument_is_found_by_another_read():
 
 def test_nothing_there_is_a_verdict_and_a_fault_is_none():
     exceptions = pytest.importorskip("botocore.exceptions")
-    from grpolab.env.aws.clients import AccountGone
-    from grpolab.env.aws.grader import GradingError
-
     def error(code):
         return exceptions.ClientError({"Error": {"Code": code, "Message": "m"}}, "GetBucketPolicy")
 
@@ -372,8 +378,6 @@ def test_nothing_there_is_a_verdict_and_a_fault_is_none():
 
 
 def test_the_vocabulary_of_criteria_is_closed():
-    from grpolab.env.aws.grader import READS, check_criterion
-
     used = set()
     for template in templates():
         for row in template.row["criteria"]:

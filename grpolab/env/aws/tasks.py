@@ -51,8 +51,9 @@ class Task:
         return self.id.partition("/")[0]
 
     def shown(self) -> dict[str, Any]:
-        """What the one who solves it may see, as plain JSON: neither criteria nor solution, nor what was spoilt."""
-        return {"id": self.id, "tier": self.tier, "description": self.description}
+        """What the one who solves it may see, as plain JSON: neither criteria nor solution, nor what was spoilt. And no id,
+        since an instance's holds the values of all its slots, those too that are to be found out."""
+        return {"template": self.template, "tier": self.tier, "description": self.description}
 
 
 @dataclass(frozen=True)
