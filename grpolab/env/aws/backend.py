@@ -51,9 +51,6 @@ class Simulator(ProcessBackend):
     `options` the mapping {"account": address, **options} for `AwsEnv`."""
 
     def __init__(self, services: tuple[str, ...] = SIMULATED, options: Mapping[str, Any] | None = None):
-        for needed in ("ministack", "hypercorn"):
-            if find_spec(needed) is None:
-                raise missing(ModuleNotFoundError(name=needed))
         # -P keeps the folder of simulator.py, whose modules have common names, off the path.
         super().__init__([sys.executable, "-P", simulator.__file__, *services], health=healthy, scrub=scrub,
                          start_timeout=START)
@@ -67,6 +64,8 @@ class Simulator(ProcessBackend):
 def accounts(size: int, *, services: tuple[str, ...] = SIMULATED, options: Mapping[str, Any] | None = None) -> BackendPool:
     """`size` accounts for `serve(AwsEnv, backends=accounts(size))`; `options` are those of `AwsEnv` for every session.
     Raises ImportError where MiniStack is not installed."""
+    if find_spec("ministack") is None:
+        raise missing(ModuleNotFoundError(name="ministack"))
     return BackendPool(lambda _: Simulator(services, options), size)
 
 
