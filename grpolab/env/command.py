@@ -24,10 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --token-file")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and prints it")
     parser.add_argument("--max-sessions", type=int, default=8)
-    parser.add_argument("--isolate", choices=("process", "thread"),
-                        help="where a session's environment lives: a thread (the default of aws, whose accounts are "
-                        "processes), or a process of its own that can be killed, with all that it started (except, on macOS, "
-                        "what has left its process group)")
+    parser.add_argument("--isolate", choices=("process", "thread"), default="process" if os.name == "posix" else "thread",
+                        help="where a session's environment lives: a thread, or a process of its own that can be killed, with "
+                        "all that it started (except, on macOS, what has left its process group)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
                         help="a variable that those processes and the backends get beside PATH and the like")
     parser.add_argument("--cwd", type=Path, help="the folder of those processes")
@@ -61,8 +60,6 @@ def main(args: argparse.Namespace) -> int:
     """`python -m grpolab serve`: run a server process from parsed arguments. Returns 0 when a signal ended
     it, 2 where they make no sense, 130 when it was interrupted before it served."""
     try:
-        if args.isolate is None:
-            args.isolate = "process" if os.name == "posix" and args.environment != "aws" else "thread"
         variables = dict(_variable(given) for given in args.env)
         if args.isolate == "thread" and (args.cwd or args.memory_mib is not None):
             raise ValueError("--cwd and --memory-mib are of --isolate process: a thread has neither to itself")

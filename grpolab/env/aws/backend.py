@@ -38,11 +38,6 @@ LISTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "cloudwatch_logs": (("logs", _JSON, "Logs_20140328.DescribeLogGroups", "logGroups"),),
     "cloudwatch": (("monitoring", _QUERY, "DescribeAlarms 2010-08-01", "<member>"),),
     "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules"),),
-    "kinesis": (("kinesis", _JSON, "Kinesis_20131202.ListStreams", "StreamNames"),),
-    "ec2": (("ec2", _QUERY, "DescribeInstances 2016-11-15", "<instanceId>"),
-            ("ec2", _QUERY, "DescribeKeyPairs 2016-11-15", "<keyName>"),
-            ("ec2", _QUERY, "DescribeVpcs 2016-11-15", "<isDefault>false")),
-    "route53": (("route53", _GET, "/2013-04-01/hostedzone", "<HostedZone>"),),
 }
 
 
