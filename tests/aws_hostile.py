@@ -204,7 +204,7 @@ def _reads(f: str) -> list[str]:
         f"aws sns publish --topic-arn t --message file://{f}",
         f"aws s3api put-object --bucket logs --key k --body {f}",
         f"aws s3api put-object --bucket logs --key k --body={f}",
-        f"aws s3api put-object --bucket logs --key k --body ~/.aws/credentials",
+        "aws s3api put-object --bucket logs --key k --body ~/.aws/credentials",
         f"aws s3api put-object --bucket logs --key k --bod {f}",
         f"aws s3api put-object --bucket logs --key k --body '' --body {f}",
         f"aws s3api put-object --bucket logs --key k {f}",

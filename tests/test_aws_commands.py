@@ -11,7 +11,6 @@ import threading
 import time
 
 import pytest
-
 from aws_hostile import commands as hostile_commands
 
 from grpolab.env.aws import clients, commands
@@ -38,11 +37,6 @@ MAKERS = {
     "kms ListKeys": "aws kms create-key", "logs DescribeLogGroups": "aws logs create-log-group --log-group-name g",
     "monitoring DescribeAlarms": ALARM,
     "events ListRules": "aws events put-rule --name r --schedule-expression 'rate(5 minutes)'",
-    "kinesis ListStreams": "aws kinesis create-stream --stream-name k --shard-count 1",
-    "ec2 DescribeInstances": "aws ec2 run-instances --image-id ami-12345678 --count 1",
-    "ec2 DescribeKeyPairs": "aws ec2 create-key-pair --key-name k",
-    "ec2 DescribeVpcs": "aws ec2 create-vpc --cidr-block 10.0.0.0/16",
-    "route53 /2013-04-01/hostedzone": "aws route53 create-hosted-zone --name example.com --caller-reference 1",
 }
 CLI = """
 import contextlib, io, json, sys
@@ -121,7 +115,8 @@ def test_it_prints_what_the_cli_prints(account, tmp_path):
              "aws sts get-caller-identity", "aws s3api list-buckets --query 'Buckets[*].Name' --output text",
              "aws dynamodb describe-table --table-name nope")
     env = {"HOME": str(tmp_path), "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
-           "PATH": os.environ["PATH"], "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": str(tmp_path / "config"), "TZ": "UTC"}
+           "PATH": os.environ["PATH"], "AWS_DEFAULT_REGION": "us-east-1", "TZ": "UTC",
+           "AWS_CONFIG_FILE": str(tmp_path / "config")}
     (tmp_path / "config").write_text("[default]\ncli_timestamp_format = iso8601\n")  # what version 2 of the CLI prints
     given = json.dumps([[*shlex.split(line)[1:], "--endpoint-url", account.endpoint] for line in lines])
     done = subprocess.run([sys.executable, "-c", CLI], input=given, env=env, capture_output=True, text=True, timeout=120)
@@ -273,7 +268,7 @@ def test_a_client_reaches_its_account_alone(account, monkeypatch):
         s3.list_buckets()
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1", "https://127.0.0.1:1", "http://localhost:1", "http://127.0.0.1:1/", "x"])
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1", "https://127.0.0.1:1", "http://localhost:1", "http://127.0.0.1:1/"])
 def test_an_account_is_on_loopback(endpoint):
     with pytest.raises(ValueError, match="127.0.0.1:PORT"):
         Account(endpoint)
@@ -289,7 +284,7 @@ def test_a_wiped_account_is_shown_to_be_empty(account):
         good(account.run(line))
         assert name in leftovers(account.endpoint), name
     assert leftovers(account.endpoint) and set(leftovers(account.endpoint)) == set(MAKERS)
-    assert "route53" in loaded(account.endpoint) and "ecs" not in loaded(account.endpoint)
+    assert "kms" in loaded(account.endpoint) and "ec2" not in loaded(account.endpoint)
     assert scrub(account.endpoint) and leftovers(account.endpoint) == []
     assert len(before) <= len(loaded(account.endpoint))
 

@@ -65,25 +65,9 @@ _TEXT = {
         list-targets-by-rule create-event-bus delete-event-bus describe-event-bus list-event-buses
         create-archive delete-archive describe-archive list-archives update-archive
         tag-resource untag-resource list-tags-for-resource""",
-    "kinesis": """create-stream delete-stream describe-stream describe-stream-summary list-streams put-record put-records
-        get-shard-iterator get-records add-tags-to-stream remove-tags-from-stream list-tags-for-stream
-        increase-stream-retention-period decrease-stream-retention-period update-shard-count""",
-    "ec2": """create-vpc delete-vpc describe-vpcs modify-vpc-attribute describe-vpc-attribute create-subnet delete-subnet
-        describe-subnets modify-subnet-attribute create-security-group delete-security-group describe-security-groups
-        authorize-security-group-ingress authorize-security-group-egress revoke-security-group-ingress
-        revoke-security-group-egress create-internet-gateway delete-internet-gateway describe-internet-gateways
-        attach-internet-gateway detach-internet-gateway create-route-table delete-route-table describe-route-tables
-        associate-route-table disassociate-route-table create-route delete-route create-key-pair delete-key-pair
-        describe-key-pairs run-instances describe-instances start-instances stop-instances terminate-instances
-        describe-instance-status create-volume delete-volume describe-volumes attach-volume detach-volume
-        allocate-address release-address describe-addresses associate-address disassociate-address create-tags
-        delete-tags describe-tags describe-regions describe-availability-zones describe-images""",
-    "route53": """create-hosted-zone delete-hosted-zone get-hosted-zone list-hosted-zones list-hosted-zones-by-name
-        change-resource-record-sets list-resource-record-sets change-tags-for-resource list-tags-for-resource""",
 }
 
 OPERATIONS: dict[str, frozenset[str]] = {service: frozenset(text.split()) for service, text in _TEXT.items()}
 
 # MiniStack's own names of these services, for its SERVICES variable: what is not named there is not even loaded.
-SIMULATED = ("s3", "dynamodb", "sqs", "sns", "iam", "sts", "ssm", "secretsmanager", "kms", "logs", "monitoring", "events",
-             "kinesis", "ec2", "route53")
+SIMULATED = ("s3", "dynamodb", "sqs", "sns", "iam", "sts", "ssm", "secretsmanager", "kms", "logs", "monitoring", "events")

@@ -38,11 +38,6 @@ LISTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "cloudwatch_logs": (("logs", _JSON, "Logs_20140328.DescribeLogGroups", "logGroups"),),
     "cloudwatch": (("monitoring", _QUERY, "DescribeAlarms 2010-08-01", "<member>"),),
     "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules"),),
-    "kinesis": (("kinesis", _JSON, "Kinesis_20131202.ListStreams", "StreamNames"),),
-    "ec2": (("ec2", _QUERY, "DescribeInstances 2016-11-15", "<instanceId>"),
-            ("ec2", _QUERY, "DescribeKeyPairs 2016-11-15", "<keyName>"),
-            ("ec2", _QUERY, "DescribeVpcs 2016-11-15", "<isDefault>false")),
-    "route53": (("route53", _GET, "/2013-04-01/hostedzone", "<HostedZone>"),),
 }
 
 
@@ -51,9 +46,6 @@ class Simulator(ProcessBackend):
     `options` the mapping {"account": address, **options} for `AwsEnv`."""
 
     def __init__(self, services: tuple[str, ...] = SIMULATED, options: Mapping[str, Any] | None = None):
-        for needed in ("ministack", "hypercorn"):
-            if find_spec(needed) is None:
-                raise missing(ModuleNotFoundError(name=needed))
         # -P keeps the folder of simulator.py, whose modules have common names, off the path.
         super().__init__([sys.executable, "-P", simulator.__file__, *services], health=healthy, scrub=scrub,
                          start_timeout=START)
@@ -67,6 +59,8 @@ class Simulator(ProcessBackend):
 def accounts(size: int, *, services: tuple[str, ...] = SIMULATED, options: Mapping[str, Any] | None = None) -> BackendPool:
     """`size` accounts for `serve(AwsEnv, backends=accounts(size))`; `options` are those of `AwsEnv` for every session.
     Raises ImportError where MiniStack is not installed."""
+    if find_spec("ministack") is None:
+        raise missing(ModuleNotFoundError(name="ministack"))
     return BackendPool(lambda _: Simulator(services, options), size)
 
 

@@ -23,7 +23,6 @@ _UNDO = {
     ("logs", "CreateLogGroup"): "aws logs delete-log-group --log-group-name {logGroupName}",
     ("events", "PutRule"): "aws events delete-rule --name {Name}",
     ("cloudwatch", "PutMetricAlarm"): "aws cloudwatch delete-alarms --alarm-names {AlarmName}",
-    ("kinesis", "CreateStream"): "aws kinesis delete-stream --stream-name {StreamName}",
 }
 
 

@@ -94,8 +94,9 @@ class AwsEnv:
         if self.drift and chosen.drifts:
             self._drifts = pick_drifts(chosen, seed if self.drift_seed is None else self.drift_seed)
             self._prepare(chosen, tuple(chosen.drifts[i] for i in self._drifts))
-        self._task, self._done = chosen, False
+        self._task = chosen
         self._progress = self._grade().progress
+        self._done = False
         return StepResult({"text": chosen.description, "ok": True}, metadata={"task": chosen.shown()})
 
     def _prepare(self, task: Task, lines: tuple[str, ...]) -> None:
