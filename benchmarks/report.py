@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -211,9 +212,25 @@ def pool(results: Path) -> str | None:
             f"the environment's own waiting is {group['env_s'] * 1e3:.0f} ms of it.")  # fmt: skip
 
 
+def aws(results: Path) -> str | None:
+    found = record("aws", results)
+    if not found:
+        return None
+    rows = [[{"aws": "one `aws` process a step"}.get(r["who"], f"session in a {r['who']}"), r["sessions"],
+             f"{r['steps_per_s']:.1f}", f"{r['median_ms']:.1f}",
+             f"{r['mib_per_session']:.0f}" if r["mib_per_session"] else "–"] for r in found["table"]]
+    faster = [f"{statistics.median(ratios):.0f} times ({min(ratios):.0f} … {max(ratios):.0f}) with {n} at once"
+              for n, ratios in found["ratios"].items()]  # fmt: skip
+    return (f"Simulated AWS accounts over the environment's socket, each step graded, {found['rounds']} rounds of "
+            f"{found['steps']} steps a session, against the `aws` command in a process of its own: `{found['command']}`.\n\n"
+            + table(["who", "at once", "steps a second", "median ms", "MiB a session"], rows)
+            + f"\n\nSteps a second of sessions in processes, of one `aws` process a step: {'; '.join(faster)}.")
+
+
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
     "Decode engine": decode, "Training step": trl, "LoRA": lora, "Environment pool": pool,
+    "AWS accounts": aws,
 }  # fmt: skip
 
 

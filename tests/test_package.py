@@ -67,7 +67,8 @@ def test_the_wheel_holds_every_module_and_the_embedded_model(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "grpolab").rglob("*.py")}
     data = {f"grpolab/data/tiny/{p.name}" for p in (ROOT / "data" / "tiny").iterdir()} | {"grpolab/data/fixed_prompts.jsonl"}
-    assert len(data) == 8 and modules | data <= names
+    data |= {f"grpolab/data/aws/{p.name}" for p in (ROOT / "data" / "aws").iterdir()}
+    assert len(data) == 15 and modules | data <= names
 
 
 def test_the_source_distribution_makes_the_same_wheel(source, wheel, tmp_path):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("grpolab.env.worker")
 
-SHIPPED = {"calculator": "grpolab.env.calculator:CalculatorEnv", "guess": "grpolab.env.guess:GuessEnv"}
+SHIPPED = {"calculator": "grpolab.env.calculator:CalculatorEnv", "guess": "grpolab.env.guess:GuessEnv",
+           "aws": "grpolab.env.aws.environment:AwsEnv"}
 METHODS = ("reset", "step", "state", "close")
 LEFTOVERS = 1.0  # s; what the background tasks of an `async` environment get to end when it has closed
 
@@ -35,7 +36,7 @@ Done = Callable[[str, str], Any]  # (text, fault): the reply, and the name of wh
 
 
 def load_factory(name: str, what: str = "environment") -> Callable[..., Any]:
-    """`calculator`, `guess`, or `package.module:Class` of an environment of your own; raises ValueError if it is none or
+    """`calculator`, `guess`, `aws`, or `package.module:Class` of an environment of your own; raises ValueError if it is none or
     cannot be imported. `what` is what the error calls it."""
     module, _, attribute = SHIPPED.get(name, name).partition(":")
     if not module or not attribute:

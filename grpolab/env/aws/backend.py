@@ -1,0 +1,126 @@
+"""Simulated accounts as leased backends: one MiniStack process a session, wiped between two tenants and shown to be empty.
+
+    with accounts(8) as pool: ...                                   # a BackendPool; its leases hold http://127.0.0.1:PORT
+    async with serve(AwsEnv, max_sessions=8, backends=accounts(8)) as server: ...
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from grpolab.env.aws import simulator
+from grpolab.env.aws.allowed import SIMULATED
+from grpolab.env.aws.clients import HOST, AccountGone, missing
+from grpolab.env.backends import BackendPool, ProcessBackend
+
+ANSWERS = 2.0  # s; what a healthy one needs at most
+START = 30.0  # s; on a busy machine eight start at once
+
+# What each module of MiniStack lists: (signing name, target or query, what stands in the answer where something is left).
+_JSON, _QUERY, _GET = "json", "query", "get"
+LISTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "s3": (("s3", _GET, "/", "<Bucket>"),),
+    "dynamodb": (("dynamodb", _JSON, "DynamoDB_20120810.ListTables", "TableNames"),),
+    "sqs": (("sqs", _JSON, "AmazonSQS.ListQueues", "QueueUrls"),),
+    "sns": (("sns", _QUERY, "ListTopics 2010-03-31", "<member>"),),
+    "iam": tuple(("iam", _QUERY, what, "<member>") for what in
+                 ("ListUsers 2010-05-08", "ListGroups 2010-05-08", "ListRoles 2010-05-08",
+                  "ListPolicies 2010-05-08 Scope=Local", "ListInstanceProfiles 2010-05-08")),
+    "ssm": (("ssm", _JSON, "AmazonSSM.DescribeParameters", "Parameters"),),
+    "secretsmanager": (("secretsmanager", _JSON, "secretsmanager.ListSecrets", "SecretList"),),
+    "kms": (("kms", _JSON, "TrentService.ListKeys", "Keys"),),
+    "cloudwatch_logs": (("logs", _JSON, "Logs_20140328.DescribeLogGroups", "logGroups"),),
+    "cloudwatch": (("monitoring", _QUERY, "DescribeAlarms 2010-08-01", "<member>"),),
+    "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules"),),
+}
+
+
+class Simulator(ProcessBackend):
+    """One MiniStack process. `services` are MiniStack's names of what it may load. A lease holds its address, or under
+    `options` the mapping {"account": address, **options} for `AwsEnv`."""
+
+    def __init__(self, services: tuple[str, ...] = SIMULATED, options: Mapping[str, Any] | None = None):
+        # -P keeps the folder of simulator.py, whose modules have common names, off the path.
+        super().__init__([sys.executable, "-P", simulator.__file__, *services], health=healthy, scrub=scrub,
+                         start_timeout=START)
+        self.options = options
+
+    def start(self) -> Any:
+        address = super().start()
+        return address if self.options is None else {"account": address, **self.options}
+
+
+def accounts(size: int, *, services: tuple[str, ...] = SIMULATED, options: Mapping[str, Any] | None = None) -> BackendPool:
+    """`size` accounts for `serve(AwsEnv, backends=accounts(size))`; `options` are those of `AwsEnv` for every session.
+    Raises ImportError where MiniStack is not installed."""
+    if find_spec("ministack") is None:
+        raise missing(ModuleNotFoundError(name="ministack"))
+    return BackendPool(lambda _: Simulator(services, options), size)
+
+
+def healthy(address: str) -> bool:
+    """Whether the process answers within ANSWERS seconds."""
+    return _ask(address, "GET", "/_ministack/health")[0] == 200
+
+
+def scrub(address: str) -> bool:
+    """Wipe the account; whether it is empty then. Raises AccountGone."""
+    wipe(address)
+    return not leftovers(address)
+
+
+def wipe(address: str) -> None:
+    """Delete everything in the account, in all regions; raises AccountGone where the backend does not say that it did."""
+    status, answer = _ask(address, "POST", "/_ministack/reset")
+    if status != 200 or answer != {"reset": "ok"}:
+        raise AccountGone(f"the account at {address} could not be wiped: {status} {answer!r:.100}")
+
+
+def leftovers(address: str) -> list[str]:
+    """What can still be listed in us-east-1, as "iam ListUsers": [] for an empty account. Services that were never used are
+    not asked, since asking loads them. Raises AccountGone."""
+    return [f"{signing} {what.split(' ')[0].rpartition('.')[2]}" for module in loaded(address)
+            for signing, how, what, mark in LISTS.get(module, ()) if _lists(address, signing, how, what, mark)]
+
+
+def loaded(address: str) -> list[str]:
+    """The names of the simulator's modules of services that have been used."""
+    return _ask(address, "GET", simulator.LOADED)[1]
+
+
+def _lists(address: str, signing: str, how: str, what: str, mark: str) -> bool:
+    """Whether a listing has an entry."""
+    headers = {"Authorization": f"AWS4-HMAC-SHA256 Credential=testing/20200101/us-east-1/{signing}/aws4_request, "
+                                "SignedHeaders=host, Signature=none", "Host": HOST}
+    if how == _GET:
+        status, answer = _ask(address, "GET", what, headers)
+    elif how == _JSON:
+        headers |= {"X-Amz-Target": what, "Content-Type": "application/x-amz-json-1.1"}
+        status, answer = _ask(address, "POST", "/", headers, "{}")
+    else:
+        action, version, *more = what.split(" ")
+        form = urlencode({"Action": action, "Version": version} | dict(pair.split("=") for pair in more))
+        status, answer = _ask(address, "POST", "/", headers | {"Content-Type": "application/x-www-form-urlencoded"}, form)
+    if status != 200:
+        raise AccountGone(f"the account at {address} does not list {what}: {status} {answer!r:.200}")
+    return bool(answer.get(mark)) if how == _JSON else mark in answer
+
+
+def _ask(address: str, method: str, path: str, headers: Mapping[str, str] | None = None, body: str | None = None) -> tuple:
+    """(status, JSON or text) of one request; raises AccountGone where there is no answer within ANSWERS seconds."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=ANSWERS)
+    try:
+        connection.request(method, path, body, dict(headers or {}))
+        response = connection.getresponse()
+        text = response.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException) as fault:
+        raise AccountGone(f"the account at {address} does not answer: {fault!r}") from fault
+    finally:
+        connection.close()
+    return response.status, json.loads(text) if text[:1] in ("{", "[") else text

@@ -1,0 +1,71 @@
+"""Fresh instances of the templates: other names, counts and regions, drawn from `data/aws/words.json`.
+
+Each kind of slot has a vocabulary for training and one for what is held out, and no value is in both: what a policy does
+on held-out instances, it does with names it was never trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from grpolab.env.aws.tasks import TIERS, Task, Template, templates
+from grpolab.files import data_path
+
+SPLITS = ("train", "held_out")
+
+
+@cache
+def words() -> Mapping[str, Any]:
+    """Kind -> split -> values, and under `patterns` kind -> texts that are put together, such as "<noun>.txt"."""
+    return json.loads(data_path("aws", "words.json").read_text(encoding="utf-8"))
+
+
+def draw(kind: str, split: str, rng: random.Random) -> str:
+    """One value of a kind; KeyError for a kind that words.json does not have."""
+    patterns = words()["patterns"]
+    if kind in patterns:
+        return re.sub("<([a-z]+)>", lambda part: draw(part[1], split, rng), rng.choice(patterns[kind]))
+    return rng.choice(words()[kind][split])
+
+
+def instance(template: str | Template, seed: int | str, split: str = "train") -> Task:
+    """One instance of a template, the same for the same seed; the values in its slots are all different."""
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: the splits are {', '.join(SPLITS)}")
+    if isinstance(template, str):
+        found = next((t for t in templates() if t.id == template), None)
+        if found is None:
+            raise ValueError(f"there is no template {template!r}; `tasks.template_ids()` lists them")
+        template = found
+    rng = random.Random(f"{template.id}:{split}:{seed}")
+    values: dict[str, str] = {}
+    for name, (kind, _) in template.slots.items():
+        value = draw(kind, split, rng)
+        while value in values.values():
+            value = draw(kind, split, rng)
+        values[name] = value
+    return template.task(values)
+
+
+def instances(tier: str, n: int, seed: int, split: str = "train") -> list[Task]:
+    """`n` different instances of a tier, its templates in turn in an order drawn by `seed`."""
+    if tier not in TIERS or n < 0:
+        raise ValueError(f"tier={tier!r}, n={n}: the tiers are {', '.join(TIERS)}, and n is at least 0")
+    rng = random.Random(f"{tier}:{split}:{seed}")
+    of_tier = [t for t in templates() if t.tier == tier]
+    found: dict[str, Task] = {}
+    while len(found) < n:
+        before = len(found)
+        for template in rng.sample(of_tier, len(of_tier))[: n - len(found)]:
+            tries = (instance(template, f"{seed}:{rng.random()}", split) for _ in range(50))
+            fresh = next((task for task in tries if task.id not in found), None)
+            if fresh:
+                found[fresh.id] = fresh
+        if len(found) == before:
+            raise ValueError(f"n={n}: the tier {tier!r} gave only {before} different instances; ask for fewer, or add words")
+    return list(found.values())

@@ -1,0 +1,275 @@
+"""The AWS environment: rewards, options and secrets of an episode, eight accounts at once, and what is killed under it."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from env_harness import ROOT, SOON, alive, server_process, wait_for
+
+from grpolab.env.aws import backend, environment
+from grpolab.env.aws.backend import Simulator, accounts
+from grpolab.env.aws.commands import Output
+from grpolab.env.aws.environment import HINT, HINT_FACTOR, AwsEnv, SetupError, read_command, read_task, shorten
+from grpolab.env.aws.tasks import TIERS, Task, load_tasks
+from grpolab.env.backends import BackendPool
+from grpolab.env.client import EnvSession
+from grpolab.env.pool import GrpoPool
+from grpolab.env.protocol import InvalidAction, ServerError
+from grpolab.env.server import serve
+
+BUCKET = "intermediate-bucket-versioned"  # create it, then turn on its versioning
+NAME = read_task(BUCKET).solution[0].rpartition("/")[2]
+MAKE, VERSION = read_task(BUCKET).solution
+LOOK = "aws s3 ls"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with accounts(1) as pool:
+        yield pool
+
+
+@pytest.fixture
+def account(pool):
+    lease = pool.acquire()
+    yield lease.resource
+    pool.release(lease)
+
+
+def played(env, *lines, seed=1, task=BUCKET):
+    """The results of an episode: of its reset, then of each line."""
+    return [env.reset(seed=seed, task=task), *(env.step({"command": line}) for line in lines)]
+
+
+def test_the_reward_is_paid_once_and_stalling_earns_nothing(account):
+    env = AwsEnv(account, max_turns=5)
+    first, made, looked, done = played(env, MAKE, LOOK, VERSION)
+    assert first.observation == {"text": read_task(BUCKET).description, "ok": True} and first.reward is None
+    assert (made.reward, made.done, made.metadata["progress"]) == (None, False, 0.5)
+    assert (looked.reward, looked.done) == (None, False) and NAME in looked.observation["text"]
+    assert (done.reward, done.done, done.metadata["achieved"]) == (1.0, True, True)
+    with pytest.raises(RuntimeError, match="the episode is over"):
+        env.step({"command": LOOK})
+    stalled = played(env, MAKE, *[LOOK] * 4)
+    assert [r.reward for r in stalled[1:]] == [None, None, None, None, 0.0] and stalled[-1].done
+    assert not stalled[-1].metadata["achieved"] and stalled[-1].metadata["progress"] == 0.5
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_shaping_is_a_potential_difference(account, gamma):
+    """With gamma 1 every way through an episode sums to its terminal reward; below it, waiting costs."""
+    env = AwsEnv(account, max_turns=4, shaping=0.5, gamma=gamma)
+    quick = [r.reward for r in played(env, MAKE, VERSION)[1:]]
+    assert quick == [pytest.approx(0.5 * gamma * 0.5), pytest.approx(1.0 - 0.5 * 0.5)]
+    slow = [r.reward for r in played(env, MAKE, LOOK, LOOK, VERSION)[1:]]
+    assert slow[1:3] == [pytest.approx(0.5 * (gamma * 0.5 - 0.5))] * 2
+    stalled = [r.reward for r in played(env, MAKE, *[LOOK] * 3)[1:]]
+    discounted = [sum(r * gamma**t for t, r in enumerate(rewards)) for rewards in (quick, slow, stalled)]
+    assert discounted == [pytest.approx(gamma), pytest.approx(gamma**3), pytest.approx(0.0)]
+
+
+def test_hints_cost_and_end(account):
+    env = AwsEnv(account, hints=True)
+    results = played(env, HINT, HINT, HINT, HINT, MAKE, VERSION)
+    assert [r.observation["ok"] for r in results[1:5]] == [True, True, True, False]
+    assert "s3" in results[1].observation["text"] and "no more" in results[4].observation["text"]
+    assert results[-1].reward == pytest.approx(HINT_FACTOR**3)
+    off = played(AwsEnv(account), HINT, MAKE, VERSION)
+    assert not off[1].observation["ok"] and off[-1].reward == 1.0
+
+
+def test_chaos_destroys_what_the_agent_made_by_its_own_seed(account):
+    always = AwsEnv(account, chaos=1.0)
+    _, made, looked = played(always, MAKE, LOOK)
+    assert made.observation["ok"] and made.metadata["chaos"] == 1 and made.metadata["progress"] == 0.0
+    assert NAME not in looked.observation["text"]
+    given = played(always, LOOK, task="expert-public-bucket")[1]  # what the task set up is not the agent's
+    assert given.metadata["chaos"] == 0 and "s" in given.observation["text"]
+    half = [AwsEnv(account, chaos=0.5, chaos_seed=seed) for seed in (3, 3, 4, 5, 6, 7)]
+    lines = [f"aws sqs create-queue --queue-name q{n}" for n in range(6)]
+    fates = [[r.metadata["chaos"] for r in played(env, *lines, seed=n)[1:]] for n, env in enumerate(half)]
+    assert fates[0] == fates[1] and len({tuple(fate) for fate in fates}) > 1
+    assert [r.metadata["chaos"] for r in played(AwsEnv(account), *lines)[1:]] == [0] * 6
+
+
+def test_drift_spoils_by_its_own_seed(account):
+    env = AwsEnv(account, drift_seed=1)
+    spoilt = env.reset(seed=5, task="drift-bucket") and env.state()["progress"]
+    assert 0 < spoilt < 1
+    seen = []
+    for env in (AwsEnv(account, drift_seed=seed) for seed in (1, 1, 2, 3, 4)):
+        env.reset(seed=random.randrange(100), task="drift-bucket")
+        seen.append(tuple(check.holds for check in env._grade().checks))
+    assert seen[0] == seen[1] and len(set(seen)) > 1
+    calm = AwsEnv(account, drift=False)
+    calm.reset(seed=5, task="drift-bucket")
+    assert calm.state()["progress"] == 1.0
+
+
+def test_the_same_seed_gives_the_same_episode(account):
+    env = AwsEnv(account)
+    make = {"command": "aws sqs create-queue --queue-name a"}
+    one, two = ([env.reset(seed=9), env.step(make), env.state()] for _ in range(2))
+    assert one == two
+    assert len({json.dumps(env.reset(seed=n).metadata) for n in range(4)}) > 1
+    tiers = {env.reset(seed=n).metadata["task"]["tier"] for env in (AwsEnv(account, tier="warmup"),) for n in range(5)}
+    assert tiers == {"warmup"}
+
+
+def test_a_setup_that_fails_is_an_error(account, monkeypatch):
+    broken = Task("broken", "warmup", "x", ("s3",), ("aws s3 mb s3://fine-name", "aws s3 mb s3://X"), (), criteria=())
+    monkeypatch.setattr(environment, "read_task", lambda _: broken)
+    env = AwsEnv(account)
+    with pytest.raises(SetupError, match="task broken: 'aws s3 mb s3://X' failed: make_bucket failed"):
+        env.reset(seed=1, task="broken")
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step({"command": LOOK})
+    monkeypatch.setattr(environment, "leftovers", lambda _: ["s3 /"])
+    with pytest.raises(SetupError, match="not empty after it was wiped: s3 /"):
+        env.reset(seed=1, task="broken")
+
+
+def test_criteria_and_solutions_stay_here(account):
+    env = AwsEnv(account)
+    for tier in TIERS:
+        for task in load_tasks(tier)[:2]:
+            told = [vars(env.reset(seed=1, task=task.id)), vars(env.step({"command": "aws help"})), env.state()]
+            text = json.dumps(told)
+            for secret in (*task.criteria, *task.solution, *task.drifts):
+                assert json.dumps(secret) not in text, (task.id, secret)
+            assert "criteria" not in text and "solution" not in text and "hints" not in json.dumps(env.state()["task"])
+
+
+@pytest.mark.parametrize("action, command", [
+    ({"command": " aws s3 ls "}, "aws s3 ls"), ({"text": "aws s3 ls"}, "aws s3 ls"),
+    ({"text": "Sure:\n```\naws s3 ls\n```"}, "aws s3 ls"),
+    ({"text": "$ aws s3 ls\naws s3 rb s3://x"}, "aws s3 ls"),
+    ({"text": "I use `aws s3 ls`"}, "I use `aws s3 ls`"), ({"text": ""}, ""),
+    ({"text": "`aws s3 ls`", "metadata": {}}, "aws s3 ls")])
+def test_a_command_is_found_in_text(action, command):
+    assert read_command(action) == command
+
+
+@pytest.mark.parametrize("action", [{}, {"command": 1}, {"text": None}, {"command": "x", "text": "y"}, {"line": "aws s3 ls"}])
+def test_another_action_is_refused(action):
+    with pytest.raises(InvalidAction, match='"command": "aws ..."'):
+        read_command(action)
+
+
+@pytest.mark.parametrize("task", [7, None, {"task": 1}, "nothing", "intermediate-bucket-versioned/a,b,c,d", {"id": 3}])
+def test_an_unknown_task_is_refused(task):
+    with pytest.raises(InvalidAction):
+        read_task(task)
+
+
+def test_an_instance_is_read_from_its_id():
+    task = read_task({"id": "warmup-bucket/plum"})
+    assert task.description == "Create an S3 bucket named plum." and task.id == "warmup-bucket/plum"
+
+
+def test_long_outputs_are_cut_in_their_middle():
+    assert shorten(Output(True, '{\n    "A": [\n        1\n    ]\n}\n', ""), 100) == '{"A":[1]}'
+    assert shorten(Output(True, "", ""), 100) == "ok" and shorten(Output(False, "", "\nno\n"), 100) == "no"
+    cut = shorten(Output(True, "a" * 500 + "z" * 500, ""), 100)
+    assert len(cut) <= 100 and cut.startswith("aaaa") and cut.endswith("zzzz") and " ... 900 characters ... " in cut
+
+
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"tier": "hard"}, {"chaos": 1.5}, {"shaping": -1}, {"gamma": 0},
+                                     {"observation_characters": 0}])
+def test_options_that_make_no_sense_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        AwsEnv("http://127.0.0.1:1", **options)
+
+
+def test_it_says_what_is_missing(monkeypatch):
+    with pytest.raises(ValueError, match="backends=accounts"):
+        AwsEnv()
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"ministack: pip install 'grpolab\[aws\]'"):
+        accounts(1)
+
+
+def test_eight_accounts_hold_different_buckets_at_once():
+    async def main():
+        here = asyncio.Barrier(8)
+
+        async def stock(seat):
+            await seat.reset(seed=1, task=BUCKET)
+            await seat.step({"command": f"aws s3 mb s3://bucket-of-{seat.index}"})
+            await seat.step({"command": MAKE})  # the same name in all eight
+            await here.wait()  # every account holds its buckets now
+            return sorted((await seat.step({"command": LOOK})).observation["text"].split()[2::3])
+
+        async with serve(AwsEnv, max_sessions=8, backends=accounts(8)) as server, GrpoPool(server.url, size=8) as pool:
+            held = await pool.run_group(stock)
+            assert held == [sorted([f"bucket-of-{n}", NAME]) for n in range(8)]
+            assert server.status()["backends"]["leased"] == 8
+            again = await pool.run_group(lambda seat: seat.reset(seed=1, task=BUCKET))
+            assert len(again) == 8
+
+    asyncio.run(main())
+
+
+def test_an_account_that_dies_is_an_error_and_replaced():
+    """No reward is made up: the step fails by name, the seat gets a new session, whose backend was started anew."""
+    async def main():
+        made = []
+        backends = BackendPool(lambda _: made.append(Simulator()) or made[-1], 1)
+        async with serve(AwsEnv, max_sessions=1, backends=backends) as server, GrpoPool(server.url, size=1) as pool:
+            async def killed(seat):
+                await seat.reset(seed=1, task=BUCKET)
+                await seat.step({"command": MAKE})
+                for child in psutil.Process(made[0].pid).children():
+                    child.kill()
+                await seat.step({"command": VERSION})
+
+            with pytest.raises(ServerError, match="AccountGone: the account at http://127.0.0.1:[0-9]+ does not answer"):
+                await pool.run_group(killed)
+
+            async def plays(seat):
+                await seat.reset(seed=1, task=BUCKET)
+                await seat.step({"command": MAKE})
+                return (await seat.step({"command": VERSION})).reward
+
+            assert await pool.run_group(plays) == [1.0]
+            assert server.status()["backends"]["generations"] == [2]
+
+    asyncio.run(main())
+
+
+def below(pid: int) -> list[int]:
+    """The processes that descend from one."""
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def test_nothing_outlives_a_killed_server():
+    """Two servers at once, with processes of their own for the environments; SIGKILL ends one with all its accounts."""
+    with server_process("aws", "--max-sessions", "2", "--isolate", "process") as (one, url), \
+            server_process("aws", "--max-sessions", "1", "--max-turns", "1") as (two, other):
+        async def ask(url):
+            async with EnvSession(url) as session:
+                await session.reset(seed=1, task=BUCKET)
+                result = await session.step({"command": MAKE})
+                return result.done, below(one.pid)
+
+        assert asyncio.run(ask(other))[0] is True  # --max-turns 1
+        done, children = asyncio.run(ask(url))
+        assert done is False and len(children) >= 5  # two leashes with their simulators, and the session's process
+        os.kill(one.pid, signal.SIGKILL)
+        wait_for(lambda: not any(alive(pid) for pid in children), SOON, "the end of every process of the server")
+        assert asyncio.run(ask(other))[0] is True
+
+
+@pytest.mark.parametrize("options, said", [
+    (("calculator", "--max-turns", "3"), "--max-turns is of `serve aws`"), (("aws", "--backend", "x"), "brings its own"),
+    (("aws", "--chaos", "2"), "chaos=2.0: a probability"), (("guess", "--no-drift"), "--no-drift is of `serve aws`")])
+def test_the_command_line_refuses(options, said):
+    done = subprocess.run([sys.executable, "-m", "grpolab", "serve", *options], capture_output=True, text=True, timeout=60,
+                          cwd=ROOT)
+    assert done.returncode == 2 and said in done.stderr

@@ -1,0 +1,395 @@
+"""The tasks of the AWS environment: each solvable by its reference, none done at the start, none by a line for another one."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from grpolab.env.aws import generate, tasks
+from grpolab.env.aws.clients import AccountGone
+from grpolab.env.aws.generate import SPLITS, draw, instance, instances, words
+from grpolab.env.aws.grader import READS, GradingError, check_criterion, grade
+from grpolab.env.aws.tasks import TIERS, load_tasks, pick_drifts, play, template_ids, templates
+from grpolab.env.curriculum import Curriculum
+from grpolab.files import data_path
+from grpolab.lab.run import repository
+
+FIVE = TIERS[:5]
+
+
+@pytest.fixture(scope="module")
+def account():
+    """One simulated account for all tests; `fresh()` wipes it."""
+    pytest.importorskip("ministack")
+    pytest.importorskip("awscli")
+    from grpolab.env.aws.backend import Simulator
+    from grpolab.env.aws.commands import Account
+
+    simulator = Simulator()
+    held = Account(simulator.start())
+    yield held
+    held.close()
+    simulator.stop()
+
+
+def prepared(account, task):
+    """The account as the task begins, without drifts."""
+    from grpolab.env.aws.backend import wipe
+
+    wipe(account.endpoint)
+    carry_out(account, task.setup, task)
+    return task
+
+
+def carry_out(account, lines, task):
+    for line, output in play(lines, account.run):
+        assert output.ok, (task.id, line, output.stderr)
+
+
+def graded(account, task):
+    return grade(task, account.client)
+
+
+def check_solvable(account, task):
+    """Nothing of what is asked holds at the start, all that is to be kept does, and the reference reaches the rest."""
+    prepared(account, task)
+    if task.drifts:
+        assert graded(account, task).achieved, task.id
+        carry_out(account, task.drifts, task)
+    before = graded(account, task)
+    assert not before.achieved and before.progress == 0.0, task.id
+    assert all(check.holds == check.keep for check in before.checks), task.id
+    carry_out(account, task.solution, task)
+    after = graded(account, task)
+    assert after.achieved and after.progress == 1.0, (task.id, after)
+
+
+def test_there_are_enough_of_them_and_they_are_small():
+    ids = template_ids()
+    assert sum(map(len, ids[:5])) >= 120 and min(map(len, ids[:5])) >= 20 and len(ids[5]) >= 8
+    assert all(task.id.startswith(f"{task.tier}-") for task in load_tasks())
+    assert sum(file.stat().st_size for file in data_path("aws").iterdir()) < 300_000
+    assert [len(load_tasks(tier)) for tier in TIERS] == [len(of_tier) for of_tier in ids]
+    with pytest.raises(ValueError, match="easy"):
+        load_tasks("easy")
+    with pytest.raises(ValueError, match="easy"):
+        template_ids("easy")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_reference_solves_what_the_start_does_not(account, tier):
+    for task in load_tasks(tier):
+        check_solvable(account, task)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_so_it_does_with_names_that_are_held_out(account, tier):
+    for task in instances(tier, len(load_tasks(tier)), seed=3, split="held_out"):
+        check_solvable(account, task)
+
+
+def test_a_line_for_one_instance_does_nothing_for_another(account):
+    for template in templates():
+        task, other = instance(template, 1), instance(template, 1, "held_out")
+        if len(task.solution) > 1 or template.tier == "drift":
+            continue  # one line is not enough for these
+        prepared(account, task)
+        account.run(other.solution[0])
+        assert not graded(account, task).achieved, task.id
+
+
+def test_all_other_lines_of_the_easiest_tier_do_not_solve_a_task(account):
+    warmup = load_tasks("warmup")
+    for task in warmup[::4]:  # all of them took a minute once, and none was solved
+        prepared(account, task)
+        for other in warmup:
+            if other is not task:
+                account.run(other.solution[0])
+        assert not graded(account, task).achieved, task.id
+
+
+def test_each_drift_spoils_something_that_its_line_repairs(account):
+    for task in load_tasks("drift"):
+        assert len(task.drifts) == len(task.solution) >= 4
+        prepared(account, task)
+        for drift, repair in zip(task.drifts, task.solution):
+            carry_out(account, [drift], task)
+            assert not graded(account, task).achieved, (task.id, drift)
+            carry_out(account, [repair], task)
+            assert graded(account, task).achieved, (task.id, repair)
+
+
+def test_what_is_to_be_kept_may_not_go(account):
+    """Deleting everything that is in question is no solution, nor is a policy that takes the place of the one to remove."""
+    task = next(task for task in load_tasks("expert") if task.id == "expert-find-public-bucket")
+    bucket = task.solution[-1].split()[-1]
+    for lines in ([f"aws s3 rb s3://{bucket}"], [f"aws s3api put-bucket-policy --bucket {bucket} --policy none"]):
+        prepared(account, task)
+        carry_out(account, lines, task)
+        assert not graded(account, task).achieved, lines
+    prepared(account, task)
+    carry_out(account, task.solution, task)
+    kept = next(c["args"]["Bucket"] for c in task.criteria if c.get("keep") and c["read"] == "get_bucket_policy")
+    carry_out(account, [f"aws s3api delete-bucket-policy --bucket {kept}"], task)
+    after = graded(account, task)
+    assert not after.achieved and after.progress == 0.5  # the one thing to reach, beside the one that broke
+
+
+def test_the_page_counts_them_right():
+    page = (repository() / "docs" / "aws-tasks.md").read_text()
+    rows = {tier: cells for tier, *cells in (row.strip("|").replace(" ", "").split("|") for row in page.splitlines()
+                                             if row.startswith("| ")) if tier in TIERS}
+    assert list(rows) == list(TIERS)
+    for tier, (count, commands, *_) in rows.items():
+        lengths = [len(task.solution) for task in load_tasks(tier)]
+        assert int(count) == len(lengths), tier
+        assert commands == "–".join(map(str, sorted({min(lengths), max(lengths)}))), tier
+    assert f"{len(load_tasks())} templates" in page and f"one of {len(READS)} reads" in page
+
+
+# --- Instances --------------------------------------------------------------------------------------------------------
+
+
+def test_no_value_is_in_both_splits():
+    for kind, values in words().items():
+        if kind == "patterns":
+            continue
+        assert set(values) == set(SPLITS) and not set(values["train"]) & set(values["held_out"]), kind
+        assert all(len(set(values[split])) == len(values[split]) >= 3 for split in SPLITS), kind
+    for kind in words()["patterns"]:
+        drawn = [{draw(kind, split, random.Random(i)) for i in range(300)} for split in SPLITS]
+        assert not drawn[0] & drawn[1] and min(map(len, drawn)) > 50, kind
+
+
+def test_every_template_has_a_name_and_its_own_values_are_for_training():
+    for template in templates():
+        kinds = [kind for kind, _ in template.slots.values()]
+        assert set(kinds) & {"name", "person", "path"}, template.id
+        for kind, value in template.slots.values():
+            drawn = {draw(kind, "held_out", random.Random(i)) for i in range(200)}
+            assert value not in drawn, (template.id, value)
+
+
+def test_up_to_advanced_every_value_is_in_the_description_or_the_account():
+    for tier in ("warmup", "beginner", "intermediate", "advanced"):
+        for template in templates():
+            if template.tier == tier:
+                said = template.row["description"] + json.dumps(template.row["setup"])
+                assert all(f"<{name}>" in said for name in template.slots), template.id
+
+
+def test_instances_are_drawn_by_their_seed():
+    some = instances("beginner", 50, seed=1)
+    assert some == instances("beginner", 50, seed=1) != instances("beginner", 50, seed=2)
+    assert len({task.id for task in some}) == 50 and {task.tier for task in some} == {"beginner"}
+    assert len({task.template for task in some[:32]}) == 32  # each template before any comes again
+    held_out = instances("beginner", 50, seed=1, split="held_out")
+    assert not {task.id for task in some} & {task.id for task in held_out}
+    assert instance("warmup-bucket", 5) == instance("warmup-bucket", 5) != instance("warmup-bucket", 6)
+    for wrong in ({"tier": "easy", "n": 1, "seed": 0}, {"tier": "warmup", "n": -1, "seed": 0},
+                  {"tier": "warmup", "n": 1, "seed": 0, "split": "test"}):
+        with pytest.raises(ValueError, match="easy|-1|test"):
+            instances(**wrong)
+    with pytest.raises(ValueError, match="warmup-moon"):
+        instance("warmup-moon", 0)
+
+
+def test_more_instances_than_there_are_words_for_are_refused(monkeypatch):
+    monkeypatch.setattr(generate, "templates", lambda: [t for t in templates() if t.id == "warmup-user"])
+    people = len(words()["person"]["held_out"])
+    assert len(instances("warmup", people, 0, "held_out")) == people
+    with pytest.raises(ValueError, match=f"n={people + 1}.*warmup"):
+        instances("warmup", people + 1, 0, "held_out")
+
+
+def test_values_of_an_instance_are_all_different():
+    for template in templates():
+        for seed in range(20):
+            values = instance(template, seed, "held_out").id.partition("/")[2].split(",")
+            assert len(values) == len(template.slots) == len(set(values)), template.id
+
+
+def test_templates_are_the_keys_of_a_curriculum():
+    curriculum = Curriculum(template_ids(*FIVE), seed=0)
+    for seed in range(6):
+        task = instance(curriculum.next_task(), seed)
+        curriculum.record(task.template, [1.0, 0.0])
+        assert curriculum.rate(task.template) == 0.5 and task.tier == "warmup"
+    assert len(curriculum.tasks) == sum(map(len, template_ids(*FIVE)))
+
+
+# --- What a task shows ------------------------------------------------------------------------------------------------
+
+
+def test_a_task_shows_neither_criteria_nor_solution():
+    hidden = instance("expert-find-public-bucket", 0)  # of which the description names no bucket
+    assert not any(value in json.dumps(hidden.shown()) for value in hidden.id.partition("/")[2].split(","))
+    for task in load_tasks():
+        assert task.shown() == {"template": task.id, "tier": task.tier, "description": task.description}
+        prepared = {*task.setup, *task.drifts}  # a repair may be a line of the set-up
+        assert not any(line in repr(task) for line in task.solution if line not in prepared and "<" not in line), task.id
+        assert "criteria" not in repr(task) and "TagSet" not in task.description
+
+
+def test_hints_tell_more_and_more_but_no_name():
+    task = next(task for task in load_tasks() if task.id == "advanced-encrypted-bucket")
+    services, operations, commands = task.hints
+    assert services == "Services: kms, s3." and "aws kms create-alias" in operations and "--alias-name alias/<k>" in commands
+    assert "--target-key-id <KeyId>" in commands and "<1:" not in commands
+    for template in templates():
+        hint = instance(template, 0).hints[2]
+        assert len(hint.splitlines()) == len(template.row["solution"]), template.id
+        assert hint == instance(template, 1).hints[2]
+
+
+def test_drifts_are_picked_by_the_seed():
+    for task in load_tasks("drift"):
+        picks = [pick_drifts(task, seed) for seed in range(40)]
+        assert picks == [pick_drifts(task, seed) for seed in range(40)] and len(set(picks)) > 3
+        assert {len(pick) for pick in picks} == {2, 3} and set().union(*picks) == set(range(len(task.drifts)))
+    assert pick_drifts(load_tasks("warmup")[0], 0) == ()
+
+
+def test_a_line_takes_an_id_from_an_earlier_output():
+    printed = iter(['{"Keys": [{"KeyId": "k1", "Name": "a"}, {"KeyId": "k2", "Name": "b"}]}', "", ""])
+    lines = ["aws list", "aws use <1:Keys|0|KeyId>", "aws use <1:Keys|Name=b|KeyId>"]
+    ran = [line for line, _ in play(lines, lambda line: SimpleNamespace(stdout=next(printed)))]
+    assert ran == ["aws list", "aws use k1", "aws use k2"]
+    for missing in ("<1:Keys|7|KeyId>", "<1:Keys|Name=z|KeyId>", "<4:Keys>", "<1:Key>"):
+        with pytest.raises(ValueError, match=missing.replace("|", r"\|")):
+            list(play(["aws list", f"aws use {missing}"], lambda line: SimpleNamespace(stdout='{"Keys": []}')))
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"solution": []}, "no solution"), ({"setup": ["rm -r /"]}, "rm -r"), ({"slots": {}}, "its slots are"),
+    ({"criteria": []}, "no criteria"), ({"colour": "red"}, "it needs")])
+def test_a_wrong_line_of_data_is_named(tmp_path, monkeypatch, change, says):
+    row = json.loads(data_path("aws", "warmup.jsonl").read_text().splitlines()[0]) | change
+    for tier in TIERS:
+        (tmp_path / f"{tier}.jsonl").write_text(json.dumps(row) + "\n" if tier == "beginner" else "")
+    monkeypatch.setattr(tasks, "data_path", lambda *parts: tmp_path / parts[-1])
+    with pytest.raises(ValueError, match=f"beginner.jsonl, line 1: .*{says}"):
+        templates.__wrapped__()
+
+
+def test_values_must_be_those_of_the_slots():
+    with pytest.raises(ValueError, match="warmup-bucket.*'b'"):
+        templates()[0].task({"b": "apple"})
+
+
+# --- The grader -------------------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A client that gives the same answers always, or raises."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked = answers, []
+
+    def can_paginate(self, name):
+        return False
+
+    def __getattr__(self, name):
+        def answer(**args):
+            self.asked.append((name, args))
+            if isinstance(self.answers[name], Exception):
+                raise self.answers[name]
+            return {**self.answers[name], "ResponseMetadata": {"HTTPStatusCode": 200}}
+
+        return answer
+
+
+def criterion(*path, service="s3", read="get_bucket_policy", args=None, **how):
+    return {"service": service, "read": read, "args": args or {"Bucket": "apple"}, "path": list(path), **how}
+
+
+def holds(answer, *path, **how):
+    pytest.importorskip("botocore")
+    task = SimpleNamespace(id="t", criteria=(criterion(*path, **how),))
+    return grade(task, lambda service: Answers(get_bucket_policy=answer)).achieved
+
+
+POLICY = {"Policy": json.dumps({"Statement": [{"Effect": "Allow", "Action": "a", "Days": 30},
+                                              {"Effect": "Deny", "Action": ["b", "c"], "On": True}]})}
+
+
+@pytest.mark.parametrize("path, how, true", [
+    (("Policy",), {"exists": True}, True), (("Policies",), {"exists": True}, False), (("Policies",), {"absent": True}, True),
+    (("Policy", "@json", "Statement", "Action"), {"equals": ["c", "b", "a"]}, True),
+    (("Policy", "@json", "Statement", "Action"), {"equals": ["b", "a"]}, False),
+    (("Policy", "@json", "Statement", "Action"), {"equals": ["b", "a", "a"]}, False),
+    (("Policy", "@json", "Statement", {"Effect": "Allow"}, "Action"), {"equals": "a"}, True),
+    (("Policy", "@json", "Statement", {"Action": "c"}, "Effect"), {"equals": "Deny"}, True),
+    (("Policy", "@json", "Statement", {"Effect": "Allow", "Action": "c"}), {"absent": True}, True),
+    (("Policy", "@json", "Statement", "Action"), {"contains": "b"}, True),
+    (("Policy", "@json", "Statement", "Action"), {"contains": "d"}, False),
+    (("Policy", "@json", "Statement"), {"count": 2}, True), (("Policy", "@json", "Statement"), {"count": "3"}, False),
+    (("Policy", "@json", "Statement", "Days"), {"equals": "30"}, True),
+    (("Policy", "@json", "Statement", "Days"), {"equals": "31"}, False),
+    (("Policy", "@json", "Statement", "On"), {"equals": True}, True),
+    (("Policy", "@json", "Statement", "On"), {"equals": 1}, False),
+    (("Policy", "@json", "Statement", "On"), {"equals": "True"}, False),
+    (("Policy", "@json", "@json"), {"absent": True}, True)])
+def test_paths_and_comparisons(path, how, true):
+    assert holds(POLICY, *path, **how) is true
+
+
+def test_a_text_that_is_no_json_holds_nothing():
+    assert holds({"Policy": "[" * 100_000}, "Policy", "@json", absent=True)
+
+
+def test_progress_counts_what_is_reached_and_what_broke():
+    pytest.importorskip("botocore")
+    criteria = (criterion("A", exists=True), criterion("B", exists=True), criterion("C", exists=True, keep=True))
+    task = SimpleNamespace(id="t", criteria=criteria)
+    for answer, progress in (("", 0.0), ("C", 0.0), ("A", 1 / 3), ("AC", 0.5), ("AB", 2 / 3), ("ABC", 1.0)):
+        client = Answers(get_bucket_policy=dict.fromkeys(answer, 1))
+        grade_ = grade(task, lambda service, client=client: client)
+        assert (grade_.progress, grade_.achieved) == (pytest.approx(progress), answer == "ABC")
+        assert len(client.asked) == 1  # one read for the three of them
+    assert [check.keep for check in grade_.checks] == [False, False, True]
+
+
+def test_an_argument_is_found_by_another_read():
+    pytest.importorskip("botocore")
+    read = {"service": "kms", "read": "describe_key", "args": {"KeyId": "alias/a"}, "path": ["KeyMetadata", "KeyId"]}
+    task = SimpleNamespace(id="t", criteria=(criterion("KeyRotationEnabled", service="kms", read="get_key_rotation_status",
+                                                       args={"KeyId": {"found": read}}, equals=True),))
+    client = Answers(describe_key={"KeyMetadata": {"KeyId": "k1"}}, get_key_rotation_status={"KeyRotationEnabled": True})
+    assert grade(task, lambda service: client).achieved
+    assert client.asked[-1] == ("get_key_rotation_status", {"KeyId": "k1"})
+    client = Answers(describe_key={"KeyMetadata": {}})
+    assert not grade(task, lambda service: client).achieved  # nothing to ask for
+
+
+def test_nothing_there_is_a_verdict_and_a_fault_is_none():
+    exceptions = pytest.importorskip("botocore.exceptions")
+    def error(code):
+        return exceptions.ClientError({"Error": {"Code": code, "Message": "m"}}, "GetBucketPolicy")
+
+    assert holds(error("NoSuchBucket"), absent=True) and not holds(error("NoSuchBucketPolicy"), exists=True)
+    for code in ("InternalError", "AccessDenied", "NoSuchEntity"):
+        with pytest.raises(GradingError, match=f"'t'.*{code}"):
+            holds(error(code), absent=True)
+    for gone in (exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError, exceptions.ReadTimeoutError):
+        with pytest.raises(AccountGone, match="'t'"):
+            holds(gone(endpoint_url="http://127.0.0.1:1"), absent=True)
+
+
+def test_the_vocabulary_of_criteria_is_closed():
+    used = set()
+    for template in templates():
+        for row in template.row["criteria"]:
+            check_criterion(row)
+            asked = [row, *(value["found"] for value in row["args"].values() if isinstance(value, dict) and "found" in value)]
+            used |= {(read["service"], read["read"]) for read in asked}
+        assert any(not row.get("keep") for row in template.row["criteria"]), template.id
+    assert set(READS) == used, set(READS) - used
+    assert all(read.startswith(("get_", "list_", "describe_", "head_")) for _, read in READS)
+    for wrong in (criterion(read="delete_bucket", exists=True), criterion(service="lambda", exists=True), criterion(),
+                  criterion(exists=True, equals=1), criterion(exists=False), criterion(like="a", equals="b"),
+                  criterion(1, exists=True),
+                  criterion(args={"Bucket": {"found": {"service": "s3", "read": "delete_bucket"}}}, exists=True)):
+        with pytest.raises(ValueError):
+            check_criterion(wrong)
