@@ -54,6 +54,9 @@ class Answer:
             raise Refused(429, f"{service.rows} completions are in progress, and this service takes {service.max_rows} at a "
                                f"time; this request asks for {len(self.prompts) * n}: send it again later")
         await service.admitted()
+        if self.asked.least > self.policy.version:
+            raise Refused(409, f"this service has the weights of version {self.policy.version}, and the request accepts none "
+                               f"before {self.asked.least}: publish them first", "min_policy_version", "stale_weights")
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
         def tell(*event):

@@ -1,8 +1,8 @@
 """A sampler in another process: the Sampler's `sample` over HTTP, from a service of ours or another that speaks its fields.
 
-    sampler = RemoteSampler("http://127.0.0.1:8000", policy, weights="/dev/shm/policy.safetensors")
+    sampler = RemoteSampler("http://127.0.0.1:8000", policy, bridge=SharedFile("/dev/shm/policy.safetensors"))
     groups = await sampler.sample(prompts, group_size=8, params=SamplingParams(seed=0))
-    await sampler.publish(policy)        # after an update: the server was started with --weights and that file
+    await sampler.publish()              # after an update: the server was started with --weights and that file
 
 Token ids go in, token ids and log-probs come out; nothing is tokenised on the way. A rollout carries the version of the
 weights that made it. The numerics of another process need not be the trainer's: `GRPOConfig.sampler_cap` corrects for them.
@@ -14,13 +14,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.serve.bridge import SharedWeights
+from grpolab.serve.bridges import Bridge
 from grpolab.serve.calls import Caller, RemoteError
 from grpolab.serve.wire import MOST_CHOICES
 from grpolab.train.sources import Drawn, Source
@@ -34,20 +33,23 @@ class RemoteSampler:
     policy   whose prompts and updates these are; the first call compares its tokenizer with the server's
     token    of the server, if it asks for one
     model    as the server names it (default: the one that it serves)
-    weights  the file that `publish` writes and the server maps
+    bridge   how `publish` brings the weights across (`bridges`): SharedFile, AdapterSwap or Restart
     timeout  seconds that a request may take, sampling included
-    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing
+    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing. A server of ours refuses
+             to sample from older weights, of another's rollouts the version is the one that was published last
     """
 
     def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None,
-                 weights: str | Path | None = None, timeout: float = 300.0, max_staleness: int | None = None):
+                 bridge: Bridge | None = None, timeout: float = 300.0, max_staleness: int | None = None):
         self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
-        self.url, self.policy, self.model = self.caller.url, policy, model
-        self.weights, self.max_staleness, self.synced_s = weights and Path(weights), max_staleness, 0.0
+        self.url, self.policy, self.model, self._named = self.caller.url, policy, model, model
+        self.bridge, self.max_staleness, self.synced_s = bridge, max_staleness, 0.0
         self.engine = SimpleNamespace(name="remote")
-        self._shared: SharedWeights | None = None
-        self._known = asyncio.Lock()
+        self._known, self._gate, self._rest = asyncio.Lock(), asyncio.Lock(), asyncio.Event()
+        self._asked, self._version = 0, 0  # calls in progress; the version of the last `publish`
         self._context: int | None = None
+        self._ours = False  # the server is of this package, and says versions
+        self._rest.set()
 
     async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                      params: SamplingParams | None = None) -> list[Group]:
@@ -61,6 +63,17 @@ class RemoteSampler:
             raise ValueError(f"max_total_tokens={params.max_total_tokens}: a server knows no such budget; leave it None")
         if not len(prompts):
             return []
+        async with self._gate:  # `publish` waits for what is asked, and what is asked then for it
+            self._asked += 1
+            self._rest.clear()
+        try:
+            return await self._sample(prompts, group_size, params)
+        finally:
+            self._asked -= 1
+            if not self._asked:
+                self._rest.set()
+
+    async def _sample(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams) -> list[Group]:
         await self._know()
         ids = [[int(t) for t in prompt] for prompt in prompts]
         room = self._context - max(map(len, ids)) if self._context else params.max_new_tokens
@@ -71,6 +84,8 @@ class RemoteSampler:
                 "return_token_ids": True, "temperature": 0 if params.greedy else params.temperature, "top_p": params.top_p,
                 "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed, "stop": list(params.stop_strings) or None,
                 "stop_token_ids": list(params.stop_ids) or None, "ignore_eos": params.ignore_eos}
+        if self._ours and self.max_staleness is not None:
+            body["min_policy_version"] = max(0, self.policy.version - self.max_staleness)
         answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
         groups = self._groups(answer, ids, group_size, params)
         self._check_age(groups)
@@ -84,37 +99,34 @@ class RemoteSampler:
                 yield i, g, rollout
 
     async def publish(self, policy: Policy | None = None) -> int:
-        """Bring the policy's weights to the server, which finishes what it samples first; returns the version that it has then.
-        `synced_s` are the seconds that it took."""
+        """Bring the policy's weights to the server, once what this sampler asked for has come; returns the version that the
+        server has then. `synced_s` are the seconds that it took. RemoteError or ValueError, and the server has the weights of
+        before, where they do not arrive."""
         policy = policy or self.policy
-        if self.weights is None:
-            raise ValueError("publish needs the file to write into: RemoteSampler(..., weights=FILE), and for the server "
+        if self.bridge is None:
+            raise ValueError("publish needs a bridge: RemoteSampler(..., bridge=SharedFile(FILE)), and for the server "
                              "serve-policy --weights FILE")
-        began = time.perf_counter()
-        version = await asyncio.get_running_loop().run_in_executor(None, self._write, policy)
-        told = (await self.caller.ask("POST", "/weights", {})).get("policy_version")
-        if told != version:
-            raise RemoteError(f"{self.url} reports weights of version {told!r} where {version} was published")
-        self.synced_s = time.perf_counter() - began
+        async with self._gate:
+            await self._rest.wait()
+            began = time.perf_counter()
+            version, name = await self.bridge.publish(self.caller, policy)
+            self.model = name or self.model
+            if self.bridge.fresh:  # another server now
+                self.model, self._context = self._named, None
+                await self._know()
+            self._version, self.synced_s = version, time.perf_counter() - began
         return version
 
     def close(self) -> None:
         self.caller.close()
-        if self._shared is not None:
-            self._shared.close()
+        if self.bridge is not None:
+            self.bridge.close()
 
     async def __aenter__(self) -> RemoteSampler:
         return self
 
     async def __aexit__(self, *_) -> None:
-        self.close()
-
-    def _write(self, policy: Policy) -> int:
-        with policy.lock:
-            if self._shared is None:
-                self._shared = SharedWeights.create(self.weights, policy.model)
-            self._shared.write(policy.model, policy.version)
-            return policy.version
+        await asyncio.get_running_loop().run_in_executor(None, self.close)  # a server may take a while to end
 
     async def _know(self) -> None:
         """Once: the name of the model, its context, and whether its tokenizer is ours."""
@@ -135,6 +147,7 @@ class RemoteSampler:
             if theirs != ours:
                 raise RemoteError(f"{self.url} has another vocabulary than {self.policy.name!r}: it reads a text as "
                                   f"{theirs[:8]}…, we as {ours[:8]}…; serve the model that is trained")
+            self._ours = "policy_version" in cards[names.index(self.model)]
             self._context = cards[names.index(self.model)].get("max_model_len") or self.policy.context
 
     def _groups(self, answer: dict, prompts: list[list[int]], size: int, params: SamplingParams) -> list[Group]:
@@ -154,14 +167,15 @@ class RemoteSampler:
         vocab = len(self.policy.model.get_input_embeddings().weight)
         if any(not 0 <= t < vocab for t in tokens):
             raise RemoteError(f"{self.url} gave token ids outside the vocabulary 0..{vocab - 1}: it serves another model")
-        if params.temperature != 1 and not told and not params.greedy:
-            raise RemoteError(f"{self.url} does not say at which temperature its log-probs are, and {params.temperature} was "
-                              "asked for: sample at 1.0, or from grpolab serve-policy")
+        if (params.temperature != 1 or params.truncates) and not told and not params.greedy:
+            raise RemoteError(f"{self.url} does not say of which distribution its log-probs are, and {params} asks for another "
+                              "temperature than 1, or for top_k, top_p or min_p: leave them out, or use grpolab serve-policy")
         reason = told.get("finish_reason") or {"stop": "eos"}.get(choice.get("finish_reason"), "length")
         full = len(prompt) + len(tokens) >= self._context
         reason = "context" if full and reason == "length" else reason
         return Rollout(tuple(prompt), tuple(tokens), (1,) * len(tokens), tuple(logps), tuple(told.get("raw_logps") or logps),
-                       reason, told.get("seed", 0), told.get("policy_version", 0), kept_mass=tuple(told.get("kept_mass") or ()))
+                       reason, told.get("seed", 0), told.get("policy_version", self._version),
+                       kept_mass=tuple(told.get("kept_mass") or ()))
 
     def _check_age(self, groups: Sequence[Group]) -> None:
         behind = self.policy.version - min(r.policy_version for g in groups for r in g)
