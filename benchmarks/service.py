@@ -105,7 +105,7 @@ async def race(model: str, callers: tuple[int, ...], rounds: int, requests: int,
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         sampler = await enter(Sampler(policy))
-        here = (await enter(serve_policy(Sampler(policy)))).url + "/v1"
+        here = (await enter(serve_policy(await enter(Sampler(policy))))).url + "/v1"
         there = stack.enter_context(elsewhere(model))
         ways = {DIRECT: by_sampler(sampler)}
         for place, url in (("same process", here), ("another process", there), ("vLLM", vllm)):
@@ -120,7 +120,7 @@ async def race(model: str, callers: tuple[int, ...], rounds: int, requests: int,
 async def row(model: str, callers: int, ways: dict[str, Way], rounds: int, requests: int) -> dict:
     """Each way in each round, in an order that turns; its ratio to the Sampler's of the same round."""
     speeds, made = {name: [] for name in ways}, {}
-    for name, way in ways.items():
+    for way in ways.values():
         await together(way, callers, callers)  # engines are chosen, connections are made
     for turn in range(rounds):
         names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]

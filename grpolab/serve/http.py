@@ -25,7 +25,9 @@ from grpolab.serve.wire import Refused, read_json, read_request, sampled_as
 if TYPE_CHECKING:
     from grpolab.serve.service import Service
 
-HEAD = 10.0  # s; how long a client may take to send the head of a request
+HEAD = 30.0  # s; how long a client may take to send the head of a request
+IDLE = 75  # s; how long a connection stays open for the next request. Clients give theirs up after some 5 s: were it as many
+# here, a request would be under way when the connection ends, and fail.
 BODY = 30.0  # s; how long a body may take
 SWALLOWED = 256 * 2**20  # bytes of a body over the limit that are read and thrown away, so that its sender hears why
 CONNECTIONS = 4096
@@ -196,7 +198,8 @@ class Server:
     def __init__(self, app: Callable[..., Awaitable[None]], drain: int):
         self._server = uvicorn.Server(uvicorn.Config(
             app, http=PatientProtocol, ws="none", loop="asyncio", lifespan="on", log_config=None, log_level="error",
-            access_log=False, server_header=False, timeout_graceful_shutdown=drain, limit_concurrency=CONNECTIONS))
+            access_log=False, server_header=False, timeout_graceful_shutdown=drain, timeout_keep_alive=IDLE,
+            limit_concurrency=CONNECTIONS))
 
     def run(self, listener: socket.socket) -> None:
         self._server.run([listener])
