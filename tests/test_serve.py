@@ -383,11 +383,18 @@ def test_a_port_that_is_taken(tiny):
 
 
 def test_more_rows_than_it_takes(tiny):
+    """Those that others take now are a matter of waiting; a request that is too large by itself never fits."""
     async def main():
-        async with served(tiny, max_rows=4) as (_, client):
-            with pytest.raises(openai.RateLimitError, match="takes 4"):
+        async with served(tiny, max_rows=4) as (service, client):
+            with pytest.raises(openai.BadRequestError, match="asks for 5 completions.*takes 4 at a time; send several"):
                 await chat(client, n=5, max_tokens=4)
             assert len((await chat(client, n=4, max_tokens=4)).choices) == 4
+            asking = asyncio.ensure_future(chat(client, n=3, max_tokens=480, extra_body={"ignore_eos": True}))
+            while service.rows < 3:
+                await asyncio.sleep(0.005)
+            with pytest.raises(openai.RateLimitError, match="3 completions are in progress.*takes 4"):
+                await chat(client, n=2, max_tokens=4)
+            asking.cancel()
 
     asyncio.run(main())
 

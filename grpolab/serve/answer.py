@@ -50,9 +50,13 @@ class Answer:
             service.sessions.check_room()
         self.prompts = await self._encoded()
         self.params = replace(self.params, max_new_tokens=self._most_tokens())
-        if service.rows + len(self.prompts) * n > service.max_rows:
+        wanted = len(self.prompts) * n
+        if wanted > service.max_rows:
+            raise Refused(400, f"this request asks for {wanted} completions, and this service takes {service.max_rows} at a "
+                               "time; send several with fewer", "n")
+        if service.rows + wanted > service.max_rows:
             raise Refused(429, f"{service.rows} completions are in progress, and this service takes {service.max_rows} at a "
-                               f"time; this request asks for {len(self.prompts) * n}: send it again later")
+                               f"time; this request asks for {wanted}: send it again later")
         await service.admitted()
         if self.asked.least > self.policy.version:
             raise Refused(409, f"this service has the weights of version {self.policy.version}, and the request accepts none "

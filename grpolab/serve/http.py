@@ -137,13 +137,16 @@ def unwelcome(scope: dict, token: str | None) -> Refused | None:
 def refusal(refused: Refused) -> JSONResponse:
     """The answer in OpenAI's error shape; after those that end an exchange in the middle the connection is closed."""
     more = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer", "Connection": "close"}}
-    close = {"Connection": "close"} if refused.status in (403, 408, 413) else {}
+    close = {"Connection": "close"} if refused.status in (403, 408, 413, 415) else {}
     return JSONResponse(refused.body, refused.status, more.get(refused.status, close))
 
 
 async def read_body(request: Request, limit: int) -> dict:
-    """The JSON object of a body of at most `limit` bytes; Refused with 413 for a larger one, 408 for one that is too slow."""
+    """The JSON object of a body of at most `limit` bytes; Refused with 413 for a larger one, 408 for one that is too slow,
+    415 for a compressed one."""
     parts, size = [], 0
+    if (how := request.headers.get("content-encoding", "identity")) != "identity":
+        raise Refused(415, f"the body is encoded as {how[:40]!r}, and this service takes plain JSON alone")
     try:
         async with asyncio.timeout(BODY):
             async for part in request.stream():
