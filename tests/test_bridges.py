@@ -168,7 +168,7 @@ def test_what_cannot_be_swapped(tiny, tmp_path):
 
 def test_the_same_call_on_a_server_of_vllms_make(tmp_path):
     """Its answers to adapters are texts, it keeps each name until it is told otherwise, and its rollouts say no version."""
-    policy, served, asked = adapted(), ["m", "policy-v0"], []
+    policy, served, asked, right = adapted(), ["m", "policy-v0"], [], [True]
 
     def load(body):
         asked.append(body)
@@ -181,7 +181,12 @@ def test_the_same_call_on_a_server_of_vllms_make(tmp_path):
 
     def complete(body):
         assert body["model"] in served
-        return of_vllm(policy.tokenizer)["/v1/completions"](body)
+        answer = of_vllm(policy.tokenizer)["/v1/completions"](body)
+        if body.get("seed") == 0 and right:  # what a publish compares
+            ids = torch.tensor([body["prompt"][0] + [5, 1]])
+            logps = policy.model(ids).logits.log_softmax(-1)[0, -3:-1, [5, 1]].diagonal()
+            answer["choices"][0]["logprobs"] = {"token_logprobs": logps.tolist()}
+        return answer
 
     answers = {"/v1/models": lambda _: {"data": [{"id": name, "max_model_len": 512} for name in served]},
                "/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload, "/v1/completions": complete}
@@ -195,6 +200,10 @@ def test_the_same_call_on_a_server_of_vllms_make(tmp_path):
             policy.version += 1
             with pytest.raises(RemoteError, match="1 versions behind"):
                 await remote.sample(PROMPTS, params=SHORT)
+            right.clear()  # it took in an adapter and does not compute with it
+            with pytest.raises(RemoteError, match="does not compute what 'tiny' does"):
+                await remote.publish()
+            assert asked[-1]["lora_name"] == "policy-v1" == remote.model and Path(asked[-1]["lora_path"]).is_dir()
 
     with imitation(answers) as url:
         asyncio.run(main(url))
@@ -354,4 +363,3 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
     asyncio.run(main())
 
 
-# --- real vLLM --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +32,7 @@ from grpolab.serve.bridge import SharedWeights
 from grpolab.serve.calls import Caller, RemoteError
 
 T = TypeVar("T")
+Check = Callable[[str | None], Awaitable[None]]  # raises where the server, under this name, does not compute as the policy does
 END = 20.0  # s; how long a server may take to end before it is killed
 
 
@@ -39,13 +40,12 @@ class SharedFile:
     """Whole weights through a safetensors file that trainer and server map (`bridge.SharedWeights`); on /dev/shm it is memory.
     For a server that was started with `--weights` and this file."""
 
-    fresh = False  # the server is the one of before, so what is known of it stays true
-
     def __init__(self, path: str | Path):
         self.path, self._shared = Path(path), None
 
-    async def publish(self, caller: Caller, policy: Policy) -> tuple[int, str | None]:
-        """Bring the weights across; returns their version, and the name that they are served under where it is a new one."""
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
+        """Bring the weights across; returns their version, and the name that they are served under where it is a new one.
+        `check` is not asked here: the file itself says that all of it arrived."""
         version = await _off_loop(lambda: self._write(policy))
         told = (await caller.ask("POST", "/weights", {})).get("policy_version")
         if told != version:
@@ -69,34 +69,42 @@ class AdapterSwap:
     with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Each version is served under a name of its own, `name`-v3,
     so that a request gets the adapter that it names or an error."""
 
-    fresh = False
-
     def __init__(self, folder: str | Path, name: str = "policy"):
-        self.folder, self.name, self._sent = Path(folder).resolve(), name, None
+        self.folder, self.name = Path(folder).resolve(), name
+        self._sent: tuple[str, int, Path] | None = None  # name, version and folder of what is served
 
-    async def publish(self, caller: Caller, policy: Policy) -> tuple[int, str | None]:
-        """As `SharedFile.publish`. ValueError for a policy without an adapter."""
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
+        """As `SharedFile.publish`, checked. ValueError for a policy without an adapter."""
         version, path = await _off_loop(lambda: self._save(policy))
         name = f"{self.name}-v{version}"
-        # load_inplace: under vLLM the name may be there from an earlier training. It keys what it keeps of prompts by the path.
-        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True, "policy_version": version}
+        taken = False
         try:
-            await caller.ask("POST", "/v1/load_lora_adapter", body, text=True)
+            await self._load(caller, name, version, path)
+            taken = True
             served = {card.get("id"): card for card in (await caller.ask("GET", "/v1/models")).get("data") or []}
             if name not in served or served[name].get("policy_version", version) != version:
                 raise RemoteError(f"{caller.url} took the adapter {name!r} and then serves {sorted(served)}")
+            await check(name)  # vLLM 0.32 takes in adapters of other shapes without a word
         except BaseException:
+            if taken and self._sent:
+                with suppress(RemoteError):
+                    await self._load(caller, *self._sent)
             shutil.rmtree(path, ignore_errors=True)
             raise
         for old in (n for n in served if n != name and str(n).startswith(f"{self.name}-v")):
             await caller.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old}, text=True)
         self.close()
-        self._sent = path
+        self._sent = name, version, path
         return version, name
+
+    async def _load(self, caller: Caller, name: str, version: int, path: Path) -> None:
+        # load_inplace: under vLLM the name may be there from an earlier training. It keys what it keeps of prompts by the path.
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True, "policy_version": version}
+        await caller.ask("POST", "/v1/load_lora_adapter", body, text=True)
 
     def close(self) -> None:
         if self._sent is not None:
-            shutil.rmtree(self._sent, ignore_errors=True)
+            shutil.rmtree(self._sent[2], ignore_errors=True)
 
     def _save(self, policy: Policy) -> tuple[int, Path]:
         with policy.lock:
@@ -121,7 +129,6 @@ class Restart:
     with the end of what the server wrote (`folder`/server.log), and the server is started again with the version before.
     """
 
-    fresh = True
     own = (sys.executable, "-m", "grpolab", "serve-policy", "{weights}", "--name", "{name}", "--policy-version", "{version}",
            "--host", "{host}", "--port", "{port}")
 
@@ -134,8 +141,13 @@ class Restart:
         self._running: dict[str, str] | None = None  # what the arguments of the server that runs stand for
         atexit.register(self.close)
 
-    async def publish(self, caller: Caller, policy: Policy) -> tuple[int, str | None]:
-        """As `SharedFile.publish`."""
+    @property
+    def pid(self) -> int | None:
+        """The process id of the server that runs."""
+        return self._process and self._process.pid
+
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
+        """As `SharedFile.publish`, checked."""
         place = urlsplit(caller.url)
         path, version = await _off_loop(lambda: self._save(policy))
         values = {"weights": str(path), "name": policy.name, "version": str(version), "host": place.hostname,
@@ -143,6 +155,7 @@ class Restart:
         before = self._running
         try:
             await self._start(caller, values)
+            await check(None)
         except BaseException as error:
             await _off_loop(self._end)
             if before is not None:

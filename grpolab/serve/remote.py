@@ -14,8 +14,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
+from grpolab.decode.audit import audit
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
@@ -24,6 +26,7 @@ from grpolab.serve.calls import Caller, RemoteError
 from grpolab.serve.wire import MOST_CHOICES
 from grpolab.train.sources import Drawn, Source
 
+APART = 0.1  # nats a token, on average: bfloat16 on one side is a fifth of it
 PROBE = "What is 12 + 34? \\boxed{46}. The quick brown fox; naïve café."  # how a server's tokenizer is recognised
 
 
@@ -75,6 +78,18 @@ class RemoteSampler:
 
     async def _sample(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams) -> list[Group]:
         await self._know()
+        stale = self.max_staleness
+        least = max(0, self.policy.version - stale) if self._ours and stale is not None else None
+        groups = await self._drawn(prompts, group_size, params, least)
+        behind = self.policy.version - min(r.policy_version for g in groups for r in g)
+        if stale is not None and behind > stale:
+            raise RemoteError(f"rollouts of {self.url} are {behind} versions behind the policy's {self.policy.version}, and "
+                              f"max_staleness is {stale}: publish more often")
+        return groups
+
+    async def _drawn(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams,
+                     least: int | None = None) -> list[Group]:
+        """Groups of the server, of policy version `least` or later."""
         ids = [[int(t) for t in prompt] for prompt in prompts]
         room = self._context - max(map(len, ids)) if self._context else params.max_new_tokens
         if room < 1:
@@ -83,13 +98,10 @@ class RemoteSampler:
         body = {"model": self.model, "prompt": ids, "n": group_size, "max_tokens": most, "logprobs": 0,
                 "return_token_ids": True, "temperature": 0 if params.greedy else params.temperature, "top_p": params.top_p,
                 "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed, "stop": list(params.stop_strings) or None,
-                "stop_token_ids": list(params.stop_ids) or None, "ignore_eos": params.ignore_eos}
-        if self._ours and self.max_staleness is not None:
-            body["min_policy_version"] = max(0, self.policy.version - self.max_staleness)
+                "stop_token_ids": list(params.stop_ids) or None, "ignore_eos": params.ignore_eos,
+                "min_policy_version": least}
         answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
-        groups = self._groups(answer, ids, group_size, params)
-        self._check_age(groups)
-        return groups
+        return self._groups(answer, ids, group_size, params)
 
     async def stream(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                      params: SamplingParams | None = None) -> AsyncIterator[tuple[int, int, Rollout]]:
@@ -108,14 +120,32 @@ class RemoteSampler:
                              "serve-policy --weights FILE")
         async with self._gate:
             await self._rest.wait()
-            began = time.perf_counter()
-            version, name = await self.bridge.publish(self.caller, policy)
-            self.model = name or self.model
-            if self.bridge.fresh:  # another server now
-                self.model, self._context = self._named, None
-                await self._know()
+            began, before = time.perf_counter(), (self.model, self._context)
+            try:
+                version, name = await self.bridge.publish(self.caller, policy, partial(self._prove, policy))
+            except BaseException:
+                self.model, self._context = before
+                raise
             self._version, self.synced_s = version, time.perf_counter() - began
         return version
+
+    async def _prove(self, policy: Policy, name: str | None) -> None:
+        """RemoteError unless the server, under this name, knows our tokenizer and gives the log-probs of the policy: it may be
+        of another base model, or have taken in what does not fit."""
+        self.model, self._context = name or self._named, None
+        await self._know()
+        text = self.policy.tokenizer.encode(PROBE)
+        (group,) = await self._drawn([text], 1, SamplingParams(seed=0, max_new_tokens=4, ignore_eos=True))
+
+        def off() -> float:
+            with policy.lock:
+                return audit(policy, group).mean_error
+
+        error = await asyncio.get_running_loop().run_in_executor(None, off)
+        if not error <= APART:  # nor NaN
+            raise RemoteError(f"{self.url} does not compute what {policy.name!r} does: log-probs of sampled tokens differ by "
+                              f"{error:.2g} nats on average, and {APART} would pass. Serve the model that the policy, or its "
+                              "adapter, stands on")
 
     def close(self) -> None:
         self.caller.close()
@@ -148,7 +178,8 @@ class RemoteSampler:
                 raise RemoteError(f"{self.url} has another vocabulary than {self.policy.name!r}: it reads a text as "
                                   f"{theirs[:8]}…, we as {ours[:8]}…; serve the model that is trained")
             self._ours = "policy_version" in cards[names.index(self.model)]
-            self._context = cards[names.index(self.model)].get("max_model_len") or self.policy.context
+            known = (card.get("max_model_len") for card in (cards[names.index(self.model)], cards[0]))  # vLLM: its base's alone
+            self._context = next((n for n in known if n), self.policy.context)
 
     def _groups(self, answer: dict, prompts: list[list[int]], size: int, params: SamplingParams) -> list[Group]:
         choices = sorted(answer.get("choices") or [], key=lambda c: c["index"])
@@ -177,19 +208,14 @@ class RemoteSampler:
                        reason, told.get("seed", 0), told.get("policy_version", self._version),
                        kept_mass=tuple(told.get("kept_mass") or ()))
 
-    def _check_age(self, groups: Sequence[Group]) -> None:
-        behind = self.policy.version - min(r.policy_version for g in groups for r in g)
-        if self.max_staleness is not None and behind > self.max_staleness:
-            raise RemoteError(f"rollouts of {self.url} are {behind} versions behind the policy's {self.policy.version}, and "
-                              f"max_staleness is {self.max_staleness}: publish more often")
-
     def __repr__(self):
         return f"RemoteSampler({self.url!r}, {self.policy.name!r})"
 
 
 def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
     """A source whose remote sampler follows the policy: before a step it gets the weights if the policy has taken at least
-    `every` optimiser steps since. Rows get `staleness` (versions that the step's oldest rollout is behind) and `sync_s`."""
+    `every` optimiser steps since. Rows get `staleness` (versions that the step's oldest rollout is behind), `sync_s`, and how
+    far the policy is from the one that sampled (`train.offline.importance`)."""
     if every < 1:
         raise ValueError(f"every must be at least 1 optimiser step, got {every}")
     sent: list[int] = []
@@ -202,6 +228,6 @@ def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
         drawn = await source(step)
         seen = drawn.groups if drawn.seen is None else drawn.seen
         behind = policy.version - min((r.policy_version for g in seen for r in g if r.finish_reason != "lost"), default=0)
-        return replace(drawn, row=dict(drawn.row) | {"staleness": behind, "sync_s": synced})
+        return replace(drawn, row=dict(drawn.row) | {"staleness": behind, "sync_s": synced}, off_policy=True)
 
     return source_of

@@ -37,11 +37,11 @@ class Service:
     """What `serve_policy` yields. `url` is the address, `url + "/v1"` what a client takes as its base_url."""
 
     def __init__(self, policy: Policy, sampler: Sampler, name: str, url: str, *, token: str | None, seed: int,
-                 max_rows: int, max_sessions: int, max_session_tokens: int, max_body_bytes: int, weights: Path | None,
-                 adapters: Path | None):
+                 max_rows: int, max_sessions: int, max_session_tokens: int, max_body_bytes: int, max_kept_bytes: int,
+                 weights: Path | None, adapters: Path | None):
         self.policy, self.sampler, self.name, self.url, self.token = policy, sampler, name, url, token
         self.max_rows, self.max_body_bytes, self.stopping = max_rows, max_body_bytes, False
-        self.sessions = Sessions(url, seed, max_sessions, max_session_tokens)
+        self.sessions = Sessions(url, seed, max_sessions, max_session_tokens, max_kept_bytes)
         self.counts: Counter = Counter()
         self.open: set[Request] = set()  # that are being sampled
         self.adapter: str | None = None  # the name of the one that a trainer put in
@@ -170,14 +170,16 @@ def _check_numbers(**numbers: int) -> None:
 async def serve_policy(policy: Policy | Sampler, *, name: str | None = None, host: str = "127.0.0.1", port: int = 0,
                        token: str | None = None, seed: int = 0, max_rows: int = 4096, max_sessions: int = 4096,
                        max_session_tokens: int = 8_000_000, max_body_bytes: int = 4 * 2**20,
-                       weights: str | Path | None = None, adapters: str | Path | None = None) -> AsyncIterator[Service]:
+                       max_kept_bytes: int = 256 * 2**20, weights: str | Path | None = None,
+                       adapters: str | Path | None = None) -> AsyncIterator[Service]:
     """Serve a policy, or a Sampler of one that others use too, until the block is left.
 
     `name` is what requests call the model (default: the policy's). `port=0` takes a free one. `token` asks every client for
     it (an OpenAI client's api_key), and is required on an address that other machines reach; browsers are refused, since a
     page of any site could reach a loopback address. `seed` makes those of requests that bring none. At most `max_rows`
     completions are in progress or wait, `max_sessions` sessions are open and keep `max_session_tokens` tokens together:
-    beyond, requests get 429. A body over `max_body_bytes` gets 413. `weights` is the file through which a trainer in another
+    beyond, requests get 429. A body over `max_body_bytes` gets 413. Of the newest turns of sessions `max_kept_bytes` of keys
+    and values stay, which the next turn need not compute again. `weights` is the file through which a trainer in another
     process sends its updates (`RemoteSampler.publish`), `adapters` the folder from which clients may have LoRA adapters put
     in. ImportError without the extra: pip install grpolab[serve].
     """
@@ -198,7 +200,7 @@ async def serve_policy(policy: Policy | Sampler, *, name: str | None = None, hos
         url = f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
         service = Service(sampler.policy, sampler, name or sampler.policy.name, url, token=token, seed=seed, max_rows=max_rows,
                           max_sessions=max_sessions, max_session_tokens=max_session_tokens, max_body_bytes=max_body_bytes,
-                          weights=None if weights is None else Path(weights),
+                          max_kept_bytes=max_kept_bytes, weights=None if weights is None else Path(weights),
                           adapters=None if adapters is None else Path(adapters).resolve())
         ready: Future[None] = Future()
         server = Server(application(service, lambda: ready.set_result(None)), DRAIN)
