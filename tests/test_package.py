@@ -188,7 +188,7 @@ print(version("ipykernel"), version("ipywidgets"), "site-packages" in grpolab.__
 
 def test_the_setup_cell_installs_on_colab_twice(content):
     """Run, and run again, in one kernel from another folder: the second finds the clone. Torch, kernel and widgets stay."""
-    cells = ["import google.colab", badges.setup(smollm2=True), USE, badges.setup(smollm2=True), USE]
+    cells = ["import google.colab", badges.setup("smollm2"), USE, badges.setup("smollm2"), USE]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=300, kernel_name="colab", resources={"metadata": {"path": str(content)}}).execute()
     said = ["".join(o.get("text", "") for o in cell.outputs if o["output_type"] == "stream") for cell in notebook.cells]

@@ -25,6 +25,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.lab.run import repository
 from grpolab.serve.bridge import SharedWeights, Torn
+from grpolab.serve.bridges import SharedFile
 from grpolab.serve.calls import Caller, RemoteError
 from grpolab.serve.remote import PROBE, RemoteSampler, following
 from grpolab.serve.service import serve_policy
@@ -71,7 +72,7 @@ def test_it_samples_what_the_sampler_here_samples(tiny, elsewhere):
     url, weights = elsewhere
 
     async def main():
-        async with RemoteSampler(url, tiny, token="s3cret", weights=weights) as remote, Sampler(tiny) as here:
+        async with RemoteSampler(url, tiny, token="s3cret", bridge=SharedFile(weights)) as remote, Sampler(tiny) as here:
             await remote.publish()
             for params in (SamplingParams(seed=0, max_new_tokens=12), SamplingParams(greedy=True, seed=2, max_new_tokens=20),
                            SamplingParams(seed=3, temperature=0.7, top_k=5, max_new_tokens=9),
@@ -98,7 +99,7 @@ def test_published_weights_are_sampled_from_and_carry_their_version(tiny, elsewh
     url, weights = elsewhere
 
     async def main():
-        async with RemoteSampler(url, tiny, token="s3cret", weights=weights, max_staleness=0) as remote:
+        async with RemoteSampler(url, tiny, token="s3cret", bridge=SharedFile(weights), max_staleness=0) as remote:
             await remote.publish()
             states, rollouts = {tiny.version: copy.deepcopy(tiny.model.state_dict())}, []
 
@@ -111,7 +112,7 @@ def test_published_weights_are_sampled_from_and_carry_their_version(tiny, elsewh
             asking = asyncio.ensure_future(others())
             for i in range(5):
                 moved(tiny, i)
-                with pytest.raises(RemoteError, match="1 versions behind"):
+                with pytest.raises(RemoteError, match="409.*none before"):
                     await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
                 assert await remote.publish() == tiny.version
                 states[tiny.version] = copy.deepcopy(tiny.model.state_dict())
@@ -123,7 +124,7 @@ def test_published_weights_are_sampled_from_and_carry_their_version(tiny, elsewh
         for version, state in states.items():
             tiny.model.load_state_dict(state)
             mine = [r for r in rollouts if r.policy_version == version]
-            assert not mine or audit(tiny, mine).max_error < 1e-4
+            assert not mine or audit(tiny, mine).max_error < 1e-3  # of another version's weights it is over 1
 
     asyncio.run(main())
 
@@ -165,7 +166,7 @@ def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
     config = GRPOConfig(prompts_per_step=2, group_size=4, steps=4, max_new_tokens=8, lr=1e-3, sampler_cap=2.0)
 
     async def main(every):
-        async with RemoteSampler(url, tiny, token="s3cret", weights=weights) as remote:
+        async with RemoteSampler(url, tiny, token="s3cret", bridge=SharedFile(weights)) as remote:
             source = sampled(tiny, remote, Tasks(rows, config, None), lambda row: prompt_ids(tiny.tokenizer, row.question),
                              config, lambda text, row, rollout: text.count("1") / 8)
             return [row async for row in grpo_from(tiny, None, following(remote, source, every), config, longest=64)]
@@ -175,6 +176,10 @@ def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
     assert all(r["sync_s"] > 0 for r in near) and tiny.version == 4
     far = asyncio.run(main(2))
     assert [r["staleness"] for r in far] == [0, 1, 0, 1] and far[1]["logp_diff_max"] > 1e-3
+    for row in (*near, far[0]):  # how far the policy is from who sampled: nowhere, and with a step in between somewhere
+        assert row["ratio_low"] == pytest.approx(1, abs=1e-3) == row["ratio_median"] == row["ratio_high"]
+        assert row["ess"] == pytest.approx(1, abs=1e-6)
+    assert far[1]["ratio_low"] < far[1]["ratio_median"] < far[1]["ratio_high"] and far[1]["ess"] < 1 - 1e-6
 
 
 def test_a_call_cancelled_before_it_has_a_connection_is_not_made(tiny, monkeypatch):
@@ -303,17 +308,18 @@ def test_a_service_and_files_that_do_not_fit(tiny, tmp_path):
     """It says so, keeps its weights, and goes on."""
     async def main():
         path = tmp_path / "w.safetensors"
-        async with serve_policy(tiny, weights=path) as service, RemoteSampler(service.url, tiny, weights=path) as remote:
+        shared = SharedFile(path)
+        async with serve_policy(tiny, weights=path) as service, RemoteSampler(service.url, tiny, bridge=shared) as remote:
             with pytest.raises(RemoteError, match="No such file"):
                 await remote.caller.ask("POST", "/weights", {})
             SharedWeights.create(path, One()).write(One(), 1)
             with pytest.raises(RemoteError, match="another model"):
                 await remote.caller.ask("POST", "/weights", {})
             assert len((await remote.sample(PROMPTS[:1]))[0]) == 1 and tiny.version == 0
-        async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny, weights=path) as remote:
+        async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny, bridge=SharedFile(path)) as remote:
             with pytest.raises(RemoteError, match="start it with"):
                 await remote.publish()
-            with pytest.raises(ValueError, match="publish needs the file"):
+            with pytest.raises(ValueError, match="publish needs a bridge"):
                 await RemoteSampler(service.url, tiny).publish()
 
     asyncio.run(main())

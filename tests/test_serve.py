@@ -269,6 +269,8 @@ BAD = [
     (dict(stream=1), 400, "stream"),
     (dict(stream_options={"include_usage": True}), 400, "stream_options"),
     (dict(max_tokens=600), 400, "512"),
+    (dict(min_policy_version=3), 409, "has the weights of version 0, and the request accepts none before 3"),
+    (dict(min_policy_version="3"), 400, "min_policy_version must be an integer"),
     (dict(messages=user("1" * 600)), 400, "512"),
     (dict(messages=user("x" * 2_000_000)), 400, "2000000"),
 ]
@@ -383,11 +385,18 @@ def test_a_port_that_is_taken(tiny):
 
 
 def test_more_rows_than_it_takes(tiny):
+    """Those that others take now are a matter of waiting; a request that is too large by itself never fits."""
     async def main():
-        async with served(tiny, max_rows=4) as (_, client):
-            with pytest.raises(openai.RateLimitError, match="takes 4"):
+        async with served(tiny, max_rows=4) as (service, client):
+            with pytest.raises(openai.BadRequestError, match="asks for 5 completions.*takes 4 at a time; send several"):
                 await chat(client, n=5, max_tokens=4)
             assert len((await chat(client, n=4, max_tokens=4)).choices) == 4
+            asking = asyncio.ensure_future(chat(client, n=3, max_tokens=480, extra_body={"ignore_eos": True}))
+            while service.rows < 3:
+                await asyncio.sleep(0.005)
+            with pytest.raises(openai.RateLimitError, match="3 completions are in progress.*takes 4"):
+                await chat(client, n=2, max_tokens=4)
+            asking.cancel()
 
     asyncio.run(main())
 
@@ -489,6 +498,43 @@ def test_a_slow_head_and_a_slow_body_are_cut_off(tiny, monkeypatch):
                 assert b"408" in await reader.readline()
             writer.close()
             assert (await chat(client, max_tokens=4)).choices
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_later_head_of_a_connection_is_cut_off_too(tiny, monkeypatch, together):
+    """It has as long as the first, from its first byte on; and one that comes in time is answered, however often."""
+    monkeypatch.setattr(doors, "HEAD", 1.0)
+    ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def answer(reader):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"200 OK" in head
+        return await reader.readexactly(len(b'{"status":"healthy"}'))
+
+    async def main():
+        async with served(tiny) as (service, _):
+            place = urlsplit(service.url)
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            async with asyncio.timeout(20):
+                for _ in range(3):
+                    writer.write(ask[:9])
+                    await asyncio.sleep(0.4)  # three times that is longer than a head may take
+                    writer.write(ask[9:])
+                    await answer(reader)
+                if together:  # the first byte of the slow head comes with the request before it
+                    writer.write(ask + b"G")
+                    await answer(reader)
+                began = time.perf_counter()
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    for letter in b"GET /health HTTP/1.1\r\nHost: x\r\n"[together:]:
+                        writer.write(bytes([letter]))
+                        await asyncio.sleep(0.1)
+                        await writer.drain()
+                    await reader.readexactly(1)
+                assert time.perf_counter() - began < 3
+            writer.close()
 
     asyncio.run(main())
 

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlsplit
 
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI
 
 from grpolab.chat import prompt_ids, user
@@ -347,5 +348,64 @@ def test_smollm2_with_its_own_template():
                 assert audit(policy, [rollout], temperature=1.5).max_error < 1e-3
                 starts = (rollout.prompt + rollout.tokens).count(policy.tokenizer.convert_tokens_to_ids("<|im_start|>"))
                 assert starts == 3 * 2 + 1  # a system turn, three questions, three answers
+
+    asyncio.run(main())
+
+
+# --- keys and values that stay between turns --------------------------------------------------------------------------
+
+
+async def turns(policy, kept, weights=None):
+    """Five turns of a session and a side branch: (what was sampled, tokens fed, what is still kept)."""
+    options = {} if kept is None else {"max_kept_bytes": kept}
+    async with in_session(policy, options, seed=3) as (service, session, client):
+        said = list(ASK)
+        for i in range(5):
+            if i == 3 and weights is not None:
+                await service.sampler.run(weights)
+            branch = said
+            said, _ = await say(client, said, max_tokens=20)
+            said.append(MORE)
+        await say(client, [*branch, MORE], max_tokens=20)  # beside the last turn
+        service.policy.version = 0
+        held = service.sessions.kept._bytes
+        rollouts, fed = service.rollouts(session), service.sampler.stats.prefill_tokens
+        assert service.sessions.kept._bytes == 0 and not service.sessions.kept._by_turn
+        return rollouts, fed, held
+
+
+def test_a_next_turn_feeds_only_what_is_new(tiny):
+    """The same tokens and, to the engine's rounding, log-probs as without; also where the weights change on the way."""
+    def change():
+        with torch.no_grad():
+            for p in tiny.model.parameters():
+                p.mul_(1.05)
+        tiny.version += 1
+
+    plain, all_fed, nothing = asyncio.run(turns(tiny, 0))
+    short, fed, held = asyncio.run(turns(tiny, None))
+    assert nothing == 0 < held and fed < all_fed / 2
+    assert [(r.prompt, r.tokens, r.mask, r.seed) for r in short] == [(r.prompt, r.tokens, r.mask, r.seed) for r in plain]
+    for a, b in zip(short, plain):
+        assert max(abs(x - y) for x, y in zip(a.logps, b.logps)) < 1e-4
+    assert audit(tiny, short).max_error < 1e-4
+    before = {k: v.clone() for k, v in tiny.model.state_dict().items()}
+    (*_, whole), _, _ = asyncio.run(turns(tiny, 0, change))
+    tiny.model.load_state_dict(before)
+    tiny.version = 0
+    (*_, kept), _, _ = asyncio.run(turns(tiny, None, change))
+    assert kept.tokens == whole.tokens and max(abs(x - y) for x, y in zip(kept.logps, whole.logps)) < 1e-4
+
+
+def test_what_is_kept_between_turns_has_a_bound(tiny):
+    async def main():
+        async with serve_policy(tiny, max_kept_bytes=600_000) as service:
+            for i in range(6):
+                session = service.open_session(seed=i)
+                async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as client:
+                    await say(client, ASK, max_tokens=60)
+            kept = service.sessions.kept
+            assert 0 < len(kept._by_turn) < 6 and 0 < kept._bytes <= 600_000
+            assert kept._bytes == sum(size for _, size in kept._by_turn.values())
 
     asyncio.run(main())

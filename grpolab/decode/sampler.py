@@ -142,7 +142,8 @@ class Sampler:
     def submit(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1, params: SamplingParams | None = None,
                seeds: Sequence[Sequence[int]] | None = None,
                on_rollout: Callable[[int, int, Rollout], None] | None = None,
-               on_tokens: Callable[[int, int, list[int], list[float]], None] | None = None) -> Request:
+               on_tokens: Callable[[int, int, list[int], list[float]], None] | None = None,
+               kept: Kept | None = None) -> Request:
         """Queue a request and return its handle at once (`result()`, `cancel()`).
 
         seeds       (B, G), to repeat rollouts by their `.seed`; None derives them from params.seed and their indices
@@ -150,6 +151,7 @@ class Sampler:
                     raises is what its request fails with
         on_tokens   called likewise with (prompt index, sample index, token ids, logps) as a rollout grows, its last tokens
                     before on_rollout has it
+        kept        `Request.kept` of the turn that the one prompt goes on from (Kept() of none): only what is new is fed
         Raises ValueError for an empty prompt, one that fills the context, a token id outside the vocabulary, a seed outside
         0..2**64 - 1, or group_size below 1; RuntimeError after `close`.
         """
@@ -163,7 +165,7 @@ class Sampler:
             seeds = group_seeds(base, range(len(prompts)), group_size)
         elif [len(s) for s in seeds] != [group_size] * len(prompts):
             raise ValueError(f"seeds must be {len(prompts)} lists of {group_size}, got lengths {[len(s) for s in seeds]}")
-        return self._queue(self._request(prompts, seeds, params, on_rollout, on_tokens=on_tokens))
+        return self._queue(self._request(prompts, seeds, params, on_rollout, kept, on_tokens))
 
     async def run(self, fn: Callable, *args):
         """Call fn(*args) in the worker thread, which holds `policy.lock`, between two decode steps: the place to change the

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import JSONResponse
 
 from grpolab.chat import LONG_TEXT, longest_token, tokenising
+from grpolab.decode.requests import Kept, Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
 from grpolab.serve import wire
@@ -39,6 +40,7 @@ class Answer:
         self.prompts: list[Prompt] = []
         self.params = self._sampled()
         self.name = {"chat": "chatcmpl-", "text": "cmpl-"}[asked.kind] + secrets.token_hex(12)
+        self.request: Request | None = None  # once it is sampled
         self.started = False  # the answer, so that no other can be sent
         self.answered = 0  # choices that the caller got, or is about to
 
@@ -50,10 +52,17 @@ class Answer:
             service.sessions.check_room()
         self.prompts = await self._encoded()
         self.params = replace(self.params, max_new_tokens=self._most_tokens())
-        if service.rows + len(self.prompts) * n > service.max_rows:
+        wanted = len(self.prompts) * n
+        if wanted > service.max_rows:
+            raise Refused(400, f"this request asks for {wanted} completions, and this service takes {service.max_rows} at a "
+                               "time; send several with fewer", "n")
+        if service.rows + wanted > service.max_rows:
             raise Refused(429, f"{service.rows} completions are in progress, and this service takes {service.max_rows} at a "
-                               f"time; this request asks for {len(self.prompts) * n}: send it again later")
+                               f"time; this request asks for {wanted}: send it again later")
         await service.admitted()
+        if self.asked.least > self.policy.version:
+            raise Refused(409, f"this service has the weights of version {self.policy.version}, and the request accepts none "
+                               f"before {self.asked.least}: publish them first", "min_policy_version", "stale_weights")
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
         def tell(*event):
@@ -63,9 +72,10 @@ class Answer:
         try:
             request = service.sampler.submit(
                 [p.ids for p in self.prompts], group_size=n, params=self.params, on_rollout=lambda *of: tell(ROLLOUT, *of),
-                on_tokens=(lambda *of: tell(TOKENS, *of)) if self.asked.stream else None)
+                on_tokens=(lambda *of: tell(TOKENS, *of)) if self.asked.stream else None, kept=self._kept())
         except (ValueError, RuntimeError) as error:
             raise refused(error) from error
+        self.request = request
         request.future.add_done_callback(lambda _: tell(END))
         service.counts["requests"] += 1
         service.open.add(request)
@@ -144,6 +154,11 @@ class Answer:
         default = room if self.asked.kind == "chat" else wire.COMPLETION_TOKENS
         return wanted or min(room, session and session.max_tokens or default)
 
+    def _kept(self) -> Kept | None:
+        """Of a session's single answer what the turn before left; other requests keep nothing."""
+        one = self.session is not None and len(self.prompts) == self.asked.n == 1
+        return self.service.sessions.kept.after(self.prompts[0].parent) if one else None
+
     # -------------------------------------------------------------- what is answered
 
     async def _until_gone(self, receive, events: asyncio.Queue) -> None:
@@ -163,7 +178,9 @@ class Answer:
         self.answered += 1
         if self.session is not None:
             ended = rollout.tokens[-1:] != () and rollout.tokens[-1] in self.policy.eos_ids
-            self.session.record(self.prompts[index], rollout, text, ended)
+            turn = self.session.record(self.prompts[index], rollout, text, ended)
+            if turn is not None and self.request.kept is not None:
+                self.service.sessions.kept.keep(turn, self.request.kept)
 
     def _check_whole(self, rollout: Rollout) -> None:
         """Refused for a rollout that was ended from here."""

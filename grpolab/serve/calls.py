@@ -30,13 +30,14 @@ class Caller:
         self._host, self._port, self._path = parts.hostname, parts.port or 80, parts.path.rstrip("/")
         self._threads = ThreadPoolExecutor(32, "grpolab-calls")
 
-    async def ask(self, method: str, path: str, body: Any = None) -> dict:
-        """The JSON object that a request is answered with; RemoteError for anything else. Cancelling the await closes the
-        connection, so that the server hears of it."""
+    async def ask(self, method: str, path: str, body: Any = None, *, text: bool = False) -> dict:
+        """The JSON object that a request is answered with; RemoteError for anything else. With `text`, an answer that is no
+        object is {"text": ...}. Cancelling the await closes the connection, so that the server hears of it."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self.timeout)
         loop, left = asyncio.get_running_loop(), threading.Event()
         try:
-            return await loop.run_in_executor(self._threads, self._exchange, connection, left, method, path, body)
+            return await loop.run_in_executor(self._threads, self._exchange, connection, left, method, path, body,
+                                              text)
         except asyncio.CancelledError:
             left.set()  # before it looks whether there is a socket: the thread looks the other way round
             with suppress(OSError, AttributeError):
@@ -47,7 +48,7 @@ class Caller:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _exchange(self, connection: http.client.HTTPConnection, left: threading.Event, method: str, path: str,
-                  body: Any) -> dict:
+                  body: Any, text: bool) -> dict:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
         try:
             connection.connect()
@@ -55,15 +56,17 @@ class Caller:
                 raise ConnectionAbortedError("the caller has left")
             connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
-            text = answer.read()
+            raw = answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise RemoteError(f"{self.url}{path} gave no answer ({type(error).__name__}: {error}): is it running?") from error
         finally:
             connection.close()
         try:
-            content = json.loads(text)
+            content = json.loads(raw)
         except (ValueError, RecursionError):
-            content = text[:200].decode("utf-8", "replace")
+            content = raw[:200].decode("utf-8", "replace")
+        if text and answer.status == 200 and not isinstance(content, dict):
+            return {"text": content}
         if answer.status != 200 or not isinstance(content, dict):
             said = content.get("error", content) if isinstance(content, dict) else content
             raise RemoteError(f"{self.url}{path} refused with {answer.status}: "

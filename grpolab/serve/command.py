@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, help="completions decoded together (default: what the memory holds)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests that bring none (default %(default)s)")
     parser.add_argument("--weights", type=Path, help="file through which a trainer sends its updates (RemoteSampler.publish)")
+    parser.add_argument("--adapters", type=Path, help="folder from which clients may put in LoRA adapters (AdapterSwap)")
+    parser.add_argument("--policy-version", type=int, default=0, help="of the weights at the start (default %(default)s)")
     parser.add_argument("--max-sessions", type=int, default=4096, help="open at a time (default %(default)s)")
 
 
@@ -28,9 +30,11 @@ def main(args: argparse.Namespace) -> int:
     from grpolab.models import load_policy
 
     token = args.token_file and check_token(args.token_file.read_text("utf-8", "replace").strip(), str(args.token_file))
-    sampler = Sampler(load_policy(args.model), slots=args.slots, seed=args.seed)
+    policy = load_policy(args.model)
+    policy.version = args.policy_version
+    sampler = Sampler(policy, slots=args.slots, seed=args.seed)
     asyncio.run(_serve(sampler, name=args.name, host=args.host, port=args.port, token=token, seed=args.seed,
-                       max_sessions=args.max_sessions, weights=args.weights))
+                       max_sessions=args.max_sessions, weights=args.weights, adapters=args.adapters))
     return 0
 
 

@@ -8,11 +8,12 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -24,10 +25,13 @@ from grpolab.serve.wire import Refused, read_json, read_request, sampled_as
 if TYPE_CHECKING:
     from grpolab.serve.service import Service
 
-HEAD = 10.0  # s; how long a client may take to send the head of its first request
+HEAD = 30.0  # s; how long a client may take to send the head of a request
+IDLE = 75  # s; how long a connection stays open for the next request. Clients give theirs up after some 5 s: were it as many
+# here, a request would be under way when the connection ends, and fail.
 BODY = 30.0  # s; how long a body may take
 SWALLOWED = 256 * 2**20  # bytes of a body over the limit that are read and thrown away, so that its sender hears why
 CONNECTIONS = 4096
+ADAPTER = {"lora_name", "lora_path", "load_inplace", "policy_version"}  # an adapter always takes the place of the one before
 
 
 def application(service: Service, started: Callable[[], None]) -> Callable[..., Awaitable[None]]:
@@ -41,14 +45,14 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
 
     def sampling(kind: str):
         async def endpoint(request: Request):
-            asked = read_request(kind, await read_body(request, service.max_body_bytes), service.name)
+            asked = read_request(kind, await read_body(request, service.max_body_bytes), service.names)
             id = request.path_params.get("session")
             return Answer(service, asked, None if id is None else at.get(id, create=True))
 
         return endpoint
 
     async def models(_):
-        return JSONResponse({"object": "list", "data": [service.model_card()]})
+        return JSONResponse({"object": "list", "data": service.model_cards()})
 
     async def health(_):
         return JSONResponse({"status": "healthy"})
@@ -72,6 +76,16 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
     async def weights(_):
         return JSONResponse({"policy_version": await service.load_weights()})
 
+    async def adapter(request: Request):
+        content = await read_body(request, service.max_body_bytes)
+        name, path, version = (content.get(key) for key in ("lora_name", "lora_path", "policy_version"))
+        texts = all(isinstance(text, str) and 0 < len(text) < 4096 for text in (name, path))
+        if not texts or not (version is None or type(version) is int) or set(content) - ADAPTER:
+            raise Refused(400, "an adapter is put in with lora_name and lora_path, two texts, and may say its policy_version, "
+                               f"an integer; got {str(content)[:200]}", "lora_name")
+        version = await service.load_adapter(name, path, version)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully, as version {version}.")
+
     async def refuse(_, refused: Refused):
         service.counts["refused"] += 1
         return refusal(refused)
@@ -92,7 +106,8 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
         lifespan=lifespan, exception_handlers={Refused: refuse, HTTPException: refuse_route, Exception: fail},
         routes=[
             Route("/health", health), Route("/status", status),
-            Route("/weights", weights, methods=["POST"]), Route("/sessions", open_session, methods=["POST"]),
+            Route("/weights", weights, methods=["POST"]), Route("/v1/load_lora_adapter", adapter, methods=["POST"]),
+            Route("/sessions", open_session, methods=["POST"]),
             Route("/sessions/{session}", look), Route("/sessions/{session}", collect, methods=["DELETE"]),
             *(Route(f"{path}/v1/models", models) for path in paths),
             *(Route(f"{path}/v1/chat/completions", sampling("chat"), methods=["POST"]) for path in paths),
@@ -122,13 +137,16 @@ def unwelcome(scope: dict, token: str | None) -> Refused | None:
 def refusal(refused: Refused) -> JSONResponse:
     """The answer in OpenAI's error shape; after those that end an exchange in the middle the connection is closed."""
     more = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer", "Connection": "close"}}
-    close = {"Connection": "close"} if refused.status in (403, 408, 413) else {}
+    close = {"Connection": "close"} if refused.status in (403, 408, 413, 415) else {}
     return JSONResponse(refused.body, refused.status, more.get(refused.status, close))
 
 
 async def read_body(request: Request, limit: int) -> dict:
-    """The JSON object of a body of at most `limit` bytes; Refused with 413 for a larger one, 408 for one that is too slow."""
+    """The JSON object of a body of at most `limit` bytes; Refused with 413 for a larger one, 408 for one that is too slow,
+    415 for a compressed one."""
     parts, size = [], 0
+    if (how := request.headers.get("content-encoding", "identity")) != "identity":
+        raise Refused(415, f"the body is encoded as {how[:40]!r}, and this service takes plain JSON alone")
     try:
         async with asyncio.timeout(BODY):
             async for part in request.stream():
@@ -154,24 +172,27 @@ def told(session: Session) -> dict:
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's, which ends a connection on which no whole head of a request arrives in time."""
+    """uvicorn's, which ends a connection on which the head of a request takes too long, the first or a later one; uvicorn
+    itself ends one on which nothing comes after an answer."""
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self._end_of_head, self._waiting = b"", asyncio.get_running_loop().call_later(HEAD, transport.abort)
+        self._waiting = asyncio.get_running_loop().call_later(HEAD, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._waiting is not None:
-            self._end_of_head += data[:3]
-            if b"\r\n\r\n" in self._end_of_head or b"\r\n\r\n" in data:
-                self._waiting = self._waiting.cancel()
-            self._end_of_head = (self._end_of_head + data)[-3:]
         super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:  # a whole head is there
+            self._rest()
+        elif self._waiting is None:
+            self._waiting = asyncio.get_running_loop().call_later(HEAD, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._rest()
+        super().connection_lost(exc)
+
+    def _rest(self) -> None:
         if self._waiting is not None:
             self._waiting = self._waiting.cancel()
-        super().connection_lost(exc)
 
 
 class Server:
@@ -180,7 +201,8 @@ class Server:
     def __init__(self, app: Callable[..., Awaitable[None]], drain: int):
         self._server = uvicorn.Server(uvicorn.Config(
             app, http=PatientProtocol, ws="none", loop="asyncio", lifespan="on", log_config=None, log_level="error",
-            access_log=False, server_header=False, timeout_graceful_shutdown=drain, limit_concurrency=CONNECTIONS))
+            access_log=False, server_header=False, timeout_graceful_shutdown=drain, timeout_keep_alive=IDLE,
+            limit_concurrency=CONNECTIONS))
 
     def run(self, listener: socket.socket) -> None:
         self._server.run([listener])

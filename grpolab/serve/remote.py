@@ -1,8 +1,8 @@
 """A sampler in another process: the Sampler's `sample` over HTTP, from a service of ours or another that speaks its fields.
 
-    sampler = RemoteSampler("http://127.0.0.1:8000", policy, weights="/dev/shm/policy.safetensors")
+    sampler = RemoteSampler("http://127.0.0.1:8000", policy, bridge=SharedFile("/dev/shm/policy.safetensors"))
     groups = await sampler.sample(prompts, group_size=8, params=SamplingParams(seed=0))
-    await sampler.publish(policy)        # after an update: the server was started with --weights and that file
+    await sampler.publish()              # after an update: the server was started with --weights and that file
 
 Token ids go in, token ids and log-probs come out; nothing is tokenised on the way. A rollout carries the version of the
 weights that made it. The numerics of another process need not be the trainer's: `GRPOConfig.sampler_cap` corrects for them.
@@ -14,17 +14,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
+from grpolab.decode.audit import audit
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.serve.bridge import SharedWeights
+from grpolab.serve.bridges import Bridge
 from grpolab.serve.calls import Caller, RemoteError
 from grpolab.serve.wire import MOST_CHOICES
 from grpolab.train.sources import Drawn, Source
 
+APART = 0.1  # nats a token, on average: bfloat16 on one side is a fifth of it
 PROBE = "What is 12 + 34? \\boxed{46}. The quick brown fox; naïve café."  # how a server's tokenizer is recognised
 
 
@@ -34,20 +36,23 @@ class RemoteSampler:
     policy   whose prompts and updates these are; the first call compares its tokenizer with the server's
     token    of the server, if it asks for one
     model    as the server names it (default: the one that it serves)
-    weights  the file that `publish` writes and the server maps
+    bridge   how `publish` brings the weights across (`bridges`): SharedFile, AdapterSwap or Restart
     timeout  seconds that a request may take, sampling included
-    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing
+    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing. A server of ours refuses
+             to sample from older weights, of another's rollouts the version is the one that was published last
     """
 
     def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None,
-                 weights: str | Path | None = None, timeout: float = 300.0, max_staleness: int | None = None):
+                 bridge: Bridge | None = None, timeout: float = 300.0, max_staleness: int | None = None):
         self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
-        self.url, self.policy, self.model = self.caller.url, policy, model
-        self.weights, self.max_staleness, self.synced_s = weights and Path(weights), max_staleness, 0.0
+        self.url, self.policy, self.model, self._named = self.caller.url, policy, model, model
+        self.bridge, self.max_staleness, self.synced_s = bridge, max_staleness, 0.0
         self.engine = SimpleNamespace(name="remote")
-        self._shared: SharedWeights | None = None
-        self._known = asyncio.Lock()
+        self._known, self._gate, self._rest = asyncio.Lock(), asyncio.Lock(), asyncio.Event()
+        self._asked, self._version = 0, 0  # calls in progress; the version of the last `publish`
         self._context: int | None = None
+        self._ours = False  # the server is of this package, and says versions
+        self._rest.set()
 
     async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                      params: SamplingParams | None = None) -> list[Group]:
@@ -61,7 +66,30 @@ class RemoteSampler:
             raise ValueError(f"max_total_tokens={params.max_total_tokens}: a server knows no such budget; leave it None")
         if not len(prompts):
             return []
+        async with self._gate:  # `publish` waits for what is asked, and what is asked then for it
+            self._asked += 1
+            self._rest.clear()
+        try:
+            return await self._sample(prompts, group_size, params)
+        finally:
+            self._asked -= 1
+            if not self._asked:
+                self._rest.set()
+
+    async def _sample(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams) -> list[Group]:
         await self._know()
+        stale = self.max_staleness
+        least = max(0, self.policy.version - stale) if self._ours and stale is not None else None
+        groups = await self._drawn(prompts, group_size, params, least)
+        behind = self.policy.version - min(r.policy_version for g in groups for r in g)
+        if stale is not None and behind > stale:
+            raise RemoteError(f"rollouts of {self.url} are {behind} versions behind the policy's {self.policy.version}, and "
+                              f"max_staleness is {stale}: publish more often")
+        return groups
+
+    async def _drawn(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams,
+                     least: int | None = None) -> list[Group]:
+        """Groups of the server, of policy version `least` or later."""
         ids = [[int(t) for t in prompt] for prompt in prompts]
         room = self._context - max(map(len, ids)) if self._context else params.max_new_tokens
         if room < 1:
@@ -70,11 +98,10 @@ class RemoteSampler:
         body = {"model": self.model, "prompt": ids, "n": group_size, "max_tokens": most, "logprobs": 0,
                 "return_token_ids": True, "temperature": 0 if params.greedy else params.temperature, "top_p": params.top_p,
                 "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed, "stop": list(params.stop_strings) or None,
-                "stop_token_ids": list(params.stop_ids) or None, "ignore_eos": params.ignore_eos}
+                "stop_token_ids": list(params.stop_ids) or None, "ignore_eos": params.ignore_eos,
+                "min_policy_version": least}
         answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
-        groups = self._groups(answer, ids, group_size, params)
-        self._check_age(groups)
-        return groups
+        return self._groups(answer, ids, group_size, params)
 
     async def stream(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                      params: SamplingParams | None = None) -> AsyncIterator[tuple[int, int, Rollout]]:
@@ -84,37 +111,52 @@ class RemoteSampler:
                 yield i, g, rollout
 
     async def publish(self, policy: Policy | None = None) -> int:
-        """Bring the policy's weights to the server, which finishes what it samples first; returns the version that it has then.
-        `synced_s` are the seconds that it took."""
+        """Bring the policy's weights to the server, once what this sampler asked for has come; returns the version that the
+        server has then. `synced_s` are the seconds that it took. RemoteError or ValueError, and the server has the weights of
+        before, where they do not arrive."""
         policy = policy or self.policy
-        if self.weights is None:
-            raise ValueError("publish needs the file to write into: RemoteSampler(..., weights=FILE), and for the server "
+        if self.bridge is None:
+            raise ValueError("publish needs a bridge: RemoteSampler(..., bridge=SharedFile(FILE)), and for the server "
                              "serve-policy --weights FILE")
-        began = time.perf_counter()
-        version = await asyncio.get_running_loop().run_in_executor(None, self._write, policy)
-        told = (await self.caller.ask("POST", "/weights", {})).get("policy_version")
-        if told != version:
-            raise RemoteError(f"{self.url} reports weights of version {told!r} where {version} was published")
-        self.synced_s = time.perf_counter() - began
+        async with self._gate:
+            await self._rest.wait()
+            began, before = time.perf_counter(), (self.model, self._context)
+            try:
+                version, name = await self.bridge.publish(self.caller, policy, partial(self._prove, policy))
+            except BaseException:
+                self.model, self._context = before
+                raise
+            self._version, self.synced_s = version, time.perf_counter() - began
         return version
+
+    async def _prove(self, policy: Policy, name: str | None) -> None:
+        """RemoteError unless the server, under this name, knows our tokenizer and gives the log-probs of the policy: it may be
+        of another base model, or have taken in what does not fit."""
+        self.model, self._context = name or self._named, None
+        await self._know()
+        text = self.policy.tokenizer.encode(PROBE)
+        (group,) = await self._drawn([text], 1, SamplingParams(seed=0, max_new_tokens=4, ignore_eos=True))
+
+        def off() -> float:
+            with policy.lock:
+                return audit(policy, group).mean_error
+
+        error = await asyncio.get_running_loop().run_in_executor(None, off)
+        if not error <= APART:  # nor NaN
+            raise RemoteError(f"{self.url} does not compute what {policy.name!r} does: log-probs of sampled tokens differ by "
+                              f"{error:.2g} nats on average, and {APART} would pass. Serve the model that the policy, or its "
+                              "adapter, stands on")
 
     def close(self) -> None:
         self.caller.close()
-        if self._shared is not None:
-            self._shared.close()
+        if self.bridge is not None:
+            self.bridge.close()
 
     async def __aenter__(self) -> RemoteSampler:
         return self
 
     async def __aexit__(self, *_) -> None:
-        self.close()
-
-    def _write(self, policy: Policy) -> int:
-        with policy.lock:
-            if self._shared is None:
-                self._shared = SharedWeights.create(self.weights, policy.model)
-            self._shared.write(policy.model, policy.version)
-            return policy.version
+        await asyncio.get_running_loop().run_in_executor(None, self.close)  # a server may take a while to end
 
     async def _know(self) -> None:
         """Once: the name of the model, its context, and whether its tokenizer is ours."""
@@ -135,7 +177,9 @@ class RemoteSampler:
             if theirs != ours:
                 raise RemoteError(f"{self.url} has another vocabulary than {self.policy.name!r}: it reads a text as "
                                   f"{theirs[:8]}…, we as {ours[:8]}…; serve the model that is trained")
-            self._context = cards[names.index(self.model)].get("max_model_len") or self.policy.context
+            self._ours = "policy_version" in cards[names.index(self.model)]
+            known = (card.get("max_model_len") for card in (cards[names.index(self.model)], cards[0]))  # vLLM: its base's alone
+            self._context = next((n for n in known if n), self.policy.context)
 
     def _groups(self, answer: dict, prompts: list[list[int]], size: int, params: SamplingParams) -> list[Group]:
         choices = sorted(answer.get("choices") or [], key=lambda c: c["index"])
@@ -154,20 +198,15 @@ class RemoteSampler:
         vocab = len(self.policy.model.get_input_embeddings().weight)
         if any(not 0 <= t < vocab for t in tokens):
             raise RemoteError(f"{self.url} gave token ids outside the vocabulary 0..{vocab - 1}: it serves another model")
-        if params.temperature != 1 and not told and not params.greedy:
-            raise RemoteError(f"{self.url} does not say at which temperature its log-probs are, and {params.temperature} was "
-                              "asked for: sample at 1.0, or from grpolab serve-policy")
+        if (params.temperature != 1 or params.truncates) and not told and not params.greedy:
+            raise RemoteError(f"{self.url} does not say of which distribution its log-probs are, and {params} asks for another "
+                              "temperature than 1, or for top_k, top_p or min_p: leave them out, or use grpolab serve-policy")
         reason = told.get("finish_reason") or {"stop": "eos"}.get(choice.get("finish_reason"), "length")
         full = len(prompt) + len(tokens) >= self._context
         reason = "context" if full and reason == "length" else reason
         return Rollout(tuple(prompt), tuple(tokens), (1,) * len(tokens), tuple(logps), tuple(told.get("raw_logps") or logps),
-                       reason, told.get("seed", 0), told.get("policy_version", 0), kept_mass=tuple(told.get("kept_mass") or ()))
-
-    def _check_age(self, groups: Sequence[Group]) -> None:
-        behind = self.policy.version - min(r.policy_version for g in groups for r in g)
-        if self.max_staleness is not None and behind > self.max_staleness:
-            raise RemoteError(f"rollouts of {self.url} are {behind} versions behind the policy's {self.policy.version}, and "
-                              f"max_staleness is {self.max_staleness}: publish more often")
+                       reason, told.get("seed", 0), told.get("policy_version", self._version),
+                       kept_mass=tuple(told.get("kept_mass") or ()))
 
     def __repr__(self):
         return f"RemoteSampler({self.url!r}, {self.policy.name!r})"
@@ -175,7 +214,8 @@ class RemoteSampler:
 
 def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
     """A source whose remote sampler follows the policy: before a step it gets the weights if the policy has taken at least
-    `every` optimiser steps since. Rows get `staleness` (versions that the step's oldest rollout is behind) and `sync_s`."""
+    `every` optimiser steps since. Rows get `staleness` (versions that the step's oldest rollout is behind), `sync_s`, and how
+    far the policy is from the one that sampled (`train.offline.importance`)."""
     if every < 1:
         raise ValueError(f"every must be at least 1 optimiser step, got {every}")
     sent: list[int] = []
@@ -188,6 +228,6 @@ def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
         drawn = await source(step)
         seen = drawn.groups if drawn.seen is None else drawn.seen
         behind = policy.version - min((r.policy_version for g in seen for r in g if r.finish_reason != "lost"), default=0)
-        return replace(drawn, row=dict(drawn.row) | {"staleness": behind, "sync_s": synced})
+        return replace(drawn, row=dict(drawn.row) | {"staleness": behind, "sync_s": synced}, off_policy=True)
 
     return source_of

@@ -15,11 +15,12 @@ import contextlib
 import socket
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from pathlib import Path
 
 from grpolab.access import check_host
+from grpolab.adapters import exchange
 from grpolab.decode.requests import Request
 from grpolab.decode.sampler import Sampler
 from grpolab.models import Policy
@@ -36,13 +37,20 @@ class Service:
     """What `serve_policy` yields. `url` is the address, `url + "/v1"` what a client takes as its base_url."""
 
     def __init__(self, policy: Policy, sampler: Sampler, name: str, url: str, *, token: str | None, seed: int,
-                 max_rows: int, max_sessions: int, max_session_tokens: int, max_body_bytes: int, weights: Path | None):
+                 max_rows: int, max_sessions: int, max_session_tokens: int, max_body_bytes: int, max_kept_bytes: int,
+                 weights: Path | None, adapters: Path | None):
         self.policy, self.sampler, self.name, self.url, self.token = policy, sampler, name, url, token
         self.max_rows, self.max_body_bytes, self.stopping = max_rows, max_body_bytes, False
-        self.sessions = Sessions(url, seed, max_sessions, max_session_tokens)
+        self.sessions = Sessions(url, seed, max_sessions, max_session_tokens, max_kept_bytes)
         self.counts: Counter = Counter()
         self.open: set[Request] = set()  # that are being sampled
-        self._weights, self._gate = weights, None
+        self.adapter: str | None = None  # the name of the one that a trainer put in
+        self._weights, self._adapters, self._gate = weights, adapters, None
+
+    @property
+    def names(self) -> list[str]:
+        """What requests may call the model: its own name, whatever weights it has now, and the adapter's while it has that."""
+        return [self.name, *([self.adapter] if self.adapter else [])]
 
     @property
     def rows(self) -> int:
@@ -80,10 +88,11 @@ class Service:
         return {"status": "healthy", "model": self.name, "policy_version": self.policy.version, "rows": self.rows,
                 "sessions": len(self.sessions), **{k: self.counts[k] for k in ("requests", "refused", "cancelled", "failed")}}
 
-    def model_card(self) -> dict:
-        """The served model, as /v1/models lists it."""
-        return {"id": self.name, "object": "model", "created": 0, "owned_by": "grpolab",
-                "max_model_len": self.sampler.context, "policy_version": self.policy.version}
+    def model_cards(self) -> list[dict]:
+        """The served model under each of its names, as /v1/models lists it."""
+        about = {"object": "model", "created": 0, "owned_by": "grpolab", "max_model_len": self.sampler.context,
+                 "policy_version": self.policy.version}
+        return [{"id": name} | about | ({"parent": self.name} if name == self.adapter else {}) for name in self.names]
 
     async def admitted(self) -> None:
         """Wait while new weights are taken in."""
@@ -91,21 +100,45 @@ class Service:
             await self._gate.wait()
 
     async def load_weights(self) -> int:
-        """Take in what a trainer has published: newcomers wait, what is being sampled is finished, then the weights change as
-        a whole. Returns their version. Refused without such a file, for one of another model, and where it never rests."""
+        """Take in what a trainer has published into the file of weights; returns their version. Refused without such a file,
+        for one of another model, and where it never rests."""
         if self._weights is None:
             raise Refused(404, "this service takes in no weights: start it with weights=FILE, or serve-policy --weights FILE")
+        return await self._taken_in(self._load)
+
+    async def load_adapter(self, name: str, path: str, version: int | None = None) -> int:
+        """Put a LoRA adapter, saved as peft saves it, in the place of the one before; it is also served under `name`. Returns
+        its version (default: one more). Refused for a folder outside that of `adapters`, and for what does not fit."""
+        if self._adapters is None:
+            raise Refused(404, "this service takes in no adapters: start it with adapters=FOLDER, or serve-policy --adapters "
+                               "FOLDER")
+        folder = (self._adapters / path).resolve()
+        if not folder.is_relative_to(self._adapters):
+            raise Refused(403, f"{path[:200]!r} is outside the folder of adapters that this service was started with",
+                          "lora_path")
+        if name == self.name:
+            raise Refused(400, f"{name!r} is the name of the served model: call the adapter something else", "lora_name")
+
+        def put() -> int:
+            exchange(self.policy.model, folder)
+            self.policy.version, self.adapter = self.policy.version + 1 if version is None else version, name
+            return self.policy.version
+
+        return await self._taken_in(put)
+
+    async def _taken_in(self, load: Callable[[], int]) -> int:
+        """Newcomers wait, what is being sampled is finished, then the weights change as a whole. Returns their version."""
         await self.admitted()
         self._gate = asyncio.Event()
         try:
             async with asyncio.timeout(DRAIN_ROWS):
                 while self.open:
                     await asyncio.sleep(0.002)
-            return await self.sampler.run(self._load)
+            return await self.sampler.run(load)
         except TimeoutError:
             raise Refused(503, f"{self.rows} completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as "
                                "they were") from None
-        except (OSError, ValueError, Torn) as error:
+        except (OSError, ValueError, ImportError, Torn) as error:
             raise Refused(409, str(error)) from error
         finally:
             self._gate, gate = None, self._gate
@@ -137,15 +170,18 @@ def _check_numbers(**numbers: int) -> None:
 async def serve_policy(policy: Policy | Sampler, *, name: str | None = None, host: str = "127.0.0.1", port: int = 0,
                        token: str | None = None, seed: int = 0, max_rows: int = 4096, max_sessions: int = 4096,
                        max_session_tokens: int = 8_000_000, max_body_bytes: int = 4 * 2**20,
-                       weights: str | Path | None = None) -> AsyncIterator[Service]:
+                       max_kept_bytes: int = 256 * 2**20, weights: str | Path | None = None,
+                       adapters: str | Path | None = None) -> AsyncIterator[Service]:
     """Serve a policy, or a Sampler of one that others use too, until the block is left.
 
     `name` is what requests call the model (default: the policy's). `port=0` takes a free one. `token` asks every client for
     it (an OpenAI client's api_key), and is required on an address that other machines reach; browsers are refused, since a
     page of any site could reach a loopback address. `seed` makes those of requests that bring none. At most `max_rows`
     completions are in progress or wait, `max_sessions` sessions are open and keep `max_session_tokens` tokens together:
-    beyond, requests get 429. A body over `max_body_bytes` gets 413. `weights` is the file through which a trainer in another
-    process sends its updates (`RemoteSampler.publish`). ImportError without the extra: pip install grpolab[serve].
+    beyond, requests get 429. A body over `max_body_bytes` gets 413. Of the newest turns of sessions `max_kept_bytes` of keys
+    and values stay, which the next turn need not compute again. `weights` is the file through which a trainer in another
+    process sends its updates (`RemoteSampler.publish`), `adapters` the folder from which clients may have LoRA adapters put
+    in. ImportError without the extra: pip install grpolab[serve].
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"port={port}: a port is 0 (any free one) to 65535")
@@ -164,7 +200,8 @@ async def serve_policy(policy: Policy | Sampler, *, name: str | None = None, hos
         url = f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
         service = Service(sampler.policy, sampler, name or sampler.policy.name, url, token=token, seed=seed, max_rows=max_rows,
                           max_sessions=max_sessions, max_session_tokens=max_session_tokens, max_body_bytes=max_body_bytes,
-                          weights=None if weights is None else Path(weights))
+                          max_kept_bytes=max_kept_bytes, weights=None if weights is None else Path(weights),
+                          adapters=None if adapters is None else Path(adapters).resolve())
         ready: Future[None] = Future()
         server = Server(application(service, lambda: ready.set_result(None)), DRAIN)
         thread = threading.Thread(target=_run, args=(server, listener, ready), name="grpolab-serve", daemon=True)

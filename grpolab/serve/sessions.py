@@ -14,13 +14,13 @@ import re
 import secrets
 import threading
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpolab.chat import Message, prompt_ids, rest_ids, text_ids
 from grpolab.decode.conversation import joined
-from grpolab.decode.requests import Request
+from grpolab.decode.requests import Kept, Request
 from grpolab.decode.sampling import fold_seed
 from grpolab.rollouts import Rollout
 from grpolab.serve.wire import Refused
@@ -124,8 +124,8 @@ class Session:
                 return Prompt(ids, turn)
         return Prompt(ids)
 
-    def record(self, prompt: Prompt, rollout: Rollout, text: str, ended: bool) -> None:
-        """Keep an answer, `text` as its caller got it."""
+    def record(self, prompt: Prompt, rollout: Rollout, text: str, ended: bool) -> Turn | None:
+        """Keep an answer, `text` as its caller got it; None where the session is closed."""
         before = len(prompt.parent.ids) if prompt.parent else 0
         turn = Turn(prompt.parent, rollout.prompt[before:], replace(rollout, prompt=()), ended)
         ids = rollout.prompt + rollout.tokens
@@ -134,7 +134,7 @@ class Session:
             keys.append(_roll(prompt.key, {"role": "assistant", "content": text}))
         with self._lock:
             if self.closed:
-                return
+                return None
             self.turns.append(turn)
             self.tokens += len(turn.given) + len(rollout.tokens)
             self._lengths.add(("ids", len(ids)))
@@ -145,6 +145,7 @@ class Session:
                 self._said.setdefault(key, []).append(turn)
             tail = next((c for c in self._chains if c[-1] is turn.parent), None)
             self._chains.append([turn]) if tail is None else tail.append(turn)
+        return turn
 
     def rollouts(self) -> list[Rollout]:
         """What was sampled so far: one rollout while turns only append, a further one for each time that history changed. A
@@ -189,12 +190,43 @@ def _digest(kind: str, what: str | Sequence[int]) -> bytes:
     return hashlib.sha256(kind.encode() + b"\0" + data).digest()
 
 
+class KeptTurns:
+    """Keys and values of the newest answers, at most `most` bytes of them, so that a next turn feeds only what is new. They are
+    a shortcut: without them, as after new weights, a turn is fed as a whole."""
+
+    def __init__(self, most: int):
+        self.most, self._bytes = most, 0
+        self._by_turn: OrderedDict[Turn, tuple[Kept, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def after(self, turn: Turn | None) -> Kept:
+        """What was kept of a turn; nothing where it is gone."""
+        with self._lock:
+            return self._by_turn[turn][0] if turn in self._by_turn else Kept()
+
+    def keep(self, turn: Turn, kept: Kept) -> None:
+        """In the place of what was kept of the turn before."""
+        size = sum(t.nbytes for t in kept.cache.tensors) if kept.cache is not None else 0
+        self.forget([turn.parent])
+        with self._lock:
+            if 0 < size <= self.most:
+                self._by_turn[turn] = kept, size
+                self._bytes += size
+            while self._bytes > self.most:
+                self._bytes -= self._by_turn.popitem(last=False)[1][1]
+
+    def forget(self, turns: Sequence[Turn | None]) -> None:
+        with self._lock:
+            for turn in turns:
+                self._bytes -= self._by_turn.pop(turn, (None, 0))[1]
+
+
 class Sessions:
     """The sessions of a service, by id. At most `most` at a time, which keep at most `tokens` tokens together; what is
     recorded is never dropped to make room: a request that finds none is refused."""
 
-    def __init__(self, url: str, seed: int, most: int, tokens: int):
-        self.url, self.seed, self.most, self.tokens = url, seed, most, tokens
+    def __init__(self, url: str, seed: int, most: int, tokens: int, kept_bytes: int):
+        self.url, self.seed, self.most, self.tokens, self.kept = url, seed, most, tokens, KeptTurns(kept_bytes)
         self._by_id: dict[str, Session] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
         self._made = 0
@@ -247,6 +279,7 @@ class Sessions:
                 raise _gone(id) if id in self._ended else Refused(404, f"there is no session {id!r}")
             self._ended.append(id)
         session.close()
+        self.kept.forget(session.turns)
         return session
 
     def close(self) -> None:

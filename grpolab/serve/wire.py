@@ -23,7 +23,7 @@ COMPLETION_TOKENS = 16  # of /v1/completions where the request says nothing, as 
 FINISHES = {"eos": "stop", "stop_id": "stop", "stop_string": "stop"}  # the others are "length"
 
 COMMON = ("model n stop seed temperature top_p max_tokens stream stream_options logprobs user top_k min_p ignore_eos "
-          "stop_token_ids return_token_ids").split()
+          "stop_token_ids return_token_ids min_policy_version").split()
 FIELDS = {"chat": (*COMMON, "messages", "max_completion_tokens"), "text": (*COMMON, "prompt")}
 # What clients send to say that they do not want something that is not there anyway; null says it too.
 NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "top_logprobs": 0,
@@ -60,6 +60,7 @@ class Asked:
     usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    least: int = 0  # policy version that the request accepts
     explicit: frozenset[str] = frozenset()  # fields that the request set
 
 
@@ -77,8 +78,8 @@ def read_json(body: bytes) -> dict:
     return content
 
 
-def read_request(kind: str, content: dict, model: str) -> Asked:
-    """What a body asks for. `kind` is "chat" or "text"; `model` is the one that is served. Refused names what is wrong."""
+def read_request(kind: str, content: dict, models: Sequence[str]) -> Asked:
+    """What a body asks for. `kind` is "chat" or "text"; `models` are the names that are served. Refused names what is wrong."""
     given = {name: value for name, value in content.items() if value is not None}
     known = FIELDS[kind]
     for name, value in given.items():
@@ -86,16 +87,16 @@ def read_request(kind: str, content: dict, model: str) -> Asked:
             raise Refused(400, f"this service does not support {name[:80]!r} (sent: {_shown(value)}); leave it out. It takes: "
                                + ", ".join(sorted(known)), name[:80], "unsupported_parameter")
     named = _take(given, "model", str, None)
-    if named != model:
+    if named not in models:
         said = "the request names no model" if named is None else f"the model {named[:80]!r} is not served here"
-        raise Refused(404 if named else 400, f"{said}; it is {model!r}", "model", "model_not_found")
+        raise Refused(404 if named else 400, f"{said}; it is {' or '.join(map(repr, models))}", "model", "model_not_found")
     stream = _take(given, "stream", bool, False)
     options = _take(given, "stream_options", dict, {})
     if options and (not stream or set(options) - {"include_usage"} or not isinstance(options.get("include_usage"), bool)):
         raise Refused(400, "stream_options takes include_usage (true or false), with stream=true", "stream_options")
     common = {"n": _take(given, "n", int, 1), "stream": stream, "usage": options.get("include_usage", False),
               "token_ids": _take(given, "return_token_ids", bool, False), "params": _params(given),
-              "explicit": frozenset(given)}
+              "least": _take(given, "min_policy_version", int, 0), "explicit": frozenset(given)}
     if not 1 <= common["n"] <= MOST_CHOICES:
         raise Refused(400, f"n must be from 1 to {MOST_CHOICES}, got {common['n']}", "n")
     if kind == "chat":
