@@ -253,8 +253,9 @@ def readme_table(results: Path) -> str:
                      f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"])
     if "09" in stored:
         long = stored["09"]
-        rows.append(["longer answers: parity of bits, a tenth of the demonstrations long",
-                     f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}"])
+        share = max((name.removeprefix("greedy_after_") for name in long if name.startswith("greedy_after_")), key=float)
+        rows.append([f"longer answers: parity of bits, {float(share):.0%} of the demonstrations long",
+                     f"{rate(long[f'greedy_before_{share}'])} → {rate(long[f'greedy_after_{share}'])}"])
     for title, name, key in (("decode engine", "decode", "ratio"), ("a training step", "trl", "speed")):
         measured = record(name, results)
         if measured:
