@@ -125,11 +125,11 @@ def longer_values(tmp_path):
     table = pd.DataFrame({"ratio": [1.0, 1.1]})
     return {
         "gate": gate, "left_out": "",
-        "run": Run("09_longer_answers", root=tmp_path), "shares": (0.0, 0.2), "rare": 0.2, "held_out": held_out,
-        "check_answer": check_answer, "smaller": [0.0], "simulated": 0.245, "predicted": 0.245, "tables": {0.2: table},
-        "imitated": {0.2: 0.2}, "length": lambda e: e.length, "together": 0.95, "beyond": 0.01,
-        "skill": Interval(0.99, 0.98, 1.0), "before": {s: (Answers(0.5, 9), None) for s in (0.0, 0.2)},
-        "after": {0.0: (Answers(0.5, 9), None), 0.2: (Answers(0.99, 26), None)}, "more": (Answers(0.5, 9), None),
+        "run": Run("09_longer_answers", root=tmp_path), "shares": (0.0, 0.1), "rare": 0.1, "held_out": held_out,
+        "check_answer": check_answer, "smaller": [0.0], "simulated": 0.245, "predicted": 0.245, "tables": {0.1: table},
+        "imitated": {0.1: 0.1}, "length": lambda e: e.length, "together": 0.95, "beyond": 0.01,
+        "skill": Interval(0.99, 0.98, 1.0), "before": {s: (Answers(0.5, 9), None) for s in (0.0, 0.1)},
+        "after": {0.0: (Answers(0.5, 9), None), 0.1: (Answers(0.99, 26), None)}, "more": (Answers(0.5, 9), None),
     }  # fmt: skip
 
 
@@ -139,18 +139,18 @@ def longer_values(tmp_path):
         ({"smaller": [0.0, -0.1]}, "largest correlation with a smaller parity"),
         ({"check_answer": lambda text, answer: "e" not in text}, "demonstrations that the checker calls wrong"),
         ({"simulated": 0.28}, "advantage of a long answer − formula"),
-        ({"tables": {0.2: pd.DataFrame({"ratio": [0.9]})}}, "ratio at step 0 − 1, largest"),
-        ({"imitated": {0.2: 0.3}}, "π(long) after imitating 20%"),
-        ({"before": {0.0: (Answers(0.5, 9), None), 0.2: (Answers(0.63, 9), None)}}, "greedy before"),
+        ({"tables": {0.1: pd.DataFrame({"ratio": [0.9]})}}, "ratio at step 0 − 1, largest"),
+        ({"imitated": {0.1: 0.2}}, "π(long) after imitating 10%"),
+        ({"before": {0.0: (Answers(0.5, 9), None), 0.1: (Answers(0.63, 9), None)}}, "greedy before"),
         ({"more": (Answers(0.7, 9), None)}, "greedy after twice the imitation"),
-        ({"after": {0.0: (Answers(0.5, 9), None), 0.2: (Answers(0.9, 26), None)}}, "greedy after GRPO"),
-        ({"after": {0.0: (Answers(0.5, 9), None), 0.2: (Answers(0.99, 16), None)}}, "length after / before"),
+        ({"after": {0.0: (Answers(0.5, 9), None), 0.1: (Answers(0.9, 26), None)}}, "greedy after GRPO"),
+        ({"after": {0.0: (Answers(0.5, 9), None), 0.1: (Answers(0.99, 16), None)}}, "length after / before"),
         ({"together": 0.5}, "correlation of reward and length over the steps"),
         ({"beyond": -0.1}, "reward above what the choice alone explains"),
         ({"skill": Interval(0.6, 0.5, 0.7)}, "walks right before"),
-        ({"after": {0.0: (Answers(0.7, 9), None), 0.2: (Answers(0.99, 26), None)}},
+        ({"after": {0.0: (Answers(0.7, 9), None), 0.1: (Answers(0.99, 26), None)}},
          "no long demonstrations"),
-        ({"after": {0.0: (Answers(0.5, 12), None), 0.2: (Answers(0.99, 26), None)}}, "no long demonstrations"),
+        ({"after": {0.0: (Answers(0.5, 12), None), 0.1: (Answers(0.99, 26), None)}}, "no long demonstrations"),
     ],
 )  # fmt: skip
 def test_every_claim_of_the_longer_answers_gate_can_fail(bad, name, tmp_path):
