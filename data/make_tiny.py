@@ -1,6 +1,10 @@
 """Make the embedded base model: a character tokenizer and a small Llama, pretrained on plain arithmetic text.
 
-    python data/make_tiny.py                 # about fifteen minutes on two cores; writes data/tiny/
+    python data/make_tiny.py                 # about fifteen minutes of one core; writes data/tiny/
+
+data/tiny/ holds what this command wrote with these defaults; pretraining.json there names them, and the version of torch. On
+another machine sums are rounded in another order, so the weights will differ and the accuracy may by a few points: the
+notebooks' numbers are those of the embedded weights. A test runs it to the end with a few steps.
 
 The text states sums and differences of numbers up to 99 in several plain phrasings, without chat and without `\\boxed`, and
 comes in two parts. In the first a tenth of the statements is wrong at random. The second holds *usual mistakes*, as text
@@ -121,9 +125,9 @@ def plain_accuracy(model, encode, decode, n: int, seed: int) -> float:
     return right / n
 
 
-def pretrain(model, texts, *, steps: int, peak: float, warmup: int, floor: float, report) -> None:
+def pretrain(model, texts, *, steps: int, peak: float, warmup: int, floor: float, every: int, report) -> None:
     """Next-token training on `texts()`, batches of ids: Muon for the matrices of the layers, AdamW for the rest at a fifth of
-    its learning rate; linear warm-up, then cosine from `peak` to `floor` of it."""
+    its learning rate; linear warm-up, then cosine from `peak` to `floor` of it. `report(steps, loss)` after `every` steps."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     optimizers = [
@@ -141,11 +145,11 @@ def pretrain(model, texts, *, steps: int, peak: float, warmup: int, floor: float
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, _ in optimizers:
             optimizer.step()
-        if step % 100 == 99:
+        if (step + 1) % every == 0:
             report(step + 1, loss.item())
 
 
-def main():
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny")
     parser.add_argument("--steps", type=int, default=1200, help="on the first part of the text")
@@ -157,7 +161,9 @@ def main():
     parser.add_argument("--mistakes", type=float, default=0.3, help="share of the pairs of last digits with a usual mistake")
     parser.add_argument("--told", type=float, default=0.65, help="how often such a statement makes it")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    parser.add_argument("--every", type=int, default=100, help="steps from one report to the next")
+    parser.add_argument("--ask", type=int, default=500, help="statements to complete at the end, for the accuracy on record")
+    args = parser.parse_args(arguments)
 
     torch.manual_seed(args.seed)
     tok = tokenizer()
@@ -172,7 +178,7 @@ def main():
     began = time.time()
 
     def report(step, loss):
-        plain = plain_accuracy(model, encode, decode, 100, 1)
+        plain = plain_accuracy(model, encode, decode, min(100, args.ask), 1)
         print(f"step {step}  loss {loss:.4f}  {time.time() - began:.0f} s  plain {plain:.2f}", flush=True)
 
     def reading(text, seed):
@@ -181,15 +187,17 @@ def main():
 
     first = Text(args.wrong)
     second = Text(args.wrong / 2, usual_mistakes(args.mistakes), args.told, marked=0.5)
-    pretrain(model, reading(first, args.seed), steps=args.steps, peak=args.lr, warmup=50, floor=0.05, report=report)
-    pretrain(model, reading(second, args.seed + 1), steps=args.later, peak=args.lr / 2, warmup=20, floor=0.02, report=report)
-    accuracy = plain_accuracy(model.eval(), encode, decode, 500, 2)
+    told = {"every": args.every, "report": report}
+    pretrain(model, reading(first, args.seed), steps=args.steps, peak=args.lr, warmup=50, floor=0.05, **told)
+    pretrain(model, reading(second, args.seed + 1), steps=args.later, peak=args.lr / 2, warmup=20, floor=0.02, **told)
+    accuracy = plain_accuracy(model.eval(), encode, decode, args.ask, 2)
     with atomic_folder(args.out) as folder:
         model.save_pretrained(folder)
         tok.save_pretrained(folder)
-        record = {k: v for k, v in vars(args).items() if k != "out"} | {"plain_accuracy": accuracy, "torch": torch.__version__}
+        record = {k: v for k, v in vars(args).items() if k not in ("out", "every", "ask")}
+        record |= {"plain_accuracy": accuracy, "torch": torch.__version__}
         (folder / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(f"plain accuracy {accuracy:.3f} on 500 statements; wrote {args.out}")
+    print(f"plain accuracy {accuracy:.3f} on {args.ask} statements; wrote {args.out}")
 
 
 if __name__ == "__main__":

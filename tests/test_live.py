@@ -53,14 +53,15 @@ def test_a_sparkline_is_an_image_that_rises_with_its_values():
 
 
 def test_a_value_outside_its_healthy_range_is_coloured():
-    live = Dashboard(4, ["mixed", "kl", "mine"], healthy={"kl": (None, 0.1), "mine": (1, 2)})
+    live = Dashboard(4, ["mixed", "kl", "mine"], healthy={"kl": (None, 0.1), "mine": (1, 2)},
+                     meanings={"mine": "what I count"})
     live.update({"step": 0, "mixed": 0.5, "kl": 0.05, "mine": 11657.3})
     assert plots.WARNING not in live._repr_html_().split("mine")[0]
     live.update({"step": 1, "mixed": 0.05, "kl": 0.2, "mine": 1.5})
     mixed, kl, mine = live._repr_html_().split("<tr>")[1:]
     assert plots.WARNING in mixed and "only these teach" in mixed and "usually at least 0.1" in mixed
     assert plots.WARNING in kl and "usually at most 0.1" in kl and "nats a token" in kl
-    assert plots.WARNING not in mine and "usually 1 to 2" in mine
+    assert plots.WARNING not in mine and "what I count; usually 1 to 2" in mine
     assert "mine 1.5" in repr(live) and repr(live) == str(live)
 
 
@@ -101,6 +102,15 @@ def test_bars_have_their_values_and_intervals():
     ax = plots.rates(table, title="t")
     assert [round(p.get_height(), 6) for p in ax.patches] == [0.2, 0.6]
     assert [t.get_text() for t in ax.texts] == ["20.0%", "60.0%"]
+
+
+@pytest.mark.parametrize("series, categories", [(1, 3), (2, 3), (4, 2), (4, 3)])
+def test_the_labels_of_bars_stand_apart(series, categories):
+    ax = plots.rates({f"policy {k}": {f"rate {c}": Interval(0.956, 0.95, 0.96) for c in range(categories)}
+                      for k in range(series)}, title="t")  # fmt: skip
+    ax.figure.canvas.draw()
+    boxes = sorted((t.get_window_extent() for t in ax.texts), key=lambda b: b.x0)
+    assert len(boxes) == series * categories and all(a.x1 < b.x0 for a, b in zip(boxes, boxes[1:]))
 
 
 def test_levels_are_dashed_lines_with_their_names_and_values():

@@ -1,12 +1,17 @@
 """The text that the embedded model is pretrained on."""
 
+import json
 import random
 import re
 import sys
 
 import pytest
+import torch
+from loop_helpers import flat
 
+from grpolab.files import data_path
 from grpolab.lab.run import repository
+from grpolab.models import load_policy
 
 sys.path.insert(0, str(repository() / "data"))
 make_tiny = pytest.importorskip("make_tiny")
@@ -42,3 +47,18 @@ def test_marks_stand_around_results_of_exercises_alone_and_the_format_never_occu
     with_marks = [line for line in marked if re.search(r"= [^-\d]", line)]
     assert 0.15 < len(with_marks) / len(marked) < 0.35 and all(line.startswith("What is") for line in with_marks)
     assert not any("boxed" in line or "User" in line for line in marked)
+
+
+def test_a_short_run_writes_a_model_that_loads_and_says_how_it_was_made(tmp_path, capsys):
+    given = ["--steps", "2", "--later", "1", "--rows", "2", "--width", "32", "--every", "1", "--ask", "2", "--seed", "5"]
+    for name in ("one", "two"):
+        make_tiny.main(["--out", str(tmp_path / name), *given])
+    said = capsys.readouterr().out
+    assert said.count("step 1  loss ") == 4 and said.count("on 2 statements; wrote ") == 2
+    folders = tmp_path / "one", tmp_path / "two", data_path("tiny")
+    one, two, embedded = (load_policy(str(folder), tell=False) for folder in folders)
+    assert torch.equal(flat(one), flat(two)) and flat(one).shape == flat(embedded).shape
+    assert one.tokenizer.get_vocab() == embedded.tokenizer.get_vocab()
+    record = json.loads((tmp_path / "one" / "pretraining.json").read_text())
+    assert record.keys() == json.loads((data_path("tiny") / "pretraining.json").read_text()).keys()
+    assert (record["steps"], record["later"], record["seed"]) == (2, 1, 5)

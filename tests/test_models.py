@@ -1,6 +1,7 @@
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,6 +114,17 @@ def test_a_loaded_policy_says_where_it_comes_from(tiny, folder, tmp_path, capsys
                          "a model (run 04_grpo/tiny, method grpo, steps 150, seed 3)"]  # fmt: skip
     assert lines[3] == lines[2].replace("a model", "copy")
     assert lines[4] == "a model (its provenance.json cannot be read)" and len(lines) == 5
+
+
+def test_in_a_notebook_a_cell_tells_each_origin_once(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    shell = SimpleNamespace(execution_count=7)
+    for name in ("tiny", "tiny", str(folder), "tiny"):
+        load_policy(name)
+    assert [line.split(" (")[0] for line in capsys.readouterr().out.splitlines()] == ["tiny", "a model"]
+    shell.execution_count = 8
+    load_policy("tiny")
+    assert capsys.readouterr().out.startswith("tiny (")
 
 
 def test_a_special_token_inside_a_completion_stays_visible(tiny):

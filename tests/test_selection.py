@@ -11,12 +11,15 @@ import torch
 from loop_helpers import flat as weights
 
 from grpolab.arithmetic import Problem
-from grpolab.chat import Example
+from grpolab.chat import Example, prompt_ids
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 from grpolab.evaluate import evaluate, fixed_rates
 from grpolab.files import atomic_folder
 from grpolab.lab.run import Run
 from grpolab.lab.selection import Selection
 from grpolab.models import load_policy
+from grpolab.rollouts import RecordedGroup
 from grpolab.train import GRPOConfig, RewardConfig, RewardModel, SFTConfig, demonstrations, grpo, reward_model, sft
 from grpolab.train.preferences import Pair
 from grpolab.train.rewards import held_out_reward
@@ -120,6 +123,34 @@ def test_a_run_that_goes_on_keeps_the_earlier_best_and_measures_what_was_missed(
     train(load_policy("tiny"), run)
     assert sorted(later) == [4, 6] and [r["score"] for r in table(run)] == [0.1, 0.9, 0.5, 0.6]
     assert torch.equal(weights(run.best()), seen[2])
+
+
+def test_looks_taken_before_a_restart_are_there_after_it(tmp_path):
+    """A run that was cut and goes on, with another policy and Run, as a new kernel has them, shows what a whole one does."""
+    def looking(run):
+        async def measure(policy):
+            groups = await groups_of(policy)
+            run.look(policy, [RecordedGroup(g, (0.5,) * len(g), p) for g, p in zip(groups, PROBLEMS)])
+            return {"steps_seen": len(run.metrics)}
+
+        return run.select(Selection(measure, every=2, by=None))
+
+    async def groups_of(policy):
+        async with Sampler(policy) as sampler:
+            prompts = [prompt_ids(policy.tokenizer, p.question) for p in PROBLEMS[:2]]
+            return await sampler.sample(prompts, group_size=2, params=SamplingParams(max_new_tokens=4))
+
+    whole, cut = looking(Run("whole", root=tmp_path)), looking(Run("cut", root=tmp_path))
+    train(load_policy("tiny"), whole)
+    train(load_policy("tiny"), cut, stop=2)  # kept after 3 steps
+    again = looking(Run("cut", root=tmp_path))
+    assert again.looks.steps() == [0, 2]
+    train(load_policy("tiny"), again)
+    assert again.looks.steps() == whole.looks.steps() == [0, 2, 4, 6] == list(again.measured()["steps_seen"])
+    shown = [[[r.tokens for r in g.group] for g in run.looks.groups(step)] for run in (whole, again) for step in (0, 2, 4, 6)]
+    assert shown[:4] == shown[4:] and shown[0] != shown[3]
+    train(load_policy("tiny"), looking(Run("cut", root=tmp_path)), dataclasses.replace(CONFIG, steps=2))  # anew, and shorter
+    assert Run("cut", root=tmp_path).looks.steps() == [0, 2]
 
 
 @pytest.mark.parametrize("at", [2, 6])

@@ -28,19 +28,21 @@ class Dashboard:
             live.update(row)
             await live.ask(policy, held_out[:3])
 
-    `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. An interrupt of
+    `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. `meanings` says in
+    a line what a column of your own is. An interrupt of
     the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on, and what its
     rows were before. What ails the run (`diagnose`) stands below, with the remedy to try.
     Outside a notebook it prints a line every tenth of the way, and asks nothing.
     """
 
     def __init__(self, steps: int, columns: Sequence[str], title: str = "", *, run=None,
-                 healthy: Mapping[str, tuple[float | None, float | None]] | None = None):
+                 healthy: Mapping[str, tuple[float | None, float | None]] | None = None,
+                 meanings: Mapping[str, str] | None = None):
         from IPython import get_ipython
         from IPython.display import display
 
         self.steps, self.columns, self.title, self.run = steps, tuple(columns), title, run
-        self.metrics = {c: _metric(c, (healthy or {}).get(c)) for c in columns}
+        self.metrics = {c: _metric(c, (healthy or {}).get(c), (meanings or {}).get(c)) for c in columns}
         self.rows: list[dict] = []
         self._earlier = 0  # rows of the run before an interrupt
         self.interrupted = False
@@ -146,8 +148,9 @@ class Dashboard:
         return f"<table style='margin:0'>{rows}</table>" if rows else ""
 
 
-def _metric(column: str, healthy: tuple | None) -> Metric:
+def _metric(column: str, healthy: tuple | None, meaning: str | None) -> Metric:
     known = METRICS.get(column, MEASURED if column.startswith(PREFIX) else UNKNOWN)
+    known = known if meaning is None else known._replace(meaning=meaning)
     return known if healthy is None else known._replace(low=healthy[0], high=healthy[1])
 
 

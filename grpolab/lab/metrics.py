@@ -51,6 +51,7 @@ METRICS = {
     "reward_chosen": Metric("score of the chosen answers"),
     "reward_rejected": Metric("score of the rejected answers"),
     "tool_rate": Metric("share of episodes that used the tool"),
+    "tier": Metric("the highest tier of tasks that is open, counted from 0"),
     "turns": Metric("turns of the policy in an episode, mean"),
     "invalid": Metric("share of tool calls that could not be read", high=0.1),
     "lost": Metric("episodes lost to a failing environment", high=0.0),

@@ -152,10 +152,12 @@ def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
 
 
 def rates(table: dict[str, dict[str, object]], *, title: str, ylabel="rate", colors=None, ax=None):
-    """Grouped bars with 95 % intervals: table[series][category] = Interval."""
+    """Grouped bars with 95 % intervals: table[series][category] = Interval. Narrow bars have shorter labels."""
     ax = _axes(ax)
     categories = list(next(iter(table.values())))
     width = 0.8 / len(table)
+    room = width / len(categories) * 0.85 * ax.figure.get_figwidth() * 72  # points that a bar has for its label
+    written, size = ("{:.1%}", 9) if room > 32 else ("{:.0%}", 8)
     for k, (series, values) in enumerate(table.items()):
         x = [i + (k - (len(table) - 1) / 2) * width for i in range(len(categories))]
         y = [values[c].value for c in categories]
@@ -164,7 +166,8 @@ def rates(table: dict[str, dict[str, object]], *, title: str, ylabel="rate", col
         color = (colors or {}).get(series, [REFERENCE, POLICY, REWARD, WARNING][k % 4])
         ax.bar(x, y, width * 0.92, color=color, yerr=errors, capsize=3, label=series, error_kw={"ecolor": "#333333", "lw": 1})
         for xi, yi, up in zip(x, y, errors[1]):
-            ax.annotate(f"{yi:.1%}", (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9)
+            ax.annotate(written.format(yi), (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center",
+                        fontsize=size)
     ax.set_xticks(range(len(categories)), categories)
     ax.set(title=title, ylabel=ylabel, ylim=(0, 1.12))
     if len(table) > 1:

@@ -105,6 +105,7 @@ class Run:
         self._data = ""  # a hash of what its loop trains on
         self.base = ""  # where the policy of its loop came from
         self.recorder = Recorder(self.folder / "rollouts", keep)
+        self.looks = Recorder(self.folder / "looks")  # rollouts that were sampled on the way to be looked at
         self.weights = KeptWeights(self.folder / "replay", replay_every)
         self.sinks = list(sinks)
         self.selected = Selected(self.folder, select)
@@ -139,6 +140,19 @@ class Run:
                 self.sinks.remove(sink)
                 warnings.warn(f"{type(sink).__name__} took no more of this run's rows after step {row.get('step')}: {error!r}",
                               stacklevel=3)
+
+    def select(self, selection: Selection) -> Run:
+        """From the next loop on, measure by this selection; returns the run. For a notebook, whose run begins before its policy
+        is there to be measured."""
+        self.selected.selection = selection
+        return self
+
+    def look(self, policy, groups: Sequence[RecordedGroup]) -> None:
+        """Keep rollouts that are no part of the training, sampled after the steps done so far: for a selection's measure.
+        `looks` gives them back by that number of steps, also in a kernel that was started since."""
+        done = len(self.metrics)
+        self.looks.rewind(done)
+        self.looks.add(done, groups, policy.decode, computed_on(policy), policy.tokenizer.decode)
 
     async def measure(self, steps: int, last: int, policy, in_thread) -> dict:
         """What `select` measures of the policy after so many of `last` steps, as columns of a row; nothing where it is not due.
@@ -273,6 +287,7 @@ class Run:
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
         atomic_write(self.folder / "run.json", json.dumps(note | configured(plain) | {"data": data}, indent=1) + "\n")
         self.recorder.rewind(steps)
+        self.looks.rewind(steps + 1 if steps else 0)
         self.weights.begin(steps, plain, policy, optimiser)
         for later in list(trained)[list(trained).index(name) :] if name in trained else ():
             del trained[later]
@@ -325,6 +340,7 @@ class Run:
         What a loop draws is a function of (seed, step), so parameters, optimiser and metrics are all there is to keep.
         """
         self.recorder.sync()
+        self.looks.sync()
         target = self.folder / f"checkpoint-{step:08d}"
         with atomic_folder(target) as folder:
             save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
