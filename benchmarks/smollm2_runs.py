@@ -85,12 +85,11 @@ def paired(before: str, after: str) -> str:
 async def trained(policy, rows: Sequence[Any], config: GRPOConfig, reward) -> dict:
     """GRPO in this process: mean reward of every step, median seconds a step and their sum, and the peak memory."""
     forget_peak()
-    rewards, seconds, lengths, began = [], [], [], time.perf_counter()
+    rewards, seconds, began = [], [], time.perf_counter()
     async for row in grpo(policy, None, rows, config, reward=reward):
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
         rewards.append(round(row["reward"], 4))
-        lengths.append(round(row["completion_tokens"], 1) if "completion_tokens" in row else None)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), file=sys.stderr, flush=True)
     count = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     return {"trained": count, "rewards": rewards, "step_s": round(statistics.median(seconds[1:] or seconds), 2),
