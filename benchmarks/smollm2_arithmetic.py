@@ -4,10 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py     # fills results/smollm2_arithmetic.json, then: make results
 
 Sums and differences, asked as `28 + 47` and to be answered by the number alone. SFT on the demonstrations runs at two learning
-rates; of all looks on the way the one with the most right greedy answers to the choosing questions is the best SFT, of each seed
-its own. GRPO begins there, on other questions, whose answers nobody shows. Nothing is chosen on the held-out questions. What the
-model holds by itself is shown first: as it answers in chat, and in plain lines after some solved ones. A run that the record
-holds is kept, so an interrupted series goes on.
+rates; of all looks on the way the one with the most right greedy answers to the choosing questions is the best SFT, of each
+seed its own. GRPO begins there, on other questions, whose answers nobody shows. Nothing is chosen on the held-out questions.
+What the model holds by itself is shown first: as it answers in chat, and in plain lines after some solved ones. A run that the
+record holds is kept, so an interrupted series goes on.
 """
 
 from __future__ import annotations
