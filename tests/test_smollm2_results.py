@@ -96,7 +96,7 @@ def test_one_run_is_trained_and_measured(tiny):
     """Of the loop's rows the reward of every step; and the answers after it, one a prompt."""
     rows = random.Random(0).sample(style.TRAIN, 4)
     config = GRPOConfig(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4, lr=1e-5)
-    found = asyncio.run(runs.trained(tiny, rows, config, lambda text, row, rollout: float(len(text))))
+    found = asyncio.run(runs.trained(tiny, rows, config, lambda text, row, rollout: float(rollout.seed % 2)))
     assert len(found["rewards"]) == 2 and tiny.version == 2 and found["peak_gb"] > 0
     assert found["trained"] == sum(p.numel() for p in tiny.model.parameters())
     answers = asyncio.run(runs.greedy(tiny, rows, 4))
