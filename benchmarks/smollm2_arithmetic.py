@@ -6,7 +6,7 @@
 Sums and differences, asked as `28 + 47` and to be answered by the number alone. Of all looks on the way of SFT the one with the
 most right greedy answers to the choosing questions is the best SFT, where GRPO begins, on other questions, whose answers nobody
 shows. Nothing is chosen on the held-out questions. What the model holds by itself is shown first: as it answers in chat, and in
-plain lines after some solved ones. `few` and `0 1` are the recipe and the seeds of GRPO; the recipe `first` was tried before it.
+plain lines after some solved ones. `few` and `0 1` are the recipe and the seeds of GRPO; `first` was tried before it.
 A run that the record holds is kept, so an interrupted series goes on.
 """
 
