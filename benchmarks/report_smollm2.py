@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tables import points, record, table
 
+RECIPES = ("few", "first")  # of smollm2_arithmetic.py
 KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}
 
 
@@ -80,8 +81,9 @@ def gym(results: Path) -> str | None:
     grpo = settings["grpo"]
     text = (f"`{settings['command']}`: {found['chosen']} of reasoning-gym, with its own scorer. {settings['model']} in "
             f"{settings['dtype']}; {grpo_of(grpo)}, {grpo['steps']} steps, lr {grpo['lr']:g}; {settings['held_out']} held-out "
-            "tasks, answered greedily; solved is the full score. Chosen before training, from what the model as it is does "
-            f"with {settings['looked_at']} tasks of each:\n\n")  # fmt: skip
+            "tasks, answered greedily; solved is the full score, and always giving the commonest answer would come to "
+            f"{base['commonest']:.0%}. Each task comes after {settings['shots']} solved ones. Chosen before training, from "
+            f"what the model as it is does with {settings['looked_at']} tasks of each:\n\n")  # fmt: skip
     text += table(["candidate", "greedy", "sampled", "one of four samples"], looks) + "\n\n"
     text += table(["policy", "seed", "solved", "gain", "seconds a step", "minutes", "peak memory"], rows)
     text += "\n\nMean reward, first to last fifth of the steps:\n\n" + rewards(runs)
@@ -94,36 +96,36 @@ def gym(results: Path) -> str | None:
 
 
 def arithmetic(results: Path) -> str | None:
-    found = record("smollm2_arithmetic", results)
-    if not found or "base" not in found:
+    """All recipes that were tried, the last one first."""
+    found = [(name, record(f"smollm2_arithmetic_{name}", results)) for name in RECIPES]
+    found = [(name, r) for name, r in found if r and any(key.startswith("sft ") for key in r)]
+    if not found:
         return None
-    settings, base = found["settings"], found["base"]
-    tuned = {tuple(name.split(" ")[1:]): found[name] for name in found if name.startswith("sft ")}
-    runs, first = runs_of(found, "grpo"), min((seed for seed, _ in tuned), default="")
-    tried = [key for key in tuned if key[0] == first]
-    best = max(tried, key=lambda key: tuned[key]["best"], default=("", ""))[1]
-    grpo, sft = settings["grpo"], settings["sft"]
+    settings, base = found[0][1]["settings"], found[0][1]["base"]
     rows = [["as it is, in chat", "", base["chat"], "", "", "", "", ""],
             [f"as it is, plain lines after {settings['examples']} solved ones", "", base["plain"], "", "", "", "", ""],
             ["as it is, asked like the trained ones", "", base["asked"]["greedy"], "", *answered(base["asked"]), ""]]
-    for (seed, rate), run in tuned.items():
-        if rate == best:
-            rows.append([f"best SFT, {run['steps']} steps", seed, run["after"]["greedy"], "", *answered(run["after"]),
-                         f"{run['seconds'] / 60:.1f}"])  # fmt: skip
-            rows += [["GRPO", seed, r["after"]["greedy"], points(r["gain"]), *answered(r["after"]), f"{r['seconds'] / 60:.1f}"]
-                     for _, of, r in runs if of == seed]  # fmt: skip
-    text = (f"`{settings['command']}`: sums and differences up to {settings['operands']}, {settings['held_out']} held-out "
-            f"questions. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} demonstrations, "
-            f"{sft['batch_size']} a step, cosine; GRPO from the best SFT with {grpo_of(grpo)}, {grpo['steps']} steps, "
-            f"lr {grpo['lr']:g}, on {settings['practice']:,} other questions.\n\n")  # fmt: skip
+    for name, r in found:
+        shown_to, grpo = r["settings"]["demonstrations"], r["settings"]["grpo"]
+        rows += [[f"`{name}`: SFT, {shown_to} demonstrations, lr {float(key.split(' ')[1]):g}, {run['steps']} steps", "",
+                  run["after"]["greedy"], "", *answered(run["after"]), f"{run['seconds'] / 60:.1f}"]
+                 for key, run in r.items() if key.startswith("sft ")]  # fmt: skip
+        rows += [[f"`{name}`: GRPO, {grpo['steps']} steps of {grpo['prompts_per_step'] * grpo['group_size']} rollouts, lr "
+                  f"{grpo['lr']:g}", seed, run["after"]["greedy"], points(run["gain"]), *answered(run["after"]),
+                  f"{run['seconds'] / 60:.1f}"] for _, seed, run in runs_of(r, "grpo")]  # fmt: skip
+    text = (f"`{settings['command']}`: sums and differences up to {settings['operands']}, asked as `28 + 47`, answered by the "
+            f"number alone; {settings['held_out']} held-out questions. {settings['model']} in {settings['dtype']}; of the "
+            f"looks on the way of SFT the best on {settings['choosing']} choosing questions is where GRPO begins, with a "
+            f"checker, on {settings['practice']:,} other questions. The recipes differ as the rows say.\n\n")  # fmt: skip
     text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
                    "one of eight", "minutes"], rows)  # fmt: skip
-    looks = sorted({int(steps) for run in tuned.values() for steps in run["curve"]})
-    lines = [[f"lr {float(rate):g}", seed, *(f"{run['curve'].get(str(n), float('nan')):.1%}" for n in looks)]
-             for (seed, rate), run in tuned.items()]  # fmt: skip
-    text += (f"\n\nGreedy exact match on the {settings['choosing']} choosing questions after so many steps of SFT:\n\n"
-             + table(["SFT", "seed", *looks], lines))  # fmt: skip
-    text += "\n\nMean reward of GRPO, first to last fifth of the steps:\n\n" + rewards(runs)
+    for name, r in found:
+        tuned = {key.split(" ")[1]: run for key, run in r.items() if key.startswith("sft ")}
+        looks = sorted({int(steps) for run in tuned.values() for steps in run["curve"]})
+        lines = [[f"lr {float(rate):g}", *(f"{run['curve'][str(n)]:.1%}" for n in looks)] for rate, run in tuned.items()]
+        text += (f"\n\n`{name}`: greedy exact match on the choosing questions after so many steps of SFT, and the mean reward "
+                 "of GRPO, first to last fifth of the steps:\n\n" + table(["SFT", *looks], lines) + "\n\n"
+                 + rewards(runs_of(r, "grpo")))  # fmt: skip
     return text
 
 

@@ -7,12 +7,14 @@ import sys
 
 import pytest
 
+from grpolab.arithmetic import Problem
 from grpolab.lab.run import repository
 from grpolab.rollouts import Rollout
 from grpolab.train import GRPOConfig
 
 ROOT = repository()
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_gym as gym  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
 import smollm2_style as style  # noqa: E402
@@ -68,11 +70,36 @@ def test_the_task_is_chosen_by_what_the_untrained_model_did():
 
 def test_held_out_tasks_are_not_among_those_to_practise_on():
     pytest.importorskip("reasoning_gym")
-    practice, held_out = gym.apart("products")  # of one digit, so that most of them would be
-    assert len(practice) == gym.PRACTICE and not {t.prompt for t in practice} & {t.prompt for t in held_out}
-    assert len({t.prompt for t in held_out}) == len(held_out)
-    check = gym.solved(practice[0])
-    assert check(practice[0].answer, rollout("eos")) and not check(practice[0].answer, rollout("length"))
+    practice, held_out = gym.apart("chain_sum")
+    asked = [row.task.prompt for row in held_out]
+    assert len(practice) == gym.PRACTICE and not {row.task.prompt for row in practice} & set(asked)
+    assert len(asked) == len(set(asked)) == gym.HELD_OUT
+    row = practice[0]
+    *shots, last = row.prompt[1:]
+    assert len(shots) == 2 * gym.SHOTS and last == {"role": "user", "content": row.task.prompt}
+    check = gym.solved(row)
+    assert check(row.task.answer, rollout("eos")) and not check(row.task.answer, rollout("length"))
+    said = f"It is {row.task.answer}"
+    assert not check(said, rollout("eos")) and gym.score(said, row, rollout("eos")) > 0
+
+
+def test_no_demonstration_is_practised_on_or_held_out():
+    def asked(rows):
+        return {row["prompt"][-1]["content"] for row in rows}
+
+    sets = [asked(map(sums.row_of, sums.KNOWN[: sums.MOST])), asked(sums.PRACTICE), asked(sums.CHOSEN_ON), asked(sums.ASKED)]
+    assert sum(map(len, sets)) == len(set.union(*sets)) and [len(s) for s in sets[2:]] == [sums.CHOOSING, sums.HELD_OUT]
+    assert all(recipe.demonstrations <= sums.MOST for recipe in sums.RECIPES.values())
+
+
+def test_right_is_the_number_alone_in_an_answer_that_ended():
+    row = sums.row_of(Problem(28, "-", 47))
+    assert row["prompt"][-1]["content"] == "28 - 47" and row["completion"] == "-19"
+    assert sums.right("-19", row, rollout("eos")) == 1.0 == sums.right(" -19\n", row, rollout("eos"))
+    assert not any((sums.right("-19", row, rollout("length")), sums.right("28 - 47 = -19", row, rollout("eos")),
+                    sums.right("19", row, rollout("eos"))))  # fmt: skip
+    (one, _), (two, check) = sums.cases([row, sums.row_of(Problem(1, "+", 1))])
+    assert two[-1]["content"] == "1 + 1" and check("2", rollout("eos")) and not check("-19", rollout("eos"))
 
 
 def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path):
@@ -96,7 +123,7 @@ def test_one_run_is_trained_and_measured(tiny):
     """Of the loop's rows the reward of every step; and the answers after it, one a prompt."""
     rows = random.Random(0).sample(style.TRAIN, 4)
     config = GRPOConfig(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4, lr=1e-5)
-    found = asyncio.run(runs.trained(tiny, rows, config, lambda text, row, rollout: float(rollout.seed % 2)))
+    found = asyncio.run(runs.trained(tiny, rows, config, lambda text, row, rollout: float(sum(rollout.tokens))))
     assert len(found["rewards"]) == 2 and tiny.version == 2 and found["peak_gb"] > 0
     assert found["trained"] == sum(p.numel() for p in tiny.model.parameters())
     answers = asyncio.run(runs.greedy(tiny, rows, 4))
