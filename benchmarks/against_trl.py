@@ -12,6 +12,8 @@ without a GPU take torch's CPU build in the first line. SmolLM2 in fp32 needs 16
 Every measurement is a fresh process, so that its peak memory is its own; the peers take turns. Both get the same weights,
 prompts, batch, lengths (end tokens off while sampling), precision, threads and AdamW. TRL computes the batch at once and
 without checkpointing, which is its fastest form; `--micro N` makes it accumulate over micro-batches of N rows instead.
+In bf16 both keep fp32 weights for the optimiser: ours loads bf16 parameters and adds fp32 master copies at the first step, so
+that they count as memory above the weights; TRL has fp32 parameters under autocast (`bf16=True`).
 DPO has its reference log-probs precomputed on both sides. The first step of a process is warm-up; the figures are medians
 of the rest. Ours come with the seconds of the update within a step (the rest of a GRPO step is sampling) and with what one
 further update, after the memory is read, spends on matrix products, on attention, on other tensor operations, and outside.
@@ -78,12 +80,13 @@ def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: i
         from trl import DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401
     else:
         import grpolab.train  # noqa: F401
-    policy = load_policy(model, device="cpu", dtype="float32")
+    # Both train bf16 over fp32 weights: ours as parameters beside master copies, TRL by autocast of the fp32 ones.
+    policy = load_policy(model, device="cpu", dtype="bfloat16" if (peer, dtype) == ("grpolab", "bf16") else "float32")
     loaded = peak_gb()
     if peer == "trl":
-        seconds, more = theirs(policy, model, dtype, method, steps, micro), {}
+        seconds, more = theirs(policy, dtype, method, steps, micro), {}
     else:
-        seconds, update_s, update = ours(policy, model, dtype, method, steps)
+        seconds, update_s, update = ours(policy, method, steps)
         more = {"update_s": update_s[1:]}
     found = {"seconds": seconds[1:], "first": seconds[0], "loaded_gb": loaded, "peak_gb": peak_gb()} | more
     return found | ({} if peer == "trl" else {"update_shares": shares(update)})
@@ -110,7 +113,7 @@ def shares(work) -> dict[str, float]:
     return {k: s / total for k, s in seconds.items()} | {"outside": 1 - sum(seconds.values()) / total}
 
 
-def ours(policy, model, dtype, method, steps):
+def ours(policy, method, steps):
     """Seconds of each step, of its update, and one more update as a function."""
     import asyncio
 
@@ -125,7 +128,7 @@ def ours(policy, model, dtype, method, steps):
     from grpolab.train.sft import SFTConfig, sft, sft_gradient
 
     encode, end = policy.tokenizer.encode, policy.eos_ids[0]
-    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[method], autocast="bfloat16" if dtype == "bf16" else None)
+    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[method])
     prompt = lambda n, seed: [tuple(encode(t)) for t in texts(policy.tokenizer, n, PROMPT_TOKENS, seed)]  # noqa: E731
     answer = lambda n, seed: [(*encode(t), end) for t in texts(policy.tokenizer, n, NEW_TOKENS - 1, seed)]  # noqa: E731
     seconds, update_s = [], []
@@ -178,7 +181,7 @@ def ours(policy, model, dtype, method, steps):
     return seconds, update_s, lambda: (gradient(), apply_gradient(policy, optimiser, config, steps - 1))
 
 
-def theirs(policy, model, dtype, method, steps, micro) -> list[float]:
+def theirs(policy, dtype, method, steps, micro) -> list[float]:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer

@@ -16,6 +16,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(HERE))
+
+from report_smollm2 import arithmetic, gym, style  # noqa: E402
+from tables import points, rate, record, table, times  # noqa: E402
 
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab.readable import readable  # noqa: E402
@@ -24,31 +28,6 @@ BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
 LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))
 WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
-
-
-def record(name: str, results: Path):
-    path = results / f"{name}.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def table(head: list[str], rows: list[list]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def rate(interval: str) -> str:
-    """The value of "45.4% [42.3%, 48.5%]" without its interval."""
-    return interval.split(" ")[0]
-
-
-def points(difference: str) -> str:
-    """ "31.7% [28.7%, 34.7%]", a difference of rates, in percentage points."""
-    return difference.replace("%", "") + " points"
-
-
-def times(ratios: list[float]) -> str:
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f"{low}×" if low == high else f"{low} to {high}×"
 
 
 # --- RESULTS.md -------------------------------------------------------------------------------------------------------
@@ -247,9 +226,10 @@ def bridges(results: Path) -> str | None:
     if not found:
         return None
     median = lambda numbers: sorted(numbers)[len(numbers) // 2]  # noqa: E731
-    rows = [[r["model"], {"grpolab": "ours", "vllm": "vLLM"}[r["server"]], r["bridge"], f"{r['travels_mb']:,.1f} MB",
-             f"{median(r['sync_s']):.2f}", f"{median(r['busy_sync_s']):.2f}", f"{median(r['tokens_per_s_after']):,.0f}",
-             f"{median(r['tokens_per_s']):,.0f}", f"{r['server_peak_mb']:,} MB", r["behind_max"], r["failed"]]
+    rows = [[r["model"], {"grpolab": "ours", "vllm": "vLLM"}[r["server"]], r["bridge"],
+             f"{r['travels_mb']:,.1f} MB", f"{median(r['sync_s']):.2f}", f"{median(r['busy_sync_s']):.2f}",
+             f"{median(r['tokens_per_s_after']):,.0f}", f"{median(r['tokens_per_s']):,.0f}", f"{r['server_peak_mb']:,} MB",
+             r["behind_max"], r["failed"]]
             for r in found["rows"]]  # fmt: skip
     head = ["model", "server", "bridge", "travels", "seconds a sync", "beside other requests", "tokens/s right after",
             "tokens/s later", "server's peak memory", "versions behind, at most", "requests that failed"]
@@ -261,10 +241,9 @@ def bridges(results: Path) -> str | None:
 
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
+    "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
     "Decode engine": decode, "Training step": trl, "LoRA": lora, "Environment pool": pool,
-    "AWS accounts": aws,
-    "Policy service": service,
-    "Weight bridges": bridges,
+    "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
 }  # fmt: skip
 
 

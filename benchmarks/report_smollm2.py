@@ -1,0 +1,133 @@
+"""The sections of RESULTS.md on what SmolLM2-135M-Instruct learns; report.py puts them into the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tables import points, record, table
+
+RECIPES = ("few", "first")  # of smollm2_arithmetic.py
+KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}
+
+
+def shown(text: str, most: int = 110) -> str:
+    """A completion or a prompt in one cell of a table, as code, so that nothing in it is read as markup."""
+    text = text.replace("\n", "↵").replace("`", "'")
+    return f"`{text if len(text) <= most else text[:most] + '…'}`"
+
+
+def grpo_of(settings: dict) -> str:
+    """What a step of these settings is."""
+    return (f"{settings['prompts_per_step']} prompts × {settings['group_size']} rollouts of at most "
+            f"{settings['max_new_tokens']} tokens")  # fmt: skip
+
+
+def runs_of(found: dict, *kinds: str) -> list[tuple[str, str, dict]]:
+    """(kind, seed, run) of each run that the record holds."""
+    names = [name.split(" ") for name in found if name.split(" ")[0] in kinds and " " in name]
+    return [(kind, seed, found[f"{kind} {seed}"]) for kind, seed in sorted(names, key=lambda n: (kinds.index(n[0]), n[1]))]
+
+
+def cost(run: dict) -> list[str]:
+    """Seconds a step, minutes in all, and peak memory."""
+    return [f"{run['step_s']:.1f}", f"{run['seconds'] / 60:.1f}", f"{run['peak_gb']:.2f} GB"]
+
+
+def style(results: Path) -> str | None:
+    found = record("smollm2_style", results)
+    if not found or "base" not in found:
+        return None
+    settings, base, rules = found["settings"], found["base"], list(found["base"]["rules"])
+    runs = runs_of(found, "full", "lora")
+    rows = [["before", "", "", base["all rules"], "", *base["rules"].values(), "", "", ""]]
+    rows += [[KINDS[kind], seed, f"{run['trained'] / 1e6:.1f} M", run["after"]["all rules"], points(run["gain"]),
+              *(run["after"]["rules"][rule] for rule in rules), *cost(run)] for kind, seed, run in runs]  # fmt: skip
+    steps = ", ".join(f"{KINDS[name]}: {v['steps']} steps, lr {v['lr']:g}" for name, v in settings["variants"].items())
+    text = (f"`{settings['command']}`: one sentence of at most so many words, in lower-case letters, without two common words, "
+            f"about a topic that it must name. Held-out prompts, on other topics: {settings['held_out']}, answered greedily. "
+            f"{settings['model']} in {settings['dtype']}, {grpo_of(settings['grpo'])} ({steps}), threads: "
+            f"{runs[0][2]['threads'] if runs else ''}; seconds beside other work on the machine.\n\n")  # fmt: skip
+    text += table(["trained", "seed", "weights", "all rules kept", "gain", *rules, "seconds a step", "minutes", "peak memory"],
+                  rows)  # fmt: skip
+    text += "\n\nMean reward, first to last fifth of the steps:\n\n" + rewards(runs)
+    if runs:
+        columns = {f"{KINDS[kind]}, seed {seed}": run["after"]["texts"] for kind, seed, run in runs if seed == runs[0][1]}
+        lines = [[shown(prompt, 200), shown(base["texts"][i]), *(shown(texts[i]) for texts in columns.values())]
+                 for i, prompt in enumerate(base["prompts"])]  # fmt: skip
+        text += "\n\nThe first held-out prompts, and what is written before and after:\n\n"
+        text += table(["prompt", "before", *columns], lines)
+    return text
+
+
+def rewards(runs: list[tuple[str, str, dict]]) -> str:
+    """The mean reward of each fifth of the steps of each run."""
+    rows = []
+    for kind, seed, run in runs:
+        r, n = run["rewards"], len(run["rewards"])
+        fifths = [r[n * i // 5 : n * (i + 1) // 5] for i in range(5)]
+        rows.append([KINDS[kind], seed, *(f"{sum(part) / len(part):.2f}" if part else "" for part in fifths)])
+    return table(["run", "seed", "1", "2", "3", "4", "5"], rows)
+
+
+def gym(results: Path) -> str | None:
+    found = record("smollm2_gym", results)
+    if not found or "base" not in found:
+        return None
+    settings, base, runs = found["settings"], found["base"], runs_of(found, "grpo")
+    looks = [[name + (" (chosen)" if name == found["chosen"] else ""), f"{v['greedy']:.0%}", f"{v['sampled']:.0%}",
+              f"{v['one of four']:.0%}"] for name, v in found["looks"].items()]  # fmt: skip
+    rows = [["before", "", base["solved"], "", "", "", ""]]
+    rows += [["GRPO", seed, run["after"]["solved"], points(run["gain"]), *cost(run)] for _, seed, run in runs]
+    grpo = settings["grpo"]
+    text = (f"`{settings['command']}`: {found['chosen']} of reasoning-gym, with its own scorer. {settings['model']} in "
+            f"{settings['dtype']}; {grpo_of(grpo)}, {grpo['steps']} steps, lr {grpo['lr']:g}; {settings['held_out']} held-out "
+            "tasks, answered greedily; solved is the full score, and always giving the commonest answer would come to "
+            f"{base['commonest']:.0%}. Each task comes after {settings['shots']} solved ones. Chosen before training, from "
+            f"what the model as it is does with {settings['looked_at']} tasks of each:\n\n")  # fmt: skip
+    text += table(["candidate", "greedy", "sampled", "one of four samples"], looks) + "\n\n"
+    text += table(["policy", "seed", "solved", "gain", "seconds a step", "minutes", "peak memory"], rows)
+    text += "\n\nMean reward, first to last fifth of the steps:\n\n" + rewards(runs)
+    if runs:
+        after = runs[0][2]["after"]["texts"]
+        lines = [[shown(prompt, 260), shown(str(base["answers"][i])), shown(base["texts"][i]), shown(after[i])]
+                 for i, prompt in enumerate(base["prompts"])]  # fmt: skip
+        text += "\n\n" + table(["task", "answer", "before", f"after, seed {runs[0][1]}"], lines)
+    return text
+
+
+def arithmetic(results: Path) -> str | None:
+    """All recipes that were tried, the last one first."""
+    found = [(name, record(f"smollm2_arithmetic_{name}", results)) for name in RECIPES]
+    found = [(name, r) for name, r in found if r and any(key.startswith("sft ") for key in r)]
+    if not found:
+        return None
+    settings, base = found[0][1]["settings"], found[0][1]["base"]
+    rows = [["as it is, in chat", "", base["chat"], "", "", "", "", ""],
+            [f"as it is, plain lines after {settings['examples']} solved ones", "", base["plain"], "", "", "", "", ""],
+            ["as it is, asked like the trained ones", "", base["asked"]["greedy"], "", *answered(base["asked"]), ""]]
+    for name, r in found:
+        shown_to, grpo = r["settings"]["demonstrations"], r["settings"]["grpo"]
+        rows += [[f"`{name}`: SFT, {shown_to} demonstrations, lr {float(key.split(' ')[1]):g}, {run['steps']} steps", "",
+                  run["after"]["greedy"], "", *answered(run["after"]), f"{run['seconds'] / 60:.1f}"]
+                 for key, run in r.items() if key.startswith("sft ")]  # fmt: skip
+        rows += [[f"`{name}`: GRPO, {grpo['steps']} steps of {grpo['prompts_per_step'] * grpo['group_size']} rollouts, lr "
+                  f"{grpo['lr']:g}", seed, run["after"]["greedy"], points(run["gain"]), *answered(run["after"]),
+                  f"{run['seconds'] / 60:.1f}"] for _, seed, run in runs_of(r, "grpo")]  # fmt: skip
+    text = (f"`{settings['command']}`: sums and differences up to {settings['operands']}, asked as `28 + 47`, answered by the "
+            f"number alone; {settings['held_out']} held-out questions. {settings['model']} in {settings['dtype']}; of the "
+            f"looks on the way of SFT the best on {settings['choosing']} choosing questions is where GRPO begins, with a "
+            f"checker, on {settings['practice']:,} other questions. The recipes differ as the rows say.\n\n")  # fmt: skip
+    text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
+                   "one of eight", "minutes"], rows)  # fmt: skip
+    for name, r in found:
+        tuned = {key.split(" ")[1]: run for key, run in r.items() if key.startswith("sft ")}
+        looks = sorted({int(steps) for run in tuned.values() for steps in run["curve"]})
+        lines = [[f"lr {float(rate):g}", *(f"{run['curve'][str(n)]:.1%}" for n in looks)] for rate, run in tuned.items()]
+        text += (f"\n\n`{name}`: greedy exact match on the choosing questions after so many steps of SFT, and the mean reward "
+                 "of GRPO, first to last fifth of the steps:\n\n" + table(["SFT", *looks], lines) + "\n\n"
+                 + rewards(runs_of(r, "grpo")))  # fmt: skip
+    return text
+
+
+def answered(measured: dict) -> list[str]:
+    return [measured["sampled"], measured["pass_at"]["4"], measured["pass_at"]["8"]]

@@ -1,0 +1,130 @@
+"""Results on SmolLM2: the rules that are rewarded, how a task is chosen, and that a stopped series keeps what is done."""
+
+import asyncio
+import json
+import random
+import sys
+
+import pytest
+
+from grpolab.arithmetic import Problem
+from grpolab.lab.run import repository
+from grpolab.rollouts import Rollout
+from grpolab.train import GRPOConfig
+
+ROOT = repository()
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import smollm2_arithmetic as sums  # noqa: E402
+import smollm2_gym as gym  # noqa: E402
+import smollm2_runs as runs  # noqa: E402
+import smollm2_style as style  # noqa: E402
+
+EIGHT = style.Style("", topic="rain", longest=8, banned=("the", "and"))
+
+
+@pytest.mark.parametrize("text, ended, broken", [
+    ("rain falls on green hills", True, set()),
+    ("rain falls on green hills", False, {"length"}),
+    ("rain falls softly", True, {"length"}),
+    ("rain falls on green hills while people walk home", True, {"length"}),
+    ("Rain falls on green hills", True, {"casing"}),
+    ("rain falls on the hills", True, {"banned words"}),
+    ("rainy days, theatre and sand", True, {"banned words", "topic"}),
+    ("theatre sands make candy", True, {"topic"}),
+    ("", True, {"length", "casing", "banned words", "topic"}),
+    ("12 34 56 78", True, {"length", "casing", "banned words", "topic"}),
+])  # fmt: skip
+def test_the_rules_of_a_style(text, ended, broken):
+    assert {name for name, held in style.kept(text, EIGHT, ended).items() if not held} == broken
+
+
+def rollout(reason: str) -> Rollout:
+    return Rollout((1,), (2,), mask=(1,), logps=(-1.0,), raw_logps=(-1.0,), finish_reason=reason)
+
+
+def test_the_reward_is_the_share_of_the_rules_and_more_for_all():
+    def reward(text, reason="eos"):
+        return style.share_kept(text, EIGHT, rollout(reason))
+
+    assert reward("rain falls on green hills") == 1.0 and reward("") == 0.0
+    assert reward("Rain falls on green hills") == reward("rain falls on green hills", "length") == 0.375
+    assert reward("Rain falls on the green hills") == 0.25
+
+
+def test_held_out_prompts_are_of_other_topics_and_say_their_rules():
+    assert not {s.topic for s in style.TRAIN} & {s.topic for s in style.HELD_OUT} and len(style.HELD_OUT) == 200
+    assert len(set(style.TOPICS)) == len(style.TOPICS) and len({s.prompt for s in style.TRAIN}) == len(style.TRAIN)
+    for s in (*style.TRAIN, *style.HELD_OUT):
+        assert all(said in s.prompt for said in (s.topic, str(s.longest), *(f'"{word}"' for word in s.banned)))
+
+
+def test_the_task_is_chosen_by_what_the_untrained_model_did():
+    def of(greedy, four):
+        return {"greedy": greedy, "one of four": four}
+
+    looks = {"easy": of(0.7, 1.0), "hard": of(0.05, 0.9), "little": of(0.5, 0.6), "much": of(0.2, 0.5)}
+    assert gym.choose(looks) == "much"
+    with pytest.raises(ValueError, match="no candidate's greedy rate lies between 10% and 60%"):
+        gym.choose({"easy": looks["easy"], "hard": looks["hard"]})
+
+
+def test_held_out_tasks_are_not_among_those_to_practise_on():
+    pytest.importorskip("reasoning_gym")
+    practice, held_out = gym.apart("chain_sum")
+    asked = [row.task.prompt for row in held_out]
+    assert len(practice) == gym.PRACTICE and not {row.task.prompt for row in practice} & set(asked)
+    assert len(asked) == len(set(asked)) == gym.HELD_OUT
+    row = practice[0]
+    *shots, last = row.prompt[1:]
+    assert len(shots) == 2 * gym.SHOTS and last == {"role": "user", "content": row.task.prompt}
+    check = gym.solved(row)
+    assert check(row.task.answer, rollout("eos")) and not check(row.task.answer, rollout("length"))
+    said = f"It is {row.task.answer}"
+    assert not check(said, rollout("eos")) and gym.score(said, row, rollout("eos")) > 0
+
+
+def test_no_demonstration_is_practised_on_or_held_out():
+    def asked(rows):
+        return {row["prompt"][-1]["content"] for row in rows}
+
+    sets = [asked(map(sums.row_of, sums.KNOWN[: sums.MOST])), asked(sums.PRACTICE), asked(sums.CHOSEN_ON), asked(sums.ASKED)]
+    assert sum(map(len, sets)) == len(set.union(*sets)) and [len(s) for s in sets[2:]] == [sums.CHOOSING, sums.HELD_OUT]
+    assert all(recipe.demonstrations <= sums.MOST for recipe in sums.RECIPES.values())
+
+
+def test_right_is_the_number_alone_in_an_answer_that_ended():
+    row = sums.row_of(Problem(28, "-", 47))
+    assert row["prompt"][-1]["content"] == "28 - 47" and row["completion"] == "-19"
+    assert sums.right("-19", row, rollout("eos")) == 1.0 == sums.right(" -19\n", row, rollout("eos"))
+    assert not any((sums.right("-19", row, rollout("length")), sums.right("28 - 47 = -19", row, rollout("eos")),
+                    sums.right("19", row, rollout("eos"))))  # fmt: skip
+    (one, _), (two, check) = sums.cases([row, sums.row_of(Problem(1, "+", 1))])
+    assert two[-1]["content"] == "1 + 1" and check("2", rollout("eos")) and not check("-19", rollout("eos"))
+
+
+def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path):
+    path = tmp_path / "r.json"
+    runs.Record(path, {"steps": 2, "rates": (0.1, 0.2)}).keep("full 0", {"gain": 1})
+    again = runs.Record(path, {"steps": 2, "rates": (0.1, 0.2)})
+    assert "full 0" in again and again["full 0"] == {"gain": 1} and "full 1" not in again
+    again.keep("full 1", {"gain": 2})
+    assert json.loads(path.read_text())["full 0"] == {"gain": 1}
+    assert "full 0" not in runs.Record(path, {"steps": 3, "rates": (0.1, 0.2)})
+
+
+def test_paired_differences_are_of_the_same_prompts():
+    assert runs.flags([True, False, 1]) == "101"
+    assert runs.paired("0000", "1111").startswith("100.0%") and runs.paired("0110", "0110").startswith("0.0%")
+    with pytest.raises(ValueError, match="3 and 2 outcomes"):
+        runs.paired("000", "11")
+
+
+def test_one_run_is_trained_and_measured(tiny):
+    """Of the loop's rows the reward of every step; and the answers after it, one a prompt."""
+    rows = random.Random(0).sample(style.TRAIN, 4)
+    config = GRPOConfig(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4, lr=1e-5)
+    found = asyncio.run(runs.trained(tiny, rows, config, lambda text, row, rollout: float(sum(rollout.tokens))))
+    assert len(found["rewards"]) == 2 and tiny.version == 2 and found["peak_gb"] > 0
+    assert found["trained"] == sum(p.numel() for p in tiny.model.parameters())
+    answers = asyncio.run(runs.greedy(tiny, rows, 4))
+    assert len(answers) == 4 and all(len(r.tokens) <= 4 and tiny.decode(r.tokens) == text for text, r in answers)
