@@ -276,7 +276,7 @@ def test_an_account_is_on_loopback(endpoint):
 
 def test_a_wiped_account_is_shown_to_be_empty(account):
     """What each listing is for is found by it, and by it alone; services that nobody used are not loaded by asking."""
-    listed = [(signing, what.split(" ")[0]) for rows in LISTS.values() for signing, _, what, _ in rows]
+    listed = [(signing, what.split(" ")[0]) for rows in LISTS.values() for signing, _, what, *_ in rows]
     assert set(MAKERS) == {f"{signing} {what.rpartition('.')[2]}" for signing, what in listed}
     scrub(account.endpoint)
     before = loaded(account.endpoint)
