@@ -37,10 +37,10 @@ class Browser:
         await self.socket.send(json.dumps({"id": self.number, "method": method, "params": parameters}))
         while (reply := json.loads(await self.socket.recv())).get("id") != self.number:
             pass
-        return reply["result"]
+        return reply.get("result", {})  # none where its page has just gone
 
     async def run(self, script):
-        return (await self.ask("Runtime.evaluate", expression=script))["result"].get("value")
+        return (await self.ask("Runtime.evaluate", expression=script)).get("result", {}).get("value")
 
     async def until(self, script, seconds=60):
         async with asyncio.timeout(seconds):
@@ -55,17 +55,19 @@ async def browse(address, play):
     """Open the page and let `play(browser)` act on it."""
     with tempfile.TemporaryDirectory() as profile:
         process = subprocess.Popen([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
-                                    "--window-size=1100,800", f"--user-data-dir={profile}", address],
+                                    "--window-size=1100,800", f"--user-data-dir={profile}", "about:blank"],
                                    stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         try:
             line = await asyncio.to_thread(lambda: next(line for line in process.stderr if "DevTools listening" in line))
             port = re.search(r"127\.0\.0\.1:(\d+)", line)[1]
             listed = f"http://127.0.0.1:{port}/json"
             async with asyncio.timeout(30):
-                while not (tabs := [t for t in json.loads(await asyncio.to_thread(fetch, listed)) if address in t["url"]]):
+                while not (tabs := [t for t in json.loads(await asyncio.to_thread(fetch, listed)) if t["type"] == "page"]):
                     await asyncio.sleep(0.05)
             async with connect(tabs[0]["webSocketDebuggerUrl"], max_size=None) as socket:
-                await play(Browser(socket))
+                browser = Browser(socket)
+                await browser.ask("Page.navigate", url=address)
+                await play(browser)
         finally:
             process.kill()
             await asyncio.to_thread(process.wait)
@@ -83,10 +85,14 @@ def test_a_person_solves_a_task_in_a_browser():
         await browser.submit("choose", "name", BUCKET)
         await browser.until("at('task').textContent.includes('versioning')")
         await browser.submit("ask", "command", "aws sqs create-queue --queue-name '<img src=x onerror=document.title=1>'")
+        await browser.until("document.querySelectorAll('.turn pre').length === 1")
+        assert "<img" in await browser.run("document.querySelector('.turn pre').textContent")  # its text, and no element
+        await browser.submit("ask", "command", "ls")
         await browser.until("document.querySelectorAll('.turn.failed').length === 1")
+        assert await browser.run("document.images.length") == 0
         assert await browser.run("document.title") == "grpolab: an AWS account"
         await browser.submit("ask", "command", MAKE)
-        await browser.until("document.querySelectorAll('.turn').length === 2")
+        await browser.until("document.querySelectorAll('.turn').length === 3")
         assert MAKE.rpartition("/")[2] in await browser.run("at('account').textContent")
         await browser.submit("ask", "command", VERSION)
         await browser.until("at('note').textContent.includes('the task is done')")

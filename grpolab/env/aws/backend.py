@@ -92,7 +92,7 @@ def leftovers(address: str) -> list[str]:
 def inventory(address: str) -> dict[str, list[str]]:
     """What can be listed in us-east-1, as {"iam ListUsers": ["ada"]}, empty listings left out. Services that were never used
     are not asked, since asking loads them. Raises AccountGone."""
-    found = {f"{signing} {what.split(' ')[0].rpartition('.')[2]}": _listed(address, signing, how, what, within, name)
+    found = {f"{signing} {_called(what)}": _listed(address, signing, how, what, within, name)
              for module in loaded(address) for signing, how, what, within, name in LISTS.get(module, ())}
     return {listing: names for listing, names in found.items() if names}
 
@@ -100,6 +100,11 @@ def inventory(address: str) -> dict[str, list[str]]:
 def loaded(address: str) -> list[str]:
     """The names of the simulator's modules of services that have been used."""
     return _ask(address, "GET", simulator.LOADED)[1]
+
+
+def _called(what: str) -> str:
+    """The operation's name in a target, a query or a path."""
+    return "ListBuckets" if what == "/" else what.split(" ")[0].rpartition(".")[2]
 
 
 def _listed(address: str, signing: str, how: str, what: str, within: str, name: str) -> list[str]:
