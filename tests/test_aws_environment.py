@@ -130,8 +130,8 @@ def test_a_setup_that_fails_is_an_error(account, monkeypatch):
         env.reset(seed=1, task="broken")
     with pytest.raises(RuntimeError, match="reset"):
         env.step({"command": LOOK})
-    monkeypatch.setattr(environment, "leftovers", lambda _: ["s3 /"])
-    with pytest.raises(SetupError, match="not empty after it was wiped: s3 /"):
+    monkeypatch.setattr(environment, "leftovers", lambda _: ["s3 ListBuckets"])
+    with pytest.raises(SetupError, match="not empty after it was wiped: s3 ListBuckets"):
         env.reset(seed=1, task="broken")
 
 

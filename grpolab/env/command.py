@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from grpolab.access import check_token
@@ -44,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, help="file that holds the bearer token which clients must send")
     parser.add_argument("--trace", type=Path, help="JSONL file to append every call to")
     aws = parser.add_argument_group("of the aws environment (AwsEnv)")
+    aws.add_argument("--web", action="store_true", help="also a page for people, on loopback; it takes one of the sessions")
+    aws.add_argument("--web-port", type=int, default=0, help="of that page; 0 takes a free one and prints it")
     aws.add_argument("--max-turns", type=int, help="commands in an episode (8)")
     aws.add_argument("--tier", help="of the tasks that are drawn where a client names none")
     aws.add_argument("--hints", action="store_true", default=None, help="the action `aws hint` tells one, and costs reward")
@@ -72,8 +75,15 @@ def main(args: argparse.Namespace) -> int:
             if backends is not None:
                 raise ValueError("--backend: the aws environment brings its own")
             backends = BackendPool(read_backend(args.backend, env=variables), max(args.max_sessions, 1))
+        beside = None
+        if args.web:
+            if args.environment != "aws":
+                raise ValueError("--web is of `serve aws`")
+            from grpolab.env.aws.web import page
+
+            beside = partial(page, port=args.web_port)
         asyncio.run(serve_forever(
-            environment, max_sessions=args.max_sessions, host=args.host, port=args.port, isolate=isolate,
+            environment, beside=beside, max_sessions=args.max_sessions, host=args.host, port=args.port, isolate=isolate,
             backends=backends, token=token, reset_timeout=args.reset_timeout, step_timeout=args.step_timeout,
             close_timeout=args.close_timeout, queue_timeout=args.queue_timeout, ping_interval=args.ping_interval or None,
             ping_timeout=args.ping_timeout, latency=args.latency, trace=args.trace))

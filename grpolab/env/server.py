@@ -307,9 +307,11 @@ def serving_loop(url: str) -> asyncio.AbstractEventLoop | None:
     return _loops.get(parts.port) if parts.hostname and is_loopback(parts.hostname) else None
 
 
-async def serve_forever(env_factory: Callable[..., Any] | str, **options: Any) -> None:
+async def serve_forever(env_factory: Callable[..., Any] | str, *,
+                        beside: Callable[[EnvServer], contextlib.AbstractAsyncContextManager] | None = None,
+                        **options: Any) -> None:
     """`serve` until SIGTERM or SIGINT, then shut down in order; a start that is under way is given up. Prints the URL once
-    it listens."""
+    it listens; `beside` is entered then, and left first."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -325,4 +327,6 @@ async def serve_forever(env_factory: Callable[..., Any] | str, **options: Any) -
                 return
         server = starting.result()
         print(f"serving {server.env_name} at {server.url} to at most {server.max_sessions} sessions", flush=True)
+        if beside is not None:
+            await stack.enter_async_context(beside(server))
         await stopped

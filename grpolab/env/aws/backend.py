@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -22,22 +23,23 @@ from grpolab.env.backends import BackendPool, ProcessBackend
 ANSWERS = 2.0  # s; what a healthy one needs at most
 START = 30.0  # s; on a busy machine eight start at once
 
-# What each module of MiniStack lists: (signing name, target or query, what stands in the answer where something is left).
+# What each module of MiniStack lists: (signing name, how, target or query, the list in a JSON answer, the name of an entry).
 _JSON, _QUERY, _GET = "json", "query", "get"
-LISTS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
-    "s3": (("s3", _GET, "/", "<Bucket>"),),
-    "dynamodb": (("dynamodb", _JSON, "DynamoDB_20120810.ListTables", "TableNames"),),
-    "sqs": (("sqs", _JSON, "AmazonSQS.ListQueues", "QueueUrls"),),
-    "sns": (("sns", _QUERY, "ListTopics 2010-03-31", "<member>"),),
-    "iam": tuple(("iam", _QUERY, what, "<member>") for what in
-                 ("ListUsers 2010-05-08", "ListGroups 2010-05-08", "ListRoles 2010-05-08",
-                  "ListPolicies 2010-05-08 Scope=Local", "ListInstanceProfiles 2010-05-08")),
-    "ssm": (("ssm", _JSON, "AmazonSSM.DescribeParameters", "Parameters"),),
-    "secretsmanager": (("secretsmanager", _JSON, "secretsmanager.ListSecrets", "SecretList"),),
-    "kms": (("kms", _JSON, "TrentService.ListKeys", "Keys"),),
-    "cloudwatch_logs": (("logs", _JSON, "Logs_20140328.DescribeLogGroups", "logGroups"),),
-    "cloudwatch": (("monitoring", _QUERY, "DescribeAlarms 2010-08-01", "<member>"),),
-    "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules"),),
+LISTS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
+    "s3": (("s3", _GET, "/", "", "Name"),),
+    "dynamodb": (("dynamodb", _JSON, "DynamoDB_20120810.ListTables", "TableNames", ""),),
+    "sqs": (("sqs", _JSON, "AmazonSQS.ListQueues", "QueueUrls", ""),),
+    "sns": (("sns", _QUERY, "ListTopics 2010-03-31", "", "TopicArn"),),
+    "iam": (("iam", _QUERY, "ListUsers 2010-05-08", "", "UserName"), ("iam", _QUERY, "ListGroups 2010-05-08", "", "GroupName"),
+            ("iam", _QUERY, "ListRoles 2010-05-08", "", "RoleName"),
+            ("iam", _QUERY, "ListPolicies 2010-05-08 Scope=Local", "", "PolicyName"),
+            ("iam", _QUERY, "ListInstanceProfiles 2010-05-08", "", "InstanceProfileName")),
+    "ssm": (("ssm", _JSON, "AmazonSSM.DescribeParameters", "Parameters", "Name"),),
+    "secretsmanager": (("secretsmanager", _JSON, "secretsmanager.ListSecrets", "SecretList", "Name"),),
+    "kms": (("kms", _JSON, "TrentService.ListKeys", "Keys", "KeyId"),),
+    "cloudwatch_logs": (("logs", _JSON, "Logs_20140328.DescribeLogGroups", "logGroups", "logGroupName"),),
+    "cloudwatch": (("monitoring", _QUERY, "DescribeAlarms 2010-08-01", "", "AlarmName"),),
+    "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules", "Name"),),
 }
 
 
@@ -83,10 +85,16 @@ def wipe(address: str) -> None:
 
 
 def leftovers(address: str) -> list[str]:
-    """What can still be listed in us-east-1, as "iam ListUsers": [] for an empty account. Services that were never used are
-    not asked, since asking loads them. Raises AccountGone."""
-    return [f"{signing} {what.split(' ')[0].rpartition('.')[2]}" for module in loaded(address)
-            for signing, how, what, mark in LISTS.get(module, ()) if _lists(address, signing, how, what, mark)]
+    """The listings of `inventory` that have an entry: [] for an empty account. Raises AccountGone."""
+    return list(inventory(address))
+
+
+def inventory(address: str) -> dict[str, list[str]]:
+    """What can be listed in us-east-1, as {"iam ListUsers": ["ada"]}, empty listings left out. Services that were never used
+    are not asked, since asking loads them. Raises AccountGone."""
+    found = {f"{signing} {_called(what)}": _listed(address, signing, how, what, within, name)
+             for module in loaded(address) for signing, how, what, within, name in LISTS.get(module, ())}
+    return {listing: names for listing, names in found.items() if names}
 
 
 def loaded(address: str) -> list[str]:
@@ -94,8 +102,13 @@ def loaded(address: str) -> list[str]:
     return _ask(address, "GET", simulator.LOADED)[1]
 
 
-def _lists(address: str, signing: str, how: str, what: str, mark: str) -> bool:
-    """Whether a listing has an entry."""
+def _called(what: str) -> str:
+    """The operation's name in a target, a query or a path."""
+    return "ListBuckets" if what == "/" else what.split(" ")[0].rpartition(".")[2]
+
+
+def _listed(address: str, signing: str, how: str, what: str, within: str, name: str) -> list[str]:
+    """The names in one listing."""
     headers = {"Authorization": f"AWS4-HMAC-SHA256 Credential=testing/20200101/us-east-1/{signing}/aws4_request, "
                                 "SignedHeaders=host, Signature=none", "Host": HOST}
     if how == _GET:
@@ -109,7 +122,9 @@ def _lists(address: str, signing: str, how: str, what: str, mark: str) -> bool:
         status, answer = _ask(address, "POST", "/", headers | {"Content-Type": "application/x-www-form-urlencoded"}, form)
     if status != 200:
         raise AccountGone(f"the account at {address} does not list {what}: {status} {answer!r:.200}")
-    return bool(answer.get(mark)) if how == _JSON else mark in answer
+    if how == _JSON:
+        return [entry[name] if name else entry for entry in answer.get(within, [])]
+    return re.findall(f"<{name}>([^<]*)</{name}>", answer)
 
 
 def _ask(address: str, method: str, path: str, headers: Mapping[str, str] | None = None, body: str | None = None) -> tuple:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpolab.env.aws import chaos as chaos_module
-from grpolab.env.aws.backend import leftovers, wipe
+from grpolab.env.aws.backend import inventory, leftovers, wipe
 from grpolab.env.aws.commands import Account, Output
 from grpolab.env.aws.grader import Grade, grade
 from grpolab.env.aws.tasks import TIERS, Task, load_tasks, pick_drifts, play, templates
@@ -151,9 +151,10 @@ class AwsEnv:
         return Output(True, self._task.hints[self._hinted - 1] + "\n", "")
 
     def state(self) -> dict:
-        """What anybody may know of the episode: neither its criteria nor its solution."""
+        """What anybody may know of the episode, what its account holds included: neither its criteria nor its solution."""
         shown = None if self._task is None else self._task.shown()
-        return {"task": shown, "turn": self._turn, "max_turns": self.max_turns, "hints": self._hinted,
+        account = {} if self._task is None else inventory(self.account.endpoint)
+        return {"task": shown, "account": account, "turn": self._turn, "max_turns": self.max_turns, "hints": self._hinted,
                 "chaos": len(self._destroyed), "progress": self._progress, "achieved": self._achieved, "done": self._done}
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpolab.env.aws.clients import AccountGone
+from grpolab.env.aws.clients import AccountGone, broken
 
 if TYPE_CHECKING:
     from grpolab.env.aws.tasks import Task
@@ -148,14 +148,14 @@ def grade(task: Task, client: Callable[[str], Any]) -> Grade:
         how = check_criterion(criterion)
         try:
             holds = _holds(how, criterion[how], _found(criterion, client, answers))
-        except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:
+        except broken() as error:
             raise AccountGone(f"task {task.id!r} could not be graded: {error}") from error
         except (exceptions.BotoCoreError, exceptions.ClientError, ResponseParserError) as error:
             raise GradingError(f"task {task.id!r}: {criterion['service']}.{criterion['read']} failed: {error}") from error
         checks.append(Check(f"{criterion['service']}.{criterion['read']}", holds, criterion.get("keep", False)))
     reached = [check.holds for check in checks if not check.keep]
-    broken = sum(check.keep and not check.holds for check in checks)
-    progress = sum(reached) / (len(reached) + broken)
+    lost = sum(check.keep and not check.holds for check in checks)
+    progress = sum(reached) / (len(reached) + lost)
     return Grade(progress == 1.0, progress, tuple(checks))
 
 
