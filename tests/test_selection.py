@@ -151,6 +151,8 @@ def test_looks_taken_before_a_restart_are_there_after_it(tmp_path):
     assert shown[:4] == shown[4:] and shown[0] != shown[3]
     train(load_policy("tiny"), looking(Run("cut", root=tmp_path)), dataclasses.replace(CONFIG, steps=2))  # anew, and shorter
     assert Run("cut", root=tmp_path).looks.steps() == [0, 2]
+    train(load_policy("tiny"), Run("cut", root=tmp_path), dataclasses.replace(CONFIG, steps=3))  # anew, and not looked at
+    assert Run("cut", root=tmp_path).looks.steps() == []
 
 
 @pytest.mark.parametrize("at", [2, 6])
