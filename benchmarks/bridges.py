@@ -173,8 +173,8 @@ async def measure(model: str, kind: str, peer: str, rounds: int, tokens: int) ->
            "travels_mb": round(sum(p.nbytes for n, p in policy.model.named_parameters()
                                    if not adapters.layers(policy.model) or "lora_" in n) / 2**20, 2)}  # fmt: skip
     quiet, loud, first, second = map(statistics.median, (sync, busy, after, later))
-    print(f"{model:13} {peer:8} {kind:17} {quiet:7.2f} s, busy {loud:7.2f} s, {first:7.0f} tokens/s after, {second:7.0f} later, "
-          f"{peak:6.0f} MB, behind at most {row['behind_max']}, {failed} failed", flush=True)
+    print(f"{model:13} {peer:8} {kind:17} {quiet:6.2f} s, busy {loud:6.2f} s, {first:6.0f} tokens/s after, {second:6.0f} "
+          f"later, {peak:6.0f} MB, behind at most {row['behind_max']}, {failed} failed", flush=True)
     return row
 
 

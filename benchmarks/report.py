@@ -2,7 +2,7 @@
 
     make results     # after any record in benchmarks/results/ changed; a test compares what stands there with what this writes
 
-A section without its record is left out; nothing is typed in by hand.
+A section without its record is left out; nothing is typed in by hand. Longer than other files: a function a section.
 """
 
 from __future__ import annotations
@@ -222,10 +222,28 @@ def service(results: Path) -> str | None:
             f"`{found['command']}`.\n\n" + table(head, rows))
 
 
+def bridges(results: Path) -> str | None:
+    found = record("bridges", results)
+    if not found:
+        return None
+    median = lambda numbers: sorted(numbers)[len(numbers) // 2]  # noqa: E731
+    rows = [[r["model"], {"grpolab": "ours", "vllm": "vLLM"}[r["server"]], r["bridge"], f"{r['travels_mb']:,.1f} MB",
+             f"{median(r['sync_s']):.2f}", f"{median(r['busy_sync_s']):.2f}", f"{median(r['tokens_per_s_after']):,.0f}",
+             f"{median(r['tokens_per_s']):,.0f}", f"{r['server_peak_mb']:,} MB", r["behind_max"], r["failed"]]
+            for r in found["rows"]]  # fmt: skip
+    head = ["model", "server", "bridge", "travels", "seconds a sync", "beside other requests", "tokens/s right after",
+            "tokens/s later", "server's peak memory", "versions behind, at most", "requests that failed"]
+    return (f"From `publish` to a server that samples with the new weights; medians of {found['rounds']} syncs, a batch is "
+            f"{found['batch']}, {found['threads']} thread. Beside the syncs of the sixth column a second client samples all the "
+            "while: how many versions its rollouts were behind as they arrived, and how many of its requests ended with an "
+            f"error, as at a restart ({found['machine']}): `{found['command']}`.\n\n" + table(head, rows))
+
+
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
     "Decode engine": decode, "Training step": trl, "LoRA": lora, "Environment pool": pool,
     "Policy service": service,
+    "Weight bridges": bridges,
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def process(*options):
         yield said.split()[-1], done
     finally:
         done.terminate()
-        done.wait(20)
+        done.wait(60)
 
 
 @pytest.fixture(scope="module")
