@@ -235,8 +235,8 @@ def bridges(results: Path) -> str | None:
             "tokens/s later", "server's peak memory", "versions behind, at most", "requests that failed"]
     return (f"From `publish` to a server that samples with the new weights; medians of {found['rounds']} syncs, a batch is "
             f"{found['batch']}, {found['threads']} thread. Beside the syncs of the sixth column a second client samples "
-            "all the while: how many versions its rollouts were behind as they arrived, and how many of its requests ended with "
-            f"an error, as at a restart ({found['machine']}): `{found['command']}`.\n\n" + table(head, rows))
+            "all the while: how many versions its rollouts were behind as they arrived, and how many of its requests ended "
+            f"with an error, as at a restart ({found['machine']}): `{found['command']}`.\n\n" + table(head, rows))
 
 
 SECTIONS = {
