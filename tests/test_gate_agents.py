@@ -69,7 +69,7 @@ FAILED = "runs of the training that failed"
         (found(imitation=Interval(0.7, 0.65, 0.75)), "found before"),
         (found(agent=Interval(0.85, 0.8, 0.9)), "found after"),
         ({"paired": Interval(0.25, 0.2, 0.3)}, "reward gain"),
-        (found(single_turns=Interval(0.5, 0.45, 0.55)), "found after single turns"),
+        (found(single_turns=Interval(0.6, 0.55, 0.65)), "found after single turns"),
         ({"sync": {"shared memory": 2.0, "restart": 5.0}}, "seconds a sync"),
     ],
 )  # fmt: skip
@@ -99,7 +99,7 @@ def warmed_up(tmp_path_factory):
 RECORDED = ("checked", "one_each", "made_up", "made_up_under_a_stop", "rewritten", "in_rollouts", "on_the_wire")
 LOGPS, APPEND = {"recorded − recomputed logps, nats"}, {"rollouts of a session whose turns append"}
 WIRE = {"tokens that the wire did not have", "tokens that the wire did not have, under a stop"}
-SUMMARY = {"rollouts of a session with rewritten history", "sampled tokens in them − on the wire"}
+SUMMARY = {"rollouts of a session with rewritten history"}
 
 
 def tokenise_again(monkeypatch):
@@ -134,13 +134,13 @@ def go_on_in_spite_of_the_summary(monkeypatch):
 @pytest.mark.parametrize(
     ("sabotage", "expected"),
     [(None, set()), (report_logps_of_another_temperature, LOGPS), (tokenise_again, APPEND | WIRE),
-     (claim_what_the_agent_said, WIRE), (go_on_in_spite_of_the_summary, {min(SUMMARY)})],
+     (claim_what_the_agent_said, WIRE | LOGPS), (go_on_in_spite_of_the_summary, SUMMARY)],
     ids=["nothing", "another temperature", "tokenised again", "the agent's words", "joined in spite of the summary"],
 )  # fmt: skip
 def test_the_gate_sees_what_is_broken(warmed_up, tmp_path, monkeypatch, sabotage, expected):
     """The notebook's own cells up to the audit, on a short warm-up; what comes after them is filled in."""
     good = values(tmp_path)
-    learned = {name: value for name, value in good.items() if name not in RECORDED}
+    learned = {name: value for name, value in good.items() if name not in (*RECORDED, "stack")}
     skipped = {"commits, tests": SMALL, "policy, rng = load_policy": warmed_up}
     failed = failures_under(sabotage, "11_agents", "async def examine", learned, tmp_path, monkeypatch, skipped)
     assert failed is not None and failed == expected
