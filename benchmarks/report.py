@@ -219,8 +219,8 @@ def bridges(results: Path) -> str | None:
     head = ["model", "server", "bridge", "travels", "seconds a sync", "beside other requests", "tokens/s right after",
             "tokens/s later", "server's peak memory", "versions behind, at most", "requests that failed"]
     return (f"From `publish` to a server that samples with the new weights; medians of {found['rounds']} syncs, a batch is "
-            f"{found['batch']}, {found['threads']} thread. Beside the syncs of the sixth column a second client samples all the "
-            "while: how many versions its rollouts were behind as they arrived, and how many of its requests ended with an "
+            f"{found['batch']}, {found['threads']} thread. Beside the syncs of the sixth column a second client samples all "
+            "the while: how many versions its rollouts were behind as they arrived, and how many of its requests ended with an "
             f"error, as at a restart ({found['machine']}): `{found['command']}`.\n\n" + table(head, rows))
 
 
