@@ -17,7 +17,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
-from report_smollm2 import arithmetic, gym, style  # noqa: E402
+from report_smollm2 import arithmetic, gym, real_model, style  # noqa: E402
 from tables import points, rate, record, table, times  # noqa: E402
 
 from grpolab.files import atomic_write  # noqa: E402
@@ -235,6 +235,7 @@ def readme_table(results: Path) -> str:
         long = stored["09"]
         rows.append(["longer answers: parity of bits, a tenth of the demonstrations long",
                      f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}"])
+    rows += real_model(results)
     for title, name, key in (("decode engine", "decode", "ratio"), ("a training step", "trl", "speed")):
         measured = record(name, results)
         if measured:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tables import points, record, table
+from tables import points, rate, record, table
 
-RECIPES = ("few", "first")  # of smollm2_arithmetic.py
+RECIPES = ("few", "wide", "first")  # of smollm2_arithmetic.py
+OWN_LOGPS = ", ratios to the trainer's own log-probs"
 KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}
 
 
@@ -42,7 +43,8 @@ def style(results: Path) -> str | None:
     rows = [["before", "", "", base["all rules"], "", *base["rules"].values(), "", "", ""]]
     rows += [[KINDS[kind], seed, f"{run['trained'] / 1e6:.1f} M", run["after"]["all rules"], points(run["gain"]),
               *(run["after"]["rules"][rule] for rule in rules), *cost(run)] for kind, seed, run in runs]  # fmt: skip
-    steps = ", ".join(f"{KINDS[name]}: {v['steps']} steps, lr {v['lr']:g}" for name, v in settings["variants"].items())
+    steps = "; ".join(f"{KINDS[name]}: {v['steps']} steps, lr {v['lr']:g}" + OWN_LOGPS * ("sampler_cap" in v)
+                      for name, v in settings["variants"].items())  # fmt: skip
     text = (f"`{settings['command']}`: one sentence of at most so many words, in lower-case letters, without two common words, "
             f"about a topic that it must name. Held-out prompts, on other topics: {settings['held_out']}, answered greedily. "
             f"{settings['model']} in {settings['dtype']}, {grpo_of(settings['grpo'])} ({steps}), threads: "
@@ -98,7 +100,7 @@ def gym(results: Path) -> str | None:
 def arithmetic(results: Path) -> str | None:
     """All recipes that were tried, the last one first."""
     found = [(name, record(f"smollm2_arithmetic_{name}", results)) for name in RECIPES]
-    found = [(name, r) for name, r in found if r and any(key.startswith("sft ") for key in r)]
+    found = [(name, r) for name, r in found if r and runs_of(r, "grpo")]
     if not found:
         return None
     settings, base = found[0][1]["settings"], found[0][1]["base"]
@@ -131,3 +133,27 @@ def arithmetic(results: Path) -> str | None:
 
 def answered(measured: dict) -> list[str]:
     return [measured["sampled"], measured["pass_at"]["4"], measured["pass_at"]["8"]]
+
+
+def real_model(results: Path) -> list[list[str]]:
+    """The README's lines: what the real model did before and after GRPO, a value a seed."""
+    rows = []
+    found = record(f"smollm2_arithmetic_{RECIPES[0]}", results)
+    if found and (runs := runs_of(found, "grpo")):
+        best = max((run for key, run in found.items() if key.startswith("sft ")), key=lambda run: run["best"])
+        rows.append(["SmolLM2-135M, sums and differences: best SFT → GRPO, greedy",
+                     f"{rate(best['after']['greedy'])} → {seeds_of(runs, 'greedy')}"])  # fmt: skip
+    found = record("smollm2_gym", results)
+    if found and (runs := runs_of(found, "grpo")):
+        rows.append([f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO",
+                     f"{rate(found['base']['solved'])} → {seeds_of(runs, 'solved')}"])  # fmt: skip
+    found = record("smollm2_style", results)
+    if found and (runs := runs_of(found, "full")):
+        rows.append(["SmolLM2-135M, one sentence by four rules: as it is → GRPO",
+                     f"{rate(found['base']['all rules'])} → {seeds_of(runs, 'all rules')}"])  # fmt: skip
+    return rows
+
+
+def seeds_of(runs: list[tuple[str, str, dict]], what: str) -> str:
+    """The rate of each seed."""
+    return " / ".join(rate(run["after"][what]) for _, _, run in runs)
