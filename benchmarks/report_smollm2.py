@@ -7,6 +7,7 @@ from pathlib import Path
 from tables import points, rate, record, table
 
 RECIPES = ("few", "wide", "first")  # of smollm2_arithmetic.py
+GOALS = {"arithmetic": 10, "gym": 15}  # percentage points, on the held-out ones
 OWN_LOGPS = ", ratios to the trainer's own log-probs"
 KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}
 
@@ -27,6 +28,11 @@ def runs_of(found: dict, *kinds: str) -> list[tuple[str, str, dict]]:
     """(kind, seed, run) of each run that the record holds."""
     names = [name.split(" ") for name in found if name.split(" ")[0] in kinds and " " in name]
     return [(kind, seed, found[f"{kind} {seed}"]) for kind, seed in sorted(names, key=lambda n: (kinds.index(n[0]), n[1]))]
+
+
+def gained(run: dict, goal: int) -> str:
+    """The gain of a run, with a cross where it stays below the goal."""
+    return points(run["gain"]) + " ✗" * (float(rate(run["gain"]).rstrip("%")) < goal)
 
 
 def cost(run: dict) -> list[str]:
@@ -79,7 +85,7 @@ def gym(results: Path) -> str | None:
     looks = [[name + (" (chosen)" if name == found["chosen"] else ""), f"{v['greedy']:.0%}", f"{v['sampled']:.0%}",
               f"{v['one of four']:.0%}"] for name, v in found["looks"].items()]  # fmt: skip
     rows = [["before", "", base["solved"], "", "", "", ""]]
-    rows += [["GRPO", seed, run["after"]["solved"], points(run["gain"]), *cost(run)] for _, seed, run in runs]
+    rows += [["GRPO", seed, run["after"]["solved"], gained(run, GOALS["gym"]), *cost(run)] for _, seed, run in runs]
     grpo = settings["grpo"]
     text = (f"`{settings['command']}`: {found['chosen']} of reasoning-gym, with its own scorer. {settings['model']} in "
             f"{settings['dtype']}; {grpo_of(grpo)}, {grpo['steps']} steps, lr {grpo['lr']:g}; {settings['held_out']} held-out "
@@ -87,7 +93,7 @@ def gym(results: Path) -> str | None:
             f"{base['commonest']:.0%}. Each task comes after {settings['shots']} solved ones. Chosen before training, from "
             f"what the model as it is does with {settings['looked_at']} tasks of each:\n\n")  # fmt: skip
     text += table(["candidate", "greedy", "sampled", "one of four samples"], looks) + "\n\n"
-    text += table(["policy", "seed", "solved", "gain", "seconds a step", "minutes", "peak memory"], rows)
+    text += table(["policy", "seed", "solved", f"gain (goal: {GOALS['gym']})", "seconds a step", "minutes", "peak memory"], rows)
     text += "\n\nMean reward, first to last fifth of the steps:\n\n" + rewards(runs)
     if runs:
         after = runs[0][2]["after"]["texts"]
@@ -113,12 +119,13 @@ def arithmetic(results: Path) -> str | None:
                   run["after"]["greedy"], "", *answered(run["after"]), f"{run['seconds'] / 60:.1f}"]
                  for key, run in r.items() if key.startswith("sft ")]  # fmt: skip
         rows += [[f"`{name}`: GRPO, {grpo['steps']} steps of {grpo['prompts_per_step'] * grpo['group_size']} rollouts, lr "
-                  f"{grpo['lr']:g}", seed, run["after"]["greedy"], points(run["gain"]), *answered(run["after"]),
+                  f"{grpo['lr']:g}", seed, run["after"]["greedy"], gained(run, GOALS["arithmetic"]), *answered(run["after"]),
                   f"{run['seconds'] / 60:.1f}"] for _, seed, run in runs_of(r, "grpo")]  # fmt: skip
     text = (f"`{settings['command']}`: sums and differences up to {settings['operands']}, asked as `28 + 47`, answered by the "
             f"number alone; {settings['held_out']} held-out questions. {settings['model']} in {settings['dtype']}; of the "
             f"looks on the way of SFT the best on {settings['choosing']} choosing questions is where GRPO begins, with a "
-            f"checker, on {settings['practice']:,} other questions. The recipes differ as the rows say.\n\n")  # fmt: skip
+            f"checker, on {settings['practice']:,} other questions. The recipes differ as the rows say. A cross marks "
+            f"a gain below the goal of {GOALS['arithmetic']} points.\n\n")  # fmt: skip
     text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
                    "one of eight", "minutes"], rows)  # fmt: skip
     for name, r in found:
