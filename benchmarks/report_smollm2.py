@@ -93,7 +93,8 @@ def gym(results: Path) -> str | None:
             f"{base['commonest']:.0%}. Each task comes after {settings['shots']} solved ones. Chosen before training, from "
             f"what the model as it is does with {settings['looked_at']} tasks of each:\n\n")  # fmt: skip
     text += table(["candidate", "greedy", "sampled", "one of four samples"], looks) + "\n\n"
-    text += table(["policy", "seed", "solved", f"gain (goal: {GOALS['gym']})", "seconds a step", "minutes", "peak memory"], rows)
+    goal = f"gain (goal: {GOALS['gym']})"
+    text += table(["policy", "seed", "solved", goal, "seconds a step", "minutes", "peak memory"], rows)
     text += "\n\nMean reward, first to last fifth of the steps:\n\n" + rewards(runs)
     if runs:
         after = runs[0][2]["after"]["texts"]
