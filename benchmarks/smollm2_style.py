@@ -32,7 +32,7 @@ from grpolab.train import GRPOConfig  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_style.py"
 RESULTS = HERE / "results" / "smollm2_style.json"
-SEEDS, NEW_TOKENS, FEWEST, SHOWN = (0, 1), 32, 4, 8
+SEEDS, NEW_TOKENS, FEWEST, SHOWN = ("0", "1"), 32, 4, 8
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 TOPICS = """volcanoes bread rain horses music trains coffee snow bees rivers chess castles dolphins tea robots gardens honey
@@ -104,6 +104,10 @@ VARIANTS = {  # of each: what a step has of its own, and the adapter that alone 
 }
 
 
+def load(adapter: LoRA | None = None):
+    return load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE, adapter=adapter)
+
+
 async def measure(policy) -> dict:
     """Of the greedy answers to the held-out prompts: the rate of each rule and of all together, flags of the latter, texts."""
     answers = await runs.greedy(policy, HELD_OUT, NEW_TOKENS)
@@ -114,29 +118,33 @@ async def measure(policy) -> dict:
             "intact": runs.rate([intact(text, r) for text, r in answers]), "texts": [text for text, _ in answers[:SHOWN]]}
 
 
-async def one(variant: str, seed: int) -> dict:
-    """One run in this process."""
+async def base() -> dict:
+    """The model as it is, and the prompts that are shown."""
+    return await measure(load()) | {"prompts": [s.prompt for s in HELD_OUT[:SHOWN]]}
+
+
+async def one(variant: str, seed: str) -> dict:
+    """GRPO of one variant from the model as it is."""
     own, adapter = VARIANTS[variant]
-    policy = load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE, adapter=adapter)
-    config = GRPOConfig(seed=seed, **SETTINGS, **own)
-    return await runs.trained(policy, TRAIN, config, share_kept) | {"after": await measure(policy)}
+    policy = load(adapter)
+    found = await runs.trained(policy, TRAIN, GRPOConfig(seed=int(seed), **SETTINGS, **own), share_kept)
+    return found | {"after": await measure(policy)}
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(asyncio.run(one(sys.argv[2], int(sys.argv[3])))))
+    words = sys.argv[1:]
+    if words[:1] == ["--one"]:
+        print(json.dumps(asyncio.run({"base": base, "grpo": one}[words[1]](*words[2:]))))
         return
     settings = {"command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "held_out": len(HELD_OUT), "practice": len(TRAIN),
                 "grpo": SETTINGS, "variants": {name: own | {"adapter": a and asdict(a)} for name, (own, a) in VARIANTS.items()}}
     record = runs.Record(RESULTS, settings)
     if "base" not in record:
-        policy = load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE)
-        record.keep("base", asyncio.run(measure(policy)) | {"prompts": [s.prompt for s in HELD_OUT[:SHOWN]]})
-        del policy
-    for seed in SEEDS:
+        record.keep("base", runs.in_process(__file__, "base"))
+    for seed in words or SEEDS:
         for variant in VARIANTS:
             if (name := f"{variant} {seed}") not in record:
-                found = runs.in_process(__file__, variant, str(seed))
+                found = runs.in_process(__file__, "grpo", variant, seed)
                 record.keep(name, found | {"gain": runs.paired(record["base"]["kept"], found["after"]["kept"])})
 
 

@@ -14,6 +14,7 @@ from grpolab.train import GRPOConfig
 
 ROOT = repository()
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import report_smollm2  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_gym as gym  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
@@ -128,3 +129,15 @@ def test_one_run_is_trained_and_measured(tiny):
     assert found["trained"] == sum(p.numel() for p in tiny.model.parameters())
     answers = asyncio.run(runs.greedy(tiny, rows, 4))
     assert len(answers) == 4 and all(len(r.tokens) <= 4 and tiny.decode(r.tokens) == text for text, r in answers)
+
+
+def test_a_gain_below_its_goal_bears_a_cross():
+    assert report_smollm2.gained({"gain": "6.4% [3.3%, 9.5%]"}, 10) == "6.4 [3.3, 9.5] points ✗"
+    assert report_smollm2.gained({"gain": "10.0% [6.0%, 14.0%]"}, 10) == "10.0 [6.0, 14.0] points"
+    assert report_smollm2.gained({"gain": "-1.0% [-6.0%, 4.0%]"}, 10).endswith("✗")
+
+
+def test_runs_stand_by_kind_and_seed():
+    found = {"settings": {}, "base": {}, "lora 0": 1, "full 1": 2, "full 0": 3}
+    assert report_smollm2.runs_of(found, "full", "lora") == [("full", "0", 3), ("full", "1", 2), ("lora", "0", 1)]
+    assert report_smollm2.runs_of(found, "grpo") == []
