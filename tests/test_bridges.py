@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import signal
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -312,13 +315,38 @@ def test_weights_that_do_not_start_bring_the_version_before_back(tiny, tmp_path,
     asyncio.run(main())
 
 
+OWNER = """
+import asyncio, signal, sys, os
+from grpolab.models import load_policy
+from grpolab.serve.bridges import Restart
+from grpolab.serve.remote import RemoteSampler
+
+async def main():
+    async with RemoteSampler(sys.argv[1], load_policy("tiny", tell=False), bridge=Restart(sys.argv[2])) as remote:
+        await remote.publish()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path, own_environment):
+    port = free_port()
+    done = subprocess.run([sys.executable, "-c", OWNER, f"http://127.0.0.1:{port}", str(tmp_path)], timeout=200)
+    assert done.returncode == -signal.SIGKILL  # so the server had answered
+    until = time.monotonic() + 30
+    while socket.socket().connect_ex(("127.0.0.1", port)) == 0:
+        assert time.monotonic() < until, "the server lives on"
+        time.sleep(0.1)
+
+
 def test_servers_that_cannot_be_started(tiny, tmp_path, own_environment):
     """In bounded time, with what is wrong: no program, no answer, a port that is taken, another vocabulary."""
     async def publish(bridge, port):
         async with RemoteSampler(f"http://127.0.0.1:{port}", tiny, bridge=bridge, timeout=20) as remote:
             return await remote.publish()
 
-    with pytest.raises(RemoteError, match="cannot be started.*no-such-program"):
+    with pytest.raises(RemoteError, match="status 127 before it answered: no-such-program: No such file"):
         asyncio.run(publish(Restart(tmp_path, ("no-such-program", "{weights}")), free_port()))
     with pytest.raises(RemoteError, match="did not answer in 1 s: hello"):
         silent = (sys.executable, "-c", "import time; print('hello', flush=True); time.sleep(60)", "{weights}")

@@ -14,7 +14,6 @@ import asyncio
 import atexit
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from grpolab import adapters
+from grpolab.env import leash
 from grpolab.files import atomic_folder
 from grpolab.models import Policy
 from grpolab.serve.bridge import SharedWeights
@@ -33,7 +33,6 @@ from grpolab.serve.calls import Caller, RemoteError
 
 T = TypeVar("T")
 Check = Callable[[str | None], Awaitable[None]]  # raises where the server, under this name, does not compute as the policy does
-END = 20.0  # s; how long a server may take to end before it is killed
 
 
 class SharedFile:
@@ -189,12 +188,9 @@ class Restart:
                                   "to be started there: stop that one, or take another port")
         command = [_filled(part, values) for part in self.command]
         log = self.folder / "server.log"
-        with open(log, "wb") as file:  # a group of its own: Ctrl-C is ours to pass on, and its children end with it
-            try:
-                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                                                 start_new_session=True)
-            except OSError as error:
-                raise RemoteError(f"the server cannot be started: {error}") from error
+        with open(log, "wb") as file:  # on a leash: the server and its children end with us, however we end
+            self._process = subprocess.Popen([sys.executable, leash.__file__, *command], stdin=subprocess.PIPE, stdout=file,
+                                             stderr=file, start_new_session=True)
         until = time.monotonic() + self.seconds
         while True:
             if (status := self._process.poll()) is not None:
@@ -212,11 +208,7 @@ class Restart:
         process, self._process, self._running = self._process, None, None
         if process is None:
             return
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what is left of it and its children
+        process.stdin.close()  # the leash: it kills the server's group
         process.wait()
 
 
