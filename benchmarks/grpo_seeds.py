@@ -7,13 +7,17 @@ of steps (the first seed has the whole curve), and from the best of them rejecti
 practice question is a further demonstration) and GRPO. A seed changes what is drawn and in which order; the questions stay.
 Of the steps of SFT, 80 and 160 give the best greedy answers (on 400 questions apart from the held-out ones they cannot be told
 apart), and sampled answers are better at 160.
+GRPO is trained a second time with bf16 parameters (over fp32 master weights, sampled and trained in bf16 with the first ratio
+exactly 1) from the same start: does it learn like fp32?
 Seeds that the record holds are kept. The number of threads changes the rounding and with it the path of a run.
 """
 
 import asyncio
 import json
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -113,6 +117,24 @@ async def one_seed(seed: int, whole_curve: bool) -> dict:
     return {"sft": curve, "rejection": rejected, "grpo": learned}
 
 
+async def in_bf16(seed: int) -> dict:
+    """GRPO from the best SFT as in `one_seed`, its parameters rounded to bf16, which also answers the questions."""
+    policy, start, _ = await tuned(BEST, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save(folder)
+        policy = load_policy(folder, dtype="bfloat16", tell=False)
+    rounded, before = await measure(policy, seed)
+    config, drift = replace(grpo_config(seed), exact=True), []
+    began = time.perf_counter()
+    async for row in grpo(policy, None, PRACTICE, config):
+        drift.append(row["logp_diff_max"])
+    seconds = round(time.perf_counter() - began, 1)
+    learned, after = await measure(policy, seed)
+    gains = {"gain": str(improvement(before[0], after[0])), "gain_sampled": str(improvement(before[1], after[1]))}
+    told = {"start": start["greedy"], "rounded": rounded["greedy"], "logp_diff_max": max(drift), "seconds": seconds}
+    return told | learned | gains
+
+
 async def main(seeds: list[str]) -> None:
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if record.get("command") != COMMAND:
@@ -123,6 +145,10 @@ async def main(seeds: list[str]) -> None:
             record["seeds"][seed] = await one_seed(int(seed), whole_curve=not record["seeds"])
             atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
             print(seed, json.dumps(record["seeds"][seed]), flush=True)
+        if "bf16" not in record["seeds"][seed]:
+            record["seeds"][seed]["bf16"] = await in_bf16(int(seed))
+            atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
+            print(seed, json.dumps(record["seeds"][seed]["bf16"]), flush=True)
     if "four_times" not in record:  # what four times as many demonstrations would have given
         record["four_times"] = (await tuned(BEST, 0, demos=KNOWN[: 4 * DEMONSTRATIONS]))[1]
         atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")

@@ -62,6 +62,9 @@ def grpo_seeds(results: Path) -> str | None:
              kept["seconds"], kept["greedy"], kept["sampled"]],
             ["GRPO", seed, f"{shown} and {grpo['rollouts']:,} rollouts", grpo["seconds"], grpo["greedy"], grpo["sampled"]],
         ]  # fmt: skip
+        if "bf16" in r:
+            half, learned_from = r["bf16"], f"{shown} and {grpo['rollouts']:,} rollouts"
+            rows.append(["GRPO, bf16 parameters", seed, learned_from, half["seconds"], half["greedy"], half["sampled"]])
         passes += [[name, seed, *row["pass_at"].values()] for name, row in (("best SFT", sft), ("GRPO", grpo))]
         curve += [[seed, steps, row["seconds"], row["greedy"], row["sampled"], row["choosing"]]
                   for steps, row in sorted(r["sft"].items(), key=lambda item: int(item[0]))]  # fmt: skip
@@ -164,10 +167,11 @@ def lora(results: Path) -> str | None:
     head = ["method", "trained, all weights", "trained, adapter", "peak, all weights", "peak, adapter", "adapter / all",
             "seconds a step, adapter / all"]  # fmt: skip
     workload = "; ".join(f"{METHODS[r['method']]}: {r['workload']}" for r in found["rows"])
-    return (f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
-            f"({workload}); each measurement in a process of its own, in turn, {found['rounds']} times {found['steps']} steps, "
-            f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n"
-            + table(head, rows))
+    return (
+        f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
+        f"({workload}); each measurement in a process of its own, in turn, {found['rounds']} times {found['steps']} steps, "
+        f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n" + table(head, rows)
+    )
 
 
 def pool(results: Path) -> str | None:
@@ -229,12 +233,20 @@ def readme_table(results: Path) -> str:
         rows.append(["multi-turn GRPO: success with the calculator", f"{rate(turns['before'])} → {rate(turns['after'])}"])
     if "08" in stored:
         game = stored["08"]
-        rows.append(["guessing game: guesses, by imitation → GRPO, and the best strategy",
-                     f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"])
+        rows.append(
+            [
+                "guessing game: guesses, by imitation → GRPO, and the best strategy",
+                f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}",
+            ]
+        )
     if "09" in stored:
         long = stored["09"]
-        rows.append(["longer answers: parity of bits, a tenth of the demonstrations long",
-                     f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}"])
+        rows.append(
+            [
+                "longer answers: parity of bits, a tenth of the demonstrations long",
+                f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}",
+            ]
+        )
     rows += real_model(results)
     for title, name, key in (("decode engine", "decode", "ratio"), ("a training step", "trl", "speed")):
         measured = record(name, results)
@@ -277,8 +289,10 @@ def minutes(results: Path) -> str:
                 "executes them again after its own tests.")  # fmt: skip
     found = [json.loads(path.read_text()) for path in sorted((results / "notebooks").glob("*.json"))]
     threads = " and ".join(sorted({str(r["threads"] or "all") for r in found}))
-    return (f"The {len(found)} notebooks took {sum(r['minutes'] for r in found):.0f} minutes one after the other "
-            f"(threads: {threads}); `make test` executes them again after its own tests.")
+    return (
+        f"The {len(found)} notebooks took {sum(r['minutes'] for r in found):.0f} minutes one after the other "
+        f"(threads: {threads}); `make test` executes them again after its own tests."
+    )
 
 
 def rollout(results: Path) -> str:

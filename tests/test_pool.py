@@ -945,8 +945,8 @@ def test_the_phases_of_a_group_add_up_to_its_wall_time():
         await seat.reset()
         for i in range(3):
             with seat.span("generate"):
-                await asyncio.sleep(0.02)
-            await seat.step({"text": str(i), "sleep": 0.02})
+                await asyncio.sleep(0.05)
+            await seat.step({"text": str(i), "sleep": 0.05})
 
     async def main():
         async with serve(AsyncEchoEnv) as server, GrpoPool(server.url, size=2) as pool:
@@ -956,7 +956,7 @@ def test_the_phases_of_a_group_add_up_to_its_wall_time():
             for i in range(2):
                 spans = [s for s in pool.trace if s.session == i and s.start >= start]
                 assert [s.phase for s in spans] == ["reset"] + ["generate", "step"] * 3
-                assert sum(s.end - s.start for s in spans) > 0.9 * wall
+                assert sum(s.end - s.start for s in spans) > 0.8 * wall
                 assert [s.turn for s in spans if s.phase == "step"] == [1, 2, 3]
 
     run(main())

@@ -56,8 +56,11 @@ class GRPOConfig(Optimisation):
     `refills` is dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): up to so many times a step, groups without a difference
     in reward are replaced by groups of further questions. What that costs stands in the row.
 
-    `exact` samples with the attention that the trainer computes with (`Sampler(exact=True)`), so that the first ratio of a
-    step is 1 in every bit: on a processor with bf16 parameters; elsewhere the sampler's probe refuses it.
+    `row_width` > 0 lets rollouts of one prompt share it in rows of so many tokens.
+
+    `exact` samples with the attention that the trainer computes with (`Sampler(exact=True)`), and trains on one rollout a row,
+    since behind a shared prompt the keys of a token are added in another order: so the first ratio of a step is 1 in every
+    bit. That needs a processor and bf16 parameters; elsewhere the sampler's probe refuses it.
     """
 
     prompts_per_step: int = 64
@@ -96,6 +99,11 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"refills must be 0 (off) or more rounds of sampling, got {self.refills}")
         if not 1 <= self.minibatches <= self.prompts_per_step:
             raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
+
+    @property
+    def packed_width(self) -> int:
+        """Tokens of the rows of a forward pass; 0: one rollout a row."""
+        return 0 if self.exact else self.row_width
 
 
 async def grpo(
@@ -191,10 +199,10 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
 
 def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
-    prove(policy, config, longest)
+    prove(policy, config, longest, width=config.packed_width)
     if config.kl_coef and not isinstance(reference, BasePolicy):  # that is the policy's own forward
         with reference.acting():  # as its log-probs are taken
-            prove(reference, config, longest)
+            prove(reference, config, longest, width=config.packed_width)
 
 
 def grpo_update(
@@ -266,7 +274,7 @@ def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfi
     for part in micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget):
         members = rollouts[part]
         shape = (len(members), max(len(r.tokens) for r in members))
-        layout = lay_out(members, width=config.row_width, pad_id=policy.pad_id)
+        layout = lay_out(members, width=config.packed_width, pad_id=policy.pad_id)
         with forward_passes(policy, config):
             logps, _ = rollout_logps(policy, layout, shape, config.temperature)
         out += [line[: len(r.tokens)].tolist() for line, r in zip(logps, members)]
@@ -293,7 +301,7 @@ def grpo_gradient(
     for part in micro_batches(lengths, config.token_budget):
         batch = collate(rollouts[part], a[part])
         old = in_columns(old_logps[part]) if old_logps else None
-        layout = lay_out(rollouts[part], width=config.row_width, pad_id=policy.pad_id)
+        layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)
         with forward_passes(policy, config):
             loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
         loss.backward()
