@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tables import points, rate, record, table
 
-RECIPES = ("few", "wide", "first")  # of smollm2_arithmetic.py
+RECIPES = ("few", "first")  # of smollm2_arithmetic.py
 GOALS = {"arithmetic": 10, "gym": 15}  # percentage points, on the held-out ones
 OWN_LOGPS = ", ratios to the trainer's own log-probs"
 KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}

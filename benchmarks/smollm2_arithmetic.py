@@ -62,7 +62,6 @@ class Recipe:
 
 RECIPES = {
     "first": Recipe(256, (1e-4, 2e-4), 100, 20, {"steps": 40, "prompts_per_step": 16, "lr": 2e-5, "warmup": 3}),
-    "wide": Recipe(256, (1e-4,), 100, 20, {"steps": 30, "prompts_per_step": 64, "lr": 3e-5, "warmup": 5}),
     "few": Recipe(100, (1e-4,), 80, 10, {"steps": 36, "prompts_per_step": 64, "lr": 2e-5, "warmup": 5}),
 }
 
