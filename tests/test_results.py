@@ -70,7 +70,8 @@ def test_the_map_names_every_module_in_its_room():
     for name, files in rows:
         room = name.strip().strip("`/") or room
         rooms.setdefault(room, []).extend(re.findall(r"`(\w+\.py)`", files))
-    package = {"words": ROOT / "grpolab"} | {d.name: d for d in (ROOT / "grpolab").iterdir() if (d / "__init__.py").exists()}
+    home = ROOT / "grpolab"
+    package = {"words": home} | {f.parent.relative_to(home).as_posix(): f.parent for f in home.glob("*/**/__init__.py")}
     modules = {name: sorted(p.name for p in d.glob("*.py") if not p.name.startswith("__")) for name, d in package.items()}
     assert {name: sorted(files) for name, files in rooms.items()} == modules
 

@@ -117,7 +117,7 @@ async def _turn(session: EnvSession, asked: Any, tell: Any) -> None:
         raise ValueError('a message here is {"reset": "a task\'s id"} or {"command": "aws ..."}')
     if "reset" in asked:
         result = await session.reset(**({"task": asked["reset"]} if asked["reset"] else {}))
-        await tell(task=result.observation["text"], note=result.metadata["task"]["id"],
+        await tell(task=result.observation["text"], note=result.metadata["task"]["template"],
                    account=(await session.state())["account"])
     else:
         result = await session.step({"command": asked["command"]})
