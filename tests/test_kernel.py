@@ -103,7 +103,7 @@ shown.update("b")
     assert kernel.run("from grpolab import plots\nplots.use_style()")[2] == []
     status, said, errors, _ = kernel.run(cell, interrupt_after=1)
     assert (status, errors) == ("error", [])
-    lines = [(n, line) for n, line in enumerate(cell.splitlines(), start=1)][-2:]  # the update's, if the kernel is slow to leave it
+    lines = [(n, line) for n, line in enumerate(cell.splitlines(), start=1)][-2:]  # the former if it is slow to leave it
     assert said in {f"stopped at line {n} ({line}); a rerun starts this cell over\n" for n, line in lines}
     _, _, errors, _ = kernel.run("from grpolab.lab.live import Dashboard\nlive = Dashboard(2, [])\nlive.update({'step': 0})")
     assert errors == []
