@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import sys
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -198,7 +198,7 @@ def aws(results: Path) -> str | None:
     rows = [[{"aws": "one `aws` process a step"}.get(r["who"], f"session in a {r['who']}"), r["sessions"],
              f"{r['steps_per_s']:.1f}", f"{r['median_ms']:.1f}",
              f"{r['mib_per_session']:.0f}" if r["mib_per_session"] else "–"] for r in found["table"]]
-    faster = [f"{statistics.median(ratios):.0f} times ({min(ratios):.0f} … {max(ratios):.0f}) with {n} at once"
+    faster = [f"{median(ratios):.0f} times ({min(ratios):.0f} … {max(ratios):.0f}) with {n} at once"
               for n, ratios in found["ratios"].items()]  # fmt: skip
     return (f"Simulated AWS accounts over the environment's socket, each step graded, {found['rounds']} rounds of "
             f"{found['steps']} steps a session, against the `aws` command in a process of its own: `{found['command']}`.\n\n"
@@ -225,7 +225,6 @@ def bridges(results: Path) -> str | None:
     found = record("bridges", results)
     if not found:
         return None
-    median = lambda numbers: sorted(numbers)[len(numbers) // 2]  # noqa: E731
     rows = [[r["model"], {"grpolab": "ours", "vllm": "vLLM"}[r["server"]], r["bridge"],
              f"{r['travels_mb']:,.1f} MB", f"{median(r['sync_s']):.2f}", f"{median(r['busy_sync_s']):.2f}",
              f"{median(r['tokens_per_s_after']):,.0f}", f"{median(r['tokens_per_s']):,.0f}", f"{r['server_peak_mb']:,} MB",

@@ -21,7 +21,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from grpolab import adapters
@@ -31,7 +30,6 @@ from grpolab.models import Policy
 from grpolab.serve.bridge import SharedWeights
 from grpolab.serve.calls import Caller, RemoteError
 
-T = TypeVar("T")
 Check = Callable[[str | None], Awaitable[None]]  # raises where the server, under this name, does not compute as the policy does
 
 
@@ -45,7 +43,7 @@ class SharedFile:
     async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
         """Bring the weights across; returns their version, and the name that they are served under where it is a new one.
         `check` is not asked here: the file itself says that all of it arrived."""
-        version = await _off_loop(lambda: self._write(policy))
+        version = await asyncio.to_thread(lambda: self._write(policy))
         told = (await caller.ask("POST", "/weights", {})).get("policy_version")
         if told != version:
             raise RemoteError(f"{caller.url} reports weights of version {told!r} where {version} was published")
@@ -74,7 +72,7 @@ class AdapterSwap:
 
     async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
         """As `SharedFile.publish`, checked. ValueError for a policy without an adapter."""
-        version, path = await _off_loop(lambda: self._save(policy))
+        version, path = await asyncio.to_thread(lambda: self._save(policy))
         name = f"{self.name}-v{version}"
         taken = False
         try:
@@ -142,13 +140,13 @@ class Restart:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the server that runs."""
+        """The process id of the leash that holds the server; the server is its child."""
         return self._process and self._process.pid
 
     async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
         """As `SharedFile.publish`, checked."""
         place = urlsplit(caller.url)
-        path, version = await _off_loop(lambda: self._save(policy))
+        path, version = await asyncio.to_thread(lambda: self._save(policy))
         values = {"weights": str(path), "name": policy.name, "version": str(version), "host": place.hostname,
                   "port": str(place.port or 80)}
         before = self._running
@@ -156,7 +154,7 @@ class Restart:
             await self._start(caller, values)
             await check(None)
         except BaseException as error:
-            await _off_loop(self._end)
+            await asyncio.to_thread(self._end)
             if before is not None:
                 await self._start(caller, before)
                 if isinstance(error, RemoteError):
@@ -181,7 +179,7 @@ class Restart:
 
     async def _start(self, caller: Caller, values: dict[str, str]) -> None:
         """End the server that runs and start one; returns once it answers."""
-        await _off_loop(self._end)
+        await asyncio.to_thread(self._end)
         with socket.socket() as probe:
             if probe.connect_ex((values["host"], int(values["port"]))) == 0:
                 raise RemoteError(f"port {values['port']} of {values['host']} has another server already, and {caller.url} was "
@@ -225,7 +223,3 @@ def _tail(log: Path) -> str:
     """The end of what a server wrote."""
     lines = log.read_bytes()[-2000:].decode("utf-8", "replace").strip().splitlines()
     return " | ".join(lines[-4:]) or "it wrote nothing"
-
-
-async def _off_loop(fn: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(None, fn)
