@@ -192,6 +192,8 @@ def test_a_collected_session_is_over(tiny):
     async def main():
         async with in_session(tiny) as (service, session, client):
             await say(client, ASK)
+            while session.open:  # the caller has its answer a moment before the service is done with the request
+                await asyncio.sleep(0.005)
             asked = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=490, n=4,
                                                    extra_body={"ignore_eos": True})
             asking = asyncio.ensure_future(asked)
