@@ -16,8 +16,11 @@ from test_remote import PROMPTS, moved
 pytest.importorskip("peft")
 
 from grpolab.decode.audit import audit  # noqa: E402
+from grpolab.decode.sampler import Sampler  # noqa: E402
+from grpolab.decode.sampling import SamplingParams  # noqa: E402
 from grpolab.models import Policy  # noqa: E402
 from grpolab.serve import bridges  # noqa: E402
+from grpolab.serve import service as service_module  # noqa: E402
 from grpolab.serve.bridges import AdapterSwap, Restart, SharedFile  # noqa: E402
 from grpolab.serve.calls import RemoteError  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
@@ -233,7 +236,7 @@ def test_publishing_without_a_pause_and_cancelled_at_any_moment(tiny, tmp_path):
             async def others():
                 free = RemoteSampler(service.url, policy)
                 while not done.is_set():
-                    params = SHORT if len(rollouts) % 2 else SHORT.__class__(seed=len(rollouts), max_new_tokens=24)
+                    params = SHORT if len(rollouts) % 2 else SamplingParams(seed=len(rollouts), max_new_tokens=24)
                     for group in await free.sample(PROMPTS, params=params):
                         rollouts.extend(group)
 
@@ -321,3 +324,45 @@ def test_a_restart_removes_nothing_that_it_did_not_save(tiny, tmp_path):
 
     asyncio.run(main())
     assert {f.name for f in tmp_path.iterdir()} == {"v1-final", "venv-3.12", "v3-20240101", "server.log"}
+
+
+def test_new_weights_wait_for_those_who_use_the_sampler_itself(tiny, tmp_path):
+    """A service of a Sampler that others use, too: their rollouts are of one version as well."""
+    path, policy, served = tmp_path / "w.safetensors", copied(tiny, 1), copied(tiny)
+
+    async def main():
+        async with Sampler(served) as sampler, serve_policy(sampler, weights=path) as service:
+            async with RemoteSampler(service.url, policy, bridge=SharedFile(path)) as remote:
+                await remote.sample(PROMPTS, params=SHORT)
+                long = SamplingParams(seed=1, max_new_tokens=300, ignore_eos=True)
+                direct = asyncio.ensure_future(sampler.sample(PROMPTS, params=long))
+                await asyncio.sleep(0.05)
+                await remote.publish()
+                await agree(remote, policy, 1)
+                return [r for g in await direct for r in g]
+
+    rollouts = asyncio.run(main())
+    assert {r.policy_version for r in rollouts} == {0} and audit(tiny, rollouts).max_error < 1e-3
+
+
+def test_completions_that_do_not_end_keep_the_weights_that_they_began_with(tiny, tmp_path, monkeypatch):
+    path, policy = tmp_path / "w.safetensors", copied(tiny)
+    monkeypatch.setattr(service_module, "DRAIN_ROWS", 0.1)
+
+    async def main():
+        async with shared(policy, path) as (service, remote):
+            await remote.publish()
+            long = SamplingParams(seed=1, max_new_tokens=450, ignore_eos=True)
+            async with RemoteSampler(service.url, policy) as free:
+                asking = asyncio.ensure_future(free.sample(PROMPTS, group_size=30, params=long))
+                while not service.rows:
+                    await asyncio.sleep(0.005)
+                moved(policy, 1)
+                with pytest.raises(RemoteError, match="503.*still in progress after 0 s; the weights are as they were"):
+                    await remote.publish()
+                assert service.policy.version == 0
+                asking.cancel()
+            await remote.publish()
+            await agree(remote, policy, 1)
+
+    asyncio.run(main())

@@ -89,6 +89,11 @@ class Sampler:
         return self._choice.result()[0].context if chosen else self.policy.context
 
     @property
+    def busy(self) -> bool:
+        """Whether somebody's rollouts are being decoded or wait for it; false until the engine is chosen."""
+        return bool(self._inbox) or self._choice.done() and self._scheduler.busy
+
+    @property
     def slots(self) -> int:
         return self._scheduler.slots
 

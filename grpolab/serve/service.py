@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -130,17 +131,22 @@ class Service:
         return await self._taken_in(put)
 
     async def _taken_in(self, load: Callable[[], int]) -> int:
-        """Newcomers wait, what is being sampled is finished, then the weights change as a whole. Returns their version."""
+        """Newcomers wait, what is being sampled is finished, also for those who use the Sampler itself, then the weights change
+        as a whole. Returns their version."""
+
+        def unless_busy() -> int | None:  # in the worker's thread, where nothing begins or ends meanwhile
+            return None if self.sampler.busy else load()
+
         await self.admitted()
         self._gate = asyncio.Event()
+        until = time.monotonic() + DRAIN_ROWS
         try:
-            async with asyncio.timeout(DRAIN_ROWS):
-                while self.open:
-                    await asyncio.sleep(0.002)
-            return await self.sampler.run(load)
-        except TimeoutError:
-            raise Refused(503, f"{self.rows} completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as "
-                               "they were") from None
+            while self.open or (version := await self.sampler.run(unless_busy)) is None:
+                if time.monotonic() > until:
+                    raise Refused(503, f"completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as they "
+                                       "were")
+                await asyncio.sleep(0.002)
+            return version
         except (OSError, ValueError, ImportError, Torn) as error:
             raise Refused(409, str(error)) from error
         finally:
