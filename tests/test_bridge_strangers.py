@@ -7,6 +7,8 @@ import copy
 import os
 import resource
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -366,3 +368,25 @@ def test_completions_that_do_not_end_keep_the_weights_that_they_began_with(tiny,
             await agree(remote, policy, 1)
 
     asyncio.run(main())
+
+
+def test_a_write_that_a_cancelled_publish_left_is_not_overlapped(tiny, tmp_path, monkeypatch):
+    """Each policy has a lock of its own, and both would write half of the file, with a checksum of the mixture."""
+    write, inside, most = bridges.SharedWeights.write, [], []
+
+    def slow(shared, model, version):
+        inside.append(version)
+        most.append(len(inside))
+        time.sleep(0.05)
+        inside.remove(version)
+        return write(shared, model, version)
+
+    monkeypatch.setattr(bridges.SharedWeights, "write", slow)
+    file = SharedFile(tmp_path / "w.safetensors")
+    threads = [threading.Thread(target=file._write, args=[copied(tiny, by)]) for by in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+    assert most == [1, 1, 1]
