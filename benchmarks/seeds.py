@@ -45,6 +45,7 @@ def keep(name: str, seed: str, found: dict) -> None:
     claims = [{k: check[k] for k in ("name", "measured", "bound", "passed")} for check in found["checks"] if check["claim"]]
     of = record["notebooks"].setdefault(name, {})
     of[seed] = {"passed": found["passed"], "threads": threads and int(threads), "claims": claims}
+    record["command"] = COMMAND
     record["notebooks"] = {name: dict(sorted(of.items())) for name, of in sorted(record["notebooks"].items())}
     atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
 
