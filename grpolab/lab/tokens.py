@@ -155,13 +155,16 @@ class by_step:
         return bundle
 
 
+BREAK = "<wbr>"  # between two tokens a long line may end
+
+
 def tokens_html(tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:
     """Tokens side by side, specials and spaces visible; those with mask 1 shaded, those with mask 0 outlined."""
     spans = []
     for i, chosen in zip(ids, mask):
         style = f"background:rgba({UP},.45);" if chosen else ENVIRONMENT
         spans.append(f"<span style='{style}margin:1px'>{escape(shown(tokenizer.decode([i])))}</span>")
-    return f"<div style='font-family:monospace;line-height:1.7;text-align:left'>{''.join(spans)}</div>"
+    return f"<div style='font-family:monospace;line-height:1.7;text-align:left'>{BREAK.join(spans)}</div>"
 
 
 def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> str:
@@ -174,7 +177,7 @@ def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> s
         else:
             hover, style = "the environment", ENVIRONMENT
         spans.append(f"<span title='{escape(hover)}' style='{style}'>{escape(text)}</span>")
-    return f"<span style='font-family:monospace;line-height:1.5;letter-spacing:1px'>{''.join(spans)}</span>"
+    return f"<span style='font-family:monospace;line-height:1.5;letter-spacing:1px'>{BREAK.join(spans)}</span>"
 
 
 def _shade(distance: float, scale: float) -> str:
