@@ -96,7 +96,8 @@ def test_tokens_are_shaded_where_the_policy_chose(policy):
 
 def test_a_long_line_may_end_between_two_tokens_and_nowhere_else(policy):
     ids = policy.tokenizer("1 + 2", add_special_tokens=False)["input_ids"]
-    for html in (tokens_html(policy.tokenizer, ids, [1] * len(ids)), group_view(policy, [rollout(policy, "1 + 2")], by="logp").html):
+    view = group_view(policy, [rollout(policy, "1 + 2")], by="logp")
+    for html in (tokens_html(policy.tokenizer, ids, [1] * len(ids)), view.html):
         assert html.count("</span><wbr><span") == html.count("<wbr>") >= len(ids) - 1 > 3
 
 
