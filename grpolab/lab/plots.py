@@ -178,7 +178,7 @@ def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel=
         color = (colors or {}).get(series, [REFERENCE, POLICY, REWARD, WARNING][k % 4])
         ax.bar(x, y, width * 0.92, color=color, yerr=errors, capsize=3, label=series, error_kw={"ecolor": "#333333", "lw": 1})
         for xi, yi, up in zip(x, y, errors[1]):
-            ax.annotate(written.format(yi), (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center",
+            ax.annotate(written.format(yi), (xi, yi + up), xytext=(0, 4), textcoords="offset points", ha="center",
                         fontsize=size, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4})
     ax.set_xticks(range(len(categories)), categories)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel, ylim=(0, 1.12))
