@@ -245,7 +245,7 @@ def report_other_logps_and_let_the_slot_decide(monkeypatch):
     ids=["honest", "wrong logps and draw by slot", "wrong attention"],
 )
 def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    failed = failures_under(sabotage, "02_decode_engine", "numbers = torch.ones", RACES, tmp_path, monkeypatch, RACED,
+    failed = failures_under(sabotage, "02_decode_engine", "def spent_on", RACES, tmp_path, monkeypatch, RACED,
                             new_tokens=36)  # fmt: skip
     if failed is None:
         assert sabotage is scale_the_attention_of_fp32  # stopped by the notebook's own comparison with the naive loop
