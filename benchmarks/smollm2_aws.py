@@ -146,15 +146,25 @@ async def base() -> dict:
 
 
 async def tuned() -> dict:
-    """SFT: what each look saw, seconds; and what its best policy does with the held-out tasks."""
+    """SFT: what each look saw, the losses, seconds of its steps without the looks."""
     with accounts(1) as pool:
-        account, policy, began = pool.acquire().resource, load(), time.perf_counter()
-        run, shown = folder(account), demonstrations(policy, [{"messages": solved_chat(t)} for t in shown_tasks()])
-        losses = [row["loss"] async for row in sft(policy, shown, SFTConfig(**SETTINGS["sft"]), run=run)]
-        seconds, looks = time.perf_counter() - began, run.measured()
-        curve = {str(int(row.steps)): row.score for row in looks.itertuples()}
-        return {"curve": curve, "best": max(curve.values()), "steps": max(curve, key=curve.get), "seconds": round(seconds, 1),
-                "losses": [round(loss, 4) for loss in losses], "after": await measure(run.best(load), account)}  # fmt: skip
+        run = folder(pool.acquire().resource)
+        shown, policy = [{"messages": solved_chat(t)} for t in shown_tasks()], load()
+        async for _ in sft(policy, demonstrations(policy, shown), SFTConfig(**SETTINGS["sft"]), run=run):
+            pass
+    return looks_of(run)
+
+
+def looks_of(run: Run) -> dict:
+    rows, curve = run.table(), {str(int(row.steps)): row.score for row in run.measured().itertuples()}
+    return {"curve": curve, "best": max(curve.values()), "steps": max(curve, key=curve.get),
+            "losses": [round(loss, 4) for loss in rows["loss"]], "seconds": round(rows["seconds"].sum(), 1)}  # fmt: skip
+
+
+async def best() -> dict:
+    """What the best policy of SFT does with the held-out tasks."""
+    with accounts(1) as pool:
+        return await measure(folder().best(load), pool.acquire().resource)
 
 
 @asynccontextmanager
@@ -205,17 +215,17 @@ def gains(before: dict, after: dict) -> dict:
 def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["--one"]:
-        work = {"base": base, "sft": tuned}.get(words[1]) or (lambda: reinforced(int(words[2])))
+        work = {"base": base, "sft": tuned, "best": best}.get(words[1]) or (lambda: reinforced(int(words[2])))
         print(json.dumps(asyncio.run(work())))
         return
     record = runs.Record(RESULTS, SETTINGS)
-    for name in ("base", "sft"):
+    for name in ("base", "sft", "best"):
         if name not in record:
             record.keep(name, runs.in_process(__file__, name))
     for seed in words or SEEDS:
         if (name := f"grpo {seed}") not in record:
             found = runs.in_process(__file__, "grpo", seed)
-            record.keep(name, found | gains(record["sft"]["after"], found["after"]))
+            record.keep(name, found | gains(record["best"], found["after"]))
 
 
 if __name__ == "__main__":
