@@ -143,7 +143,7 @@ def administration(results: Path) -> str | None:
     found = record("smollm2_aws", results)
     if not found or "best" not in found:
         return None
-    settings, best, runs = found["settings"], found["sft"], runs_of(found, "long", "short")
+    settings, best, runs = found["settings"], found["sft"], runs_of(found, "short", "long")
     tiers = settings["tiers"]
     asked = {"alone": "as it is", "after solved ones": f"as it is, after {settings['shots']} solved tasks"}
     rows = [[how, "", *solved(found["base"][name], tiers), "", ""] for name, how in asked.items() if "base" in found]
@@ -155,8 +155,8 @@ def administration(results: Path) -> str | None:
     text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
             f"episode. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} reference solution of "
             "each template, of whose looks the best on other training tasks is where GRPO begins, the templates chosen by a "
-            f"curriculum: {grpo_of(settings['grpo']['long'])} ({recipes}; the long one was made in view of what the short one "
-            f"did). Of each tier {settings['held_out']} held-out instances, whose words occur nowhere in training, answered "
+            f"curriculum: {grpo_of(settings['grpo']['short'])} ({recipes}; the long one was tried after the short one). "
+            f"Of each tier {settings['held_out']} held-out instances, whose words occur nowhere in training, answered "
             "greedily. Minutes beside other work on the machine.\n\n")  # fmt: skip
     text += table(["policy", "seed", "both tiers", *tiers, f"gain over the best SFT (goal: {GOALS['aws']})", "minutes"], rows)
     curve = best["curve"]
@@ -186,7 +186,7 @@ def real_model(results: Path) -> list[list[str]]:
         rows.append([f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO",
                      f"{rate(found['base']['solved'])} → {seeds_of(runs, 'solved')}"])  # fmt: skip
     found = record("smollm2_aws", results)
-    if found and (runs := runs_of(found, "long")):
+    if found and (runs := runs_of(found, "short")):
         rows.append(["SmolLM2-135M, simulated AWS accounts, held-out tasks: best SFT → GRPO",
                      f"{rate(found['best']['both'])} → {seeds_of(runs, 'both')}"])  # fmt: skip
     found = record("smollm2_style", results)

