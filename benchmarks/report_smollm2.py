@@ -150,7 +150,7 @@ def administration(results: Path) -> str | None:
     rows.append([f"best SFT ({best['steps']} steps)", "", *solved(found["best"], tiers), "", f"{best['seconds'] / 60:.1f}"])
     rows += [[KINDS[kind], seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), f"{run['seconds'] / 60:.1f}"]
              for kind, seed, run in runs]  # fmt: skip
-    recipes = "; ".join(f"{kind}: {of['steps']} steps of {of.get('minibatches', 1)} updates, lr {of['lr']:g}"
+    recipes = "; ".join(f"{kind}: {of['steps']} steps of {of.get('minibatches', 1)} update(s), lr {of['lr']:g}"
                         for kind, of in settings["grpo"].items())  # fmt: skip
     text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
             f"episode. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} reference solution of "
