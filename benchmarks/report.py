@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
 from report_smollm2 import administration, arithmetic, gym, real_model, style  # noqa: E402
-from tables import points, rate, record, table, times  # noqa: E402
+from tables import points, rate, record, share, table, times  # noqa: E402
 
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab.readable import readable  # noqa: E402
@@ -53,7 +53,7 @@ def grpo_seeds(results: Path) -> str | None:
         return None
     best, base = str(found["best"]), found["base"]
     rows = [["base, plain form", "", "", "", base["greedy"], base["sampled"]]]
-    curve, passes = [], [["base, plain form", "", *base["pass_at"].values()]]
+    curve, passes = [], [["base, plain form", "", *map(share, base["pass_at"].values())]]
     for seed, r in found["seeds"].items():
         sft, kept, grpo = r["sft"][best], r["rejection"], r["grpo"]
         shown = found["demonstrations"]
@@ -66,8 +66,8 @@ def grpo_seeds(results: Path) -> str | None:
         if "bf16" in r:
             half, learned_from = r["bf16"], f"{shown} and {grpo['rollouts']:,} rollouts"
             rows.append(["GRPO, bf16 parameters", seed, learned_from, half["seconds"], half["greedy"], half["sampled"]])
-        passes += [[name, seed, *row["pass_at"].values()] for name, row in (("best SFT", sft), ("GRPO", grpo))]
-        curve += [[seed, steps, row["seconds"], row["greedy"], row["sampled"], row["choosing"]]
+        passes += [[name, seed, *map(share, row["pass_at"].values())] for name, row in (("best SFT", sft), ("GRPO", grpo))]
+        curve += [[seed, steps, row["seconds"], row["greedy"], share(row["sampled"]), row["choosing"]]
                   for steps, row in sorted(r["sft"].items(), key=lambda item: int(item[0]))]  # fmt: skip
     if "four_times" in found:
         more = found["four_times"]
@@ -117,8 +117,9 @@ def smollm2(results: Path) -> str | None:
             before = v.get("exact_before", v.get("base_exact", ""))
             after = v.get("exact_after", v.get("exact", ""))
             after = ", ".join(f"{k} {x}" for k, x in after.items()) if isinstance(after, dict) else after
-            gains = [x if isinstance(x, str) else "" for x in (v.get("gain"), v.get("gain_sampled"), v.get("accuracy"))]
-            rows.append([r["gate"], r["machine"], f"{before} → {after}" if after else "", *gains, r["passed"]])
+            gains = [points(v[of]) if isinstance(v.get(of), str) else "" for of in ("gain", "gain_sampled")]
+            rows.append([r["gate"], r["machine"], f"{before} → {after}" if after else "", *gains, v.get("accuracy", ""),
+                         r["passed"]])  # fmt: skip
     head = ["notebook", "machine", "greedy exact match", "gain", "sampled gain", "pairs told apart", "gate passed"]
     return ("`grpolab run NN -p model smollm2-135m`, recorded with the notebooks of the first release; those of today have "
             "other questions in part.\n\n" + table(head, rows)) if rows else None  # fmt: skip
@@ -260,6 +261,13 @@ def results_page(results: Path) -> str:
 # --- the README's table -----------------------------------------------------------------------------------------------
 
 
+def without(notebook: str, results: Path) -> str:
+    """Of the seeds beside the stored one, those with which a claim of the notebook's gate does not hold."""
+    of = (record("seeds", results) or {"notebooks": {}})["notebooks"].get(notebook, {})
+    failed = [seed for seed, run in of.items() if not run["passed"]]
+    return f", not with seed {' and '.join(failed)}" if failed else ""
+
+
 def readme_table(results: Path) -> str:
     """The one table of the README: a line a claim."""
     rows = []
@@ -283,12 +291,14 @@ def readme_table(results: Path) -> str:
         rows.append(["multi-turn GRPO: success with the calculator", f"{rate(turns['before'])} → {rate(turns['after'])}"])
     if "08" in stored:
         game = stored["08"]
-        rows.append(["guessing game: guesses, by imitation → GRPO, and the best strategy",
-                     f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"])
+        rows.append(["guessing game, guesses a game: imitation → GRPO, and the best strategy",
+                     f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"
+                     + without("08_guess", results)])
     if "09" in stored:
         long = stored["09"]
         rows.append(["longer answers: parity of bits, a tenth of the demonstrations long",
-                     f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}"])
+                     f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}"
+                     + without("09_longer_answers", results)])
     rows += real_model(results)
     for title, name, key in (("decode engine", "decode", "ratio"), ("a training step", "trl", "speed")):
         measured = record(name, results)

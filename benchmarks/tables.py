@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 
@@ -19,6 +20,12 @@ def table(head: list[str], rows: list[list]) -> str:
 def rate(interval: str) -> str:
     """The value of "45.4% [42.3%, 48.5%]" without its interval."""
     return interval.split(" ")[0]
+
+
+def share(interval: str) -> str:
+    """"99.5% [98.5%, 100.5%]", a normal interval of older records, cut where a share cannot be."""
+    value, low, high = (float(x) for x in re.findall(r"-?[0-9.]+(?=%)", interval))
+    return f"{value:.1f}% [{max(0.0, low):.1f}%, {min(high, 100.0):.1f}%]"
 
 
 def points(difference: str) -> str:

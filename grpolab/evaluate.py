@@ -57,6 +57,12 @@ def mean_interval(values: Sequence[float], z: float = Z95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def share_interval(shares: Sequence[float]) -> Interval:
+    """Mean of shares between 0 and 1, one a question, with its normal interval, cut where a share cannot be."""
+    found = mean_interval(shares)
+    return Interval(found.value, min(found.value, max(0.0, found.low)), max(found.value, min(1.0, found.high)))
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """The unbiased estimate of P(one of k samples is right) from n samples of which `correct` are:
     1 - C(n - correct, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
@@ -106,7 +112,7 @@ class Evaluation:
     def pass_at(self, k: int) -> Interval:
         """The chance that one of k samples is right, its interval over questions."""
         right = [sum(check_answer(t, p.answer) for t in texts) for p, texts in zip(self.problems, self.texts)]
-        return mean_interval([pass_at_k(len(texts), c, k) for c, texts in zip(right, self.texts)])
+        return share_interval([pass_at_k(len(texts), c, k) for c, texts in zip(right, self.texts)])
 
 
 async def evaluate(
@@ -140,7 +146,7 @@ def _texts(policy: Policy, groups: Sequence[Group]) -> tuple[tuple[str, ...], ..
 
 def rate_interval(rates: Sequence[float], greedy: bool) -> Interval:
     """The mean rate over questions: Wilson's interval where each is 0 or 1, else the normal one."""
-    return wilson(round(sum(rates)), len(rates)) if greedy else mean_interval(rates)
+    return wilson(round(sum(rates)), len(rates)) if greedy else share_interval(rates)
 
 
 def improvement(before: Evaluation, after: Evaluation) -> Interval:
@@ -204,7 +210,7 @@ class Checked:
 
     def pass_at(self, k: int) -> Interval:
         """The chance that one of k samples passes, its interval over prompts."""
-        return mean_interval([pass_at_k(len(p), sum(p), k) for p in self.passed])
+        return share_interval([pass_at_k(len(p), sum(p), k) for p in self.passed])
 
 
 async def evaluate_checks(

@@ -8,7 +8,7 @@ import torch
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.lab.credit import completions, credit, credit_of, exact_gradient, gradient_by_group_size
+from grpolab.lab.credit import Credit, completions, credit, credit_of, exact_gradient, gradient_by_group_size
 from grpolab.lab.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
 from tests.test_record import PROBLEMS, digits
@@ -44,6 +44,14 @@ def test_a_value_is_the_expected_reward_and_the_credits_add_up(tiny, asked):
     assert table["credit"].iloc[0] == found.credits[0] and (table["advantage"] == 0.4).all()
     axes = found.plot()
     assert axes[0].get_ylabel() == "value of the prefix" and "Token 0" in axes[1].get_title(loc="left") + axes[1].get_title()
+
+
+def test_the_picture_shows_blanks_and_whole_tokens():
+    found = Credit(("1", " ", "\n", "$"), (0.2, 0.2, 0.2, 0.2, 1.0), (0.1,) * 5, 0.5, 1.0)
+    axes = found.plot()
+    assert [t.get_text() for t in axes[1].get_xticklabels()] == ["1", "␣", "↵", r"\$"]
+    assert all(tick == int(tick) for tick in axes[0].get_xticks())
+    assert r"Token 3, '\$', decides: +0.80" in axes[1].get_title(loc="left") + axes[1].get_title()
 
 
 def test_of_a_recorded_rollout_by_the_policy_that_wrote_it(tiny, tmp_path):

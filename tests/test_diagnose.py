@@ -129,6 +129,14 @@ def test_a_trainer_that_computes_something_else(tiny, monkeypatch):
     assert "nats a token on average" in illnesses(rows_of(tiny, config, digits))["sampler and trainer disagree"].evidence
 
 
+def test_rollouts_of_older_weights_differ_without_being_ill():
+    """Another process that is synced every second update: the difference is what the update changed."""
+    apart = {"step": 7, "logp_diff": 0.03, "logp_diff_max": 0.3}
+    assert "sampler and trainer disagree" in illnesses(apart | {"staleness": 0})
+    assert "sampler and trainer disagree" in illnesses(apart)
+    assert not illnesses(apart | {"staleness": 1})
+
+
 def test_steps_that_are_too_large_and_far_from_the_reference(tiny):
     config = GRPOConfig(**{**vars(CONFIG), "steps": 8, "lr": 1e-2, "inner_epochs": 3, "kl_coef": 1e-6})
     found = illnesses(rows_of(tiny, config, digits, copied(tiny)))

@@ -76,6 +76,16 @@ def test_pass_at_one_is_the_exact_rate_and_too_few_samples_are_refused():
         e.pass_at(3)
 
 
+def test_the_interval_of_a_share_ends_where_a_share_cannot_be():
+    """One sample of eighty wrong: the normal interval alone would end at 103 %."""
+    problems = tuple(Problem(k, "+", 0) for k in range(20))
+    right = tuple(tuple(f"\\boxed{{{k}}}" for _ in range(4)) for k in range(20))
+    nearly = Evaluation(problems, (("x", *right[0][1:]), *right[1:]), greedy=False)
+    hardly = Evaluation(problems, ((*right[0][:1], "x", "x", "x"), *((("x",) * 4,) * 19)), greedy=False)
+    assert nearly.exact.high == nearly.pass_at(1).high == 1.0 and 0.9 < nearly.exact.low < nearly.exact.value < 1
+    assert hardly.exact.low == hardly.pass_at(1).low == 0.0 and 0 < hardly.exact.value < hardly.exact.high < 0.1
+
+
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 

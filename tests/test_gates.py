@@ -229,15 +229,20 @@ def scale_the_attention_of_fp32(monkeypatch):
     monkeypatch.setattr(llama.LlamaEngine, "__init__", crooked)
 
 
+def report_other_logps_and_let_the_slot_decide(monkeypatch):
+    report_logps_of_another_temperature(monkeypatch)
+    let_the_slot_decide_the_draw(monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     [
         (None, set()),
-        (report_logps_of_another_temperature, {"sampler's logps against the forward, largest"}),
-        (let_the_slot_decide_the_draw, {"rollouts changed by refill"}),
+        (report_other_logps_and_let_the_slot_decide,
+         {"sampler's logps against the forward, largest", "rollouts changed by refill"}),
         (scale_the_attention_of_fp32, {"sampler's logps against the forward, largest"}),
     ],
-    ids=["honest", "wrong logps", "draw by slot", "wrong attention"],
+    ids=["honest", "wrong logps and draw by slot", "wrong attention"],
 )
 def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "02_decode_engine", "numbers = torch.ones", RACES, tmp_path, monkeypatch, RACED,
@@ -245,7 +250,7 @@ def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     if failed is None:
         assert sabotage is scale_the_attention_of_fp32  # stopped by the notebook's own comparison with the naive loop
     else:
-        assert failed == names if not names else names & failed
+        assert failed == names if not names else names <= failed
 
 
 @pytest.mark.parametrize(
@@ -307,6 +312,7 @@ DPO_LEARNED = {
     "metrics": pd.DataFrame({"seconds": [1.0]}), "plain": SimpleNamespace(rate=Interval(0.93, 0.91, 0.95)), "left_out": "",
     "over_sft": {"more demonstrations": Interval(0.05, 0.03, 0.07)}, "greedy": {}, "sampled": {},
 }  # fmt: skip
+COUNTED = {"def live_bytes": {"bits": 0, "alone": 4.0, "cached_bytes": 3.5, "resident_bytes": 7.5}}  # slow among many objects
 
 
 def fewer_of(monkeypatch, module, name, options):
@@ -382,7 +388,8 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
 
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
-    failed = failures_under(sabotage, "03_dpo", "plain = await", DPO_LEARNED, tmp_path, monkeypatch)
+    counts = sabotage in (None, round_the_cache, keep_the_reference_beside_the_cache)
+    failed = failures_under(sabotage, "03_dpo", "plain = await", DPO_LEARNED, tmp_path, monkeypatch, {} if counts else COUNTED)
     assert failed == names if not names else names & failed
 
 

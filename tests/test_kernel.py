@@ -2,8 +2,11 @@
 
 import time
 
+import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
+
+from grpolab.lab.run import repository
 
 PREPARE = """
 import asyncio
@@ -82,6 +85,31 @@ def test_an_interrupt_is_one_line_and_a_rerun_goes_on_from_there(prepared, body)
     prepared.run("steps = []\n" + TRAIN + "    steps.append(row['step'])\n" + body, interrupt_after=2)
     _, said, _, _ = prepared.run("print(steps[0], [r['step'] for r in live.rows] == list(range(live.done)))")
     assert said.split() == [line.split("goes on from ")[1], "True"]  # and the dashboard shows the whole run
+
+
+HANGING = """
+import asyncio, time
+from types import SimpleNamespace as SamplingParams
+from IPython.display import display
+class sampler:
+    class stats: steps = 0
+    async def stream(*_, **__):
+        shown = display("a", display_id=True)
+        shown.update("b")
+        await asyncio.sleep(60)
+        yield
+prompts = list(range(12))
+"""
+
+
+def test_the_clock_of_notebook_02_stops_with_an_interrupt(kernel):
+    """It would count the stalls of every later cell, and the rerun's gate would fail."""
+    notebook = nbformat.read(repository() / "notebooks" / "02_decode_engine.ipynb", as_version=4)
+    (cell,) = [c.source for c in notebook.cells if c.cell_type == "code" and "create_task(tick())" in c.source]
+    assert kernel.run(HANGING)[0] == "ok"
+    assert kernel.run(cell, interrupt_after=12)[0] == "error"
+    _, said, _, _ = kernel.run("await asyncio.sleep(0.05)\nprint([t for t in asyncio.all_tasks() if 'tick()' in repr(t)])")
+    assert said.strip() == "[]"
 
 
 def test_other_errors_and_later_interrupts_are_shown_as_ever(prepared):

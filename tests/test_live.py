@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from grpolab import plots
+from grpolab.env.client import Span
 from grpolab.evaluate import Interval
 from grpolab.lab.live import Dashboard, sparkline
 from grpolab.lab.run import Run
@@ -113,6 +114,33 @@ def test_the_labels_of_bars_stand_apart(series, categories):
     assert len(boxes) == series * categories and all(a.x1 < b.x0 for a, b in zip(boxes, boxes[1:]))
 
 
+@pytest.mark.parametrize("height", [2.2, 3.4])
+@pytest.mark.parametrize("draw", [
+    lambda ax: plots.stacked({"a": {"x": 1.0}}, title="t", xlabel="MiB alive", colors={"x": plots.SKY}, ax=ax),
+    lambda ax: plots.rates({k: {"c": Interval(0.5, 0.4, 0.6)} for k in "ab"}, title="t", xlabel="share", ax=ax),
+    lambda ax: plots.timeline([Span("step", 1.0, 2.0, 0)], title="t", ax=ax),
+], ids=["stacked", "rates", "timeline"])  # fmt: skip
+def test_a_legend_below_stands_clear_of_the_name_of_the_axis(draw, height):
+    ax = draw(plt.subplots(figsize=(6.4, height))[1])
+    ax.figure.canvas.draw()
+    assert ax.xaxis.label.get_window_extent().y0 >= ax.get_legend().get_window_extent().y1
+
+
+def test_the_name_of_a_side_stands_clear_of_its_last_dot():
+    metrics = pd.DataFrame({"step": range(60), "logps_chosen": -1.0, "logps_rejected": -4.0})
+    points = pd.DataFrame({"step": [0, 60], "logps_chosen": -1.0, "logps_rejected": -4.0})
+    ax = plots.two_sides(metrics, points, title="t", ylabel="nats")
+    ax.figure.canvas.draw()
+    dots = ax.transData.transform([(60, -1.0), (60, -4.0)])
+    assert [t.get_text() for t in ax.texts] == ["chosen", "rejected"]
+    assert all(t.get_window_extent().x0 > x + 3 for t, (x, _) in zip(ax.texts, dots))
+
+
+def test_a_curve_may_have_its_name_in_the_legend():
+    ax = plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r", window=2, legend="sampled")
+    assert ax.get_legend_handles_labels()[1] == ["sampled"] and not ax.texts
+
+
 def test_levels_are_dashed_lines_with_their_names_and_values():
     ax = plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r")
     plots.levels({"base": 0.75}, ax)
@@ -125,6 +153,15 @@ def test_group_health_fills_the_whole():
     metrics = pd.DataFrame({"step": [0, 1], "all_wrong": [0.5, 0.2], "mixed": [0.3, 0.3], "all_right": [0.2, 0.5]})
     ax = plots.group_health(metrics, title="t")
     assert max(c.get_paths()[0].vertices[:, 1].max() for c in ax.collections) == pytest.approx(1.0)
+
+
+def test_each_kind_of_group_is_named_where_it_is_widest():
+    wrong = [0.4 - 0.04 * k for k in range(11)]
+    metrics = pd.DataFrame({"step": range(11), "all_wrong": wrong, "mixed": 0.0, "all_right": [1 - w for w in wrong]})
+    ax = plots.group_health(metrics, title="t")
+    names = {t.get_text().strip(): t.get_position() for t in ax.texts}
+    assert set(names) == {"all wrong", "all right"}  # a mixed one was never there
+    assert names["all wrong"][0] == 0 and names["all wrong"][1] < 0.4 and names["all right"][0] == 10
 
 
 def test_a_figure_has_twice_its_pixels_and_few_bytes():

@@ -155,6 +155,7 @@ def test_quick_leaves_out_a_part_of_the_run_and_says_so(name, quick, tmp_path, m
     assert bool(done) == quick and all(a <= b / 3 for a, b in done)
 
 
+@pytest.mark.slow
 def test_a_quick_run_passes_its_identities(tmp_path, monkeypatch, capsys):
     """One of them, the cheapest, as a whole."""
     (path,) = [path for path in SERIES if path.stem == "08_guess"]
@@ -261,6 +262,7 @@ def test_store_keeps_the_static_page_of_a_slider(series):
     assert "<i>last</i>" in stored.cells[-1].outputs[0].data["text/html"]
 
 
+@pytest.mark.slow
 def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
     """The first alone, the others at once, each in a process of its own; one that fails is told and fails the command."""
     monkeypatch.setenv("PYTHONPATH", str(Path(notebooks.__file__).parents[2]))
@@ -306,6 +308,7 @@ def test_whole_numbers_are_floats_too():
     notebooks.refuse_types({"lr": 1, "free": "x", "of another notebook": 3}, known)
 
 
+@pytest.mark.slow
 def test_the_last_good_result_is_kept_until_the_next(series, capsys):
     folder = series.parent / "runs" / "01_fine" / "tiny"
     drawn = "figures = Run('01_fine', model).folder / 'figures'\nfigures.mkdir(exist_ok=True)"

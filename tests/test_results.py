@@ -25,6 +25,22 @@ def test_results_md_is_what_the_command_writes():
 SERIES = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 
 
+def test_no_share_ends_outside_of_0_and_100_percent_and_gains_are_points():
+    page = report.results_page(RESULTS)
+    ends = [float(end) for interval in re.findall(r"\[(-?[\d.]+)%, (-?[\d.]+)%\]", page) for end in interval]
+    assert ends and min(ends) >= 0 and max(ends) <= 100 and "-0.0%" not in page
+    assert report.share("99.5% [98.5%, 100.5%]") == "99.5% [98.5%, 100.0%]"
+    assert report.share("0.1% [-0.1%, 0.2%]") == "0.1% [0.0%, 0.2%]"
+
+
+def test_the_readme_names_the_seeds_with_which_a_claim_fails(tmp_path):
+    runs = {"1": {"passed": False}, "2": {"passed": True}}
+    found = {"08_guess": {"1": {"passed": True}}, "09_longer_answers": runs}
+    (tmp_path / "seeds.json").write_text(json.dumps({"notebooks": found}))
+    assert report.without("09_longer_answers", tmp_path) == ", not with seed 1"
+    assert report.without("08_guess", tmp_path) == report.without("07", tmp_path) == report.without("09", tmp_path / "x") == ""
+
+
 @pytest.mark.parametrize("part", [report.BEGIN, report.LADDER, report.MINUTES, report.ROLLOUT])
 def test_each_part_of_the_readme_is_what_the_command_writes(part):
     texts = (README, report.front(README, RESULTS, ROOT / "notebooks"))

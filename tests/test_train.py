@@ -275,7 +275,7 @@ def taught(tiny) -> Policy:
     return tiny
 
 
-FAST = GRPOConfig(steps=60, prompts_per_step=4, group_size=32, lr=2e-4, max_new_tokens=14, advantage_kind="standardised")
+FAST = GRPOConfig(steps=40, prompts_per_step=4, group_size=32, lr=2.5e-4, max_new_tokens=14, advantage_kind="standardised")
 
 
 class Shuffled:

@@ -89,6 +89,11 @@ class Sampler:
         return self._choice.result()[0].context if chosen else self.policy.context
 
     @property
+    def busy(self) -> bool:
+        """Whether somebody's rollouts are being decoded or wait for it; false until the engine is chosen."""
+        return bool(self._inbox) or self._choice.done() and self._scheduler.busy
+
+    @property
     def slots(self) -> int:
         return self._scheduler.slots
 
@@ -171,12 +176,12 @@ class Sampler:
         """Call fn(*args) in the worker thread, which holds `policy.lock`, between two decode steps: the place to change the
         policy's weights."""
         self._check_may_wait()
-        return await asyncio.wrap_future(self._call(fn, args))
+        return await asyncio.wrap_future(self._queue((Future(), fn, args))[0])
 
     def run_sync(self, fn: Callable, *args):
         """`run` for scripts."""
         self._check_may_wait()
-        return self._call(fn, args).result()
+        return self._queue((Future(), fn, args))[0].result()
 
     def close(self) -> asyncio.Future | None:
         """End the worker after the step in progress and fail what waits. Outside a loop this returns when it has ended; in a
@@ -214,8 +219,7 @@ class Sampler:
         """A request of checked prompts, ids and seeds."""
         vocab = len(self.policy.model.get_input_embeddings().weight)
         ids = [checked_prompt(prompt, i, vocab, self.context) for i, prompt in enumerate(prompts)]
-        bad = [i for i in params.stop_ids if not 0 <= i < vocab]
-        if bad:
+        if bad := [i for i in params.stop_ids if not 0 <= i < vocab]:
             raise ValueError(f"stop_ids {bad} are outside the vocabulary 0..{vocab - 1}; give token ids")
         if params.stop_strings and self.policy.tokenizer is None:
             raise ValueError("stop_strings need a policy with a tokenizer; use stop_ids")
@@ -252,9 +256,6 @@ class Sampler:
             return item
         self._start(item)
         return item
-
-    def _call(self, fn: Callable, args: tuple) -> Future:
-        return self._queue((Future(), fn, args))[0]
 
     def _start(self, *items) -> None:
         """Put items into the inbox and see that there is a worker to take them."""

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+from matplotlib.ticker import MaxNLocator
 
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
@@ -22,6 +23,7 @@ from grpolab.lab.rebuild import rebuild, sitting_of, with_threads
 from grpolab.lab.replay import chosen
 from grpolab.lab.rescore import as_problem
 from grpolab.lab.run import Run
+from grpolab.lab.tokens import shown
 from grpolab.models import Policy
 from grpolab.rollouts import Rollout
 from grpolab.train.advantages import advantages
@@ -62,14 +64,15 @@ class Credit:
         axes[0].fill_between(x, low, high, color=plots.REWARD, alpha=0.25)
         axes[0].plot(x, self.values, color=plots.REWARD, marker="o", markersize=3)
         most = max(range(len(credits)), key=lambda t: abs(credits[t]))
+        axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of a token
         axes[0].set(title=f"V goes from {self.values[0]:.2f} to {self.values[-1]:.2f}", xlabel="tokens written",
                     ylabel="value of the prefix")  # fmt: skip
         axes[1].bar(range(len(credits)), credits, color=[plots.POLICY if c >= 0 else plots.WARNING for c in credits])
         axes[1].axhline(self.advantage, color=plots.REFERENCE, linestyle="--", label=f"GRPO's advantage {self.advantage:.2f}")
-        labels = [t.replace("\n", "↵").replace("$", r"\$") for t in self.tokens]
+        labels = [shown(t).replace("$", r"\$") for t in self.tokens]
         turned = 90 if max(map(len, labels)) > 2 else 0  # longer ones would cover each other
         axes[1].set_xticks(range(len(labels)), labels, fontsize=8, rotation=turned)
-        axes[1].set(title=f"Token {most}, {self.tokens[most]!r}, decides: {credits[most]:+.2f}".replace("$", r"\$"),
+        axes[1].set(title=f"Token {most}, '{shown(self.tokens[most])}', decides: {credits[most]:+.2f}".replace("$", r"\$"),
                     xlabel="token", ylabel="credit")  # fmt: skip
         axes[1].legend()
         return axes

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 from PIL import Image  # matplotlib brings it
 
 from grpolab.lab.readable import readable
@@ -86,14 +87,22 @@ def _axes(ax):
     return ax if ax is not None else plt.subplots()[1]
 
 
-def curve(metrics: pd.DataFrame, column: str, *, title: str, ylabel: str, color=POLICY, window: int = 1, label=None, ax=None):
-    """One metric over steps: the values faint, the mean of the `window` steps around each solid (fewer at both ends)."""
+def _below(ax, points: float, columns: int) -> None:
+    """The legend so many points under the axes, however high they are."""
+    place = ax.transAxes + ScaledTranslation(0, -points / 72, ax.figure.dpi_scale_trans)
+    ax.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=place)
+
+
+def curve(metrics: pd.DataFrame, column: str, *, title: str, ylabel: str, color=POLICY, window: int = 1, label=None,
+          legend=None, ax=None):
+    """One metric over steps: the values faint, the mean of the `window` steps around each solid (fewer at both ends). A
+    `label` stands at the end of the curve, a `legend` in the legend."""
     ax = _axes(ax)
     x, y = metrics["step"], metrics[column]
     if window > 1:
         ax.plot(x, y, color=color, alpha=0.25, linewidth=1)
         y = running_mean(y, window)
-    ax.plot(x, y, color=color, label=label)
+    ax.plot(x, y, color=color, label=label or legend)
     if label:
         ax.annotate(label, (x.iloc[-1], y.iloc[-1]), xytext=(4, 0), textcoords="offset points", color=color, va="center")
     ax.set(title=title, xlabel="step" + (f" (mean of the {window} around it)" if window > 1 else ""), ylabel=ylabel)
@@ -135,23 +144,26 @@ def levels(values: dict[str, float], ax, colors: dict[str, str] | None = None, *
 
 
 def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
-    """Share of groups all wrong, mixed and all right over steps: only the mixed carry gradient."""
+    """Share of groups all wrong, mixed and all right over steps, each named where it is widest: only the mixed carry
+    gradient."""
     ax = _axes(ax)
     shares = [metrics["all_wrong"], metrics["mixed"], metrics["all_right"]]
     ax.stackplot(metrics["step"], shares, colors=[REFERENCE, SKY, REWARD], alpha=0.85)
-    bottom = 0.0
+    x, bottom = metrics["step"].to_numpy(), 0.0
     for name, share in zip(("all wrong", "mixed", "all right"), shares):
-        tail = share.tail(max(1, len(share) // 5)).mean()
-        if tail > 0.06:
-            ax.text(metrics["step"].iloc[-1], bottom + tail / 2, f"{name} ", ha="right", va="center", fontsize=9)
-        bottom += tail
+        wide = running_mean(share, max(1, len(share) // 5)).to_numpy()
+        at = int(wide.argmax())
+        if wide[at] > 0.06:
+            side = "left" if 3 * at < len(x) else "right" if 3 * at > 2 * len(x) else "center"
+            ax.text(x[at], (bottom + wide / 2)[at], f" {name} ", ha=side, va="center", fontsize=9)
+        bottom = bottom + wide
     ax.set(title=title, xlabel="step", ylabel="share of groups", ylim=(0, 1))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0)
     return ax
 
 
-def rates(table: dict[str, dict[str, object]], *, title: str, ylabel="rate", colors=None, ax=None):
+def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel="rate", colors=None, ax=None):
     """Grouped bars with 95 % intervals: table[series][category] = Interval. Narrow bars have shorter labels."""
     ax = _axes(ax)
     categories = list(next(iter(table.values())))
@@ -166,12 +178,12 @@ def rates(table: dict[str, dict[str, object]], *, title: str, ylabel="rate", col
         color = (colors or {}).get(series, [REFERENCE, POLICY, REWARD, WARNING][k % 4])
         ax.bar(x, y, width * 0.92, color=color, yerr=errors, capsize=3, label=series, error_kw={"ecolor": "#333333", "lw": 1})
         for xi, yi, up in zip(x, y, errors[1]):
-            ax.annotate(written.format(yi), (xi, yi + up), xytext=(0, 2), textcoords="offset points", ha="center",
-                        fontsize=size)
+            ax.annotate(written.format(yi), (xi, yi + up), xytext=(0, 4), textcoords="offset points", ha="center",
+                        fontsize=size, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4})
     ax.set_xticks(range(len(categories)), categories)
-    ax.set(title=title, ylabel=ylabel, ylim=(0, 1.12))
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel, ylim=(0, 1.12))
     if len(table) > 1:
-        ax.legend(ncols=len(table), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+        _below(ax, 34 if xlabel else 18, len(table))
     return ax
 
 
@@ -192,7 +204,7 @@ def timeline(spans: Sequence, *, title: str, start: float | None = None, ax=None
     ax.set(title=title, xlabel="seconds", ylabel="session", yticks=sorted({s.session for s in spans}))
     ax.invert_yaxis()
     ax.grid(False)
-    ax.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    _below(ax, 34, 4)
     return ax
 
 
@@ -209,15 +221,18 @@ def stacked(bars: dict[str, dict[str, float]], *, title: str, xlabel: str, color
             left += value
     ax.set(title=title, xlabel=xlabel)
     ax.grid(False)
-    ax.legend(ncols=len(colors), loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    _below(ax, 34, len(colors))
     return ax
 
 
 def two_sides(metrics: pd.DataFrame, points: pd.DataFrame, *, title: str, ylabel: str, window: int = 10, ax=None):
     """`logps_chosen` and `logps_rejected` over steps, and those of held-out pairs as dots (`points` has the same columns)."""
     ax = _axes(ax)
+    end = max(metrics["step"].iloc[-1], points["step"].iloc[-1])  # a dot at the end of a curve must not cover its name
     for side, color in (("chosen", CHOSEN), ("rejected", REJECTED)):
-        curve(metrics, f"logps_{side}", title=title, ylabel=ylabel, color=color, window=window, label=side, ax=ax)
+        curve(metrics, f"logps_{side}", title=title, ylabel=ylabel, color=color, window=window, ax=ax)
+        ax.annotate(side, (end, ax.lines[-1].get_ydata()[-1]), xytext=(7, 0), textcoords="offset points", color=color,
+                    va="center")
         ax.plot(points["step"], points[f"logps_{side}"], "o", color=color, markeredgecolor=HELD_OUT, markersize=6, zorder=5)
     ax.margins(x=0.12)
     return ax

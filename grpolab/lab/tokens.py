@@ -155,26 +155,29 @@ class by_step:
         return bundle
 
 
+BREAK = "<wbr>"  # between two tokens a long line may end
+
+
 def tokens_html(tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:
     """Tokens side by side, specials and spaces visible; those with mask 1 shaded, those with mask 0 outlined."""
     spans = []
     for i, chosen in zip(ids, mask):
         style = f"background:rgba({UP},.45);" if chosen else ENVIRONMENT
-        spans.append(f"<span style='{style}margin:1px'>{escape(_shown(tokenizer.decode([i])))}</span>")
-    return f"<div style='font-family:monospace;line-height:1.7;text-align:left'>{''.join(spans)}</div>"
+        spans.append(f"<span style='{style}margin:1px'>{escape(shown(tokenizer.decode([i])))}</span>")
+    return f"<div style='font-family:monospace;line-height:1.7;text-align:left'>{BREAK.join(spans)}</div>"
 
 
 def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> str:
     neutral, spans = QUANTITIES[by][1], []
     for t, (token, chosen) in enumerate(zip(rollout.tokens, rollout.mask)):
-        text = _shown(policy.tokenizer.decode([token]))
+        text = shown(policy.tokenizer.decode([token]))
         if chosen:
             hover = " · ".join(f"{name} {values[t]:+.2g}" for name, values in numbers.items())
             style = _shade((numbers[by][t] - neutral) * (-1 if by == "kl" else 1), scale)
         else:
             hover, style = "the environment", ENVIRONMENT
         spans.append(f"<span title='{escape(hover)}' style='{style}'>{escape(text)}</span>")
-    return f"<span style='font-family:monospace;line-height:1.5;letter-spacing:1px'>{''.join(spans)}</span>"
+    return f"<span style='font-family:monospace;line-height:1.5;letter-spacing:1px'>{BREAK.join(spans)}</span>"
 
 
 def _shade(distance: float, scale: float) -> str:
@@ -207,10 +210,11 @@ def _joined(views: Sequence) -> str:
 
 
 def _visible(policy, tokens: Sequence[int]) -> str:
-    return "".join(_shown(policy.tokenizer.decode([t])) for t in tokens)
+    return "".join(shown(policy.tokenizer.decode([t])) for t in tokens)
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
+    """Text with its spaces and line ends made visible."""
     return text.replace("\n", "↵").replace(" ", "␣")
 
 

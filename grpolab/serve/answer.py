@@ -190,7 +190,7 @@ class Answer:
             raise Refused(503, "the service is shutting down")
 
     def _envelope(self, version: int) -> dict:
-        return wire.envelope(self.asked.kind, self.name, self.service.name, version, self.asked.stream)
+        return wire.envelope(self.asked.kind, self.name, self.service.name, version, self.service.mark, self.asked.stream)
 
     async def _whole(self, request, events, scope, receive, send) -> None:
         while (event := await events.get())[0] != END:

@@ -17,20 +17,34 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from safetensors import SafetensorError
 
 from grpolab import adapters
 from grpolab.env import leash
 from grpolab.files import atomic_folder
 from grpolab.models import Policy
-from grpolab.serve.bridge import SharedWeights
+from grpolab.serve.bridge import SharedWeights, mark_of
 from grpolab.serve.calls import Caller, RemoteError
 
 Check = Callable[[str | None], Awaitable[None]]  # raises where the server, under this name, does not compute as the policy does
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a `publish` brought across: the version; the name that it is served under, where it is a new one; and the mark by
+    which a server of ours tells it from other weights of that version."""
+
+    version: int
+    name: str | None = None
+    mark: str = ""
 
 
 class SharedFile:
@@ -38,27 +52,41 @@ class SharedFile:
     For a server that was started with `--weights` and this file."""
 
     def __init__(self, path: str | Path):
-        self.path, self._shared = Path(path), None
+        self.path, self._shared, self._checked = Path(path), None, False
+        self._lock = threading.Lock()  # a cancelled publish goes on writing for a while
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
-        """Bring the weights across; returns their version, and the name that they are served under where it is a new one.
-        `check` is not asked here: the file itself says that all of it arrived."""
-        version = await asyncio.to_thread(lambda: self._write(policy))
-        told = (await caller.ask("POST", "/weights", {})).get("policy_version")
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Sent:
+        """Bring the weights across. That all of them arrived the file says itself, by their checksum; `check` is asked once,
+        since a model of the same shapes may compute something else with them."""
+        version, checksum = await _on_disk(lambda: self._write(policy))
+        told = (await caller.ask("POST", "/weights", {"checksum": checksum})).get("policy_version")
         if told != version:
             raise RemoteError(f"{caller.url} reports weights of version {told!r} where {version} was published")
-        return version, None
+        if not self._checked:
+            await check(None)
+            self._checked = True
+        return Sent(version, None, mark_of(checksum))
 
     def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
+        """Remove the file, unless another trainer's has taken its place."""
+        with self._lock:
+            shared, self._shared = self._shared, None
+            if shared is not None:
+                if shared.place == "ours":
+                    self.path.unlink(missing_ok=True)
+                shared.close()
 
-    def _write(self, policy: Policy) -> int:
-        with policy.lock:
-            if self._shared is None:
+    def _write(self, policy: Policy) -> tuple[int, int]:
+        """The version and checksum of what was written. A file that is gone is made again."""
+        with self._lock, policy.lock:
+            place = None if self._shared is None else self._shared.place
+            if place == "replaced":
+                raise ValueError(f"{self.path} is another trainer's file now: give each trainer a file and a server of its own")
+            if place != "ours":
+                if self._shared is not None:
+                    self._shared.close()
                 self._shared = SharedWeights.create(self.path, policy.model)
-            self._shared.write(policy.model, policy.version)
-            return policy.version
+            return policy.version, self._shared.write(policy.model, policy.version)
 
 
 class AdapterSwap:
@@ -70,20 +98,20 @@ class AdapterSwap:
         self.folder, self.name = Path(folder).resolve(), name
         self._sent: tuple[str, int, Path] | None = None  # name, version and folder of what is served
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
-        """As `SharedFile.publish`, checked. ValueError for a policy without an adapter."""
-        version, path = await asyncio.to_thread(lambda: self._save(policy))
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Sent:
+        """As `SharedFile.publish`, checked each time. ValueError for a policy without an adapter."""
+        version, path = await _on_disk(lambda: self._save(policy))
         name = f"{self.name}-v{version}"
-        taken = False
         try:
             await self._load(caller, name, version, path)
-            taken = True
             served = {card.get("id"): card for card in (await caller.ask("GET", "/v1/models")).get("data") or []}
-            if name not in served or served[name].get("policy_version", version) != version:
-                raise RemoteError(f"{caller.url} took the adapter {name!r} and then serves {sorted(served)}")
+            card = served.get(name, {"root": None})
+            if card.get("policy_version", version) != version or not _is_of(card, path):
+                raise RemoteError(f"{caller.url} took the adapter {name!r} and then serves {sorted(served)}, of which that is "
+                                  f"{card.get('root')!r} and not {str(path)!r}: does another trainer put adapters in?")
             await check(name)  # vLLM 0.32 takes in adapters of other shapes without a word
         except BaseException:
-            if taken and self._sent:
+            if self._sent:  # also where no answer came: it may have been taken in
                 with suppress(RemoteError):
                     await self._load(caller, *self._sent)
             shutil.rmtree(path, ignore_errors=True)
@@ -92,7 +120,7 @@ class AdapterSwap:
             await caller.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old}, text=True)
         self.close()
         self._sent = name, version, path
-        return version, name
+        return Sent(version, name, path.name)
 
     async def _load(self, caller: Caller, name: str, version: int, path: Path) -> None:
         # load_inplace: under vLLM the name may be there from an earlier training. It keys what it keeps of prompts by the path.
@@ -136,6 +164,7 @@ class Restart:
         self.folder, self.command, self.seconds = Path(folder).resolve(), tuple(command), seconds
         self._process: subprocess.Popen | None = None
         self._running: dict[str, str] | None = None  # what the arguments of the server that runs stand for
+        self._saved: list[Path] = []
         atexit.register(self.close)
 
     @property
@@ -143,47 +172,58 @@ class Restart:
         """The process id of the leash that holds the server; the server is its child."""
         return self._process and self._process.pid
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str | None]:
-        """As `SharedFile.publish`, checked."""
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Sent:
+        """As `SharedFile.publish`, checked each time."""
         place = urlsplit(caller.url)
-        path, version = await asyncio.to_thread(lambda: self._save(policy))
+        path, version = await _on_disk(lambda: self._save(policy))
         values = {"weights": str(path), "name": policy.name, "version": str(version), "host": place.hostname,
                   "port": str(place.port or 80)}
         before = self._running
         try:
             await self._start(caller, values)
+            cards = (await caller.ask("GET", "/v1/models")).get("data") or [{}]
+            if not _is_of(cards[0], path):  # it took the port while ours was starting
+                raise RemoteError(f"{caller.url} is another server, of {cards[0].get('root')!r} and not {str(path)!r}: stop "
+                                  "it, or take another port")
             await check(None)
         except BaseException as error:
             await asyncio.to_thread(self._end)
             if before is not None:
-                await self._start(caller, before)
+                try:
+                    await self._start(caller, before)
+                except RemoteError as again:
+                    raise RemoteError(f"{error}. And version {before['version']} does not start either: {again}") from error
                 if isinstance(error, RemoteError):
                     raise RemoteError(f"{error}. The server runs again with version {before['version']}") from error
             raise
         finally:
-            for folder in self.folder.glob("v*-*"):
-                if self._running is None or str(folder) != self._running["weights"]:
-                    shutil.rmtree(folder, ignore_errors=True)
-        return version, None
+            self._remove(but=self._running and self._running["weights"])
+        return Sent(version)
 
     def close(self) -> None:
         """End the server and remove what was saved for it."""
         atexit.unregister(self.close)
         self._end()
-        for folder in self.folder.glob("v*-*"):
+        self._remove()
+
+    def _remove(self, but: str | None = None) -> None:
+        """What this object saved, and nothing else that lies in the folder."""
+        for folder in [f for f in self._saved if str(f) != but]:
             shutil.rmtree(folder, ignore_errors=True)
+            self._saved.remove(folder)
 
     def _save(self, policy: Policy) -> tuple[Path, int]:
         with policy.lock:
-            return policy.save(self.folder / f"v{policy.version}-{time.time_ns()}"), policy.version
+            path = self.folder / f"v{policy.version}-{os.getpid()}-{time.time_ns()}"
+            self._saved.append(path)
+            return policy.save(path), policy.version
 
     async def _start(self, caller: Caller, values: dict[str, str]) -> None:
         """End the server that runs and start one; returns once it answers."""
         await asyncio.to_thread(self._end)
-        with socket.socket() as probe:
-            if probe.connect_ex((values["host"], int(values["port"]))) == 0:
-                raise RemoteError(f"port {values['port']} of {values['host']} has another server already, and {caller.url} was "
-                                  "to be started there: stop that one, or take another port")
+        if await asyncio.to_thread(_listens, values["host"], int(values["port"])):
+            raise RemoteError(f"port {values['port']} of {values['host']} has another server already, and {caller.url} was "
+                              "to be started there: stop that one, or take another port")
         command = [_filled(part, values) for part in self.command]
         log = self.folder / "server.log"
         with open(log, "wb") as file:  # on a leash: the server and its children end with us, however we end
@@ -211,6 +251,27 @@ class Restart:
 
 
 Bridge = SharedFile | AdapterSwap | Restart
+
+
+async def _on_disk(write: Callable):
+    """The result of what writes weights, in a thread; RemoteError where the disk does not take them."""
+    try:
+        return await asyncio.to_thread(write)
+    except (OSError, SafetensorError) as error:
+        raise RemoteError(f"the weights could not be written: {error}") from error
+
+
+def _is_of(card: dict, path: Path) -> bool:
+    """Whether a served model is the one that was saved there. Its folder's name is never given twice; a server that does not
+    say where it has its weights from is believed."""
+    return "root" not in card or Path(str(card["root"])).name == path.name
+
+
+def _listens(host: str, port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection((host, port), timeout=5).close()
+        return True
+    return False
 
 
 def _filled(part: str, values: dict[str, str]) -> str:

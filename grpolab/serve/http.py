@@ -73,8 +73,13 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
     async def collect(request: Request):
         return JSONResponse(told(at.end(request.path_params["session"])))
 
-    async def weights(_):
-        return JSONResponse({"policy_version": await service.load_weights()})
+    async def weights(request: Request):
+        content = await read_body(request, service.max_body_bytes)
+        wanted = content.get("checksum")
+        if set(content) - {"checksum"} or not (wanted is None or type(wanted) is int):
+            raise Refused(400, "new weights may be asked for with the checksum that they must have, an integer; got "
+                               f"{str(content)[:200]}", "checksum")
+        return JSONResponse({"policy_version": await service.load_weights(wanted)})
 
     async def adapter(request: Request):
         content = await read_body(request, service.max_body_bytes)

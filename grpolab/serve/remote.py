@@ -23,7 +23,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.serve.bridges import Bridge
 from grpolab.serve.calls import Caller, RemoteError
-from grpolab.serve.wire import MOST_CHOICES
+from grpolab.serve.wire import MOST_CHOICES, fingerprint
 from grpolab.train.sources import Drawn, Source
 
 APART = 0.1  # nats a token, on average: bfloat16 on one side is a fifth of it
@@ -52,6 +52,7 @@ class RemoteSampler:
         self._asked, self._version = 0, 0  # calls in progress; the version of the last `publish`
         self._context: int | None = None
         self._ours = False  # the server is of this package, and says versions
+        self._sent: str | None = None  # the fingerprint of what was published last
         self._rest.set()
 
     async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
@@ -82,6 +83,9 @@ class RemoteSampler:
         least = max(0, self.policy.version - stale) if self._ours and stale is not None else None
         groups = await self._drawn(prompts, group_size, params, least)
         behind = self.policy.version - min(r.policy_version for g in groups for r in g)
+        if stale is not None and behind < 0:
+            raise RemoteError(f"rollouts of {self.url} are of version {self.policy.version - behind}, and the policy has only "
+                              f"{self.policy.version}: the server has weights that are not this policy's. Publish first")
         if stale is not None and behind > stale:
             raise RemoteError(f"rollouts of {self.url} are {behind} versions behind the policy's {self.policy.version}, and "
                               f"max_staleness is {stale}: publish more often")
@@ -101,6 +105,11 @@ class RemoteSampler:
                 "stop_token_ids": list(params.stop_ids) or None, "ignore_eos": params.ignore_eos,
                 "min_policy_version": least}
         answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
+        has = answer.get("system_fingerprint")
+        if self._ours and self._sent not in (None, has):
+            raise RemoteError(f"{self.url} has the weights {has}, and this sampler published {self._sent}: another trainer "
+                              "publishes to it, or it was started again. Publish again, and give each trainer a server of its "
+                              "own")
         return self._groups(answer, ids, group_size, params)
 
     async def stream(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
@@ -120,14 +129,16 @@ class RemoteSampler:
                              "serve-policy --weights FILE")
         async with self._gate:
             await self._rest.wait()
-            began, before = time.perf_counter(), (self.model, self._context)
+            began, before = time.perf_counter(), (self.model, self._context, self._sent)
             try:
-                version, name = await self.bridge.publish(self.caller, policy, partial(self._prove, policy))
+                self._sent = None
+                sent = await self.bridge.publish(self.caller, policy, partial(self._prove, policy))
             except BaseException:
-                self.model, self._context = before
+                self.model, self._context, self._sent = before
                 raise
-            self._version, self.synced_s = version, time.perf_counter() - began
-        return version
+            self._version, self.synced_s = sent.version, time.perf_counter() - began
+            self._sent = fingerprint(sent.version, sent.mark)
+        return sent.version
 
     async def _prove(self, policy: Policy, name: str | None) -> None:
         """RemoteError unless the server, under this name, knows our tokenizer and gives the log-probs of the policy: it may be

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ from grpolab.decode.requests import Request
 from grpolab.decode.sampler import Sampler
 from grpolab.models import Policy
 from grpolab.rollouts import Rollout
-from grpolab.serve.bridge import SharedWeights, Torn
+from grpolab.serve.bridge import SharedWeights, Torn, mark_of
 from grpolab.serve.sessions import Session, Sessions
 from grpolab.serve.wire import Refused
 
@@ -45,6 +46,7 @@ class Service:
         self.counts: Counter = Counter()
         self.open: set[Request] = set()  # that are being sampled
         self.adapter: str | None = None  # the name of the one that a trainer put in
+        self.mark = ""  # what tells weights that a trainer sent from others of their version (`wire.fingerprint`)
         self._weights, self._adapters, self._gate = weights, adapters, None
 
     @property
@@ -91,20 +93,21 @@ class Service:
     def model_cards(self) -> list[dict]:
         """The served model under each of its names, as /v1/models lists it."""
         about = {"object": "model", "created": 0, "owned_by": "grpolab", "max_model_len": self.sampler.context,
-                 "policy_version": self.policy.version}
-        return [{"id": name} | about | ({"parent": self.name} if name == self.adapter else {}) for name in self.names]
+                 "policy_version": self.policy.version, "root": self.policy.name}
+        put_in = {"parent": self.name, "root": self.mark}
+        return [{"id": name} | about | (put_in if name == self.adapter else {}) for name in self.names]
 
     async def admitted(self) -> None:
         """Wait while new weights are taken in."""
         while self._gate is not None:
             await self._gate.wait()
 
-    async def load_weights(self) -> int:
+    async def load_weights(self, wanted: int | None = None) -> int:
         """Take in what a trainer has published into the file of weights; returns their version. Refused without such a file,
-        for one of another model, and where it never rests."""
+        for one of another model, where it never rests, and where its checksum is not the `wanted` one."""
         if self._weights is None:
             raise Refused(404, "this service takes in no weights: start it with weights=FILE, or serve-policy --weights FILE")
-        return await self._taken_in(self._load)
+        return await self._taken_in(lambda: self._load(wanted))
 
     async def load_adapter(self, name: str, path: str, version: int | None = None) -> int:
         """Put a LoRA adapter, saved as peft saves it, in the place of the one before; it is also served under `name`. Returns
@@ -122,32 +125,39 @@ class Service:
         def put() -> int:
             exchange(self.policy.model, folder)
             self.policy.version, self.adapter = self.policy.version + 1 if version is None else version, name
+            self.mark = folder.name
             return self.policy.version
 
         return await self._taken_in(put)
 
     async def _taken_in(self, load: Callable[[], int]) -> int:
-        """Newcomers wait, what is being sampled is finished, then the weights change as a whole. Returns their version."""
+        """Newcomers wait, what is being sampled is finished, also for those who use the Sampler itself, then the weights change
+        as a whole. Returns their version."""
+
+        def unless_busy() -> int | None:  # in the worker's thread, where nothing begins or ends meanwhile
+            return None if self.sampler.busy else load()
+
         await self.admitted()
         self._gate = asyncio.Event()
+        until = time.monotonic() + DRAIN_ROWS
         try:
-            async with asyncio.timeout(DRAIN_ROWS):
-                while self.open:
-                    await asyncio.sleep(0.002)
-            return await self.sampler.run(load)
-        except TimeoutError:
-            raise Refused(503, f"{self.rows} completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as "
-                               "they were") from None
+            while self.open or (version := await self.sampler.run(unless_busy)) is None:
+                if time.monotonic() > until:
+                    raise Refused(503, f"completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as they "
+                                       "were")
+                await asyncio.sleep(0.002)
+            return version
         except (OSError, ValueError, ImportError, Torn) as error:
             raise Refused(409, str(error)) from error
         finally:
             self._gate, gate = None, self._gate
             gate.set()
 
-    def _load(self) -> int:
+    def _load(self, wanted: int | None) -> int:
         shared = SharedWeights(self._weights)
         try:
-            self.policy.version = shared.read(self.policy.model)
+            self.policy.version, checksum = shared.read(self.policy.model, expected=wanted)
+            self.mark = mark_of(checksum)
         finally:
             shared.close()
         return self.policy.version

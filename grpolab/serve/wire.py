@@ -208,11 +208,16 @@ def _prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
 # ------------------------------------------------------------------ answers
 
 
-def envelope(kind: str, name: str, model: str, version: int, stream: bool = False) -> dict:
+def fingerprint(version: int, mark: str) -> str:
+    """Which weights they are: their version, and what tells them from others of that version where a trainer sent them."""
+    return f"version-{version}" + f"-{mark}" * bool(mark)
+
+
+def envelope(kind: str, name: str, model: str, version: int, mark: str = "", stream: bool = False) -> dict:
     """What every answer and every chunk of a stream begins with."""
     what = {"chat": "chat.completion", "text": "text_completion"}[kind]
     return {"id": name, "object": what + ".chunk" * (stream and kind == "chat"), "created": int(time.time()), "model": model,
-            "system_fingerprint": f"version-{version}"}
+            "system_fingerprint": fingerprint(version, mark)}
 
 
 def usage_of(prompt_tokens: int, rollouts: Sequence[Rollout]) -> dict:
