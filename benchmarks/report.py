@@ -18,7 +18,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
-from report_smollm2 import arithmetic, gym, real_model, style  # noqa: E402
+from report_smollm2 import administration, arithmetic, gym, real_model, style  # noqa: E402
 from tables import points, rate, record, share, table, times  # noqa: E402
 
 from grpolab.files import atomic_write  # noqa: E402
@@ -242,6 +242,7 @@ def bridges(results: Path) -> str | None:
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
     "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
+    "SmolLM2: AWS accounts": administration,
     "Decode engine": decode, "Training step": trl, "LoRA": lora, "Environment pool": pool,
     "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
 }  # fmt: skip

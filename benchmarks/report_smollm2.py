@@ -7,9 +7,9 @@ from pathlib import Path
 from tables import points, rate, record, table
 
 RECIPES = ("few", "first")  # of smollm2_arithmetic.py
-GOALS = {"arithmetic": 10, "gym": 15}  # percentage points, on the held-out ones
+GOALS = {"arithmetic": 10, "gym": 15, "aws": 10}  # percentage points, on the held-out ones
 OWN_LOGPS = ", ratios to the trainer's own log-probs"
-KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO"}
+KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long"}
 
 
 def shown(text: str, most: int = 110) -> str:
@@ -139,6 +139,36 @@ def arithmetic(results: Path) -> str | None:
     return text
 
 
+def administration(results: Path) -> str | None:
+    found = record("smollm2_aws", results)
+    if not found or "best" not in found:
+        return None
+    settings, best, runs = found["settings"], found["sft"], runs_of(found, "short", "long")
+    tiers = settings["tiers"]
+    asked = {"alone": "as it is", "after solved ones": f"as it is, after {settings['shots']} solved tasks"}
+    rows = [[how, "", *solved(found["base"][name], tiers), "", ""] for name, how in asked.items() if "base" in found]
+    rows.append([f"best SFT ({best['steps']} steps)", "", *solved(found["best"], tiers), "", f"{best['seconds'] / 60:.1f}"])
+    rows += [[KINDS[kind], seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), f"{run['seconds'] / 60:.1f}"]
+             for kind, seed, run in runs]  # fmt: skip
+    recipes = "; ".join(f"{kind}: {of['steps']} steps of {of.get('minibatches', 1)} update(s), lr {of['lr']:g}"
+                        for kind, of in settings["grpo"].items())  # fmt: skip
+    text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
+            f"episode. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} reference solution of "
+            "each template, of whose looks the best on other training tasks is where GRPO begins, the templates chosen by a "
+            f"curriculum: {grpo_of(settings['grpo']['short'])} ({recipes}; the long one was tried after the short one). "
+            f"Of each tier {settings['held_out']} held-out instances, whose words occur nowhere in training, answered "
+            "greedily. Minutes beside other work on the machine.\n\n")  # fmt: skip
+    text += table(["policy", "seed", "both tiers", *tiers, f"gain over the best SFT (goal: {GOALS['aws']})", "minutes"], rows)
+    curve = best["curve"]
+    text += "\n\nTasks to choose by that were solved after so many steps of SFT:\n\n"
+    text += table(["steps", *curve], [["solved", *(f"{v:.1%}" for v in curve.values())]])
+    return text + "\n\nMean reward of GRPO, first to last fifth of the steps:\n\n" + rewards(runs)
+
+
+def solved(measured: dict, tiers: list[str]) -> list[str]:
+    return [measured["both"], *(measured[tier] for tier in tiers)]
+
+
 def answered(measured: dict) -> list[str]:
     return [measured["sampled"], measured["pass_at"]["4"], measured["pass_at"]["8"]]
 
@@ -155,6 +185,10 @@ def real_model(results: Path) -> list[list[str]]:
     if found and (runs := runs_of(found, "grpo")):
         rows.append([f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO",
                      f"{rate(found['base']['solved'])} → {seeds_of(runs, 'solved')}"])  # fmt: skip
+    found = record("smollm2_aws", results)
+    if found and (runs := runs_of(found, "short")):
+        rows.append(["SmolLM2-135M, simulated AWS accounts, held-out tasks: best SFT → GRPO",
+                     f"{rate(found['best']['both'])} → {seeds_of(runs, 'both')}"])  # fmt: skip
     found = record("smollm2_style", results)
     if found and (runs := runs_of(found, "full")):
         rows.append(["SmolLM2-135M, one sentence by four rules: as it is → GRPO",

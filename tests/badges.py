@@ -18,7 +18,7 @@ SHIELD = "https://colab.research.google.com/assets/colab-badge.svg"
 
 # Extra -> (tag of the cells that are looked at, pattern of a line there that asks for it).
 EXTRAS = {"smollm2": ("parameters", r"^model: str"), "serve": ("", r"^from grpolab\.serve"),
-          "agents": ("", r"^(from|import) openai")}  # fmt: skip
+          "agents": ("", r"^(from|import) openai"), "aws": ("", r"^from grpolab\.env\.aws")}  # fmt: skip
 
 
 def repository() -> str:

@@ -8,7 +8,8 @@ import pytest
 
 from grpolab.env.aws import generate, tasks
 from grpolab.env.aws.clients import AccountGone
-from grpolab.env.aws.generate import SPLITS, draw, instance, instances, words
+from grpolab.env.aws.environment import read_task
+from grpolab.env.aws.generate import SPLITS, FreshTasks, draw, instance, instances, words
 from grpolab.env.aws.grader import READS, GradingError, check_criterion, grade
 from grpolab.env.aws.tasks import TIERS, load_tasks, pick_drifts, play, template_ids, templates
 from grpolab.env.curriculum import Curriculum
@@ -393,3 +394,27 @@ def test_the_vocabulary_of_criteria_is_closed():
                   criterion(args={"Bucket": {"found": {"service": "s3", "read": "delete_bucket"}}}, exists=True)):
         with pytest.raises(ValueError):
             check_criterion(wrong)
+
+
+def test_fresh_tasks_are_instances_of_what_the_curriculum_wants():
+    """Of its templates, in its order; told under their names; and the same again after a state was loaded."""
+    def source():
+        return FreshTasks(Curriculum(template_ids("warmup", "beginner"), seed=3), seed=3)
+
+    fresh, seen = source(), []
+    for step in range(30):
+        wanted = fresh.curriculum.next_tasks(4)
+        asked = fresh.next_tasks(4)
+        assert [task.partition("/")[0] for task in asked] == wanted and asked == fresh.next_tasks(4)
+        assert [read_task(task).template for task in asked] == wanted
+        if step == 20:
+            again = source()
+            again.load(json.loads(json.dumps(fresh.state())))
+            assert again.next_tasks(4) == asked and again.tier == fresh.tier
+        for task in asked:
+            fresh.record_result(task, 1.0)
+        seen += asked
+    assert fresh.curriculum.results == len(seen) == 120 and len(set(seen)) > 100 and fresh.tier == 1
+    assert FreshTasks(fresh.curriculum, seed=4).next_tasks(4) != fresh.next_tasks(4)
+    known = FreshTasks(fresh.curriculum, make=lambda template, seed: instance(template, 0))
+    assert known.next_tasks(2) == [instance(t, 0).id for t in fresh.curriculum.next_tasks(2)]

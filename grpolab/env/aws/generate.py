@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from grpolab.env.aws.tasks import TIERS, Task, Template, templates
+from grpolab.env.curriculum import Curriculum
 from grpolab.files import data_path
 
 SPLITS = ("train", "held_out")
@@ -69,3 +71,40 @@ def instances(tier: str, n: int, seed: int, split: str = "train") -> list[Task]:
         if len(found) == before:
             raise ValueError(f"n={n}: the tier {tier!r} gave only {before} different instances; ask for fewer, or add words")
     return list(found.values())
+
+
+@dataclass
+class FreshTasks:
+    """A curriculum of templates as the tasks of `multi_turn_grpo`: what is played is a fresh instance of each template that it
+    wants, by its id, and what came of it is told to the curriculum under the template's name.
+
+    `make(template, seed)` gives the instance. It is asked with a function of `seed` and of the results so far, on which the
+    wanted templates depend too, so that a run that was interrupted asks for the same again."""
+
+    curriculum: Curriculum
+    seed: int = 0
+    make: Callable[[str, str], Task] = instance
+
+    @property
+    def tier(self) -> int:
+        """The newest of the tiers that are open, from 0."""
+        return self.curriculum.tier
+
+    @property
+    def config(self) -> list:
+        """What a run notes of its tasks beside the curriculum's state."""
+        return [self.curriculum.config, self.seed]
+
+    def next_tasks(self, n: int) -> list[str]:
+        told = self.curriculum.results
+        return [self.make(template, f"{self.seed}:{told}:{i}").id
+                for i, template in enumerate(self.curriculum.next_tasks(n))]
+
+    def record_result(self, task: str, rate: float) -> None:
+        self.curriculum.record_result(task.partition("/")[0], rate)
+
+    def state(self) -> dict:
+        return self.curriculum.state()
+
+    def load(self, state: dict) -> None:
+        self.curriculum.load(state)

