@@ -124,12 +124,12 @@ def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: st
     return ax
 
 
-def held_out(points: Sequence[tuple[int, object]], ax, label: str = "held-out") -> None:
-    """Evaluations as black dots with their 95 % intervals: (step, Interval) pairs."""
+def held_out(points: Sequence[tuple[int, object]], ax, label: str = "held-out", color: str = HELD_OUT) -> None:
+    """Evaluations as dots with their 95 % intervals: (step, Interval) pairs."""
     steps = [s for s, _ in points]
     values = [i.value for _, i in points]
     errors = [[i.value - i.low for _, i in points], [i.high - i.value for _, i in points]]
-    ax.errorbar(steps, values, yerr=errors, fmt="o", color=HELD_OUT, markersize=5, capsize=3, zorder=5, label=label)
+    ax.errorbar(steps, values, yerr=errors, fmt="o", color=color, markersize=5, capsize=3, zorder=5, label=label)
 
 
 def levels(values: dict[str, float], ax, colors: dict[str, str] | None = None, *, outside: bool = False) -> None:
