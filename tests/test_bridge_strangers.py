@@ -356,14 +356,16 @@ def test_completions_that_do_not_end_keep_the_weights_that_they_began_with(tiny,
             await remote.publish()
             long = SamplingParams(seed=1, max_new_tokens=450, ignore_eos=True)
             async with RemoteSampler(service.url, policy) as free:
-                asking = asyncio.ensure_future(free.sample(PROMPTS, group_size=30, params=long))
-                while not service.rows:
+                asking = asyncio.ensure_future(free.sample(PROMPTS, group_size=128, params=long))
+                while service.rows < 128:  # not yet what it asks first, to know the server
+                    assert not asking.done()
                     await asyncio.sleep(0.005)
                 moved(policy, 1)
                 with pytest.raises(RemoteError, match="503.*still in progress after 0 s; the weights are as they were"):
                     await remote.publish()
                 assert service.policy.version == 0
                 asking.cancel()
+            monkeypatch.undo()
             await remote.publish()
             await agree(remote, policy, 1)
 
