@@ -1,8 +1,7 @@
 # Everything installs into .venv once; each target installs what it needs.
 PYTHON ?= python3
 PY := .venv/bin/python
-# Modules are compiled when they are first imported: most of what these environments hold never is.
-FLAGS := --quiet --disable-pip-version-check --no-compile
+FLAGS := --quiet --disable-pip-version-check
 PIP := $(PY) -m pip install $(FLAGS)
 PIP_INTO = $(PY) -m pip --python $(@D)/bin/python install $(FLAGS)
 
@@ -101,7 +100,7 @@ test: environments test-lowest
 
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest: .venv/lowest/installed
-	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $$($(PY) tests/lowest.py --tests)
+	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 3 --dist loadfile -m "not slow" $$($(PY) tests/lowest.py --tests)
 
 # RESULTS.md and the README's table from the records in benchmarks/results/.
 results: install

@@ -7,7 +7,7 @@ Trainer and server are processes of their own. In a quiet round the policy takes
 published, and a batch is sampled twice: right after the sync and once more. In a busy round a second client samples all the
 while: `behind` is by how many versions its rollouts were behind the policy as they arrived, `failed` how many of its requests
 ended with an error of the server, as they do where the server is started again. Each bridge has a server of its own, one after
-the other.
+the other. The record keeps a row a model, server and bridge, as they come.
 """
 
 import argparse
@@ -192,11 +192,14 @@ def main() -> None:
     cases = [(model, kind, "grpolab") for model in args.models for kind in args.kinds]
     if args.vllm:
         cases += [(args.models[-1], kind, "vllm") for kind in args.kinds if kind in ("adapter swap", "whole, restart")]
-    rows = [asyncio.run(measure(*case, args.rounds, args.tokens)) for case in cases]
-    about = {"command": "OMP_NUM_THREADS=1 python benchmarks/bridges.py" + " --vllm" * args.vllm, "rounds": args.rounds,
+    about = {"command": "OMP_NUM_THREADS=1 python benchmarks/bridges.py --vllm",
              "batch": f"8 prompts × 4 completions of {args.tokens} tokens", "threads": torch.get_num_threads(),
              "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"}  # fmt: skip
-    print(atomic_write(args.out, json.dumps(about | {"rows": rows}, indent=1) + "\n"))
+    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    for case in cases:
+        new = asyncio.run(measure(*case, args.rounds, args.tokens))
+        rows = [r for r in rows if any(r[k] != new[k] for k in ("model", "server", "bridge"))] + [new]
+        atomic_write(args.out, json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

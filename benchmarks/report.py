@@ -227,14 +227,14 @@ def bridges(results: Path) -> str | None:
     if not found:
         return None
     rows = [[r["model"], {"grpolab": "ours", "vllm": "vLLM"}[r["server"]], r["bridge"],
-             f"{r['travels_mb']:,.1f} MB", f"{median(r['sync_s']):.2f}", f"{median(r['busy_sync_s']):.2f}",
+             f"{r['travels_mb']:,.1f} MB", len(r["sync_s"]), f"{median(r['sync_s']):.2f}", f"{median(r['busy_sync_s']):.2f}",
              f"{median(r['tokens_per_s_after']):,.0f}", f"{median(r['tokens_per_s']):,.0f}", f"{r['server_peak_mb']:,} MB",
              r["behind_max"], r["failed"]]
             for r in found["rows"]]  # fmt: skip
-    head = ["model", "server", "bridge", "travels", "seconds a sync", "beside other requests", "tokens/s right after",
+    head = ["model", "server", "bridge", "travels", "syncs", "seconds a sync", "beside other requests", "tokens/s right after",
             "tokens/s later", "server's peak memory", "versions behind, at most", "requests that failed"]
-    return (f"From `publish` to a server that samples with the new weights; medians of {found['rounds']} syncs, a batch is "
-            f"{found['batch']}, {found['threads']} thread. Beside the syncs of the sixth column a second client samples all "
+    return (f"From `publish` to a server that samples with the new weights; medians of so many syncs, a batch is "
+            f"{found['batch']}, {found['threads']} thread. Beside the syncs of the seventh column a second client samples all "
             "the while: how many versions its rollouts were behind as they arrived, and how many of its requests ended with an "
             f"error, as at a restart ({found['machine']}): `{found['command']}`.\n\n" + table(head, rows))
 

@@ -53,7 +53,7 @@ class Browser:
 
 async def browse(address, play):
     """Open the page and let `play(browser)` act on it."""
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # its children write there to the last
         process = subprocess.Popen([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
                                     "--window-size=1100,800", f"--user-data-dir={profile}", "about:blank"],
                                    stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_a_fault_in_one_request_never_touches_another(policy, sampler, expected,
         monkeypatch.setattr(policy.tokenizer, "decode", raises, raising=False)
         bad = sampler.submit(ragged_prompts(4), params=SamplingParams(max_new_tokens=9, stop_strings=("x",))).future
     else:
-        bad = sampler._call(raises, ())
+        bad = sampler._queue((Future(), raises, ()))[0]
     with pytest.raises(type(fault), match="mine"):
         bad.result(timeout=10)
     assert good.result(timeout=10) == expected
@@ -246,7 +247,7 @@ def test_what_changes_the_weights_holds_the_policy(policy):
         order.append("change")
 
     with Sampler(policy) as sampler:
-        changing = sampler._call(change, ())
+        changing = sampler._queue((Future(), change, ()))[0]
         assert inside.wait(10)
         threading.Timer(0.2, out.set).start()
         with policy.lock:
