@@ -86,7 +86,8 @@ environments: .venv/installed
 	$(MAKE) --no-print-directory -j 2 .venv/lowest/installed .venv/smollm2 .venv/gym openenv atropos
 
 test: export OMP_NUM_THREADS = 1
-test: environments test-lowest
+test: environments
+	$(MAKE) --no-print-directory test-lowest
 	REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 $(UNITS) tests
 	$(NBVAL) $(FIRST)
 	$(NBVAL) $(REST)

@@ -4,8 +4,8 @@
 
 data/tiny/ holds what this command wrote with these defaults; pretraining.json there names them, and the version of torch. On
 another machine sums are rounded in another order, so the weights will differ and the accuracy may by a few points: the
-notebooks' numbers are those of the embedded weights. Run once more on the machine that made them, with one thread, it gave
-the same weights in every bit. A test runs it to the end with a few steps.
+notebooks' numbers are those of the embedded weights. Run once more, with that torch and one thread, it gave the same
+weights in every bit. A test runs it to the end with a few steps.
 
 The text states sums and differences of numbers up to 99 in several plain phrasings, without chat and without `\\boxed`, and
 comes in two parts. In the first a tenth of the statements is wrong at random. The second holds *usual mistakes*, as text

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from test_gates import failures_under, judge, report_logps_of_another_temperature, run_until
+from test_gates import fails_alone, failures_under, report_logps_of_another_temperature, run_until
 
 from grpolab import gate
 from grpolab.evaluate import Interval
@@ -74,9 +74,7 @@ FAILED = "runs of the training that failed"
     ],
 )  # fmt: skip
 def test_every_check_of_the_agents_gate_can_fail(bad, name, tmp_path):
-    good = values(tmp_path)
-    assert judge("11_agents", dict(good)) == []
-    assert judge("11_agents", good | bad) == [name]
+    fails_alone("11_agents", values(tmp_path), bad, name)
 
 
 # --- the notebook itself, with one thing broken ------------------------------------------------------------------------

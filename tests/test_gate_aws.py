@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from test_gates import cells, failures_under, judge
+from test_gates import cells, fails_alone, failures_under
 
 from grpolab import gate
 from grpolab.env.aws import backend, environment
@@ -63,9 +63,7 @@ def values(tmp_path):
     ],
 )  # fmt: skip
 def test_every_check_of_the_aws_gate_can_fail(bad, name, tmp_path):
-    good = values(tmp_path)
-    assert judge("12_aws", dict(good)) == []
-    assert judge("12_aws", good | bad) == [name]
+    fails_alone("12_aws", values(tmp_path), bad, name)
 
 
 # --- the notebook itself, with one thing broken ------------------------------------------------------------------------

@@ -85,6 +85,12 @@ def judge(name, namespace, runner=asyncio):
     return []
 
 
+def fails_alone(name, good, bad, check):
+    """The notebook's gate passes good values, and with the bad ones in their place this check fails and no other."""
+    assert judge(name, dict(good)) == []
+    assert judge(name, good | bad) == [check]
+
+
 def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch, filled=None, **parameters):
     """The failing checks of a notebook under sabotage; None where its own assertion stops it before the gate."""
     if sabotage:
@@ -194,8 +200,7 @@ def test_every_claim_of_the_sft_gate_can_fail(bad, name, tmp_path, monkeypatch):
     measured = {"naive": 1.0, "ours": 1.0, "prompt_pull": 0.0, "answer_pull": 0.1, "loss_packed": 1.0, "loss_padded": 1.0,
                 "packing_error": 1e-6, "step_error": 1e-5, "tiny": True, "left_out": "",
                 "gate": gate, "run": Run("01_sft", root=tmp_path)} | SFT_LEARNED  # fmt: skip
-    assert judge("01_sft", dict(measured)) == []
-    assert judge("01_sft", measured | bad) == [name]
+    fails_alone("01_sft", measured, bad, name)
 
 
 # --- 02 decode engine -------------------------------------------------------------------------------------------------
@@ -293,8 +298,7 @@ def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
                 "chi_square": 70.0, "chi_bound": 120.0, "fed": 71, "given": 69, "caught": CAUGHT, "FAULTS": FAULTS,
                 "stalls": [0.01], "elapsed": 1.0, "gain": 5.0, "speed": {"static": 1.0, "refilled": 2.0}, "tiny": True,
                 "gate": gate, "run": Run("02_decode_engine", root=tmp_path)} | RACES  # fmt: skip
-    assert judge("02_decode_engine", dict(measured)) == []
-    assert judge("02_decode_engine", measured | bad) == [name]
+    fails_alone("02_decode_engine", measured, bad, name)
     shared = measured | bad | {"independent": False}  # a mixture of experts: its rows may depend on their company
     assert judge("02_decode_engine", shared) == ([] if name.startswith("rollouts changed") else [name])
 
@@ -520,8 +524,7 @@ def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
                 "kl0": 0.0, "tiny": True, "left_out": "", "step_error": 1e-3, "trick_error": {"no baseline": 1.0},
                 "noise_left": 0.6, "kl_bias": {"k1": 1.0, "k2": 20.0, "k3": 1.0},
                 "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED  # fmt: skip
-    assert judge("04_grpo", dict(measured)) == []
-    assert judge("04_grpo", measured | bad) == [name]
+    fails_alone("04_grpo", measured, bad, name)
 
 
 # --- 05 reward model --------------------------------------------------------------------------------------------------
@@ -641,8 +644,7 @@ def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):
         "naive": 0.8, "ours": 0.8, "gradient_error": 1e-6, "checked": True, "at_zero": math.log(2), "shift_error": 1e-16,
         "swap_error": 1e-6, "math": math, "tiny": True, "pairs": [], "gate": gate, "run": Run("05", root=tmp_path),
     } | REWARD_LEARNED  # fmt: skip
-    assert judge("05_reward_model", dict(measured)) == []
-    assert judge("05_reward_model", measured | bad) == [name]
+    fails_alone("05_reward_model", measured, bad, name)
 
 
 # --- 06 environment pool ----------------------------------------------------------------------------------------------
@@ -892,5 +894,4 @@ def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
                 "server": SimpleNamespace(status=lambda: {"sessions": 0}), "run": Run("07_multi_turn_grpo", root=tmp_path),
                 "checked": SimpleNamespace(max_error=1e-6), "misplaced": 0, "same": True, "kept": 100, "needed": 100,
                 "anew": 200, "together": 1.0, "alone": 5.0, "left_out": ""} | MULTI_TURN_LEARNED  # fmt: skip
-    assert judge("07_multi_turn_grpo", dict(measured)) == []
-    assert judge("07_multi_turn_grpo", measured | bad) == [name]
+    fails_alone("07_multi_turn_grpo", measured, bad, name)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from test_gates import failures_under, judge, leave_sessions_open, report_logps_of_another_temperature
+from test_gates import fails_alone, failures_under, judge, leave_sessions_open, report_logps_of_another_temperature
 
 from grpolab import gate, load_policy
 from grpolab.checker import check_answer
@@ -154,9 +154,7 @@ def longer_values(tmp_path):
     ],
 )  # fmt: skip
 def test_every_claim_of_the_longer_answers_gate_can_fail(bad, name, tmp_path):
-    good = longer_values(tmp_path)
-    assert judge("09_longer_answers", dict(good)) == []
-    assert judge("09_longer_answers", good | bad) == [name]
+    fails_alone("09_longer_answers", longer_values(tmp_path), bad, name)
 
 
 def forget_the_baseline(monkeypatch):
