@@ -97,6 +97,16 @@ def inventory(address: str) -> dict[str, list[str]]:
     return {listing: names for listing, names in found.items() if names}
 
 
+def messages(address: str, queue: str) -> list[dict[str, str]]:
+    """The messages of a queue in us-east-1, given by its name, those in flight and delayed too, as [{"Body": text, ...}];
+    unlike a receive, this changes nothing. Raises AccountGone."""
+    status, answer = _ask(address, "GET", f"/_ministack/sqs/messages?{urlencode({'QueueUrl': queue, 'region': 'us-east-1'})}")
+    if status != 200:
+        raise AccountGone(f"the account at {address} does not show the messages of {queue}: {status} {answer!r:.200}")
+    return [message for regions in answer["messages"].values() for queues in regions.values()
+            for held in queues.values() for message in held]
+
+
 def loaded(address: str) -> list[str]:
     """The names of the simulator's modules of services that have been used."""
     return _ask(address, "GET", simulator.LOADED)[1]
