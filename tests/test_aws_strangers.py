@@ -267,3 +267,17 @@ def test_chaos_spares_what_the_task_set_up(account):
     held = json.dumps(env.state()["account"])
     assert all(name in held for name in (queue, bucket, log_group)) and "own" not in held
     env.close()
+
+
+def test_an_answer_that_cannot_be_read_is_a_check_that_fails(account):
+    """Some of the simulator's answers are no XML with a `<` in them. Writing one is no way out of an episode, and what cannot
+    be listed does not count as absent."""
+    task = read_task("expert-wrong-subscription")
+    topic = task.setup[0].split()[-1]
+    env = AwsEnv(account.endpoint, max_turns=2)
+    env.reset(seed=1, task=task.id)
+    spoil = f"aws sns subscribe --topic-arn {TOPIC}{topic} --protocol 'x<' --notification-endpoint y"
+    assert env.step({"command": spoil}).observation["ok"]
+    result = env.step({"command": spoil})
+    assert (result.reward, result.done, result.metadata["progress"]) == (0.0, True, 0.0)
+    env.close()

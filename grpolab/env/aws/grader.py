@@ -142,6 +142,7 @@ def _check_read(criterion: Mapping[str, Any]) -> None:
 def grade(task: Task, client: Callable[[str], Any]) -> Grade:
     """Read the account of `client` (service name -> botocore client on its endpoint) and compare it with the criteria.
 
+    A criterion whose answer cannot be parsed does not hold, whatever it compares: such an answer repeats what a policy wrote.
     Raises AccountGone where the backend does not answer, GradingError where it refuses a read, ValueError for a criterion
     outside the vocabulary.
     """
@@ -156,7 +157,9 @@ def grade(task: Task, client: Callable[[str], Any]) -> Grade:
             holds = _holds(how, criterion[how], _found(criterion, client, answers))
         except broken() as error:
             raise AccountGone(f"task {task.id!r} could not be graded: {error}") from error
-        except (exceptions.BotoCoreError, exceptions.ClientError, ResponseParserError) as error:
+        except ResponseParserError:  # it was readable at the start, so what was typed has spoilt it
+            holds = False
+        except (exceptions.BotoCoreError, exceptions.ClientError) as error:
             raise GradingError(f"task {task.id!r}: {criterion['service']}.{criterion['read']} failed: {error}") from error
         checks.append(Check(f"{criterion['service']}.{criterion['read']}", holds, criterion.get("keep", False)))
     reached = [check.holds for check in checks if not check.keep]
