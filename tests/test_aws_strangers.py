@@ -12,7 +12,7 @@ from grpolab.env.aws import commands
 from grpolab.env.aws.allowed import OPERATIONS
 from grpolab.env.aws.backend import wipe
 from grpolab.env.aws.commands import Output
-from grpolab.env.aws.environment import AwsEnv, read_task, shorten
+from grpolab.env.aws.environment import AwsEnv, read_command, read_task, shorten
 from grpolab.env.aws.grader import grade
 from grpolab.env.aws.tasks import play, templates
 
@@ -281,3 +281,12 @@ def test_an_answer_that_cannot_be_read_is_a_check_that_fails(account):
     result = env.step({"command": spoil})
     assert (result.reward, result.done, result.metadata["progress"]) == (0.0, True, 0.0)
     env.close()
+
+
+def test_a_command_is_found_in_any_text_at_once():
+    """A text of many spaces may not hold up the server's other sessions: a pattern once took the square of their number."""
+    start = time.monotonic()
+    for text in ("aws s3 " + " " * 200_000 + "x", "` " * 100_000 + "x", "aws `" * 40_000):
+        assert read_command({"text": text})
+    assert time.monotonic() - start < 2
+    assert read_command({"text": "Sure:\r\n> aws s3 ls `\r\nand so on"}) == "aws s3 ls"

@@ -26,8 +26,6 @@ from grpolab.env.protocol import InvalidAction, StepResult
 HINT = "aws hint"  # the action that asks for one, where hints are on
 HINT_FACTOR = 0.85  # of the reward, for each hint taken
 
-_COMMAND = re.compile(r"^[ \t`$>]*(aws[ \t][^\r\n]*?)[ \t`]*$", re.MULTILINE)
-
 
 class SetupError(RuntimeError):
     """The account could not be brought to where the task begins; the episode has not started."""
@@ -171,8 +169,8 @@ def read_command(action: dict) -> str:
     if keys == {"command"} and isinstance(action["command"], str):
         return action["command"].strip()
     if keys == {"text"} and isinstance(action["text"], str):
-        found = _COMMAND.search(action["text"])
-        return found[1] if found else action["text"].strip()
+        lines = (line.lstrip(" \t`$>").rstrip(" \t`") for line in re.split(r"[\r\n]+", action["text"]))
+        return next((line for line in lines if line.startswith(("aws ", "aws\t"))), action["text"].strip())
     raise InvalidAction(f'an action here is {{"command": "aws ..."}} or {{"text": "..."}}, got the keys {sorted(keys)}')
 
 
