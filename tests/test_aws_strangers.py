@@ -290,3 +290,15 @@ def test_a_command_is_found_in_any_text_at_once():
         assert read_command({"text": text})
     assert time.monotonic() - start < 2
     assert read_command({"text": "Sure:\r\n> aws s3 ls `\r\nand so on"}) == "aws s3 ls"
+
+
+def test_an_event_bus_is_in_what_the_account_holds(account):
+    """A task asks for one, and the page for people shows the account; the bus that every account has is no news."""
+    task = read_task("warmup-bus")
+    env = AwsEnv(account.endpoint)
+    env.reset(seed=1, task=task.id)
+    env.step({"command": "aws events list-event-buses"})
+    assert env.state()["account"] == {}
+    env.step({"command": task.solution[0]})
+    assert env.state()["account"] == {"events ListEventBuses": [task.solution[0].split()[-1]]}
+    env.close()

@@ -39,8 +39,10 @@ LISTS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
     "kms": (("kms", _JSON, "TrentService.ListKeys", "Keys", "KeyId"),),
     "cloudwatch_logs": (("logs", _JSON, "Logs_20140328.DescribeLogGroups", "logGroups", "logGroupName"),),
     "cloudwatch": (("monitoring", _QUERY, "DescribeAlarms 2010-08-01", "", "AlarmName"),),
-    "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules", "Name"),),
+    "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules", "Name"),
+                    ("events", _JSON, "AWSEvents.ListEventBuses", "EventBuses", "Name")),
 }
+ALWAYS = {"AWSEvents.ListEventBuses": "default"}  # what an empty account lists
 
 
 class Simulator(ProcessBackend):
@@ -133,7 +135,8 @@ def _listed(address: str, signing: str, how: str, what: str, within: str, name: 
     if status != 200:
         raise AccountGone(f"the account at {address} does not list {what}: {status} {answer!r:.200}")
     if how == _JSON:
-        return [entry[name] if name else entry for entry in answer.get(within, [])]
+        names = [entry[name] if name else entry for entry in answer.get(within, [])]
+        return [name for name in names if name != ALWAYS.get(what)]
     return re.findall(f"<{name}>([^<]*)</{name}>", answer)
 
 
