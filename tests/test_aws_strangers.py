@@ -79,6 +79,7 @@ OTHER_METRIC = ("CPUUtilization", "Nonsense")
     ("advanced-secret-for-role", [(r'"Resource":"\*"', '"Resource":"arn:aws:s3:::x"')]),
     ("advanced-topic-to-queue", [(r'(Resource\\":\\")[^\\]+', rf"\1{QUEUE}other")]),
     ("drift-news", [("sqs:SendMessage", "sqs:ReceiveMessage")]),
+    ("drift-news", [(r'(Resource\\":\\")[^\\]+', rf"\1{QUEUE}other")]),
     ("expert-open-queue", [(r'\[\{', r'[{\\"Effect\\":\\"Allow\\",\\"Principal\\":{\\"Service\\":\\"x.amazonaws.com\\"},'
                             r'\\"Action\\":\\"sqs:ReceiveMessage\\"},{')]),
     ("intermediate-queue-message", [(r"--message-body \S+", "--message-body other")]),
