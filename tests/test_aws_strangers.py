@@ -13,7 +13,7 @@ from grpolab.env.aws.allowed import OPERATIONS
 from grpolab.env.aws.backend import wipe
 from grpolab.env.aws.commands import Output
 from grpolab.env.aws.environment import AwsEnv, read_command, read_task, shorten
-from grpolab.env.aws.grader import grade
+from grpolab.env.aws.grader import check_criterion, grade
 from grpolab.env.aws.tasks import play, templates
 
 QUEUE, TOPIC = "arn:aws:sqs:us-east-1:000000000000:", "arn:aws:sns:us-east-1:000000000000:"
@@ -303,3 +303,9 @@ def test_an_event_bus_is_in_what_the_account_holds(account):
     env.step({"command": task.solution[0]})
     assert env.state()["account"] == {"events ListEventBuses": [task.solution[0].split()[-1]]}
     env.close()
+
+
+@pytest.mark.parametrize("step", [["a"], [{"a": 1}, "b"], 3, None])
+def test_a_step_that_is_none_is_refused(step):
+    with pytest.raises(ValueError, match="a step of a path is"):
+        check_criterion({"service": "s3", "read": "head_bucket", "args": {}, "path": [step], "exists": True})
