@@ -6,10 +6,11 @@ from pathlib import Path
 
 from tables import points, rate, record, table
 
-RECIPES = ("few", "first")  # of smollm2_arithmetic.py
+RECIPES = ("larger", "few", "first")  # of smollm2_arithmetic.py, the last one that was tried first
 GOALS = {"arithmetic": 10, "gym": 15, "aws": 10}  # percentage points, on the held-out ones
 OWN_LOGPS = ", ratios to the trainer's own log-probs"
-KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long"}
+KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long",
+         "wide": "GRPO, wide"}
 
 
 def shown(text: str, most: int = 110) -> str:
@@ -130,9 +131,10 @@ def arithmetic(results: Path) -> str | None:
     text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
                    "one of eight", "minutes"], rows)  # fmt: skip
     for name, r in found:
-        tuned = {key.split(" ")[1]: run for key, run in r.items() if key.startswith("sft ")}
-        looks = sorted({int(steps) for run in tuned.values() for steps in run["curve"]})
-        lines = [[f"lr {float(rate):g}", *(f"{run['curve'][str(n)]:.1%}" for n in looks)] for rate, run in tuned.items()]
+        tuned = {key.removeprefix("sft "): run["curve"] for key, run in r.items() if key.startswith("sft ")}
+        looks = sorted({int(steps) for curve in tuned.values() for steps in curve})
+        lines = [[f"lr {key.replace(' ', ', of steps ')}", *(f"{of[n]:.1%}" if n in of else "" for n in map(str, looks))]
+                 for key, of in tuned.items()]  # fmt: skip
         text += (f"\n\n`{name}`: greedy exact match on the choosing questions after so many steps of SFT, and the mean reward "
                  "of GRPO, first to last fifth of the steps:\n\n" + table(["SFT", *looks], lines) + "\n\n"
                  + rewards(runs_of(r, "grpo")))  # fmt: skip
