@@ -75,11 +75,13 @@ lab: .venv/lab
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Three workers for two cores, since many tests wait for servers and children.
-# Whole files to a worker, since tests of a file share what they made. Notebook 01 first: 03, 04 and 05 start from its policy.
+# Whole files to a worker, since tests of a file share what they made.
 UNITS := $(PY) -m pytest -n 3 --dist loadfile
-NBVAL := $(PY) -m pytest -n 2 --dist loadscope -p no:python --nbval-lax --nbval-current-env --nbval-cell-timeout=1200
-FIRST := notebooks/01_sft.ipynb notebooks/02_decode_engine.ipynb
-REST = $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
+NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:python --nbval-lax --nbval-current-env \
+	--nbval-cell-timeout=1200
+# 01 first, since 03, 04 and 05 start from its policy; beside it one that takes longer and needs nothing; then the longest first.
+ORDER := 01 07 04 05 11 03 10 09 08
+NOTEBOOKS = $(foreach n,$(ORDER),$(wildcard notebooks/$(n)_*.ipynb))
 
 # What the tests need beside .venv/installed, two at a time.
 environments: .venv/installed
@@ -89,8 +91,7 @@ test: export OMP_NUM_THREADS = 1
 test: environments
 	$(MAKE) --no-print-directory test-lowest
 	REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 $(UNITS) tests
-	$(NBVAL) $(FIRST)
-	$(NBVAL) $(REST)
+	$(NBVAL) $(NOTEBOOKS) $(filter-out $(NOTEBOOKS),$(sort $(wildcard notebooks/*.ipynb)))
 
 # The fast tests against the lowest versions that pyproject.toml promises, in an environment of their own.
 .venv/lowest/installed: tests/lowest.py pyproject.toml .venv/installed

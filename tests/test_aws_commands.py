@@ -37,6 +37,7 @@ MAKERS = {
     "secretsmanager ListSecrets": "aws secretsmanager create-secret --name s --secret-string x",
     "kms ListKeys": "aws kms create-key", "logs DescribeLogGroups": "aws logs create-log-group --log-group-name g",
     "monitoring DescribeAlarms": ALARM,
+    "events ListEventBuses": "aws events create-event-bus --name b",
     "events ListRules": "aws events put-rule --name r --schedule-expression 'rate(5 minutes)'",
 }
 CLI = """

@@ -374,27 +374,35 @@ def keep_the_reference_beside_the_cache(monkeypatch):
     monkeypatch.setattr(reference, "_compute", keeping)
 
 
+def average_over_the_tokens_without_a_reference(monkeypatch):
+    average_over_the_tokens(monkeypatch)
+    forget_the_reference(monkeypatch)
+
+
+def keep_reference_and_gradient(monkeypatch):
+    keep_the_reference_beside_the_cache(monkeypatch)
+    keep_the_gradient_of_the_step_before(monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     [
         (None, set()),
         (swap_chosen_and_rejected, {"naive loss − package loss"}),
-        (forget_the_reference, {"policy = reference"}),
-        (average_over_the_tokens, {"naive loss − package loss"}),
-        (round_the_cache, {"weights that differ, resident to cached reference", "policy = reference"}),
-        (keep_the_reference_beside_the_cache, {"memory the cache saves, in models"}),
-        (keep_the_gradient_of_the_step_before, {"three steps by hand and by the package"}),
+        (average_over_the_tokens_without_a_reference, {"naive loss − package loss", "policy = reference"}),
+        (round_the_cache, {"weights that differ, resident to cached reference"}),
+        (keep_reference_and_gradient, {"memory the cache saves, in models", "three steps by hand and by the package"}),
     ],
-    ids=["honest", "swapped", "no reference", "means for sums", "rounded cache", "kept reference", "kept gradient"],
+    ids=["honest", "swapped", "means for sums, no reference", "rounded cache", "kept reference and gradient"],
 )
 def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     from grpolab.train import preferences
 
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
-    counts = sabotage in (None, round_the_cache, keep_the_reference_beside_the_cache)
+    counts = sabotage in (None, round_the_cache, keep_reference_and_gradient)
     failed = failures_under(sabotage, "03_dpo", "plain = await", DPO_LEARNED, tmp_path, monkeypatch, {} if counts else COUNTED)
-    assert failed == names if not names else names & failed
+    assert failed == names if not names else names <= failed
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ print(chunked, peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_peak_memory_on_a_vocabulary_of_49k():
     """2048 tokens: all logits are 384 MiB and the plain form holds three of them at once; the chunks are of 64 MiB."""

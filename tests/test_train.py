@@ -287,13 +287,12 @@ class Shuffled:
         return [r for i in range(0, len(true), g) for r in rng.sample(true[i : i + g], g)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_grpo_reaches_the_optimum_and_shuffled_rewards_do_not(tiny, seed):
+def test_grpo_reaches_the_optimum_and_shuffled_rewards_do_not(tiny):
     """The learning gate with its control. A shuffled group has the same mean, so both rewards are the true rate."""
-    start, config = taught(tiny), dataclasses.replace(FAST, seed=seed)
+    start = taught(tiny)
     control = fresh_copy(start)
-    right = [r["reward"] for r in collect(grpo(start, None, PROBLEMS[:4], config))]
-    shuffled = [r["reward"] for r in collect(grpo(control, None, PROBLEMS[:4], config, reward=Shuffled()))]
+    right = [r["reward"] for r in collect(grpo(start, None, PROBLEMS[:4], FAST))]
+    shuffled = [r["reward"] for r in collect(grpo(control, None, PROBLEMS[:4], FAST, reward=Shuffled()))]
     assert right[0] == shuffled[0] < 0.6
     assert sum(right[-3:]) / 3 >= 0.99
     assert sum(shuffled[-3:]) / 3 < 0.8

@@ -24,15 +24,15 @@ _TEXT = {
         update-continuous-backups describe-limits""",
     "sqs": """create-queue delete-queue get-queue-url list-queues get-queue-attributes set-queue-attributes send-message
         send-message-batch receive-message delete-message delete-message-batch purge-queue change-message-visibility
-        tag-queue untag-queue list-queue-tags list-dead-letter-source-queues add-permission remove-permission""",
+        tag-queue untag-queue list-queue-tags add-permission remove-permission""",
     "sns": """create-topic delete-topic list-topics get-topic-attributes set-topic-attributes subscribe unsubscribe
         list-subscriptions list-subscriptions-by-topic get-subscription-attributes set-subscription-attributes publish
         publish-batch tag-resource untag-resource list-tags-for-resource""",
-    "iam": """create-user delete-user get-user list-users update-user tag-user untag-user list-user-tags
-        create-group delete-group get-group list-groups update-group add-user-to-group remove-user-from-group
+    "iam": """create-user delete-user get-user list-users tag-user untag-user list-user-tags
+        create-group delete-group get-group list-groups add-user-to-group remove-user-from-group
         list-groups-for-user create-role delete-role get-role list-roles update-role update-role-description
         update-assume-role-policy tag-role untag-role list-role-tags create-policy delete-policy get-policy list-policies
-        create-policy-version delete-policy-version get-policy-version list-policy-versions set-default-policy-version
+        create-policy-version delete-policy-version get-policy-version list-policy-versions 
         attach-user-policy detach-user-policy list-attached-user-policies attach-group-policy detach-group-policy
         list-attached-group-policies attach-role-policy detach-role-policy list-attached-role-policies
         put-user-policy get-user-policy delete-user-policy list-user-policies put-group-policy get-group-policy

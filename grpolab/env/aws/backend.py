@@ -39,8 +39,10 @@ LISTS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
     "kms": (("kms", _JSON, "TrentService.ListKeys", "Keys", "KeyId"),),
     "cloudwatch_logs": (("logs", _JSON, "Logs_20140328.DescribeLogGroups", "logGroups", "logGroupName"),),
     "cloudwatch": (("monitoring", _QUERY, "DescribeAlarms 2010-08-01", "", "AlarmName"),),
-    "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules", "Name"),),
+    "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules", "Name"),
+                    ("events", _JSON, "AWSEvents.ListEventBuses", "EventBuses", "Name")),
 }
+ALWAYS = {"AWSEvents.ListEventBuses": "default"}  # what an empty account lists
 
 
 class Simulator(ProcessBackend):
@@ -97,6 +99,16 @@ def inventory(address: str) -> dict[str, list[str]]:
     return {listing: names for listing, names in found.items() if names}
 
 
+def messages(address: str, queue: str) -> list[dict[str, str]]:
+    """The messages of a queue in us-east-1, given by its name, those in flight and delayed too, as [{"Body": text, ...}];
+    unlike a receive, this changes nothing. Raises AccountGone."""
+    status, answer = _ask(address, "GET", f"/_ministack/sqs/messages?{urlencode({'QueueUrl': queue, 'region': 'us-east-1'})}")
+    if status != 200:
+        raise AccountGone(f"the account at {address} does not show the messages of {queue}: {status} {answer!r:.200}")
+    return [message for regions in answer["messages"].values() for queues in regions.values()
+            for held in queues.values() for message in held]
+
+
 def loaded(address: str) -> list[str]:
     """The names of the simulator's modules of services that have been used."""
     return _ask(address, "GET", simulator.LOADED)[1]
@@ -123,7 +135,8 @@ def _listed(address: str, signing: str, how: str, what: str, within: str, name: 
     if status != 200:
         raise AccountGone(f"the account at {address} does not list {what}: {status} {answer!r:.200}")
     if how == _JSON:
-        return [entry[name] if name else entry for entry in answer.get(within, [])]
+        names = [entry[name] if name else entry for entry in answer.get(within, [])]
+        return [name for name in names if name != ALWAYS.get(what)]
     return re.findall(f"<{name}>([^<]*)</{name}>", answer)
 
 

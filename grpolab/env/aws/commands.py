@@ -24,7 +24,6 @@ from grpolab.env.aws import s3
 from grpolab.env.aws.allowed import OPERATIONS
 from grpolab.env.aws.clients import (
     AccountGone,
-    OutsideRequest,
     broken,
     check_region,
     isolated_session,
@@ -32,9 +31,10 @@ from grpolab.env.aws.clients import (
     missing,
     said,
 )
-from grpolab.env.aws.words import Refused, split, take_globals
+from grpolab.env.aws.words import Refused, check_writable, split, take_globals
 
 BODY_CHARACTERS = 65_536  # of an object that get-object prints
+MESSAGE_WAIT = 1  # s that receive-message waits at most: nobody else sends to the account meanwhile
 # Options of every operation that read files, or print what is no result of it.
 UNAVAILABLE = ("--cli-input-json", "--cli-input-yaml", "--generate-cli-skeleton")
 
@@ -112,27 +112,27 @@ class Account:
     def call(self, call: Call) -> str:
         """Send a parsed command and print its result. Raises Refused with the service's error, AccountGone."""
         from awscli.formatter import get_formatter
-        from botocore import exceptions, xform_name
-        from botocore.parsers import ResponseParserError
+        from botocore import xform_name
 
-        printed = io.StringIO()
+        printed, parameters = io.StringIO(), call.parameters
+        if call.operation == "ReceiveMessage":  # given always, since a queue may have a longer wait of its own
+            parameters = parameters | {"WaitTimeSeconds": min(parameters.get("WaitTimeSeconds", 0), MESSAGE_WAIT)}
         try:
             client = self.client(call.service, call.region)
             name = xform_name(call.operation)
             if call.paginate and client.can_paginate(name):
-                result = client.get_paginator(name).paginate(**call.parameters)
+                result = client.get_paginator(name).paginate(**parameters)
             else:
-                result = getattr(client, name)(**call.parameters)
+                result = getattr(client, name)(**parameters)
             if call.payload is not None and call.payload in result:
                 printed.write(result.pop(call.payload).read(BODY_CHARACTERS).decode("utf-8", "replace"))
             shape = Namespace(query=call.query, output=call.output, color="off")
             get_formatter(call.output, shape)(call.operation, result, printed)
         except broken() as fault:
             raise AccountGone(f"the account at {self.endpoint} does not answer: {fault}") from fault
-        except (exceptions.ClientError, exceptions.BotoCoreError, ResponseParserError, OutsideRequest, ValueError,
-                RecursionError) as fault:
+        except Exception as fault:  # noqa: BLE001  a made-up token or query ends paginators and formatters in many ways
             raise Refused(said(fault)) from fault
-        return printed.getvalue()
+        return printed.getvalue().encode("utf-8", "replace").decode()  # a query can write half of a surrogate pair
 
 
 def checked(words: list[str]) -> list[str]:
@@ -184,6 +184,7 @@ def _parse(service: str, operation: str, words: list[str], chosen: Namespace) ->
         for argument in table.values():
             if argument.py_name != "outfile" and hasattr(found, argument.py_name):
                 argument.add_to_params(parameters, getattr(found, argument.py_name))
+        check_writable(parameters)
     except Refused:
         raise
     except Exception as fault:  # noqa: BLE001  shorthand, JSON and its customisations raise whatever they meet

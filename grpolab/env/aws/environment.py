@@ -8,14 +8,15 @@ Reward, paid once: 1.0 for the task done, less for each hint taken, 0.0 when the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpolab.env.aws import chaos as chaos_module
 from grpolab.env.aws.backend import inventory, leftovers, wipe
+from grpolab.env.aws.chaos import undoing
 from grpolab.env.aws.commands import Account, Output
 from grpolab.env.aws.grader import Grade, grade
 from grpolab.env.aws.tasks import TIERS, Task, load_tasks, pick_drifts, play, templates
@@ -24,8 +25,6 @@ from grpolab.env.protocol import InvalidAction, StepResult
 
 HINT = "aws hint"  # the action that asks for one, where hints are on
 HINT_FACTOR = 0.85  # of the reward, for each hint taken
-
-_COMMAND = re.compile(r"^[ \t`$>]*(aws[ \t][^\r\n]*?)[ \t`]*$", re.MULTILINE)
 
 
 class SetupError(RuntimeError):
@@ -76,6 +75,7 @@ class AwsEnv:
     def _begin(self, seed: int) -> None:
         self._turn = self._hinted = 0
         self._done, self._achieved, self._progress = True, False, 0.0
+        self._given: set[str] = set()  # commands that would destroy what the task has set up
         self._made: list[str] = []  # commands that destroy what the agent has made
         self._destroyed: list[str] = []
         self._drifts: tuple[int, ...] = ()
@@ -103,6 +103,8 @@ class AwsEnv:
         for line, output in play(lines, self.account.run):
             if not output.ok:
                 raise SetupError(f"task {task.id}: {line!r:.200} failed: {output.stderr.strip():.200}")
+            if undo := undoing(output.call):
+                self._given.add(undo)
 
     def step(self, action: dict) -> StepResult:
         """Carry out one command. Raises InvalidAction, and AccountGone where the account does not answer: then the episode
@@ -127,8 +129,8 @@ class AwsEnv:
         if output.call is not None:
             grade = self._grade()
             self._achieved, self._progress = grade.achieved, grade.progress
-            undo = chaos_module.undoing(output.call) if output.ok else None
-            if undo is not None:
+            undo = undoing(output.call) if output.ok else None
+            if undo is not None and undo not in self._given:
                 self._made.append(undo)
         if not self._achieved and self._turn < self.max_turns and self._made and self._luck.random() < self.chaos:
             command = self._made.pop(self._luck.randrange(len(self._made)))
@@ -167,8 +169,8 @@ def read_command(action: dict) -> str:
     if keys == {"command"} and isinstance(action["command"], str):
         return action["command"].strip()
     if keys == {"text"} and isinstance(action["text"], str):
-        found = _COMMAND.search(action["text"])
-        return found[1] if found else action["text"].strip()
+        lines = (line.lstrip(" \t`$>").rstrip(" \t`") for line in re.split(r"[\r\n]+", action["text"]))
+        return next((line for line in lines if line.startswith(("aws ", "aws\t"))), action["text"].strip())
     raise InvalidAction(f'an action here is {{"command": "aws ..."}} or {{"text": "..."}}, got the keys {sorted(keys)}')
 
 
@@ -198,10 +200,10 @@ def shorten(output: Output, characters: int) -> str:
     """What a command printed, for a small model: JSON on one line, "ok" for nothing, and no more than `characters`, of which
     a middle that is left out is counted."""
     text = output.stdout if output.ok else output.stderr
-    try:
-        text = json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
-    except ValueError:
-        text = text.strip()
+    if text.startswith(("{", "[")):
+        with contextlib.suppress(ValueError, RecursionError):
+            text = json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+    text = text.strip()
     if not text:
         return "ok" if output.ok else "failed"
     if len(text) <= characters:

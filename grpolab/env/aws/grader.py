@@ -6,20 +6,23 @@ A criterion is plain data: a read out of a closed list, its arguments, a path in
      "path": ["TagSet", {"Key": "team"}, "Value"], "equals": "blue"}
 
 A step of the path is a name (that entry of every mapping found), a mapping (keep the mappings found that have all of its
-entries) or "@json" (read a text as JSON). Lists are opened at every step and at the end, so a single action and a list
-with that action are the same. `exists` and `absent` are true alone; `equals` takes a value or a list in any order;
-`contains` asks for a value among the found ones, and `count` for how many there are. A criterion with `keep` holds at the
-start already and must go on holding. An argument `{"found": {"service", "read", "args", "path"}}` is the one value that
-another read finds.
+entries), a list of mappings (keep those that have all entries of one of them), "@json" (read a text as JSON) or "@minutes"
+(a schedule as the minutes between two of its times). Lists are opened at every step and at the end, and a list of one is
+the same as what it holds, so a single action and a list with that action are the same. `exists` and `absent` are true
+alone; `equals` takes a value or a list in any order; `contains` asks for a value among the found ones, and `count` for how
+many there are. A criterion with `keep` holds at the start already and must go on holding. An argument
+`{"found": {"service", "read", "args", "path"}}` is the one value that another read finds.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpolab.env.aws.backend import messages
 from grpolab.env.aws.clients import AccountGone, broken
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ READS: dict[tuple[str, str], tuple[str, ...]] = {
     ("s3", "get_public_access_block"): (*_S3, "NoSuchPublicAccessBlockConfiguration"),
     ("sqs", "get_queue_attributes"): _QUEUE,
     ("sqs", "list_queue_tags"): _QUEUE,
+    ("sqs", "list_messages"): (),  # the simulator's: to receive them would change them
     ("sns", "get_topic_attributes"): _TOPIC,
     ("sns", "list_subscriptions_by_topic"): _TOPIC,
     ("sns", "list_tags_for_resource"): _TOPIC,
@@ -80,6 +84,7 @@ READS: dict[tuple[str, str], tuple[str, ...]] = {
     ("events", "describe_rule"): _GONE,
     ("events", "list_targets_by_rule"): _GONE,
     ("events", "describe_event_bus"): _GONE,
+    ("kms", "list_keys"): (),
     ("kms", "describe_key"): ("NotFoundException",),
     ("kms", "get_key_rotation_status"): ("NotFoundException", "KMSInvalidStateException"),  # the second: it is to be deleted
     ("cloudwatch", "describe_alarms"): (),
@@ -126,8 +131,9 @@ def _check_read(criterion: Mapping[str, Any]) -> None:
     """ValueError for a read or a path outside the vocabulary, in the criterion or in an argument that is found."""
     if (criterion["service"], criterion["read"]) not in READS:
         raise ValueError(f"{criterion['service']}.{criterion['read']} is none of the reads that a criterion may ask for")
-    if not all(isinstance(step, (str, Mapping)) for step in criterion.get("path", ())):
-        raise ValueError(f"a step of a path is a name or a mapping: {criterion['path']}")
+    for step in criterion.get("path", ()):
+        if not isinstance(step, (str, Mapping)) and not (isinstance(step, list) and all(isinstance(s, Mapping) for s in step)):
+            raise ValueError(f"a step of a path is a name, a mapping or a list of mappings: {criterion['path']}")
     for value in criterion.get("args", {}).values():
         if isinstance(value, Mapping) and set(value) == {"found"}:
             _check_read(value["found"])
@@ -136,6 +142,7 @@ def _check_read(criterion: Mapping[str, Any]) -> None:
 def grade(task: Task, client: Callable[[str], Any]) -> Grade:
     """Read the account of `client` (service name -> botocore client on its endpoint) and compare it with the criteria.
 
+    A criterion whose answer cannot be parsed does not hold, whatever it compares: such an answer repeats what a policy wrote.
     Raises AccountGone where the backend does not answer, GradingError where it refuses a read, ValueError for a criterion
     outside the vocabulary.
     """
@@ -150,7 +157,9 @@ def grade(task: Task, client: Callable[[str], Any]) -> Grade:
             holds = _holds(how, criterion[how], _found(criterion, client, answers))
         except broken() as error:
             raise AccountGone(f"task {task.id!r} could not be graded: {error}") from error
-        except (exceptions.BotoCoreError, exceptions.ClientError, ResponseParserError) as error:
+        except ResponseParserError:  # it was readable at the start, so what was typed has spoilt it
+            holds = False
+        except (exceptions.BotoCoreError, exceptions.ClientError) as error:
             raise GradingError(f"task {task.id!r}: {criterion['service']}.{criterion['read']} failed: {error}") from error
         checks.append(Check(f"{criterion['service']}.{criterion['read']}", holds, criterion.get("keep", False)))
     reached = [check.holds for check in checks if not check.keep]
@@ -183,6 +192,8 @@ def _read(client: Any, service: str, read: str, args: Mapping[str, Any]) -> list
     from botocore.exceptions import ClientError
 
     try:
+        if read == "list_messages":
+            return messages(client.meta.endpoint_url, args["QueueUrl"])
         if client.can_paginate(read):
             return [client.get_paginator(read).paginate(**args).build_full_result()]
         return [{k: v for k, v in getattr(client, read)(**args).items() if k != "ResponseMetadata"}]
@@ -192,15 +203,17 @@ def _read(client: Any, service: str, read: str, args: Mapping[str, Any]) -> list
         raise
 
 
-def _step(found: list, step: str | Mapping[str, Any]) -> list:
+def _step(found: list, step: str | Mapping[str, Any] | list[Mapping[str, Any]]) -> list:
     """One step of a path from every value found."""
-    if step == "@json":
-        return _opened([_json(text) for text in found if isinstance(text, str) and text])
+    if step in ("@json", "@minutes"):
+        read = _json if step == "@json" else _minutes
+        return _opened([read(text) for text in found if isinstance(text, str) and text])
     mappings = [value for value in found if isinstance(value, Mapping)]
     if isinstance(step, str):
         return _opened([value[step] for value in mappings if step in value])
+    ways = step if isinstance(step, list) else [step]
     return [value for value in mappings
-            if all(_holds("contains", wanted, _opened([value.get(name)])) for name, wanted in step.items())]
+            if any(all(_holds("contains", wanted, _opened([value.get(name)])) for name, wanted in way.items()) for way in ways)]
 
 
 def _json(text: str) -> Any:
@@ -211,6 +224,27 @@ def _json(text: str) -> Any:
         return []
 
 
+def _minutes(expression: str) -> int | list:
+    """The minutes between two times of a schedule expression of EventBridge: any rate(...), and cron(...) that names minutes
+    alone. Nothing for another one, and nothing where the minutes between are not always the same.
+    Source of the syntax: https://docs.aws.amazon.com/eventbridge/latest/userguide/eb-scheduled-rule-pattern.html"""
+    if rate := re.fullmatch(r"rate\(([0-9]{1,9}) (minute|hour|day)s?\)", expression):
+        return int(rate[1]) * {"minute": 1, "hour": 60, "day": 1440}[rate[2]]
+    cron = re.fullmatch(r"cron\(([0-9*/,]{1,200}) \* (?:\* \* \?|\? \* \*) \*\)", expression)
+    if cron is None:
+        return []
+    times: set[int] = set()
+    for part in cron[1].split(","):
+        place = re.fullmatch(r"(\*|[0-5]?[0-9])(?:/([1-9][0-9]?))?", part)
+        if place is None:
+            return []
+        first = 0 if place[1] == "*" else int(place[1])
+        every = int(place[2]) if place[2] else 1 if place[1] == "*" else 60
+        times.update(range(first, 60, every))
+    gaps = {(b - a) % 60 or 60 for a, b in zip(sorted(times), [*sorted(times)[1:], min(times)])}
+    return gaps.pop() if len(gaps) == 1 else []
+
+
 def _opened(found: list) -> list:
     """Values with every list among them replaced by its items."""
     opened = []
@@ -219,11 +253,20 @@ def _opened(found: list) -> list:
     return opened
 
 
+def _plain(value: Any) -> Any:
+    """A value with every list of one in it replaced by what it holds."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return _plain(value[0]) if len(value) == 1 else [_plain(part) for part in value]
+    return value
+
+
 def _same(found: Any, wanted: Any) -> bool:
     """Equality of plain JSON, where a number is the same as its text: services differ in how they write one."""
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
-    if found == wanted:
+    if _plain(found) == _plain(wanted):
         return True
     if isinstance(found, (dict, list, type(None))) or isinstance(wanted, (dict, list, type(None))):
         return False

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from typing import Any
 
-from grpolab.env.aws.clients import check_region, missing
+from grpolab.env.aws.clients import check_region
+from grpolab.env.aws.query import compile_query
 
 GLOBALS = ("--region", "--output", "--query")
 OUTPUTS = ("json", "text", "table")
 MAX_CHARACTERS = 16_384  # of one command; the longest policy that AWS takes is shorter
+
+# What XML 1.0 cannot write, and some of AWS's services answer in XML: with such a character in the account, nobody could read
+# the answers that hold it, the grader no more than the policy.
+_UNWRITABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _SPECIAL = {"|": "pipes", "&": "background jobs", ";": "several commands", "<": "redirections", ">": "redirections",
             "(": "subshells", ")": "subshells", "`": "command substitution", "$": "variables"}
@@ -82,18 +88,22 @@ def take_globals(words: list[str]) -> tuple[list[str], Namespace]:
     try:
         if chosen.region is not None:
             check_region(chosen.region)
-        chosen.query = None if chosen.query is None else _compiled(chosen.query)
+        chosen.query = None if chosen.query is None else compile_query(chosen.query)
     except (ValueError, RecursionError) as fault:
         raise Refused(str(fault)) from fault
     return kept, chosen
 
 
-def _compiled(query: str) -> Any:
-    try:
-        import jmespath
-    except ModuleNotFoundError as fault:
-        raise missing(fault) from fault
-    try:
-        return jmespath.compile(query)
-    except Exception as fault:  # noqa: BLE001  its lexer raises more than its own errors
-        raise ValueError(f"Bad value for --query {query:.100}: {fault}") from fault
+def check_writable(value: Any) -> None:
+    """Raise Refused for a parameter, or a part of one, with a character that no answer could hold."""
+    if isinstance(value, str):
+        if found := _UNWRITABLE.search(value):
+            raise Refused(f"character {found.start()} of {value[:40]!r} is {found[0]!r}: leave out control characters and the "
+                          "like")
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            check_writable(name)
+            check_writable(part)
+    elif isinstance(value, list):
+        for part in value:
+            check_writable(part)

@@ -1,0 +1,311 @@
+"""What a stranger tried on the AWS environment: a part of a task, other ways to do one, and lines that break a step."""
+
+import base64
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from grpolab.env.aws import commands
+from grpolab.env.aws.allowed import OPERATIONS
+from grpolab.env.aws.backend import wipe
+from grpolab.env.aws.commands import Output
+from grpolab.env.aws.environment import AwsEnv, read_command, read_task, shorten
+from grpolab.env.aws.grader import check_criterion, grade
+from grpolab.env.aws.tasks import play, templates
+
+QUEUE, TOPIC = "arn:aws:sqs:us-east-1:000000000000:", "arn:aws:sns:us-east-1:000000000000:"
+
+
+@pytest.fixture(scope="module")
+def account():
+    pytest.importorskip("ministack")
+    from grpolab.env.aws.backend import Simulator
+
+    simulator = Simulator()
+    held = commands.Account(simulator.start())
+    yield held
+    held.close()
+    simulator.stop()
+
+
+def done(account, task, lines):
+    """Whether these lines do the task, of a template's own values; every one of them must go well."""
+    slots = next(t.slots for t in templates() if t.id == task)
+    task = read_task(task)
+    wipe(account.endpoint)
+    for line in (*task.setup, *task.drifts):
+        assert account.run(line).ok, line
+    for slot, (_, value) in slots.items():
+        lines = [line.replace(f"<{slot}>", value) for line in lines]
+    for line, output in play(lines, account.run):
+        assert output.ok, (line, output.stderr)
+    return grade(task, account.client).achieved
+
+
+def changed(task, *pairs):
+    """The reference solution with each pattern replaced; each must occur."""
+    lines = list(read_task(task).solution)
+    for old, new in pairs:
+        assert any(re.search(old, line) for line in lines), old
+        lines = [re.sub(old, new, line) for line in lines]
+    return lines
+
+
+OPEN_TRUST = (r'"Statement":\[', '"Statement":[{"Effect":"Allow","Principal":"*","Action":"sts:AssumeRole"},')
+SECURE, PAID = ("--type String", "--type SecureString"), ("--billing-mode PAY_PER_REQUEST",
+                                                         "--provisioned-throughput ReadCapacityUnits=1,WriteCapacityUnits=1")
+OTHER_METRIC = ("CPUUtilization", "Nonsense")
+
+
+@pytest.mark.parametrize("task, pairs", [
+    ("warmup-parameter", [SECURE]), ("beginner-parameter-change", [SECURE]), ("intermediate-parameters", [SECURE]),
+    ("intermediate-parameter-rename", [SECURE]), ("advanced-table-known", [SECURE]), ("drift-settings", [SECURE]),
+    ("beginner-table", [("AttributeType=S", "AttributeType=N")]),
+    ("beginner-table", [("AttributeType=S", "AttributeType=S AttributeName=b,AttributeType=S"),
+                        ("KeyType=HASH", "KeyType=HASH AttributeName=b,KeyType=RANGE")]),
+    ("advanced-safe-table", [("AttributeType=S", "AttributeType=B")]),
+    ("intermediate-table-item", [PAID]), ("advanced-table-known", [PAID]), ("advanced-orders", [PAID]),
+    ("intermediate-alarm-silent", [OTHER_METRIC]), ("advanced-alarm-mail", [("--period 300", "--period 60")]),
+    ("advanced-two-alarms", [OTHER_METRIC]), ("expert-deaf-alarm", [("Average", "Sum")]),
+    ("drift-watch", [("GreaterThan", "LessThan")]), ("drift-watch", [("metricValue=1", "metricValue=7")]),
+    ("advanced-error-filter", [("metricValue=1", "metricValue=7")]),
+    ("beginner-subscribe-email", [("--protocol email", "--protocol sms")]),
+    ("beginner-subscribe-queue", [("--protocol sqs", "--protocol email")]),
+    ("advanced-fan-out", [("--protocol sqs", "--protocol email")]),
+    ("beginner-role", [("sts:AssumeRole", "s3:GetObject")]), ("expert-open-role", [OPEN_TRUST]), ("drift-access", [OPEN_TRUST]),
+    ("advanced-secret-for-role", [(r'"Resource":"\*"', '"Resource":"arn:aws:s3:::x"')]),
+    ("advanced-topic-to-queue", [(r'(Resource\\":\\")[^\\]+', rf"\1{QUEUE}other")]),
+    ("drift-news", [("sqs:SendMessage", "sqs:ReceiveMessage")]),
+    ("drift-news", [(r'(Resource\\":\\")[^\\]+', rf"\1{QUEUE}other")]),
+    ("expert-open-queue", [(r'\[\{', r'[{\\"Effect\\":\\"Allow\\",\\"Principal\\":{\\"Service\\":\\"x.amazonaws.com\\"},'
+                            r'\\"Action\\":\\"sqs:ReceiveMessage\\"},{')]),
+    ("intermediate-queue-message", [(r"--message-body \S+", "--message-body other")]),
+    ("intermediate-rule-target", [("(put-rule.*)", r"\1 --state DISABLED")]),
+    ("advanced-scheduled-job", [("(put-rule.*)", r"\1 --state DISABLED")])])
+def test_a_part_of_what_is_asked_is_no_solution(account, task, pairs):
+    assert done(account, task, read_task(task).solution)
+    assert not done(account, task, changed(task, *pairs))
+
+
+@pytest.mark.parametrize("task, more", [
+    ("intermediate-object-move", ["aws s3 rb s3://<a>"]),
+    ("expert-wrong-subscription", ["aws sqs delete-queue --queue-url <q>"]),
+    ("expert-broken-schedule", ["aws events put-targets --rule <a> --targets Id=2,Arn=" + QUEUE + "<q>",
+                                "aws events remove-targets --rule <a> --ids 1"]),
+    ("expert-public-bucket", ["""aws s3api put-bucket-policy --bucket <b> --policy '{"Version":"2012-10-17","Statement":[{"""
+                              """"Effect":"Allow","Principal":{"AWS":"arn:aws:iam::000000000000:role/<r>"},"Action":"s3:*","""
+                              """"Resource":"arn:aws:s3:::<b>/*"}]}'"""]),
+    ("beginner-rule-disable", ["aws events put-rule --name <a> --schedule-expression 'rate(1 day)' --state DISABLED"])])
+def test_what_was_there_must_stay(account, task, more):
+    assert not done(account, task, [*read_task(task).solution, *more])
+
+
+def test_a_message_in_flight_is_not_removed(account):
+    assert not done(account, "warmup-queue-purge", ["aws sqs receive-message --queue-url <a>"])
+
+
+def test_a_new_key_in_place_of_the_given_one_is_no_solution(account):
+    lines = ["aws kms create-key --description <v>", "aws kms create-alias --alias-name alias/<a> --target-key-id "
+             "<1:KeyMetadata|KeyId>", "aws kms enable-key-rotation --key-id <1:KeyMetadata|KeyId>"]
+    assert not done(account, "expert-key-rotation", lines)
+
+
+RULE = "aws events put-rule --name <a> --schedule-expression "
+OWN = "arn:aws:kms:us-east-1:000000000000:alias/"
+
+
+@pytest.mark.parametrize("task, lines", [
+    ("beginner-rule-schedule", [RULE + "'cron(0/<m> * * * ? *)'"]),
+    ("beginner-rule-schedule", [RULE + "'cron(*/<m> * * * ? *)'"]),
+    ("advanced-encrypted-bucket", changed("advanced-encrypted-bucket", ("KMSMasterKeyID=alias/", "KMSMasterKeyID=" + OWN))),
+    ("advanced-topic-to-queue", changed("advanced-topic-to-queue", (r'(Resource\\":\\")[^\\]+', r"\1*"))),
+    ("expert-open-role", changed("expert-open-role", ('"ec2.amazonaws.com"', '["ec2.amazonaws.com"]'),
+                                 ('"sts:AssumeRole"', '["sts:AssumeRole"]'))),
+    ("beginner-bucket-region", ["aws s3 mb s3://<a> --region <r>"]),
+    ("warmup-object-delete", ["aws s3api delete-objects --bucket <a> --delete Objects=[{Key=<f>}]"]),
+    ("warmup-queue-delete", ["aws sqs delete-queue --queue-url https://sqs.us-east-1.amazonaws.com/000000000000/<a>"]),
+    ("beginner-secret-change", ["aws secretsmanager update-secret --secret-id <a> --secret-string <v>"]),
+    ("beginner-parameter-change", ["aws ssm put-parameter --name <p> --value <v> --overwrite"]),
+    ("beginner-item", ["aws dynamodb update-item --table-name <a> --key id={S=<u>} --update-expression 'SET age = :n' "
+                       "--expression-attribute-values :n={N=<n>}"]),
+    ("intermediate-bucket-empty", ["aws s3 rb s3://<a> --force"]),
+    ("intermediate-queue-message", ["aws sqs create-queue --queue-name <a>", "aws sqs send-message-batch --queue-url <a> "
+                                    "--entries Id=1,MessageBody=<o> Id=2,MessageBody=<v>"])])
+def test_another_sensible_way_counts(account, task, lines):
+    assert done(account, task, lines)
+
+
+@pytest.mark.parametrize("expression, minutes", [
+    ("rate(10 minutes)", 10), ("rate(1 minute)", 1), ("rate(2 hours)", 120), ("rate(1 day)", 1440), ("cron(* * * * ? *)", 1),
+    ("cron(*/15 * * * ? *)", 15), ("cron(0/20 * ? * * *)", 20), ("cron(0,30 * * * ? *)", 30), ("cron(5 * * * ? *)", 60),
+    ("cron(0/25 * * * ? *)", None), ("cron(0/10 9 * * ? *)", None), ("cron(0/0 * * * ? *)", None), ("cron(x * * * ? *)", None),
+    ("at(2030-01-01T00:00:00)", None), ("", None), ("cron(0-30/10 * * * ? *)", None), ("rate(" + "9" * 5000 + " days)", None)])
+def test_minutes_of_a_schedule(expression, minutes):
+    """0/25 comes at the minutes 0, 25 and 50: not every 25."""
+    read = SimpleNamespace(can_paginate=lambda name: False, describe_rule=lambda **_: {"S": expression})
+    row = {"service": "events", "read": "describe_rule", "args": {"Name": "a"}, "path": ["S", "@minutes"]}
+    task = SimpleNamespace(id="t", criteria=(row | ({"absent": True} if minutes is None else {"equals": minutes}),))
+    assert grade(task, lambda service: read).achieved
+
+
+# --- Lines that break a step ------------------------------------------------------------------------------------------
+
+
+def token(value):
+    return base64.b64encode(json.dumps(value).encode()).decode()
+
+
+@pytest.mark.parametrize("line", [
+    *(f"aws iam list-users --starting-token {token(value)}" for value in
+      ("x", 1, None, {"boto_encoded_keys": [["a"]]}, {"boto_truncate_amount": "x"}, {"boto_truncate_amount": [1]})),
+    *(f"aws sts get-caller-identity --query '{query}'" for query in
+      ("&a", "[&a]", "ceil(`1e309`)", 'max_by(`[{"a":1},{"a":"b"}]`, &a)')),
+    *(f"aws sts get-caller-identity --output {how} --query '`{literal}`'" for how, literal in
+      (("text", '[1,{"a":1}]'), ("text", '{"a":[{"b":1},2]}'), ("table", '[{"a":1},[1]]'), ("table", '{"a":[{"b":1},2]}')))])
+def test_a_token_or_a_query_that_makes_no_sense_is_the_commands_failure(account, line):
+    output = account.run(line)
+    assert not output.ok and output.stderr.strip() and output.stdout == ""
+
+
+@pytest.mark.parametrize("query", [
+    "|".join(["[@,@]"] * 40), "|".join(["[@,@][]"] * 40), "Arn|" + "|".join(["join(@,[@,@])"] * 30),
+    "|".join(["{a:@,b:@}"] * 40), "|".join(["[@,@]"] * 40) + "|to_string(@)|length(@)",
+    "[" + "|".join(["[@,@]"] * 40) + "] == [" + "|".join(["[@,@]"] * 40) + "]",
+    "|".join(["[@,@][]"] * 14) + "|[join('" + "a" * 9000 + "', [*].Arn)]|length([0])",
+    "|".join(["[@,@][]"] * 12) + "|[*].[" + ",".join(["Arn"] * 2000) + "]"])
+def test_a_query_may_not_explode(account, query):
+    """Each step of such a query doubles its result: forty would fill any machine."""
+    start = time.monotonic()
+    output = account.run(f"aws sts get-caller-identity --query '{query}'")
+    assert not output.ok and "--query" in output.stderr and time.monotonic() - start < 5
+
+
+def test_an_ordinary_query_is_not_held_up(account):
+    wipe(account.endpoint)
+    for n in range(50):
+        account.client("sqs").create_queue(QueueName=f"queue-{n}")
+    query = 'QueueUrls[?contains(@, `"queue-1"`)].{url: @, n: length(@)} | sort_by(@, &url)[*].url | join(`","`, @)'
+    output = account.run(f"aws sqs list-queues --output text --query '{query}'")
+    assert output.ok and output.stdout.count("/queue-1") == 11
+
+
+@pytest.mark.parametrize("line", ["aws sqs receive-message --queue-url q --wait-time-seconds 20",
+                                  "aws sqs receive-message --queue-url slow"])
+def test_waiting_for_a_message_is_no_lost_account(account, line):
+    """Long polling is what AWS recommends, and longer than a request may take here; nobody else sends anything."""
+    account.run("aws sqs create-queue --queue-name q")
+    account.run("aws sqs create-queue --queue-name slow --attributes ReceiveMessageWaitTimeSeconds=20")
+    start = time.monotonic()
+    assert account.run(line).ok and time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("line", [
+    "aws iam create-user --user-name emma --tags Key=k,Value=\ufffe",
+    "aws iam create-user --user-name emma --tags '[{\"Key\":\"k\",\"Value\":\"\\u0001\"}]'",
+    "aws sns create-topic --name t --attributes DisplayName=\uffff",
+    "aws sns create-topic --name t --attributes '{\"DisplayName\":\"\\ud800\"}'"])
+def test_a_character_that_no_answer_can_hold_is_refused(account, line):
+    """XML has no such character: with one in the account, every answer that holds it would be unreadable, the grader's too."""
+    wipe(account.endpoint)
+    output = account.run(line)
+    assert not output.ok and "character" in output.stderr and output.call is None
+    assert account.client("iam").list_users()["Users"] == [] and account.client("sns").list_topics().get("Topics", []) == []
+
+
+def test_an_observation_is_text_that_can_be_written(account):
+    output = account.run("aws sts get-caller-identity --query '`\"\\ud800\"`'")
+    assert shorten(output, 100).encode("utf-8")
+    deep = "[" * 5000 + "]" * 5000
+    assert len(shorten(Output(True, deep, ""), 100)) <= 100
+    assert shorten(Output(True, "1.10\n", ""), 100) == "1.10" and shorten(Output(True, '{"a": 1}', ""), 100) == '{"a":1}'
+
+
+def test_every_operation_that_is_offered_is_simulated(account):
+    """As far as the simulator says so: with made-up values the answers are errors, of which none is `unknown operation`."""
+    unknown = []
+    for service, operations in OPERATIONS.items():
+        known = commands.commands_of(service)
+        for operation in sorted(operations):
+            model = known[operation][1]
+            call = getattr(account.client(model.service_model.service_name), operation.replace("-", "_"))
+            try:
+                call(**made_up(model.input_shape))
+            except Exception as fault:
+                if re.search(r"InvalidAction|Unknown|not valid for this|NotImplemented", str(fault)):
+                    unknown.append(f"{service} {operation}")
+    assert unknown == []
+
+
+def made_up(shape):
+    """A value of a shape that passes botocore's check."""
+    if shape is None:
+        return {}
+    least = max(int(shape.metadata.get("min", 1)), 1)
+    kinds = {"structure": lambda: {name: made_up(shape.members[name]) for name in shape.required_members},
+             "list": lambda: [made_up(shape.member)] * least, "map": lambda: {"k" * 3: made_up(shape.value)},
+             "string": lambda: (shape.enum or ["x" * max(least, 3)])[0], "boolean": lambda: True, "blob": lambda: b"x",
+             "timestamp": lambda: 1_700_000_000, "float": lambda: 1.0, "double": lambda: 1.0}
+    return kinds.get(shape.type_name, lambda: least)()
+
+
+# --- An episode -------------------------------------------------------------------------------------------------------
+
+
+def test_chaos_spares_what_the_task_set_up(account):
+    """Also where a command of the agent says again that it should be there."""
+    task = read_task("advanced-dismantle")
+    log_group, bucket = task.setup[3].split()[-1], task.setup[4].rpartition("/")[2]
+    env = AwsEnv(account.endpoint, chaos=1.0)
+    env.reset(seed=1, task=task.id)
+    queue = task.setup[1].split()[-1]
+    result = env.step({"command": f"aws sqs create-queue --queue-name {queue}"})
+    assert result.observation["ok"] and result.metadata["chaos"] == 0
+    result = env.step({"command": "aws sqs create-queue --queue-name own"})
+    assert result.metadata["chaos"] == 1
+    held = json.dumps(env.state()["account"])
+    assert all(name in held for name in (queue, bucket, log_group)) and "own" not in held
+    env.close()
+
+
+def test_an_answer_that_cannot_be_read_is_a_check_that_fails(account):
+    """Some of the simulator's answers are no XML with a `<` in them. Writing one is no way out of an episode, and what cannot
+    be listed does not count as absent."""
+    task = read_task("expert-wrong-subscription")
+    topic = task.setup[0].split()[-1]
+    env = AwsEnv(account.endpoint, max_turns=2)
+    env.reset(seed=1, task=task.id)
+    spoil = f"aws sns subscribe --topic-arn {TOPIC}{topic} --protocol 'x<' --notification-endpoint y"
+    assert env.step({"command": spoil}).observation["ok"]
+    result = env.step({"command": spoil})
+    assert (result.reward, result.done, result.metadata["progress"]) == (0.0, True, 0.0)
+    env.close()
+
+
+def test_a_command_is_found_in_any_text_at_once():
+    """A text of many spaces may not hold up the server's other sessions: a pattern once took the square of their number."""
+    start = time.monotonic()
+    for text in ("aws s3 " + " " * 200_000 + "x", "` " * 100_000 + "x", "aws `" * 40_000):
+        assert read_command({"text": text})
+    assert time.monotonic() - start < 2
+    assert read_command({"text": "Sure:\r\n> aws s3 ls `\r\nand so on"}) == "aws s3 ls"
+
+
+def test_an_event_bus_is_in_what_the_account_holds(account):
+    """A task asks for one, and the page for people shows the account; the bus that every account has is no news."""
+    task = read_task("warmup-bus")
+    env = AwsEnv(account.endpoint)
+    env.reset(seed=1, task=task.id)
+    env.step({"command": "aws events list-event-buses"})
+    assert env.state()["account"] == {}
+    env.step({"command": task.solution[0]})
+    assert env.state()["account"] == {"events ListEventBuses": [task.solution[0].split()[-1]]}
+    env.close()
+
+
+@pytest.mark.parametrize("step", [["a"], [{"a": 1}, "b"], 3, None])
+def test_a_step_that_is_none_is_refused(step):
+    with pytest.raises(ValueError, match="a step of a path is"):
+        check_criterion({"service": "s3", "read": "head_bucket", "args": {}, "path": [step], "exists": True})
