@@ -55,6 +55,9 @@ SETTINGS = {
     "sft": {"steps": 40, "batch_size": 20, "lr": 2e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
             "token_budget": 4096},
     "samples": 4, "new_tokens": 88, "grpo": {
+        "leashed": {"steps": 32, "prompts_per_step": 16, "group_size": 8, "lr": 5e-5, "warmup": 2, "schedule": "cosine",
+                    "minibatches": 2, "kl_coef": 0.05, "advantage_kind": "standardised", "max_new_tokens": 88,
+                    "token_budget": 2048, "save_every": 8},
         "wide": {"steps": 30, "prompts_per_step": 24, "group_size": 12, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
                  "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048, "save_every": 6},
         "short": {"steps": 24, "prompts_per_step": 16, "group_size": 8, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
@@ -211,9 +214,10 @@ async def reinforced(kind: str, seed: int) -> dict:
     policy, run = await best_policy(), Run("smollm2_aws", kind, seed=seed, keep="none")
     fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=seed), seed=seed)
     config, limits = GRPOConfig(seed=seed, **SETTINGS["grpo"][kind]), Limits(**SETTINGS["limits"])
+    reference = await best_policy() if config.kl_coef else None
     runs.forget_peak()
     async with seats() as pool:
-        async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits, run=run):
+        async for row in multi_turn_grpo(policy, reference, fresh, config, pool, limits=limits, run=run):
             shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "sampling_s", "update_s", "env_s", "lost")}
             print(row["step"], json.dumps(shown), file=sys.stderr, flush=True)
     rows = run.metrics
