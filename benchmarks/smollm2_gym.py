@@ -107,7 +107,7 @@ async def look(policy, name: str) -> dict:
 
 async def measure(policy, held_out: list[Shown]) -> dict:
     """Of the greedy answers to the held-out tasks: the rate, flags, and the first texts."""
-    answers = await runs.greedy(policy, held_out, NEW_TOKENS)
+    answers = await runs.said(policy, held_out, NEW_TOKENS)
     passed = [solved(row)(text, rollout) for (text, rollout), row in zip(answers, held_out)]
     return {"solved": runs.rate(passed), "flags": runs.flags(passed), "texts": [text for text, _ in answers[:SHOWN]]}
 

@@ -110,7 +110,7 @@ def load(adapter: LoRA | None = None):
 
 async def measure(policy) -> dict:
     """Of the greedy answers to the held-out prompts: the rate of each rule and of all together, flags of the latter, texts."""
-    answers = await runs.greedy(policy, HELD_OUT, NEW_TOKENS)
+    answers = await runs.said(policy, HELD_OUT, NEW_TOKENS)
     rules = [kept(text, style, r.finish_reason == "eos") for (text, r), style in zip(answers, HELD_OUT)]
     every = [all(of.values()) for of in rules]
     rates = {name: runs.rate([of[name] for of in rules]) for name in rules[0]}
