@@ -155,8 +155,9 @@ def administration(results: Path) -> str | None:
     rows += [[KINDS[kind], seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), run["after"].get("sampled", ""),
               points(run["gain_sampled"]) if "gain_sampled" in run else "", f"{run['seconds'] / 60:.1f}"]
              for kind, seed, run in runs]  # fmt: skip
-    recipes = "; ".join(f"{kind}: {of['steps']} steps of {of['prompts_per_step']} prompts × {of['group_size']} rollouts and "
-                        f"{of.get('minibatches', 1)} update(s), lr {of['lr']:g}" + f", KL {of['kl_coef']:g}" * ("kl_coef" in of)
+    leash = lambda of: f", KL {of['kl_coef']:g}" if "kl_coef" in of else ""  # noqa: E731
+    recipes = "; ".join(f"{kind}: {of['steps']} steps of {of['prompts_per_step']} prompts × {of['group_size']} rollouts, "
+                        f"{of.get('minibatches', 1)} update(s) each, lr {of['lr']:g}{leash(of)}"
                         for kind, of in settings["grpo"].items())  # fmt: skip
     text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
             f"episode. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} reference solution of "

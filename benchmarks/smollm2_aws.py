@@ -55,16 +55,16 @@ SETTINGS = {
     "sft": {"steps": 40, "batch_size": 20, "lr": 2e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
             "token_budget": 4096},
     "samples": 4, "new_tokens": 88, "grpo": {
-        "leashed": {"steps": 32, "prompts_per_step": 16, "group_size": 8, "lr": 5e-5, "warmup": 2, "schedule": "cosine",
-                    "minibatches": 2, "kl_coef": 0.05, "advantage_kind": "standardised", "max_new_tokens": 88,
-                    "token_budget": 2048, "save_every": 8},
-        "wide": {"steps": 30, "prompts_per_step": 24, "group_size": 12, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
-                 "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048, "save_every": 6},
         "short": {"steps": 24, "prompts_per_step": 16, "group_size": 8, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
                   "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 4096, "save_every": 6},
         "long": {"steps": 40, "prompts_per_step": 16, "group_size": 8, "lr": 5e-5, "warmup": 2, "schedule": "cosine",
                  "minibatches": 2, "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 4096,
                  "save_every": 6},
+        "leashed": {"steps": 32, "prompts_per_step": 16, "group_size": 8, "lr": 5e-5, "warmup": 2, "schedule": "cosine",
+                    "minibatches": 2, "kl_coef": 0.05, "advantage_kind": "standardised", "max_new_tokens": 88,
+                    "token_budget": 2048, "save_every": 8},
+        "wide": {"steps": 30, "prompts_per_step": 24, "group_size": 12, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
+                 "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048, "save_every": 6},
     },
 }  # fmt: skip
 
