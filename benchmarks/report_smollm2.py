@@ -128,7 +128,7 @@ def arithmetic(results: Path) -> str | None:
     text = (f"`{settings['command']}`: sums and differences up to {settings['operands']}, asked as `28 + 47`, answered by the "
             f"number alone; {settings['held_out']} held-out questions. {settings['model']} in {settings['dtype']}; of the "
             f"looks on the way of SFT the best on {settings['choosing']} choosing questions is where GRPO begins, with a "
-            f"checker, on {settings['practice']:,} other questions. A second number beside a learning rate is that of the steps "
+            f"checker, on {settings['practice']:,} other questions. A second number beside a rate is that of the steps "
             "of a longer SFT, which tells whether the others were cut short; GRPO does not begin there. A cross marks "
             f"a gain below the goal of {GOALS['arithmetic']} points.\n\n")  # fmt: skip
     text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
