@@ -270,6 +270,28 @@ def test_chaos_spares_what_the_task_set_up(account):
     env.close()
 
 
+MADE_UP = "BUSH/rabbit"
+
+
+def test_a_bucket_is_made_in_a_region_that_there_can_be(account):
+    """botocore follows a bucket to where it lies, so with such a bucket nothing could be asked of it, by the grader either."""
+    wipe(account.endpoint)
+    where = f"--create-bucket-configuration LocationConstraint={MADE_UP}"
+    output = account.run(f"aws s3api create-bucket --bucket rabbit {where}")
+    assert not output.ok and MADE_UP in output.stderr and output.call is None
+    assert account.client("s3").list_buckets()["Buckets"] == []
+
+
+def test_a_bucket_in_a_made_up_region_is_a_check_that_fails(account):
+    """If one came about in another way."""
+    env = AwsEnv(account.endpoint, max_turns=1)
+    env.reset(task="warmup-bucket/rabbit")
+    account.client("s3").create_bucket(Bucket="rabbit", CreateBucketConfiguration={"LocationConstraint": MADE_UP})
+    result = env.step({"command": "aws s3 ls"})
+    assert (result.reward, result.done) == (0.0, True)
+    env.close()
+
+
 def test_an_answer_that_cannot_be_read_is_a_check_that_fails(account):
     """Some of the simulator's answers are no XML with a `<` in them. Writing one is no way out of an episode, and what cannot
     be listed does not count as absent."""

@@ -185,6 +185,8 @@ def _parse(service: str, operation: str, words: list[str], chosen: Namespace) ->
             if argument.py_name != "outfile" and hasattr(found, argument.py_name):
                 argument.add_to_params(parameters, getattr(found, argument.py_name))
         check_writable(parameters)
+        if where := parameters.get("CreateBucketConfiguration", {}).get("LocationConstraint"):
+            check_region(where)  # botocore asks a bucket where it lies, so of another one nothing could be read
     except Refused:
         raise
     except Exception as fault:  # noqa: BLE001  shorthand, JSON and its customisations raise whatever they meet

@@ -142,7 +142,8 @@ def _check_read(criterion: Mapping[str, Any]) -> None:
 def grade(task: Task, client: Callable[[str], Any]) -> Grade:
     """Read the account of `client` (service name -> botocore client on its endpoint) and compare it with the criteria.
 
-    A criterion whose answer cannot be parsed does not hold, whatever it compares: such an answer repeats what a policy wrote.
+    A criterion whose answer cannot be parsed, or lies in no region that there can be, does not hold, whatever it compares:
+    such an answer repeats what a policy wrote.
     Raises AccountGone where the backend does not answer, GradingError where it refuses a read, ValueError for a criterion
     outside the vocabulary.
     """
@@ -157,7 +158,7 @@ def grade(task: Task, client: Callable[[str], Any]) -> Grade:
             holds = _holds(how, criterion[how], _found(criterion, client, answers))
         except broken() as error:
             raise AccountGone(f"task {task.id!r} could not be graded: {error}") from error
-        except ResponseParserError:  # it was readable at the start, so what was typed has spoilt it
+        except (ResponseParserError, exceptions.InvalidRegionError):  # readable at the start: what was typed has spoilt it
             holds = False
         except (exceptions.BotoCoreError, exceptions.ClientError) as error:
             raise GradingError(f"task {task.id!r}: {criterion['service']}.{criterion['read']} failed: {error}") from error
