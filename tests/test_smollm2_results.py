@@ -127,7 +127,7 @@ def test_one_run_is_trained_and_measured(tiny):
     found = asyncio.run(runs.trained(tiny, rows, config, lambda text, row, rollout: float(sum(rollout.tokens))))
     assert len(found["rewards"]) == 2 and tiny.version == 2 and found["peak_gb"] > 0
     assert found["trained"] == sum(p.numel() for p in tiny.model.parameters())
-    answers = asyncio.run(runs.greedy(tiny, rows, 4))
+    answers = asyncio.run(runs.said(tiny, rows, 4))
     assert len(answers) == 4 and all(len(r.tokens) <= 4 and tiny.decode(r.tokens) == text for text, r in answers)
 
 
