@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import linecache
+import signal
+import socket
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
 
 from grpolab.lab.diagnose import diagnose
@@ -184,6 +188,27 @@ _unfinished: weakref.WeakSet[Dashboard] = weakref.WeakSet()  # of the cell that 
 def quiet_interrupts(shell) -> None:
     """From now on an interrupt of a cell is said in one line, in place of a page of CancelledError."""
     shell.set_custom_exc(INTERRUPTS, _say)
+    _wake_at_signals()
+
+
+@cache  # once a process, and the sockets are kept
+def _wake_at_signals() -> tuple[socket.socket, ...]:
+    """ipykernel tells its loop of an interrupt without waking it, so a cell that only waits would wait to its end."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return ()
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    heard, said = ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    before = signal.set_wakeup_fd(said.fileno(), warn_on_full_buffer=False)
+    if before != -1:  # somebody is woken already
+        signal.set_wakeup_fd(before)
+        return ()
+    loop.add_reader(heard, heard.recv, 4096)
+    return ends
 
 
 def _watch_interrupts(live: Dashboard) -> None:
