@@ -10,7 +10,7 @@ RECIPES = ("larger", "few", "first")  # of smollm2_arithmetic.py, the last one t
 GOALS = {"arithmetic": 10, "gym": 15, "aws": 10}  # percentage points, on the held-out ones
 OWN_LOGPS = ", ratios to the trainer's own log-probs"
 KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long",
-         "wide": "GRPO, wide", "leashed": "GRPO, leashed"}
+         "wide": "GRPO, wide"}
 
 
 def shown(text: str, most: int = 110) -> str:
@@ -158,9 +158,8 @@ def administration(results: Path) -> str | None:
     rows += [[KINDS[kind], seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), run["after"].get("sampled", ""),
               points(run["gain_sampled"]) if "gain_sampled" in run else "", f"{run['seconds'] / 60:.1f}"]
              for kind, seed, run in runs]  # fmt: skip
-    leash = lambda of: f", KL {of['kl_coef']:g}" if "kl_coef" in of else ""  # noqa: E731
     recipes = "; ".join(f"{kind}: {of['steps']} steps of {of['prompts_per_step']} prompts × {of['group_size']} rollouts, "
-                        f"{of.get('minibatches', 1)} update(s) each, lr {of['lr']:g}{leash(of)}"
+                        f"{of.get('minibatches', 1)} update(s) each, lr {of['lr']:g}"
                         for kind, of in settings["grpo"].items())  # fmt: skip
     text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
             f"episode. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} reference solution of "
