@@ -118,8 +118,7 @@ def arithmetic(results: Path) -> str | None:
     told = lambda key: key.removeprefix("sft ").replace(" ", ", ")  # noqa: E731
     for name, r in found:
         shown_to, grpo = r["settings"]["demonstrations"], r["settings"]["grpo"]
-        rows += [[f"`{name}`: SFT, {shown_to} demonstrations, lr {told(key)}, after "
-                  f"{run['steps']} steps", "",
+        rows += [[f"`{name}`: SFT, {shown_to} demonstrations, lr {told(key)}, after {run['steps']} steps", "",
                   run["after"]["greedy"], "", *answered(run["after"]), f"{run['seconds'] / 60:.1f}"]
                  for key, run in r.items() if key.startswith("sft ")]  # fmt: skip
         rows += [[f"`{name}`: GRPO, {grpo['steps']} steps of {grpo['prompts_per_step'] * grpo['group_size']} rollouts, lr "
@@ -134,9 +133,9 @@ def arithmetic(results: Path) -> str | None:
     text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
                    "one of eight", "minutes"], rows)  # fmt: skip
     for name, r in found:
-        tuned = {key.removeprefix("sft "): run["curve"] for key, run in r.items() if key.startswith("sft ")}
+        tuned = {told(key): run["curve"] for key, run in r.items() if key.startswith("sft ")}
         looks = sorted({int(steps) for curve in tuned.values() for steps in curve})
-        lines = [[f"lr {key.replace(' ', ', ')}", *(f"{of[n]:.1%}" if n in of else "" for n in map(str, looks))]
+        lines = [[f"lr {key}", *(f"{of[n]:.1%}" if n in of else "" for n in map(str, looks))]
                  for key, of in tuned.items()]  # fmt: skip
         text += (f"\n\n`{name}`: greedy exact match on the choosing questions after so many steps of SFT, and the mean reward "
                  "of GRPO, first to last fifth of the steps:\n\n" + table(["SFT", *looks], lines) + "\n\n"

@@ -206,6 +206,8 @@ def _wake_at_signals() -> tuple[socket.socket, ...]:
     before = signal.set_wakeup_fd(said.fileno(), warn_on_full_buffer=False)
     if before != -1:  # somebody is woken already
         signal.set_wakeup_fd(before)
+        for end in ends:
+            end.close()
         return ()
     loop.add_reader(heard, heard.recv, 4096)
     return ends

@@ -32,7 +32,7 @@ _TEXT = {
         create-group delete-group get-group list-groups add-user-to-group remove-user-from-group
         list-groups-for-user create-role delete-role get-role list-roles update-role update-role-description
         update-assume-role-policy tag-role untag-role list-role-tags create-policy delete-policy get-policy list-policies
-        create-policy-version delete-policy-version get-policy-version list-policy-versions 
+        create-policy-version delete-policy-version get-policy-version list-policy-versions
         attach-user-policy detach-user-policy list-attached-user-policies attach-group-policy detach-group-policy
         list-attached-group-policies attach-role-policy detach-role-policy list-attached-role-policies
         put-user-policy get-user-policy delete-user-policy list-user-policies put-group-policy get-group-policy
