@@ -8,7 +8,10 @@ of all looks on its way the one that solves most of the choosing tasks, which ar
 split, is the best SFT. GRPO begins there: each rollout has an account of its own, a curriculum chooses the templates, and every
 group plays a fresh instance. Held-out instances have words that neither saw, and nothing is chosen on them. What the model does
 by itself is measured first, asked as it is and after some solved tasks. `short` and `0 1` are the recipe and the seeds of GRPO;
-`long` was tried after it: more steps, each of two larger updates; then `wide`: twice the rollouts a step.
+`long` was tried after it: more steps, each of two larger updates; then `wide`: twice the rollouts a step; then `twice`: two
+turns, so that the policy reads what its first command came to and may write a second one. There the best SFT is measured in
+two turns as well, GRPO's best policy is chosen as SFT's was, and a second set of held-out instances, on which nothing had
+been measured before, tells whether the first one still tells the truth.
 A run that the record holds is kept, so an interrupted series goes on; an interrupted run goes on from its checkpoint.
 """
 
@@ -18,9 +21,10 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -29,18 +33,19 @@ sys.path.insert(0, str(HERE))
 
 import smollm2_runs as runs  # noqa: E402
 
-from grpolab import GrpoPool, load_policy  # noqa: E402
+from grpolab import GrpoPool, Sampler, SamplingParams, load_policy  # noqa: E402
 from grpolab.env.aws.backend import accounts  # noqa: E402
 from grpolab.env.aws.environment import AwsEnv  # noqa: E402
 from grpolab.env.aws.generate import FreshTasks, instance, instances  # noqa: E402
 from grpolab.env.aws.tasks import Task, template_ids  # noqa: E402
 from grpolab.env.curriculum import Curriculum  # noqa: E402
+from grpolab.env.pool import rollout_seed  # noqa: E402
 from grpolab.env.server import serve  # noqa: E402
 from grpolab.evaluate import mean_interval, share_interval  # noqa: E402
 from grpolab.lab.run import Run  # noqa: E402
 from grpolab.lab.selection import Selection  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
-from grpolab.train.multiturn import Limits, multi_turn_grpo  # noqa: E402
+from grpolab.train.multiturn import Limits, multi_turn_grpo, play_all  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py short 0 1"
 RESULTS = HERE / "results" / "smollm2_aws.json"
@@ -52,6 +57,7 @@ SETTINGS = {
     "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "tiers": TIERS, "demonstrations": 1, "choosing": 40,
     "held_out": 120, "shots": SHOTS, "seats": 32, "template": TEMPLATE, "look": 8,
     "limits": {"max_turns": 1, "max_total_tokens": 192},
+    "two turns": {"max_turns": 2, "max_total_tokens": 384, "observation_characters": 240},
     "sft": {"steps": 40, "batch_size": 20, "lr": 2e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
             "token_budget": 4096},
     "samples": 4, "new_tokens": 88, "grpo": {
@@ -62,6 +68,8 @@ SETTINGS = {
                  "save_every": 6},
         "wide": {"steps": 30, "prompts_per_step": 24, "group_size": 12, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
                  "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048, "save_every": 6},
+        "twice": {"steps": 40, "prompts_per_step": 16, "group_size": 12, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
+                  "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048, "save_every": 8},
     },
 }  # fmt: skip
 
@@ -92,8 +100,8 @@ def choosing_tasks() -> list[Task]:
     return [task for tier in TIERS for task in fresh[tier][: SETTINGS["choosing"]]]
 
 
-def held_out_tasks() -> list[Task]:
-    return [task for tier in TIERS for task in instances(tier, SETTINGS["held_out"], seed=0, split="held_out")]
+def held_out_tasks(seed: int = 0) -> list[Task]:
+    return [task for tier in TIERS for task in instances(tier, SETTINGS["held_out"], seed=seed, split="held_out")]
 
 
 def load(name: str = runs.MODEL, template: str | None = TEMPLATE):
@@ -104,7 +112,7 @@ def load(name: str = runs.MODEL, template: str | None = TEMPLATE):
 
 
 async def answers(
-    policy, tasks: Sequence[Task], account, shots: Sequence[Task] = (), samples: int = 0
+    policy, tasks: Sequence[Task], account, *, shots: Sequence[Task] = (), samples: int = 0
 ) -> list[tuple[str, bool]]:
     """Of each task the greedy answer (or so many `samples` at temperature 1, one after the other), after `shots` as earlier
     turns, and whether it did what was asked: it is carried out in the account, whose state is graded. An answer that the
@@ -124,10 +132,25 @@ async def answers(
     return await asyncio.to_thread(graded)
 
 
-async def measure(policy, account, shots: Sequence[Task] = ()) -> dict:
-    """What the greedy answers to the held-out tasks achieve: rates, flags and first texts, by tier."""
-    tasks = held_out_tasks()
-    found = await answers(policy, tasks, account, shots)
+async def played(policy, pool, tasks: Sequence[Task], samples: int = 0) -> list[tuple[str, bool]]:
+    """As `answers`, in episodes of two turns: the text is what the policy wrote and what it was told."""
+    asked = [task.id for task in tasks for _ in range(samples or 1)]
+    params = SamplingParams(greedy=not samples, max_new_tokens=SETTINGS["new_tokens"])
+    seeds = [rollout_seed(0, 0, i) for i in range(len(asked))]
+    async with Sampler(policy) as sampler:
+        episodes = await play_all(pool, sampler, asked, seeds=seeds, params=params, limits=limits("two turns"))
+    if None in episodes:
+        raise RuntimeError(f"{episodes.count(None)} of {len(episodes)} episodes were lost: measure again")
+    return [("\n".join(part for turn in e.turns for part in turn), e.rollout.reward == 1.0) for e in episodes]
+
+
+def limits(what: str = "limits") -> Limits:
+    return Limits(SETTINGS[what]["max_turns"], SETTINGS[what]["max_total_tokens"])
+
+
+async def measure(answer: Callable, tasks: Sequence[Task]) -> dict:
+    """What the greedy answers to the tasks achieve, by `answer(tasks)`: rates, flags and first texts, by tier."""
+    found = await answer(tasks)
     by = {tier: [pair for task, pair in zip(tasks, found) if task.tier == tier] for tier in TIERS}
     passed = {tier: [done for _, done in pairs] for tier, pairs in by.items()}
     return {"both": runs.rate([done for _, done in found]), **{tier: runs.rate(done) for tier, done in passed.items()},
@@ -135,23 +158,37 @@ async def measure(policy, account, shots: Sequence[Task] = ()) -> dict:
             "texts": {tier: [text for text, _ in pairs[:SHOWN]] for tier, pairs in by.items()}}  # fmt: skip
 
 
-async def sampled(policy, account) -> dict:
+async def sampled(answer: Callable, tasks: Sequence[Task]) -> dict:
     """What answers at temperature 1 achieve: the mean share of a task's samples that solve it, and each task's count."""
-    each, tasks = SETTINGS["samples"], held_out_tasks()
-    done = [solved for _, solved in await answers(policy, tasks, account, samples=each)]
+    each = SETTINGS["samples"]
+    done = [solved for _, solved in await answer(tasks, samples=each)]
     counts = [sum(done[i : i + each]) for i in range(0, len(done), each)]
     shares = [count / each for count in counts]
     return {"sampled": str(share_interval(shares)), "counts": "".join(map(str, counts))}
 
 
+async def both_ways(answer: Callable, seed: int = 0) -> dict:
+    """Greedy and sampled, of the held-out tasks."""
+    tasks = held_out_tasks(seed)
+    return await measure(answer, tasks) | await sampled(answer, tasks)
+
+
+async def one_command(policy) -> dict:
+    with accounts(1) as pool:
+        return await both_ways(partial(answers, policy, account=pool.acquire().resource))
+
+
+async def two_turns(policy, pool) -> dict:
+    """On the held-out tasks, and again on those of the second set."""
+    answer = partial(played, policy, pool)
+    return await both_ways(answer) | {"again": await both_ways(answer, seed=1)}
+
+
 def folder(account=None) -> Run:
     """The run of SFT, which keeps its best policy."""
 
-    async def measured(policy) -> float:
-        found = await answers(policy, choosing_tasks(), account)
-        return sum(done for _, done in found) / len(found)
-
-    return Run("smollm2_aws", "sft", keep="none", select=Selection(measured, every=SETTINGS["look"]))
+    selection = Selection(lambda policy: share_of(answers(policy, choosing_tasks(), account)), every=SETTINGS["look"])
+    return Run("smollm2_aws", "sft", keep="none", select=selection)
 
 
 async def base() -> dict:
@@ -161,8 +198,9 @@ async def base() -> dict:
         half = SHOTS // len(TIERS)
         shots = [instance(t, "shown 0") for tier in template_ids(*TIERS) for t in tier[:: len(tier) // half][:half]]
         asked = [[task.description for task in tasks if task.tier == tier][:SHOWN] for tier in TIERS]
-        return {"asked": dict(zip(TIERS, asked)), "alone": await measure(policy, account),
-                "after solved ones": await measure(policy, account, shots)}  # fmt: skip
+        answer = partial(answers, policy, account=account)
+        return {"asked": dict(zip(TIERS, asked)), "alone": await measure(answer, tasks),
+                "after solved ones": await measure(partial(answer, shots=shots), tasks)}  # fmt: skip
 
 
 async def tuned() -> dict:
@@ -190,17 +228,18 @@ async def best_policy():
 
 async def best() -> dict:
     """What the best policy of SFT does with the held-out tasks."""
-    policy = await best_policy()
-    with accounts(1) as pool:
-        account = pool.acquire().resource
-        return await measure(policy, account) | await sampled(policy, account)
+    return await one_command(await best_policy())
+
+
+async def best_twice() -> dict:
+    async with seats("two turns") as pool:
+        return await two_turns(await best_policy(), pool)
 
 
 @asynccontextmanager
-async def seats():
+async def seats(what: str = "limits"):
     """A pool whose every seat has an account of its own."""
-    size = SETTINGS["seats"]
-    options = {"max_turns": SETTINGS["limits"]["max_turns"]}
+    size, options = SETTINGS["seats"], {k: v for k, v in SETTINGS[what].items() if k != "max_total_tokens"}
     async with (serve(AwsEnv, max_sessions=size, backends=accounts(size, options=options)) as server,
                 GrpoPool(server.url, size=size, on_failure="drop") as pool):  # fmt: skip
         yield pool
@@ -208,23 +247,32 @@ async def seats():
 
 async def reinforced(kind: str, seed: int) -> dict:
     """GRPO from the best SFT by a recipe: the run, the curriculum's path, and what comes of the held-out tasks."""
-    policy, run = await best_policy(), Run("smollm2_aws", kind, seed=seed, keep="none")
+    policy, turns, selection = await best_policy(), "two turns" if kind == "twice" else "limits", None
     fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=seed), seed=seed)
-    config, limits = GRPOConfig(seed=seed, **SETTINGS["grpo"][kind]), Limits(**SETTINGS["limits"])
+    config = GRPOConfig(seed=seed, **SETTINGS["grpo"][kind])
     runs.forget_peak()
-    async with seats() as pool:
-        async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits, run=run):
-            shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "sampling_s", "update_s", "env_s", "lost")}
+    async with seats(turns) as pool:
+        if kind == "twice":
+            selection = Selection(lambda policy: share_of(played(policy, pool, choosing_tasks())), every=SETTINGS["look"])
+        run = Run("smollm2_aws", f"{kind}_{seed}", seed=seed, keep="none", select=selection)
+        async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits(turns), run=run):
+            shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "turns", "sampling_s", "update_s", "lost")}
             print(row["step"], json.dumps(shown), file=sys.stderr, flush=True)
+        peak = runs.memory("VmHWM")
+        policy = run.best(load) if selection else policy
+        after = await two_turns(policy, pool) if selection else await one_command(policy)
     rows = run.metrics
     took = [row["sampling_s"] + row["update_s"] for row in rows]
-    with accounts(1) as pool:
-        account = pool.acquire().resource
-        after = await measure(policy, account) | await sampled(policy, account)
+    looks = {str(int(row.steps)): row.score for row in run.measured().itertuples()} if selection else {}
     return {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
             "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "path": path_of(rows),
-            "lost": sum(row["lost"] for row in rows), "peak_gb": round(runs.memory("VmHWM"), 3),
+            "lost": sum(row["lost"] for row in rows), "peak_gb": round(peak, 3), "curve": looks,
             "threads": runs.torch.get_num_threads(), "after": after}  # fmt: skip
+
+
+async def share_of(answered: Awaitable[list[tuple[str, bool]]]) -> float:
+    found = await answered
+    return sum(done for _, done in found) / len(found)
 
 
 def path_of(rows: Sequence[dict]) -> dict[str, str]:
@@ -240,25 +288,28 @@ def gains(before: dict, after: dict) -> dict:
     """Paired differences on the held-out tasks: of both tiers and of each, and of the samples."""
     whole = runs.paired("".join(before["flags"].values()), "".join(after["flags"].values()))
     more = [(int(b) - int(a)) / SETTINGS["samples"] for a, b in zip(before["counts"], after["counts"], strict=True)]
-    return {"gain": whole, "gain_sampled": str(mean_interval(more)),
-            "gains": {tier: runs.paired(before["flags"][tier], after["flags"][tier]) for tier in TIERS}}  # fmt: skip
+    found = {"gain": whole, "gain_sampled": str(mean_interval(more)),
+             "gains": {tier: runs.paired(before["flags"][tier], after["flags"][tier]) for tier in TIERS}}  # fmt: skip
+    return found | ({"again": gains(before["again"], after["again"])} if "again" in after else {})
 
 
 def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["--one"]:
-        work = {"base": base, "sft": tuned, "best": best}.get(words[1]) or (lambda: reinforced(words[1], int(words[2])))
+        known = {"base": base, "sft": tuned, "best": best, "best twice": best_twice}
+        work = known.get(words[1]) or (lambda: reinforced(words[1], int(words[2])))
         print(json.dumps(asyncio.run(work())))
         return
     record = runs.Record(RESULTS, SETTINGS)
-    for name in ("base", "sft", "best"):
+    kind, *seeds = words or ["short", *SEEDS]
+    before = "best twice" if kind == "twice" else "best"
+    for name in ("base", "sft", "best", before):
         if name not in record:
             record.keep(name, runs.in_process(__file__, name))
-    kind, *seeds = words or ["short", *SEEDS]
     for seed in seeds or SEEDS:
         if (name := f"{kind} {seed}") not in record:
             found = runs.in_process(__file__, kind, seed)
-            record.keep(name, found | gains(record["best"], found["after"]))
+            record.keep(name, found | gains(record[before], found["after"]))
 
 
 if __name__ == "__main__":

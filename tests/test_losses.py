@@ -106,9 +106,6 @@ def test_entropy_comes_with_the_logps_and_carries_no_gradient():
     for chunk in (None, 2):  # tokens of probability 0 count nothing
         entropy = losses.target_logps(zeros[:3], zeros, ids[:3] * 0, bias=bias, chunk=chunk, with_entropy=True)[1]
         exactly(entropy, torch.full((3,), math.log(2), dtype=torch.float64))
-    exactly(losses.entropy(torch.zeros(2, V)), torch.full((2,), V).log())
-    exactly(losses.entropy(torch.tensor([0.0, 0.0, -INF])), torch.tensor(2.0).log(), atol=1e-7)
-    assert torch.autograd.gradcheck(losses.entropy, (randn(3, V).requires_grad_(),))
 
 
 def test_half_precision_products_are_normalised_in_fp32():
@@ -173,7 +170,7 @@ def test_no_tensor_of_all_logits_exists_in_the_forward_or_the_backward():
 
 def test_the_default_chunk_bounds_the_logits_at_once(monkeypatch):
     hidden, head, ids, mask = problem(n=4, t=32, d=4, v=1000)
-    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 10_000)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 80_000)  # of float64
     with Largest() as largest:
         token_logps(hidden, head, ids, mask).sum().backward()
     assert largest.numel == 10_000

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_AT_ONCE = 2**24  # the default chunk holds this many logits, 64 MiB in fp32
+CHUNK_BYTES = 2**26  # of the logits in the default chunk, in the dtype of the product
+STRIP = 2**20  # logits that are normalised together on a processor: in fp32 they stay in its cache
 MAX_LOG_RATIO = 20.0  # ratios are capped at e^20 so that fp32 cannot overflow; beyond it the gradient is zero
 
 
@@ -36,88 +37,100 @@ def target_logps(hidden, head, targets, *, bias=None, temperature=1.0, chunk=Non
     """log p of M tokens, each from its own hidden state: hidden (M, D), head (V, D), bias (V,) or None, targets (M,) ->
     logps (M,) and, if asked for, the detached entropy in nats of each distribution (M,), else None.
 
-    The head is applied to `chunk` positions at a time (default: 2^24 logits), each chunk recomputed in the backward, so
-    that (M, V) never exists. The product is taken in the autocast dtype inside autocast, else in the wider dtype of
-    hidden and head; its logits become fp32 (float64 stays) before temperature and normalisation.
+    The head is applied to `chunk` positions at a time (default: 64 MiB of logits). Of a single chunk the backward finds
+    what it needs kept, of several each is made again, so that (M, V) never exists. The product is taken in the autocast
+    dtype inside autocast, else in the wider dtype of hidden and head; its logits become fp32 (float64 stays) before
+    temperature and normalisation. There is no second derivative.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}: score greedy decoding at temperature 1")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk counts positions and must be at least 1, got {chunk}")
-    chunk = chunk or max(1, LOGITS_AT_ONCE // head.shape[0])
     product = torch.promote_types(hidden.dtype, head.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and product != torch.float64:
         product = torch.get_autocast_dtype(hidden.device.type)
+    chunk = chunk or max(1, CHUNK_BYTES // (head.shape[0] * product.itemsize))
     hidden, head, bias = hidden.to(product), head.to(product), None if bias is None else bias.to(product)
-    if len(targets) > chunk:
-        return _ChunkedLogps.apply(hidden, head, bias, targets, temperature, chunk, with_entropy)
-    logits = _logits(hidden, head, bias, temperature)
-    logps = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
-    return logps, entropy(logits.detach()) if with_entropy else None
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias))
+    return _TargetLogps.apply(hidden, head, bias, targets, temperature, chunk, with_entropy, trained)
 
 
-def _logits(hidden, head, bias, temperature):
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits = F.linear(hidden, head, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits / temperature
-
-
-class _ChunkedLogps(torch.autograd.Function):
-    """`target_logps` over chunks of positions; the backward makes each chunk's logits again instead of keeping them."""
+class _TargetLogps(torch.autograd.Function):
+    """With the slopes s = softmax(x) - 1[y] of a position, where x = (W h + b) / T are its logits:
+    d log p(y) / dh = -W^T s / T, and d log p(y) / dW = -s h^T / T. They take the place of the logits that they come from."""
 
     @staticmethod
-    def forward(ctx, hidden, head, bias, targets, temperature, chunk, with_entropy):
-        logps, norms, entropies = [], [], []
+    def forward(ctx, hidden, head, bias, targets, temperature, chunk, with_entropy, trained):
+        keep, parts = trained and len(targets) <= chunk, []
         for h, y in zip(hidden.split(chunk), targets.split(chunk)):
-            x = _logits(h, head, bias, temperature)
-            at_y, top = x.gather(1, y[:, None]), x.amax(1, keepdim=True)
-            x = x.sub_(top)  # in place where it can be: a fresh buffer costs more than the arithmetic
-            mass = x.exp() if with_entropy else x.exp_()
-            total = mass.sum(1, keepdim=True)
-            if with_entropy:  # log total - E[x]; what has no mass counts 0, not 0 * -inf
-                x = x.clamp_(min=torch.finfo(x.dtype).min)
-                entropies.append(total.log().squeeze(1) - torch.einsum("mv,mv->m", mass, x) / total.squeeze(1))
-            norms.append(top + total.log())
-            logps.append(at_y - norms[-1])
-            del x, mass  # or they would live beside the next chunk's
-        ctx.save_for_backward(hidden, head, bias, targets, torch.cat(norms))
+            slopes = _logits(hidden=h, head=head, bias=bias)
+            parts.append(_normalise(slopes, y, temperature, with_entropy, in_place=keep))
+        ctx.save_for_backward(hidden, head, bias, targets, slopes if keep else None)
         ctx.temperature, ctx.chunk = temperature, chunk
-        entropies = torch.cat(entropies) if with_entropy else None
+        logps, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
         if with_entropy:
             ctx.mark_non_differentiable(entropies)
-        return torch.cat(logps).squeeze(1), entropies
+        return logps, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, _):
-        hidden, head, bias, targets, norms = ctx.saved_tensors
+        hidden, head, bias, targets, kept = ctx.saved_tensors
         wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_head = torch.zeros_like(head, dtype=norms.dtype) if wants_head else None
-        grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if wants_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(targets), ctx.chunk):
-                at = slice(start, start + ctx.chunk)
-                g = grad[at, None] / ctx.temperature  # d logp(y) / d logits = (1[y] - softmax) / temperature
-                d = _logits(hidden[at], head, bias, ctx.temperature).sub_(norms[at]).exp_()
-                d = d.mul_(-g).scatter_add_(1, targets[at, None], g).to(hidden.dtype)
+        grad_head = grad_bias = None
+        for start in range(0, max(1, len(targets)), ctx.chunk):
+            at = slice(start, start + ctx.chunk)
+            h, g = hidden[at], grad[at, None] / -ctx.temperature
+            slopes = kept
+            if slopes is None:
+                slopes = _logits(h, head, bias)
+                _normalise(slopes, targets[at], ctx.temperature, in_place=True)
+            with torch.autocast(h.device.type, enabled=False):
                 if wants_hidden:
-                    grad_hidden[at] = d @ head
-                if wants_head and d.dtype == norms.dtype:
-                    grad_head.addmm_(d.T, hidden[at])  # in place: the product alone is as large as the head
-                elif wants_head:
-                    grad_head += d.T @ hidden[at]
+                    grad_hidden[at] = (slopes @ head) * g
+                if wants_head:
+                    grad_head = _added(grad_head, slopes.T, (h * g).to(h.dtype), len(targets) > ctx.chunk)
                 if wants_bias:
-                    grad_bias += d.sum(0)
-                del d
-        return grad_hidden, grad_head, grad_bias, None, None, None, None
+                    grad_bias = _added(grad_bias, slopes.T, g.to(h.dtype), len(targets) > ctx.chunk)
+        return grad_hidden, grad_head, None if grad_bias is None else grad_bias.squeeze(1), *[None] * 5
 
 
-def entropy(logits) -> Tensor:
-    """Entropy in nats of softmax(logits): (..., V) -> (...). Logits of -inf count as probability 0."""
-    logps = logits.log_softmax(-1)
-    return -torch.einsum("...v,...v->...", logps.exp(), logps.clamp(min=torch.finfo(logps.dtype).min))
+def _logits(hidden, head, bias):
+    with torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden, head, bias)
+
+
+def _normalise(logits, targets, temperature, with_entropy=False, in_place=False):
+    """logits (M, V), not divided by the temperature yet -> log p of the targets (M,), and entropies (M,) or None, in fp32 or
+    wider. `in_place` turns the logits into slopes."""
+    m, vocab = logits.shape
+    rows = max(2, STRIP // vocab) if logits.device.type == "cpu" else max(1, m)  # of a row alone the sum has another order
+    strips = max(1, m // rows)
+    logps, entropies, dtype = [], [], torch.promote_types(logits.dtype, torch.float32)
+    room = [logits.new_empty(-(-m // strips), vocab, dtype=dtype) for _ in range(2)]  # fresh memory costs more than arithmetic
+    for part, y in zip(logits.tensor_split(strips), targets[:, None].tensor_split(strips)):
+        x, mass = (r[: len(part)] for r in room)
+        x.copy_(part)
+        if temperature != 1.0:
+            x.div_(temperature)
+        at_y, top = x.gather(1, y), x.amax(1, keepdim=True)
+        total = torch.exp(x.sub_(top), out=mass).sum(1, keepdim=True)
+        logps.append(at_y - (top + total.log()))
+        if with_entropy:  # log total - E[x]; what has no mass counts 0, not 0 * -inf
+            x.clamp_(min=torch.finfo(dtype).min)
+            entropies.append(total.log().squeeze(1) - torch.einsum("mv,mv->m", mass, x) / total.squeeze(1))
+        if in_place:
+            part.copy_(mass.div_(total).scatter_add_(1, y, at_y.new_full((), -1.0).expand_as(y)))
+    return torch.cat(logps).squeeze(1), torch.cat(entropies) if with_entropy else None
+
+
+def _added(total, a, b, several):
+    """total + a b, or a b where there is no total yet; in fp32 or wider where there are several terms to come."""
+    dtype = torch.promote_types(a.dtype, torch.float32) if several else a.dtype
+    if total is not None and dtype == a.dtype:
+        return total.addmm_(a, b)  # in place: the product alone can be as large as the head
+    return (a @ b).to(dtype) if total is None else total.add_(a @ b)
 
 
 def sequence_logps(logps, mask, *, length_normalised=False) -> Tensor:
