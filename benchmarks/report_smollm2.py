@@ -10,7 +10,7 @@ RECIPES = ("larger", "few", "first")  # of smollm2_arithmetic.py, the last one t
 GOALS = {"arithmetic": 10, "gym": 15, "aws": 10}  # percentage points, on the held-out ones
 OWN_LOGPS = ", ratios to the trainer's own log-probs"
 KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long",
-         "wide": "GRPO, wide"}
+         "wide": "GRPO, wide", "twice": "GRPO, two turns"}
 
 
 def shown(text: str, most: int = 110) -> str:
@@ -148,30 +148,49 @@ def administration(results: Path) -> str | None:
     if not found or "best" not in found:
         return None
     settings, best = found["settings"], found["sft"]
-    runs = runs_of(found, *settings["grpo"])
-    tiers = settings["tiers"]
+    runs, tiers = runs_of(found, *settings["grpo"]), settings["tiers"]
+    once, twice = ([run for run in runs if (run[0] == "twice") is two] for two in (False, True))
     asked = {"alone": "as it is", "after solved ones": f"as it is, after {settings['shots']} solved tasks"}
     rows = [[how, "", *solved(found["base"][name], tiers), "", "", "", ""] for name, how in asked.items() if "base" in found]
     rows.append([f"best SFT ({best['steps']} steps)", "", *solved(found["best"], tiers), "", found["best"]["sampled"], "",
                  f"{best['seconds'] / 60:.1f}"])  # fmt: skip
-    rows += [[KINDS[kind], seed, *solved(run["after"], tiers), gained(run, GOALS["aws"]), run["after"].get("sampled", ""),
-              points(run["gain_sampled"]) if "gain_sampled" in run else "", f"{run['seconds'] / 60:.1f}"]
-             for kind, seed, run in runs]  # fmt: skip
+    rows += [administered(kind, seed, run, run["after"], run, tiers) for kind, seed, run in once]
+    two = found.get("best twice")
+    if two:
+        rows.append(["best SFT, two turns", "", *solved(two, tiers), "", two["sampled"], "", ""])
+        rows += [administered(kind, seed, run, run["after"], run, tiers) for kind, seed, run in twice]
+        again = [["best SFT, two turns", "", *solved(two["again"], tiers), "", two["again"]["sampled"], "", ""]]
+        again += [administered(kind, seed, run["again"], run["after"]["again"], run, tiers) for kind, seed, run in twice]
     recipes = "; ".join(f"{kind}: {of['steps']} steps of {of['prompts_per_step']} prompts × {of['group_size']} rollouts, "
                         f"{of.get('minibatches', 1)} update(s) each, lr {of['lr']:g}"
                         for kind, of in settings["grpo"].items())  # fmt: skip
     text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
-            f"episode. {settings['model']} in {settings['dtype']}; SFT on {settings['demonstrations']} reference solution of "
-            "each template, of whose looks the best on other training tasks is where GRPO begins, the templates chosen by a "
-            f"curriculum ({recipes}). Of each tier {settings['held_out']} held-out instances, whose words occur nowhere in "
-            f"training, answered greedily, and {settings['samples']} times at temperature 1. Minutes beside other work on the "
-            "machine.\n\n")  # fmt: skip
-    text += table(["policy", "seed", "both tiers", *tiers, f"gain over the best SFT (goal: {GOALS['aws']})", "sampled",
-                   "gain, sampled", "minutes"], rows)  # fmt: skip
+            f"episode where a line says no more. {settings['model']} in {settings['dtype']}; SFT on "
+            f"{settings['demonstrations']} reference solution of each template, of whose looks the best on other training "
+            f"tasks is where GRPO begins, the templates chosen by a curriculum ({recipes}). Of each tier "
+            f"{settings['held_out']} held-out instances, whose words occur nowhere in training, answered greedily, and "
+            f"{settings['samples']} times at temperature 1. Minutes beside other work on the machine.\n\n")  # fmt: skip
+    columns = ["policy", "seed", "both tiers", *tiers, f"gain over the best SFT (goal: {GOALS['aws']})", "sampled",
+               "gain, sampled", "minutes"]  # fmt: skip
+    text += table(columns, rows)
+    if two:
+        text += ("\n\nIn two turns the policy reads what its first command came to and may write a second one; of GRPO's looks "
+                 "the best on the tasks to choose by is measured, as of SFT's. The same on a second set of held-out instances, "
+                 "on which nothing had been measured before:\n\n" + table(columns, again))  # fmt: skip
+        text += "\n\nTasks to choose by that were solved after so many steps of GRPO in two turns:\n\n"
+        text += table(["seed", *twice[0][2]["curve"]],
+                      [[seed, *(f"{v:.1%}" for v in run["curve"].values())] for _, seed, run in twice])  # fmt: skip
     curve = best["curve"]
     text += "\n\nTasks to choose by that were solved after so many steps of SFT:\n\n"
     text += table(["steps", *curve], [["solved", *(f"{v:.1%}" for v in curve.values())]])
     return text + "\n\nMean reward of GRPO, first to last fifth of the steps:\n\n" + rewards(runs)
+
+
+def administered(kind: str, seed: str, gain: dict, after: dict, run: dict, tiers: list[str]) -> list[str]:
+    """A run's line of the table: `gain` and `after` of one set of held-out tasks."""
+    more = points(gain["gain_sampled"]) if "gain_sampled" in gain else ""
+    return [KINDS[kind], seed, *solved(after, tiers), gained(gain, GOALS["aws"]), after.get("sampled", ""), more,
+            f"{run['seconds'] / 60:.1f}"]  # fmt: skip
 
 
 def solved(measured: dict, tiers: list[str]) -> list[str]:

@@ -1,11 +1,15 @@
-"""Between threads and loops: a coroutine from synchronous code, a fair lock, a thread's own number of torch threads."""
+"""Between threads and loops: a coroutine from synchronous code, a fair lock, a thread's own torch threads and their rest."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -87,3 +91,33 @@ def set_own_threads(number: int) -> None:
         restore = threading.Thread(target=torch.set_num_threads, args=(common,))
         restore.start()
         restore.join()
+
+
+SOFT_PAUSE = 1  # omp_pause_soft, OpenMP 5.0 section 3.2.43
+FORKED = 0x40  # PF_FORKNOEXEC among the flags of a Linux process
+
+
+def rest_threads() -> None:
+    """Let go the threads that GNU OpenMP keeps for the parallel loops of the calling thread; its next loop gets new ones.
+
+    For a thread that stops computing while another one goes on. Every thread that ran such a loop keeps threads of its own
+    for the next, and once all of them are more than the processors, they sleep after each loop instead of waiting a moment:
+    a step of decoding, which has a thousand short loops, then takes much longer (`benchmarks/threads.py`)."""
+    for pause in _pauses():
+        pause(SOFT_PAUSE)
+
+
+@cache
+def _pauses() -> list[Callable[[int], int]]:
+    """`omp_pause_resource_all` of each GNU OpenMP that the process has loaded; none where OpenMP is another. A forked process
+    has none either: it has no threads but the one that forked, and a pause would wait for those of its parent for ever."""
+    process = Path("/proc/self")
+    if not (process / "maps").exists() or int((process / "stat").read_text().rpartition(")")[2].split()[6]) & FORKED:
+        return []
+    paths = (line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines() if "/libgomp" in line)
+    found = (getattr(ctypes.CDLL(path), "omp_pause_resource_all", None) for path in dict.fromkeys(paths))
+    return [pause for pause in found if pause is not None]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pauses.cache_clear)

@@ -36,7 +36,7 @@ LOSSES = [
      "test_invariance.test_masked_hidden_states_are_not_even_read"),
     ("entropies, dtype = [], [], torch.promote_types(logits.dtype, torch.float32)", "entropies, dtype = [], [], logits.dtype",
      "test_losses.test_half_precision_products_are_normalised_in_fp32"),
-    ("mass, x) / total.squeeze(1))", "mass, x))",
+    ("x.mul_(mass).sum(1, keepdim=True) / total", "x.mul_(mass).sum(1, keepdim=True)",
      "test_losses.test_entropy_comes_with_the_logps_and_carries_no_gradient"),
     ("x.clamp_(min=torch.finfo(dtype).min)", "x",
      "test_losses.test_entropy_comes_with_the_logps_and_carries_no_gradient"),

@@ -26,7 +26,7 @@ from grpolab.decode.sampling import SamplingParams, fold_seed, group_seeds
 from grpolab.decode.scheduler import Scheduler
 from grpolab.models import attention_of
 from grpolab.rollouts import Group, Rollout
-from grpolab.sync import set_own_threads
+from grpolab.sync import rest_threads, set_own_threads
 
 IDLE_SECONDS = 5.0  # after which the worker thread ends; the next request starts another
 
@@ -259,6 +259,7 @@ class Sampler:
 
     def _start(self, *items) -> None:
         """Put items into the inbox and see that there is a worker to take them."""
+        rest_threads()
         with self._wake:
             if self._closed:
                 raise RuntimeError("the sampler is closed; make a new Sampler(policy)")
@@ -313,6 +314,7 @@ class Sampler:
         while True:
             with self._wake:
                 if not (scheduler.busy or self._inbox or self._closed):
+                    rest_threads()
                     self._wake.wait(IDLE_SECONDS)
                 if self._closed:
                     break

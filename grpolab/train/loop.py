@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpolab.lab.run import Run, origin, provenance
 from grpolab.models import Policy
-from grpolab.sync import set_own_threads
+from grpolab.sync import rest_threads, set_own_threads
 from grpolab.train import ranks
 from grpolab.train.optimisers import OPTIMISERS, Masters, make_optimiser
 
@@ -113,7 +113,10 @@ async def off_loop(work: Callable[[], T]) -> T:
             return work()
         except StopIteration as error:  # a future cannot carry it
             raise RuntimeError("StopIteration left a training step or a reward: give `next` a default") from error
+        finally:
+            rest_threads()
 
+    rest_threads()
     return await asyncio.get_running_loop().run_in_executor(_steps(os.getpid()), threaded)
 
 

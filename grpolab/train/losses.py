@@ -119,7 +119,7 @@ def _normalise(logits, targets, temperature, with_entropy=False, in_place=False)
         logps.append(at_y - (top + total.log()))
         if with_entropy:  # log total - E[x]; what has no mass counts 0, not 0 * -inf
             x.clamp_(min=torch.finfo(dtype).min)
-            entropies.append(total.log().squeeze(1) - torch.einsum("mv,mv->m", mass, x) / total.squeeze(1))
+            entropies.append((total.log() - x.mul_(mass).sum(1, keepdim=True) / total).squeeze(1))
         if in_place:
             part.copy_(mass.div_(total).scatter_add_(1, y, at_y.new_full((), -1.0).expand_as(y)))
     return torch.cat(logps).squeeze(1), torch.cat(entropies) if with_entropy else None
