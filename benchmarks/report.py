@@ -207,6 +207,20 @@ def aws(results: Path) -> str | None:
             + f"\n\nSteps a second of sessions in processes, of one `aws` process a step: {'; '.join(faster)}.")
 
 
+def threads(results: Path) -> str | None:
+    found = record("threads", results)
+    if not found:
+        return None
+    rows = [[r["model"], r["dtype"], f"{r['let_go']:,.0f}", f"{r['kept']:,.0f}", f"{r['ratio']:.2f}×",
+             f"{r['worst']:.2f} … {r['best']:.2f}"] for r in found["rows"]]  # fmt: skip
+    return (f"A sampler decodes {found['prompts']} prompts × {found['group']} rollouts of {found['new_tokens']} tokens in its "
+            f"thread, {found['threads']} threads on {found['processors']} processors, after the main thread has run a parallel "
+            "loop. GNU OpenMP keeps threads for the next one, and where all that it keeps are more than the processors they "
+            "sleep after each loop; the sampler's caller lets its own go before it waits. A ratio is of one of "
+            f"{found['rounds']} rounds: `{found['command']}`.\n\n"
+            + table(["model", "precision", "tokens/s, let go", "kept", "ratio", "worst … best"], rows))  # fmt: skip
+
+
 def service(results: Path) -> str | None:
     found = record("service", results)
     if not found:
@@ -243,7 +257,7 @@ SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
     "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
     "SmolLM2: AWS accounts": administration,
-    "Decode engine": decode, "Training step": trl, "LoRA": lora, "Environment pool": pool,
+    "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "LoRA": lora, "Environment pool": pool,
     "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
 }  # fmt: skip
 

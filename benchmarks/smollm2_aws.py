@@ -9,9 +9,9 @@ split, is the best SFT. GRPO begins there: each rollout has an account of its ow
 group plays a fresh instance. Held-out instances have words that neither saw, and nothing is chosen on them. What the model does
 by itself is measured first, asked as it is and after some solved tasks. `short` and `0 1` are the recipe and the seeds of GRPO;
 `long` was tried after it: more steps, each of two larger updates; then `wide`: twice the rollouts a step; then `twice`: two
-turns, so that the policy reads what its first command came to and may write a second one. There the best SFT is measured in
-two turns as well, GRPO's best policy is chosen as SFT's was, and a second set of held-out instances, on which nothing had
-been measured before, tells whether the first one still tells the truth.
+turns, so that the policy reads what its first command came to and may write a second one, and two rounds of steps, each with
+its own warm-up and decay. There the best SFT is measured in two turns as well, and a second set of held-out instances, on
+which nothing had been measured before, tells whether the first one still tells the truth.
 A run that the record holds is kept, so an interrupted series goes on; an interrupted run goes on from its checkpoint.
 """
 
@@ -68,8 +68,9 @@ SETTINGS = {
                  "save_every": 6},
         "wide": {"steps": 30, "prompts_per_step": 24, "group_size": 12, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
                  "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048, "save_every": 6},
-        "twice": {"steps": 40, "prompts_per_step": 16, "group_size": 12, "lr": 4e-5, "warmup": 2, "schedule": "cosine",
-                  "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048, "save_every": 8},
+        "twice": {"rounds": 2, "steps": 40, "prompts_per_step": 16, "group_size": 12, "lr": 4e-5, "warmup": 2,
+                  "schedule": "cosine", "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048,
+                  "save_every": 8},
     },
 }  # fmt: skip
 
@@ -247,27 +248,28 @@ async def seats(what: str = "limits"):
 
 async def reinforced(kind: str, seed: int) -> dict:
     """GRPO from the best SFT by a recipe: the run, the curriculum's path, and what comes of the held-out tasks."""
-    policy, turns, selection = await best_policy(), "two turns" if kind == "twice" else "limits", None
-    fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=seed), seed=seed)
-    config = GRPOConfig(seed=seed, **SETTINGS["grpo"][kind])
+    policy, turns = await best_policy(), "two turns" if kind == "twice" else "limits"
+    recipe, rows = dict(SETTINGS["grpo"][kind]), []
     runs.forget_peak()
     async with seats(turns) as pool:
-        if kind == "twice":
-            selection = Selection(lambda policy: share_of(played(policy, pool, choosing_tasks())), every=SETTINGS["look"])
-        run = Run("smollm2_aws", f"{kind}_{seed}", seed=seed, keep="none", select=selection)
-        async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits(turns), run=run):
-            shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "turns", "sampling_s", "update_s", "lost")}
-            print(row["step"], json.dumps(shown), file=sys.stderr, flush=True)
+        for part in range(recipe.pop("rounds", 1)):
+            own = seed + 10 * part  # other instances, and other draws
+            run = Run("smollm2_aws", f"{kind}_{seed}_{part}", seed=own, keep="none")
+            fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=own), seed=own)
+            config = GRPOConfig(seed=own, **recipe)
+            async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits(turns), run=run):
+                shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "turns", "sampling_s", "update_s", "lost")}
+                print(row["step"], json.dumps(shown), file=sys.stderr, flush=True)
+            rows += [row | {"step": len(rows) + i} for i, row in enumerate(run.metrics)]
+            policy.save(run.folder / "last")  # a measurement that fails does not cost the training
         peak = runs.memory("VmHWM")
-        policy = run.best(load) if selection else policy
-        after = await two_turns(policy, pool) if selection else await one_command(policy)
-    rows = run.metrics
+        after = await two_turns(policy, pool) if kind == "twice" else await one_command(policy)
     took = [row["sampling_s"] + row["update_s"] for row in rows]
-    looks = {str(int(row.steps)): row.score for row in run.measured().itertuples()} if selection else {}
-    return {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
-            "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "path": path_of(rows),
-            "lost": sum(row["lost"] for row in rows), "peak_gb": round(peak, 3), "curve": looks,
-            "threads": runs.torch.get_num_threads(), "after": after}  # fmt: skip
+    found = {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
+             "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "path": path_of(rows),
+             "lost": sum(row["lost"] for row in rows), "peak_gb": round(peak, 3),
+             "threads": runs.torch.get_num_threads(), "after": after}  # fmt: skip
+    return found | ({"one command": await one_command(policy)} if kind == "twice" else {})
 
 
 async def share_of(answered: Awaitable[list[tuple[str, bool]]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import threading
@@ -95,6 +96,7 @@ def set_own_threads(number: int) -> None:
 
 SOFT_PAUSE = 1  # omp_pause_soft, OpenMP 5.0 section 3.2.43
 FORKED = 0x40  # PF_FORKNOEXEC among the flags of a Linux process
+PROCESS = os.getpid()
 
 
 def rest_threads() -> None:
@@ -103,21 +105,22 @@ def rest_threads() -> None:
     For a thread that stops computing while another one goes on. Every thread that ran such a loop keeps threads of its own
     for the next, and once all of them are more than the processors, they sleep after each loop instead of waiting a moment:
     a step of decoding, which has a thousand short loops, then takes much longer (`benchmarks/threads.py`)."""
-    for pause in _pauses():
+    for pause in _pauses(os.getpid()):
         pause(SOFT_PAUSE)
 
 
 @cache
-def _pauses() -> list[Callable[[int], int]]:
+def _pauses(process: int) -> list[Callable[[int], int]]:
     """`omp_pause_resource_all` of each GNU OpenMP that the process has loaded; none where OpenMP is another. A forked process
     has none either: it has no threads but the one that forked, and a pause would wait for those of its parent for ever."""
-    process = Path("/proc/self")
-    if not (process / "maps").exists() or int((process / "stat").read_text().rpartition(")")[2].split()[6]) & FORKED:
+    try:
+        flags = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[6])
+        files = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_bytes().splitlines() if b"/" in line}
+    except OSError:
         return []
-    paths = (line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines() if "/libgomp" in line)
-    found = (getattr(ctypes.CDLL(path), "omp_pause_resource_all", None) for path in dict.fromkeys(paths))
-    return [pause for pause in found if pause is not None]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pauses.cache_clear)
+    found = []
+    for path in map(os.fsdecode, sorted(files)) if process == PROCESS and not flags & FORKED else ():
+        if os.path.basename(path).startswith("libgomp"):
+            with contextlib.suppress(OSError, AttributeError):  # no library, or replaced since; older than GCC 9
+                found.append(ctypes.CDLL(path).omp_pause_resource_all)
+    return found

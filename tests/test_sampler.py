@@ -593,3 +593,16 @@ def test_the_memory_for_keys_and_values_bounds_the_rows(policy):
         assert len(sampler._scheduler.store.users) <= 1.5 * (3 * 2 + FIRST)  # three rows of two pages
         assert sampler.stats.row_steps / sampler.stats.steps <= 3
     assert audit(policy, flat(groups)).max_error <= 1e-4
+
+
+def test_a_request_that_comes_as_the_worker_goes_to_rest_is_not_left_waiting(sampler):
+    """The worker's first wait ends while somebody holds the lock to put a request into the inbox."""
+    params = SamplingParams(max_new_tokens=1, seed=0, ignore_eos=True)
+    sampler.sample_sync(ragged_prompts(1), params=params)
+    time.sleep(0.02)  # it waits
+    with sampler._wake:
+        time.sleep(0.2)  # longer than the wait
+        request = sampler.submit(ragged_prompts(1), params=params)
+        began = time.perf_counter()
+    request.result()
+    assert time.perf_counter() - began < 3  # else as long as a worker without requests lives, 5 s

@@ -79,7 +79,7 @@ class Conversation:
         if self.turns and (len(ids) > self.room or len(self._ids) >= self.sampler.context):
             raise ValueError(f"the conversation holds {len(self._ids)} of the context's {self.sampler.context} tokens, "
                              f"and {len(ids)} more leave no room for an answer; end it here, its rollout() is whole")
-        request = self.sampler._request([(*self._ids, *ids)], [[self.seed]], params or SamplingParams(), kept=self._kept)
+        request = self.sampler._request([(*self._ids, *ids)], [[self.seed]], params or SamplingParams(), None, self._kept, None)
         self.sampler._queue(request)
         self._waiting = True
         return request

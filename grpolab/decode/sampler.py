@@ -28,7 +28,8 @@ from grpolab.models import attention_of
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import rest_threads, set_own_threads
 
-IDLE_SECONDS = 5.0  # after which the worker thread ends; the next request starts another
+REST_SECONDS = 0.05  # without a request, after which the worker lets its OpenMP threads go
+IDLE_SECONDS = 5.0  # after those it ends; the next request starts another
 
 
 class Sampler:
@@ -213,9 +214,7 @@ class Sampler:
 
     # ------------------------------------------------------------- requests
 
-    def _request(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], params: SamplingParams,
-                 on_rollout: Callable[[int, int, Rollout], None] | None = None, kept: Kept | None = None,
-                 on_tokens: Callable[[int, int, list[int], list[float]], None] | None = None) -> Request:
+    def _request(self, prompts, seeds, params: SamplingParams, on_rollout, kept: Kept | None, on_tokens) -> Request:
         """A request of checked prompts, ids and seeds."""
         vocab = len(self.policy.model.get_input_embeddings().weight)
         ids = [checked_prompt(prompt, i, vocab, self.context) for i, prompt in enumerate(prompts)]
@@ -311,11 +310,12 @@ class Sampler:
                 return self._end(error)
         scheduler, threads = self._choice.result()
         set_own_threads(threads)
+        needed = lambda: scheduler.busy or self._inbox or self._closed  # noqa: E731
         while True:
             with self._wake:
-                if not (scheduler.busy or self._inbox or self._closed):
+                if not self._wake.wait_for(needed, REST_SECONDS):
                     rest_threads()
-                    self._wake.wait(IDLE_SECONDS)
+                    self._wake.wait_for(needed, IDLE_SECONDS)
                 if self._closed:
                     break
                 if not (scheduler.busy or self._inbox):
@@ -329,8 +329,7 @@ class Sampler:
                     scheduler.step()
                 except BaseException as error:  # a fault that is nobody's own fails all; the worker lives on
                     scheduler.fail_all(error)
-        error = RuntimeError("the sampler was closed before this was done")
-        scheduler.fail_all(error)
+        scheduler.fail_all(error := RuntimeError("the sampler was closed before this was done"))
         self._end(error)
 
     def _end(self, error: BaseException) -> None:
@@ -344,12 +343,11 @@ class Sampler:
 
 
 def _answer(future: Future, fn: Callable, args: tuple) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        settle(future, fn(*args))
-    except BaseException as error:  # it belongs to the caller, whatever it is
-        settle(future, error=error)
+    if future.set_running_or_notify_cancel():
+        try:
+            settle(future, fn(*args))
+        except BaseException as error:  # it belongs to the caller, whatever it is
+            settle(future, error=error)
 
 
 _open_samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_BYTES = 2**26  # of the logits in the default chunk, in the dtype of the product
-STRIP = 2**20  # logits that are normalised together on a processor: in fp32 they stay in its cache
+STRIP = 2**20  # logits that are normalised together on a processor, where they stay in the cache; elsewhere 16 times as many
 MAX_LOG_RATIO = 20.0  # ratios are capped at e^20 so that fp32 cannot overflow; beyond it the gradient is zero
 
 
@@ -65,6 +65,8 @@ class _TargetLogps(torch.autograd.Function):
         for h, y in zip(hidden.split(chunk), targets.split(chunk)):
             slopes = _logits(hidden=h, head=head, bias=bias)
             parts.append(_normalise(slopes, y, temperature, with_entropy, in_place=keep))
+            if not keep:
+                del slopes  # or they would live beside the next chunk's
         ctx.save_for_backward(hidden, head, bias, targets, slopes if keep else None)
         ctx.temperature, ctx.chunk = temperature, chunk
         logps, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
@@ -105,8 +107,8 @@ def _normalise(logits, targets, temperature, with_entropy=False, in_place=False)
     """logits (M, V), not divided by the temperature yet -> log p of the targets (M,), and entropies (M,) or None, in fp32 or
     wider. `in_place` turns the logits into slopes."""
     m, vocab = logits.shape
-    rows = max(2, STRIP // vocab) if logits.device.type == "cpu" else max(1, m)  # of a row alone the sum has another order
-    strips = max(1, m // rows)
+    at_once = STRIP if logits.device.type == "cpu" else 16 * STRIP
+    strips = max(1, m // max(2, at_once // vocab))  # none of one row alone: its sum has another order
     logps, entropies, dtype = [], [], torch.promote_types(logits.dtype, torch.float32)
     room = [logits.new_empty(-(-m // strips), vocab, dtype=dtype) for _ in range(2)]  # fresh memory costs more than arithmetic
     for part, y in zip(logits.tensor_split(strips), targets[:, None].tensor_split(strips)):

