@@ -149,7 +149,7 @@ def administration(results: Path) -> str | None:
         return None
     settings, best = found["settings"], found["sft"]
     runs, tiers = runs_of(found, *settings["grpo"]), settings["tiers"]
-    once, twice = ([run for run in runs if ("again" in run[2]) is two] for two in (False, True))
+    once, twice = ([run for run in runs if ("second set" in run[2]) is two] for two in (False, True))
     asked = {"alone": "as it is", "after solved ones": f"as it is, after {settings['shots']} solved tasks"}
     rows = [[how, "", *solved(found["base"][name], tiers), "", "", "", ""] for name, how in asked.items() if "base" in found]
     rows.append([f"best SFT ({best['steps']} steps)", "", *solved(found["best"], tiers), "", found["best"]["sampled"], "",
@@ -159,8 +159,6 @@ def administration(results: Path) -> str | None:
     if two:
         rows.append(["best SFT, two turns", "", *solved(two, tiers), "", two["sampled"], "", ""])
         rows += [administered(kind, seed, run, run["after"], run, tiers) for kind, seed, run in twice]
-        again = [["best SFT, two turns", "", *solved(two["again"], tiers), "", two["again"]["sampled"], "", ""]]
-        again += [administered(kind, seed, run["again"], run["after"]["again"], run, tiers) for kind, seed, run in twice]
     recipes = "; ".join(f"{kind}: {of.get('rounds', 1) * of['steps']} steps of {of['prompts_per_step']} prompts × "
                         f"{of['group_size']} rollouts, {of.get('minibatches', 1)} update(s) each, lr {of['lr']:g}"
                         for kind, of in settings["grpo"].items())  # fmt: skip
@@ -174,12 +172,13 @@ def administration(results: Path) -> str | None:
                "gain, sampled", "minutes"]  # fmt: skip
     text += table(columns, rows)
     if two:
-        text += ("\n\nIn two turns the policy reads what its first command came to and may write a second one. The same on a "
-                 "second set of held-out instances, on which nothing had been measured before:\n\n" + table(columns, again)
-                 + "\n\nThe policies trained in two turns, allowed one command, on the first set:\n\n")  # fmt: skip
-        text += table(["policy", "seed", "both tiers", *tiers, "sampled"],
-                      [[KINDS[kind], seed, *solved(run["one command"], tiers), run["one command"]["sampled"]]
-                       for kind, seed, run in twice])  # fmt: skip
+        text += ("\n\nIn two turns the policy reads what its first command came to and may write a second one. The same on "
+                 "more held-out instances: of the second set no other recipe had seen a measurement, and on the third nothing "
+                 "at all was measured before the recipe stood.")  # fmt: skip
+        for name in ("second set", "third set"):
+            rows = [["best SFT, two turns", "", *solved(two[name], tiers), "", two[name]["sampled"], "", ""]]
+            rows += [administered(kind, seed, run[name], run["after"][name], run, tiers) for kind, seed, run in twice]
+            text += f"\n\nThe {name}:\n\n" + table(columns, rows)
     curve = best["curve"]
     text += "\n\nTasks to choose by that were solved after so many steps of SFT:\n\n"
     text += table(["steps", *curve], [["solved", *(f"{v:.1%}" for v in curve.values())]])

@@ -42,6 +42,7 @@ def values(tmp_path):
         "curriculum": SimpleNamespace(results=192), "steps": 24, "prompts_per_step": 8, "first": said(15), "last": said(54),
         "gain": Interval(0.6, 0.5, 0.7), "added": Interval(0.1, 0.06, 0.14),
         "rates": {"as it is": {"both": Interval(0.0, 0.0, 0.02)}},
+        "compared": {"first set": {"lower": 0.05}, "third set": {"lower": 0.07}},
     }  # fmt: skip
 
 
@@ -60,6 +61,7 @@ def values(tmp_path):
         ({"last": said(40)}, "table, held out, after"),
         ({"rates": {"as it is": {"both": Interval(0.1, 0.06, 0.15)}}}, "SmolLM2 as it is"),
         ({"added": Interval(0.03, 0.0, 0.06)}, "SmolLM2, GRPO over the best SFT"),
+        ({"compared": {"first set": {"lower": 0.05}, "third set": {"lower": 0.0}}}, "SmolLM2 in two turns, third set"),
     ],
 )  # fmt: skip
 def test_every_check_of_the_aws_gate_can_fail(bad, name, tmp_path):
@@ -121,14 +123,14 @@ def test_the_record_bears_what_the_page_says():
     runs = {name: found for name, found in record.items() if name.split(" ")[0] in record["settings"]["grpo"]}
     assert runs and "result, trained = record" in "".join(cell.source for cell in cells("12_aws"))
     measured = [record["base"]["alone"], record["best"], record["best twice"], *(run["after"] for run in runs.values())]
-    for found in [*measured, *(of["again"] for of in measured if "again" in of)]:
+    sets = ("second set", "third set")
+    for found in [*measured, *(of[name] for of in measured for name in sets if name in of)]:
         both = "".join(found["flags"][tier] for tier in record["settings"]["tiers"])
         assert found["both"] == str(wilson(both.count("1"), len(both)))
     for name, run in runs.items():
-        start = record["best twice" if "again" in run else "best"]
-        sets = [(start, run["after"], run)]
-        sets += [(start["again"], run["after"]["again"], run["again"])] if "again" in run else []
-        for before, after, gains in sets:
+        start = record["best twice" if "second set" in run else "best"]
+        more = [(start[name], run["after"][name], run[name]) for name in sets if name in run]
+        for before, after, gains in [(start, run["after"], run), *more]:
             pairs = zip("".join(before["flags"].values()), "".join(after["flags"].values()))
             assert gains["gain"] == str(mean_interval([int(b) - int(a) for a, b in pairs]))
         told = [pair.split(":") for line in run["path"].values() for pair in line.split()]
