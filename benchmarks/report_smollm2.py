@@ -173,8 +173,8 @@ def administration(results: Path) -> str | None:
     text += table(columns, rows)
     if two:
         text += ("\n\nIn two turns the policy reads what its first command came to and may write a second one. The same on "
-                 "more held-out instances: of the second set no other recipe had seen a measurement, and on the third nothing "
-                 "at all was measured before the recipe stood.")  # fmt: skip
+                 "more held-out instances, of which the sets share a few: the second set was measured halfway and after this "
+                 "recipe and for no other, and the third was drawn after the recipe stood.")  # fmt: skip
         for name in ("second set", "third set"):
             rows = [["best SFT, two turns", "", *solved(two[name], tiers), "", two[name]["sampled"], "", ""]]
             rows += [administered(kind, seed, run[name], run["after"][name], run, tiers) for kind, seed, run in twice]
@@ -217,6 +217,10 @@ def real_model(results: Path) -> list[list[str]]:
     if found and (runs := runs_of(found, "short")):
         rows.append(["SmolLM2-135M, simulated AWS accounts, held-out tasks: best SFT → GRPO",
                      f"{rate(found['best']['both'])} → {seeds_of(runs, 'both')}"])  # fmt: skip
+    if found and (runs := runs_of(found, "twice")):
+        last = [(kind, seed, {"after": run["after"]["third set"]}) for kind, seed, run in runs]
+        rows.append(["the same in episodes of two turns, on tasks drawn after the recipe stood",
+                     f"{rate(found['best twice']['third set']['both'])} → {seeds_of(last, 'both')}"])  # fmt: skip
     found = record("smollm2_style", results)
     if found and (runs := runs_of(found, "full")):
         rows.append(["SmolLM2-135M, one sentence by four rules: as it is → GRPO",

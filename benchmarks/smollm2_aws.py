@@ -10,8 +10,8 @@ group plays a fresh instance. Held-out instances have words that neither saw, an
 by itself is measured first, asked as it is and after some solved tasks. `short` and `0 1` are the recipe and the seeds of GRPO;
 `long` was tried after it: more steps, each of two larger updates; then `wide`: twice the rollouts a step; then `twice`: two
 turns, so that the policy reads what its first command came to and may write a second one, and two rounds of steps, each with
-its own warm-up and decay. There the best SFT is measured in two turns as well, and on more held-out instances: of the second
-set no other recipe has seen a measurement, and on the third nothing at all was measured before the recipe stood.
+its own warm-up and decay. There the best SFT is measured in two turns as well, and on more held-out instances, of which the
+sets share a few: the second set was measured for no other recipe, and the third was drawn after this one stood.
 A run that the record holds is kept, so an interrupted series goes on; an interrupted run goes on from its checkpoint.
 """
 
