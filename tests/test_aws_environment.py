@@ -47,6 +47,23 @@ def played(env, *lines, seed=1, task=BUCKET):
     return [env.reset(seed=seed, task=task), *(env.step({"command": line}) for line in lines)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted by /proc")
+def test_an_account_gathers_no_open_files():
+    """At seventeen an episode, a simulator that kept those of its connections stopped answering after some 1200."""
+    simulator = Simulator()
+    try:
+        env = AwsEnv(simulator.start(), max_turns=2)
+        (process,) = psutil.Process(simulator.pid).children(recursive=True)
+        played(env, MAKE, VERSION)
+        before = process.num_fds()
+        for _ in range(10):
+            played(env, MAKE, VERSION)
+        assert process.num_fds() <= before + 5
+        env.close()
+    finally:
+        simulator.stop()
+
+
 def test_the_reward_is_paid_once_and_stalling_earns_nothing(account):
     env = AwsEnv(account, max_turns=5)
     first, made, looked, done = played(env, MAKE, LOOK, VERSION)

@@ -144,7 +144,8 @@ def _ask(address: str, method: str, path: str, headers: Mapping[str, str] | None
     """(status, JSON or text) of one request; raises AccountGone where there is no answer within ANSWERS seconds."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=ANSWERS)
     try:
-        connection.request(method, path, body, dict(headers or {}))
+        # without `close` the server keeps the connection's file for its whole keep-alive of an hour
+        connection.request(method, path, body, {"Connection": "close"} | dict(headers or {}))
         response = connection.getresponse()
         text = response.read().decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as fault:
