@@ -63,7 +63,7 @@ class _TargetLogps(torch.autograd.Function):
     def forward(ctx, hidden, head, bias, targets, temperature, chunk, with_entropy, trained):
         keep, parts = trained and len(targets) <= chunk, []
         for h, y in zip(hidden.split(chunk), targets.split(chunk)):
-            slopes = _logits(hidden=h, head=head, bias=bias)
+            slopes = _logits(h, head, bias)
             parts.append(_normalise(slopes, y, temperature, with_entropy, in_place=keep))
             if not keep:
                 del slopes  # or they would live beside the next chunk's
