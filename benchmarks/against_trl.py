@@ -39,7 +39,8 @@ CELLS = [(m, d, k) for m, d in (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-13
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
 EXAMPLES, PAIRS = 32, 16
 STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included
-BUDGET = {"grpo": 1280, "sft": 640, "dpo": 640}  # tokens that our loops forward at once, shared prompts counted each time
+# Tokens that our loops forward at once, shared prompts counted each time. GRPO in bf16 takes its whole batch, as TRL does.
+BUDGET = {("grpo", "fp32"): 1280, ("grpo", "bf16"): 5120} | {(k, d): 640 for k in ("sft", "dpo") for d in ("fp32", "bf16")}
 GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
     ("tiny", "fp32", "grpo"): (4, None), ("tiny", "bf16", "grpo"): (4, None),
     ("smollm2-135m", "fp32", "grpo"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo"): (6, 1 / 3),
@@ -86,7 +87,7 @@ def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: i
     if peer == "trl":
         seconds, more = theirs(policy, dtype, method, steps, micro), {}
     else:
-        seconds, update_s, update = ours(policy, method, steps)
+        seconds, update_s, update = ours(policy, method, steps, BUDGET[method, dtype])
         more = {"update_s": update_s[1:]}
     found = {"seconds": seconds[1:], "first": seconds[0], "loaded_gb": loaded, "peak_gb": peak_gb()} | more
     return found | ({} if peer == "trl" else {"update_shares": shares(update)})
@@ -113,7 +114,7 @@ def shares(work) -> dict[str, float]:
     return {k: s / total for k, s in seconds.items()} | {"outside": 1 - sum(seconds.values()) / total}
 
 
-def ours(policy, method, steps):
+def ours(policy, method, steps, token_budget):
     """Seconds of each step, of its update, and one more update as a function."""
     import asyncio
 
@@ -128,7 +129,7 @@ def ours(policy, method, steps):
     from grpolab.train.sft import SFTConfig, sft, sft_gradient
 
     encode, end = policy.tokenizer.encode, policy.eos_ids[0]
-    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=BUDGET[method])
+    common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=token_budget)
     prompt = lambda n, seed: [tuple(encode(t)) for t in texts(policy.tokenizer, n, PROMPT_TOKENS, seed)]  # noqa: E731
     answer = lambda n, seed: [(*encode(t), end) for t in texts(policy.tokenizer, n, NEW_TOKENS - 1, seed)]  # noqa: E731
     seconds, update_s = [], []

@@ -16,7 +16,6 @@ from test_losses import token_logps
 from grpolab import losses
 from grpolab.rollouts import Rollout, collate
 from grpolab.train import advantages as adv
-from grpolab.train.layout import lay_out
 
 N, T, D, V = 8, 9, 6, 13
 KINDS = ["token", "sequence", "constant", "gspo", "cispo", "dual", "sampler", "sft", "kl", "kl sequence", "dpo", "rm"]
@@ -243,7 +242,7 @@ def test_the_end_token_is_trained_for_every_eos_id_and_also_where_pad_is_eos():
             assert g[len(r.tokens) :].eq(0).all()  # padding carries none
     seen = []
     for pad in (0, *eos):
-        ids = lay_out(rollouts, width=0, pad_id=pad).ids
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt + r.tokens) for r in rollouts], True, pad)
         mask = torch.nn.functional.pad(batch.mask, (len(prompt), 0))
         embedding, head = make_parameters()
         logps = token_logps(embedding[ids].cumsum(1).tanh(), head, ids, mask)

@@ -169,11 +169,18 @@ def test_no_tensor_of_all_logits_exists_in_the_forward_or_the_backward():
 
 
 def test_the_default_chunk_bounds_the_logits_at_once(monkeypatch):
+    """One chunk only where its logits fit and a backward will read them."""
     hidden, head, ids, mask = problem(n=4, t=32, d=4, v=1000)
+    all_logits = int(mask.sum()) * 1000
     monkeypatch.setattr(losses, "CHUNK_BYTES", 80_000)  # of float64
-    with Largest() as largest:
-        token_logps(hidden, head, ids, mask).sum().backward()
-    assert largest.numel == 10_000
+    for fits, expected in ((all_logits, all_logits), (all_logits - 1, 10_000)):
+        monkeypatch.setattr(losses, "KEPT_BYTES", 8 * fits)
+        with Largest() as largest:
+            token_logps(hidden, head, ids, mask).sum().backward()
+        assert largest.numel == expected
+        with Largest() as largest, torch.no_grad():
+            token_logps(hidden, head, ids, mask)
+        assert largest.numel == 10_000
 
 
 PEAK = """

@@ -92,12 +92,16 @@ def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width):
         assert_same(found, results[-1])
 
 
-def test_no_padding_is_computed():
+def test_no_padding_is_computed_nor_what_nothing_depends_on():
+    """A rollout's last chosen token, and an environment's after it, predict nothing that is asked for."""
     rollouts = [Rollout((5, 6), (7,) * n, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos") for n in (30, 1, 2)]
     rollouts += [dataclasses.replace(r, prompt=(9,)) for r in rollouts[1:]]
+    rollouts.append(Rollout((9,), (7,) * 8, (1, 0, 1, 1, 0, 0, 0, 0), (-1.0,) * 8, (-1.0,) * 8, "eos"))
+    rollouts.append(Rollout((8, 8), (7,) * 5, (0,) * 5, (-1.0,) * 5, (-1.0,) * 5, "eos"))
     layout = lay_out(rollouts)
-    assert layout.ids.numel() == 70 and len(layout.tokens.ids) == 2 + 33 + 1 + 3
-    assert layout.tokens.lone.shape == (2, 2) and layout.tokens.completions.shape == (5, 30)
+    assert layout.ids.shape == (3, 2 + 29 + 1) and len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
+    assert layout.tokens.lone.shape == (3, 2) and layout.tokens.completions.shape == (4, 29)
+    assert layout.apart.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
 
 
 def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny):

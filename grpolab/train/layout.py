@@ -143,18 +143,20 @@ def _table(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -> Layout:
     """Rollouts -> Layout with rows of at most `width` tokens (a single rollout may be longer); `width=0` gives one rollout
-    a row. Neighbouring rollouts of the same prompt share it."""
+    a row. Neighbouring rollouts of the same prompt share it. A rollout's last chosen token and what follows it are not read,
+    since nothing that is asked for comes after them."""
     segments: list[Segment] = []
     rows, chosen = [], []
     for members in _families(rollouts, width):
         prompt, first = rollouts[members[0]].prompt, len(segments)
-        written = [i for i in members if rollouts[i].tokens]
-        shared = len(written) > 1
-        segments.append(Segment(prompt if shared else prompt + sum((rollouts[i].tokens for i in written), ())))
-        for i in written:
-            column = torch.tensor(rollouts[i].mask).nonzero().squeeze(1)
-            if shared:
-                segments.append(Segment(rollouts[i].tokens, len(prompt), first))
+        columns = {i: torch.tensor(rollouts[i].mask).nonzero().squeeze(1) for i in members}
+        read = {i: rollouts[i].tokens[: c[-1]] for i, c in columns.items() if len(c)}  # what predicts the chosen tokens
+        shared = len(read) > 1
+        segments.append(Segment(prompt if shared else prompt + sum(read.values(), ())))
+        for i, tokens in read.items():
+            column = columns[i]
+            if shared and tokens:
+                segments.append(Segment(tokens, len(prompt), first))
             after_prompt = shared & (column == 0)  # what a prompt's last token predicts
             segment = torch.where(after_prompt, first, len(segments) - 1)
             offset = torch.where(after_prompt, len(prompt) - 1, column - 1 + (0 if shared else len(prompt)))

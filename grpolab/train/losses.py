@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_BYTES = 2**26  # of the logits in the default chunk, in the dtype of the product
+KEPT_BYTES = 2**28  # up to so many of all logits are one chunk where a backward follows, which then finds them kept
 STRIP = 2**20  # logits that are normalised together on a processor, where they stay in the cache; elsewhere 16 times as many
 MAX_LOG_RATIO = 20.0  # ratios are capped at e^20 so that fp32 cannot overflow; beyond it the gradient is zero
 
@@ -37,8 +38,9 @@ def target_logps(hidden, head, targets, *, bias=None, temperature=1.0, chunk=Non
     """log p of M tokens, each from its own hidden state: hidden (M, D), head (V, D), bias (V,) or None, targets (M,) ->
     logps (M,) and, if asked for, the detached entropy in nats of each distribution (M,), else None.
 
-    The head is applied to `chunk` positions at a time (default: 64 MiB of logits). Of a single chunk the backward finds
-    what it needs kept, of several each is made again, so that (M, V) never exists. The product is taken in the autocast
+    The head is applied to `chunk` positions at a time. Of a single chunk the backward finds what it needs kept, which saves
+    a product of four; of several each is made again, so that (M, V) never exists. By default it is one chunk where a
+    backward follows and all logits take at most 256 MiB, else chunks of 64 MiB. The product is taken in the autocast
     dtype inside autocast, else in the wider dtype of hidden and head; its logits become fp32 (float64 stays) before
     temperature and normalisation. There is no second derivative.
     """
@@ -49,9 +51,11 @@ def target_logps(hidden, head, targets, *, bias=None, temperature=1.0, chunk=Non
     product = torch.promote_types(hidden.dtype, head.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and product != torch.float64:
         product = torch.get_autocast_dtype(hidden.device.type)
-    chunk = chunk or max(1, CHUNK_BYTES // (head.shape[0] * product.itemsize))
     hidden, head, bias = hidden.to(product), head.to(product), None if bias is None else bias.to(product)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias))
+    if chunk is None:
+        each = head.shape[0] * product.itemsize
+        chunk = max(1, len(targets) if trained and len(targets) * each <= KEPT_BYTES else CHUNK_BYTES // each)
     return _TargetLogps.apply(hidden, head, bias, targets, temperature, chunk, with_entropy, trained)
 
 

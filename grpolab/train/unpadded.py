@@ -71,11 +71,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
     groups, dtype, exact = q.shape[2] // k.shape[2], v.dtype, q.device.type == "cpu"
     if exact:
         q, k, v = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
-    if groups > 1:
+    shared = exact and len(q) > 1  # the kernel then reads a group's keys once; one row alone is better cut by its query heads
+    if groups > 1 and not shared:
         k, v = (t[:, :, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with torch.autocast(q.device.type, enabled=not exact and torch.is_autocast_enabled(q.device.type)):
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared)
     return mixed.transpose(1, 2).to(dtype)
 
 
