@@ -111,8 +111,8 @@ def collate(rollouts: Sequence[Rollout], advantages: torch.Tensor) -> Batch:
 
 
 def in_columns(rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """N lists of a number a token -> (N, T) in fp32, padded at the right with 0."""
-    table = torch.zeros(len(rows), max(map(len, rows), default=0))
+    """N lists of a number a token -> (N, T) in fp32, padded at the right with 0; T is at least 1."""
+    table = torch.zeros(len(rows), max([1, *map(len, rows)]))
     for line, row in zip(table, rows):
         line[: len(row)] = torch.as_tensor(row, dtype=torch.float32)
     return table

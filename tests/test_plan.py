@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpolab.models import load_policy
-from grpolab.train import DPOConfig, GRPOConfig, SFTConfig
+from grpolab.train import DPOConfig, GRPOConfig, SFTConfig, losses
 from grpolab.train.plan import STATE, Plan, plan
 
 CONFIG = GRPOConfig(steps=10, prompts_per_step=2, group_size=4, max_new_tokens=8, kl_coef=0.1)
@@ -67,6 +67,17 @@ def test_a_smaller_pass_keeps_less_although_the_probe_is_larger(tiny, config):
     few, many = (plan(tiny, dataclasses.replace(config, token_budget=b), prompt_tokens=16, completion_tokens=16)
                  for b in (256, 2048))  # fmt: skip
     assert many.memory["activations"] == pytest.approx(8 * few.memory["activations"], rel=0.01)
+
+
+def test_no_more_logits_are_counted_than_a_pass_keeps(tiny, monkeypatch):
+    """The probe's fit a chunk that is kept; eight times as many may not."""
+    config, found = GRPOConfig(steps=1, prompts_per_step=8, max_new_tokens=16, token_budget=2048), {}
+    probed = 512 // 32 * 16 * tiny.model.get_output_embeddings().weight.shape[0] * 4
+    for bound in (0, probed, 2**40):
+        monkeypatch.setattr(losses, "KEPT_BYTES", bound)
+        found[bound] = plan(tiny, config, prompt_tokens=16, completion_tokens=16).memory["activations"]
+    assert found[probed] - found[0] == pytest.approx(probed, rel=0.01)
+    assert found[2**40] - found[0] == pytest.approx(2048 / 512 * probed, rel=0.01)
 
 
 def test_pairs_are_two_rows(tiny):

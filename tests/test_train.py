@@ -118,6 +118,18 @@ def test_the_layout_scores_every_chosen_token_where_it_stands(tiny):
     assert logps[2, 1:].abs().max() == 0 and logps[2, 0] < 0
 
 
+def test_a_micro_batch_of_empty_completions_adds_nothing(tiny):
+    empty, full = (Rollout((5, 6), t, (1,) * len(t), (-1.0,) * len(t), (-1.0,) * len(t), "eos") for t in ((), (7,) * 28))
+    advantages, found = torch.tensor([1.0, -1.0, 1.0]), []
+    for budget in (30, 10**4):
+        tiny.model.zero_grad()
+        config = GRPOConfig(steps=1, token_budget=budget)
+        grpo_gradient(tiny, None, [empty, dataclasses.replace(empty, prompt=(5, 7)), dataclasses.replace(full, prompt=(8, 9))],
+                      advantages, config)
+        found.append(gradient(tiny))
+    assert found[0].norm() > 0 and (found[0] - found[1]).norm() < 1e-5 * found[0].norm()
+
+
 @pytest.mark.parametrize("change", [{"token_budget": 40}, {"row_width": 0}, {"token_budget": 100, "row_width": 0}])
 def test_the_grpo_gradient_ignores_micro_batches_and_layout(tiny, change):
     tiny.model.double()

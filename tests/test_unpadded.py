@@ -104,6 +104,18 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     assert layout.apart.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
 
 
+def test_a_token_that_nothing_comes_before_has_no_logp():
+    """It would be taken from the token before it in memory, which is another rollout's."""
+    policy, other = policy_of(CONFIGS["llama"]), Rollout((5, 6), (7,), (1,), (-1.0,), (-1.0,), "eos")
+    first = Rollout((), (7, 8), (1, 1), (-1.0,) * 2, (-1.0,) * 2, "eos")
+    with pytest.raises(ValueError, match="empty prompt"):
+        lay_out([other, first])
+    for mask, kept in (((0, 1), 1), ((0, 0), 0)):
+        for way in ("unpadded", "packed", "rows", "alone"):
+            layout = lay_out([dataclasses.replace(first, mask=mask)])
+            assert rollout_logps(policy, layout, (1, 2), 1.0, way=way)[0].count_nonzero() == kept
+
+
 def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny):
     ids, positions = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64)
     found = []

@@ -144,15 +144,18 @@ def _table(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -> Layout:
     """Rollouts -> Layout with rows of at most `width` tokens (a single rollout may be longer); `width=0` gives one rollout
     a row. Neighbouring rollouts of the same prompt share it. A rollout's last chosen token and what follows it are not read,
-    since nothing that is asked for comes after them."""
+    since nothing that is asked for comes after them. ValueError where nothing comes before a chosen token."""
     segments: list[Segment] = []
     rows, chosen = [], []
     for members in _families(rollouts, width):
         prompt, first = rollouts[members[0]].prompt, len(segments)
         columns = {i: torch.tensor(rollouts[i].mask).nonzero().squeeze(1) for i in members}
         read = {i: rollouts[i].tokens[: c[-1]] for i, c in columns.items() if len(c)}  # what predicts the chosen tokens
+        if read and not prompt and any(columns[i][0] == 0 for i in read):
+            raise ValueError("a rollout with an empty prompt asks for the log-prob of its first token, which nothing predicts: "
+                             "give it a prompt of at least one token, or set mask[0] to 0")
         shared = len(read) > 1
-        segments.append(Segment(prompt if shared else prompt + sum(read.values(), ())))
+        segments.append(Segment(prompt if shared else prompt + sum(read.values(), ()) or (pad_id,)))
         for i, tokens in read.items():
             column = columns[i]
             if shared and tokens:

@@ -16,6 +16,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models import Policy
 from grpolab.rollouts import Rollout
+from grpolab.train import losses
 from grpolab.train.grpo import GRPOConfig, grpo_gradient
 from grpolab.train.loop import Optimisation
 from grpolab.train.sft import SFTConfig, sft_gradient
@@ -136,13 +137,14 @@ def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, pr
     length = prompt + completion
     n = max(1, min(rows, PROBE_TOKENS // length))
     one_pass = replace(config, token_budget=n * length)  # a second pass would take the first one's memory and hide in it
-    kept: dict[int, int] = {}
+    kept: dict[bool, dict[int, int]] = {False: {}, True: {}}  # bytes by address, of logits apart
+    vocab = policy.model.get_output_embeddings().weight.shape[0]
     own = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
 
     def count(t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[t.dim() == 2 and t.shape[1] == vocab][storage.data_ptr()] = storage.nbytes()
         return t
 
     def once():
@@ -168,7 +170,8 @@ def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, pr
             for p, grad in zip(policy.model.parameters(), began):
                 p.grad = grad
     full = min(rows * length, max(config.token_budget, length))
-    return int(sum(kept.values()) * full / (n * length)), tokens / seconds
+    states, logits = (sum(kept[of_logits].values()) * full / (n * length) for of_logits in (False, True))
+    return int(states + min(logits, losses.KEPT_BYTES)), tokens / seconds  # more logits than that would be made again
 
 
 def _random_ids(policy: Policy, n: int, seed: int) -> list[int]:

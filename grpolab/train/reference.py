@@ -28,7 +28,7 @@ from grpolab.train.preferences import Pair, content_key
 from grpolab.train.proof import prove
 
 BLOCK = 8
-FORWARD = 2  # counts changes of what a forward computes: a file of an earlier one is not found
+FORWARD = 3  # counts changes of what a forward computes: a file of an earlier one is not found
 SHARED = 512  # a row of so many tokens holds a prompt once and its two completions
 
 
