@@ -70,7 +70,7 @@ def test_a_smaller_pass_keeps_less_although_the_probe_is_larger(tiny, config):
 
 
 def test_no_more_logits_are_counted_than_a_pass_keeps(tiny, monkeypatch):
-    """The probe's fit a chunk that is kept; eight times as many may not."""
+    """The probe's fit a chunk that is kept; four times as many may not."""
     config, found = GRPOConfig(steps=1, prompts_per_step=8, max_new_tokens=16, token_budget=2048), {}
     probed = 512 // 32 * 16 * tiny.model.get_output_embeddings().weight.shape[0] * 4
     for bound in (0, probed, 2**40):
