@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 
 CELLS = [(m, d, k) for m, d in (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"))
-         for k in ("grpo", "sft", "dpo")]  # fmt: skip
+         for k in ("grpo", "sft", "dpo")]
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
 EXAMPLES, PAIRS = 32, 16
 STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included
@@ -44,7 +44,7 @@ BUDGET = {("grpo", "fp32"): 1280, ("grpo", "bf16"): 5120} | {(k, d): 640 for k i
 GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
     ("tiny", "fp32", "grpo"): (4, None), ("tiny", "bf16", "grpo"): (4, None),
     ("smollm2-135m", "fp32", "grpo"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo"): (6, 1 / 3),
-} | {(m, d, k): (1.5, 0.5) for m, d, k in CELLS if k != "grpo"}  # fmt: skip
+} | {(m, d, k): (1.5, 0.5) for m, d, k in CELLS if k != "grpo"}
 
 
 # --- one measurement: in a process of its own -------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: i
     """Seconds of each step but the first, and memory after loading the weights and at the peak."""
     import torch
 
-    from grpolab.models import load_policy
+    from grpolab.models.load import load_policy
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     if peer == "trl":  # before the weights, so that what a library needs itself does not count as the step's memory
@@ -136,7 +136,7 @@ def ours(policy, method, steps, token_budget):
 
     if method == "grpo":
         config = GRPOConfig(prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=NEW_TOKENS,
-                            advantage_kind="standardised", **common)  # fmt: skip
+                            advantage_kind="standardised", **common)
         optimiser = make_optimiser(policy, config)
 
         async def sample(sampler, step):
@@ -203,12 +203,12 @@ def theirs(policy, dtype, method, steps, micro) -> list[float]:
         common = dict(output_dir=folder, per_device_train_batch_size=per_pass, gradient_accumulation_steps=rows // per_pass,
                       max_steps=steps, learning_rate=1e-6, lr_scheduler_type="constant", bf16=dtype == "bf16", use_cpu=True,
                       gradient_checkpointing=False, save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True,
-                      dataloader_pin_memory=False)  # fmt: skip
+                      dataloader_pin_memory=False)
         shared = dict(model=policy.model, processing_class=policy.tokenizer, callbacks=[Clock()])
         if method == "grpo":
             data = Dataset.from_dict({"prompt": text(PROMPTS * steps, PROMPT_TOKENS, "p")})
             config = GRPOConfig(num_generations=GROUP, max_completion_length=NEW_TOKENS,
-                                generation_kwargs={"min_new_tokens": NEW_TOKENS}, **common)  # fmt: skip
+                                generation_kwargs={"min_new_tokens": NEW_TOKENS}, **common)
             reward = lambda completions, **_: [float(i % 2) for i in range(len(completions))]  # noqa: E731
             trainer = GRPOTrainer(reward_funcs=reward, args=config, train_dataset=data, **shared)
         elif method == "sft":
@@ -218,7 +218,7 @@ def theirs(policy, dtype, method, steps, micro) -> list[float]:
         else:
             n = PAIRS * steps
             data = {"prompt": text(n, PROMPT_TOKENS, "p"), "chosen": text(n, NEW_TOKENS - 1, "c"),
-                    "rejected": text(n, NEW_TOKENS - 1, "r")}  # fmt: skip
+                    "rejected": text(n, NEW_TOKENS - 1, "r")}
             config = DPOConfig(precompute_ref_log_probs=True, **common)
             trainer = DPOTrainer(args=config, train_dataset=Dataset.from_dict(data), **shared)
         trainer.train()
@@ -246,7 +246,7 @@ def compare(model, dtype, method, rounds, steps, micro) -> dict:
         row[peer] = {"step_s": statistics.median([s for r in runs for s in r["seconds"]]),
                      "peak_gb": max(r["peak_gb"] for r in runs),
                      "above_weights_gb": max(r["peak_gb"] - r["loaded_gb"] for r in runs),
-                     "seconds": [s for r in runs for s in r["seconds"]]}  # fmt: skip
+                     "seconds": [s for r in runs for s in r["seconds"]]}
     for name in ("update_s", "update_shares"):
         row["grpolab"][name] = median_of([r[name] for r in peers["grpolab"]])
     faster, share = GOALS[model, dtype, method]
@@ -269,10 +269,10 @@ def machine() -> dict:
     import importlib.metadata as md
 
     names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line] \
-        if Path("/proc/cpuinfo").exists() else [platform.processor()]  # fmt: skip
+        if Path("/proc/cpuinfo").exists() else [platform.processor()]
     versions = {p: md.version(p) for p in ("torch", "transformers", "trl")}
     return {"processor": names[0], "threads": os.environ.get("OMP_NUM_THREADS", "2"),
-            "load_average": os.getloadavg()[0], "versions": versions}  # fmt: skip
+            "load_average": os.getloadavg()[0], "versions": versions}
 
 
 def main() -> None:
@@ -308,7 +308,7 @@ def main() -> None:
                   f"peak {a['peak_gb']:.2f} GB against {b['peak_gb']:.2f} GB, above weights "
                   f"{a['above_weights_gb']:.2f} against {b['above_weights_gb']:.2f} GB   goals {row['met']}\n"
                   f"{'':13} update {a['update_s']:.3f} s: "
-                  + ", ".join(f"{name} {share:.0%}" for name, share in a["update_shares"].items()), flush=True)  # fmt: skip
+                  + ", ".join(f"{name} {share:.0%}" for name, share in a["update_shares"].items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ LINES = (
     "aws dynamodb put-item --table-name table-{n} --item '{{\"id\": {{\"S\": \"1\"}}}}'",
     "aws dynamodb scan --table-name table-{n}",
     "aws iam create-user --user-name user-{n}", "aws ssm put-parameter --name name-{n} --value x --type String", "aws s3 ls",
-)  # fmt: skip
+)
 CLI = [sys.executable, "-c", "import sys; from awscli.clidriver import main; sys.exit(main())"]
 
 
@@ -137,7 +137,7 @@ def main():
     table = [{"who": who, "sessions": n, "steps_per_s": statistics.median(r["steps_per_s"] for r in found),
               "median_ms": 1e3 * statistics.median(r["median_s"] for r in found),
               "mib_per_session": statistics.median(r["used_mib"] for r in found) / n if "used_mib" in found[0] else None}
-             for (who, n), found in rows.items()]  # fmt: skip
+             for (who, n), found in rows.items()]
     ratios = {n: [a["steps_per_s"] / b["steps_per_s"] for a, b in zip(rows["process", n], rows["aws", n])] for n in SESSIONS}
     for row in table:
         print(f"{row['who']:8} {row['sessions']} sessions: {row['steps_per_s']:8.1f} steps/s, median {row['median_ms']:7.1f} ms"

@@ -30,18 +30,19 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from grpolab import SamplingParams, adapters, load_policy  # noqa: E402
-from grpolab.adapters import LoRA  # noqa: E402
+from grpolab import SamplingParams, load_policy  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
-from grpolab.serve.bridges import AdapterSwap, Restart, SharedFile  # noqa: E402
-from grpolab.serve.calls import RemoteError  # noqa: E402
+from grpolab.models import lora  # noqa: E402
+from grpolab.models.lora import LoRA  # noqa: E402
+from grpolab.serve.http_client import RemoteError  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
+from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile  # noqa: E402
 
 ADAPTER = LoRA(rank=8, target=("q_proj", "k_proj", "v_proj", "o_proj"))
 KINDS = ("shared memory", "adapter swap", "adapter, restart", "whole, restart")
 VLLM = ROOT / ".venv" / "vllm" / "bin" / "python"
 VLLM_ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+            "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def free_port() -> int:
@@ -53,7 +54,7 @@ def vllm(weights: str) -> tuple[str, ...]:
     """vLLM's server of a saved folder, in the precision of ours."""
     return (str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", weights, "--served-model-name", "{name}",
             "--host", "{host}", "--port", "{port}", "--dtype", "float32", "--max-model-len", "512", "--enable-lora",
-            "--max-lora-rank", "8", "--enforce-eager")  # fmt: skip
+            "--max-lora-rank", "8", "--enforce-eager")
 
 
 def step(policy, number: int) -> None:
@@ -100,7 +101,7 @@ async def serving(model: str, kind: str, policy, folder: Path, peer: str):
     shared = Path("/dev/shm") / f"grpolab-bridges-{os.getpid()}.safetensors"
     if peer == "grpolab":
         command = [sys.executable, "-m", "grpolab", "serve-policy", model, "--port", str(port), "--weights", str(shared),
-                   "--adapters", str(folder / "adapters")]  # fmt: skip
+                   "--adapters", str(folder / "adapters")]
     else:
         load_policy(model, tell=False).save(base)
         command = [part.format(name=policy.name, host="127.0.0.1", port=port) for part in vllm(base)]
@@ -171,7 +172,7 @@ async def measure(model: str, kind: str, peer: str, rounds: int, tokens: int) ->
            "tokens_per_s": later, "server_peak_mb": round(peak), "behind_max": max(behind, default=0), "failed": failed,
            "behind_mean": statistics.fmean(behind) if behind else 0.0,
            "travels_mb": round(sum(p.nbytes for n, p in policy.model.named_parameters()
-                                   if not adapters.layers(policy.model) or "lora_" in n) / 2**20, 2)}  # fmt: skip
+                                   if not lora.layers(policy.model) or "lora_" in n) / 2**20, 2)}
     quiet, loud, first, second = map(statistics.median, (sync, busy, after, later))
     print(f"{model:13} {peer:8} {kind:17} {quiet:6.2f} s, busy {loud:6.2f} s, {first:6.0f} tokens/s after, {second:6.0f} "
           f"later, {peak:6.0f} MB, behind at most {row['behind_max']}, {failed} failed", flush=True)
@@ -194,7 +195,7 @@ def main() -> None:
         cases += [(args.models[-1], kind, "vllm") for kind in args.kinds if kind in ("adapter swap", "whole, restart")]
     about = {"command": "OMP_NUM_THREADS=1 python benchmarks/bridges.py --vllm",
              "batch": f"8 prompts × 4 completions of {args.tokens} tokens", "threads": torch.get_num_threads(),
-             "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"}  # fmt: skip
+             "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"}
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     for case in cases:
         new = asyncio.run(measure(*case, args.rounds, args.tokens))

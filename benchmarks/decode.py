@@ -35,7 +35,7 @@ from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.models import load_policy
+from grpolab.models.load import load_policy
 
 MODELS = {"tiny": ("tiny", "float32"), "smollm2-fp32": ("smollm2-135m", "float32"),
           "smollm2-bf16": ("smollm2-135m", "bfloat16")}

@@ -44,7 +44,7 @@ def sft_config(steps: int, seed: int, batch_size: int = 32) -> SFTConfig:
 def grpo_config(seed: int) -> GRPOConfig:
     """That of notebook 04."""
     return GRPOConfig(steps=100, prompts_per_step=64, group_size=8, lr=1e-3, warmup=3, schedule="cosine",
-                      max_new_tokens=NEW_TOKENS, seed=seed)  # fmt: skip
+                      max_new_tokens=NEW_TOKENS, seed=seed)
 
 
 async def measure(policy, seed: int, many: bool = False) -> tuple[dict, tuple]:
@@ -73,7 +73,7 @@ async def base() -> dict:
     policy = load_policy("tiny")
     many = await evaluate_plain(policy, HELD_OUT[:200], samples=64)
     return {"greedy": str((await evaluate_plain(policy, HELD_OUT)).rate),
-            "sampled": str((await evaluate_plain(policy, HELD_OUT, samples=4)).rate), "pass_at": pass_at(many)}  # fmt: skip
+            "sampled": str((await evaluate_plain(policy, HELD_OUT, samples=4)).rate), "pass_at": pass_at(many)}
 
 
 async def tuned(steps: int, seed: int, many: bool = False, demos=DEMOS):
@@ -94,7 +94,7 @@ async def rejection(start, seed: int):
         groups = score(start, PRACTICE, await sampler.sample(prompts, group_size=8, params=params), finished_and_correct)
     right = [(p, next((r for r in g if r.reward), None)) for p, g in zip(PRACTICE, groups)]
     own = [encode_chat(policy.tokenizer, [*user(p.question), {"role": "assistant", "content": policy.decode(r.tokens)}])
-           for p, r in right if r]  # fmt: skip
+           for p, r in right if r]
     await run(sft(policy, demonstrations(policy, DEMOS) + own, sft_config(500, seed, batch_size=64)))
     seconds = round(time.perf_counter() - began, 1)
     row, _ = await measure(policy, seed)
@@ -139,7 +139,7 @@ async def main(seeds: list[str]) -> None:
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if record.get("command") != COMMAND:
         record = {"command": COMMAND, "threads": torch.get_num_threads(), "held_out": len(HELD_OUT), "best": BEST,
-                  "demonstrations": len(DEMOS), "practice": len(PRACTICE), "base": await base(), "seeds": {}}  # fmt: skip
+                  "demonstrations": len(DEMOS), "practice": len(PRACTICE), "base": await base(), "seeds": {}}
     for seed in seeds or ["0", "1", "2"]:
         if seed not in record["seeds"]:
             record["seeds"][seed] = await one_seed(int(seed), whole_curve=not record["seeds"])

@@ -26,13 +26,13 @@ from grpolab.env.curriculum import Curriculum
 from grpolab.env.server import serve
 from grpolab.files import atomic_write
 from grpolab.lab.diagnose import diagnose
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, finished_and_correct, grpo, multi_turn_grpo, sft
 from grpolab.train.multiturn import Limits, demonstrate
 
 RECORD = Path(__file__).parent.parent / "tests" / "recorded_runs.json"
 COLUMNS = ("step", "reward", "uninformative", "all_wrong", "all_right", "completion_length", "truncated", "ratio_max",
-           "clip_low", "clip_high", "logp_diff", "logp_diff_max", "entropy", "kl", "exact")  # fmt: skip
+           "clip_low", "clip_high", "logp_diff", "logp_diff_max", "entropy", "kl", "exact")
 KNOWN, _ = generate(6400, 1000, seed=1, task=Task(ops="+-", max_operand=99))
 DEMOS, PRACTICE = KNOWN[:100], KNOWN[400:]
 PRODUCTS, _ = generate(6400, 1000, seed=1, task=Task(ops="*"))
@@ -40,9 +40,9 @@ LARGE = [p for p in PRODUCTS[2400:] if min(p.a, p.b) >= 10]
 
 PLAIN = GRPOConfig(steps=30, prompts_per_step=32, group_size=8, lr=1e-3, warmup=3, schedule="cosine", max_new_tokens=24)
 CAREFUL = GRPOConfig(steps=14, prompts_per_step=16, group_size=8, inner_epochs=4, lr=2e-4, schedule="constant", warmup=0,
-                     max_new_tokens=24, kl_coef=0.02)  # fmt: skip
+                     max_new_tokens=24, kl_coef=0.02)
 EPISODES = GRPOConfig(steps=16, prompts_per_step=12, group_size=8, lr=3e-4, warmup=5, schedule="cosine",
-                      advantage_kind="standardised", kl_coef=0.005, max_new_tokens=24)  # fmt: skip
+                      advantage_kind="standardised", kl_coef=0.005, max_new_tokens=24)
 
 
 # --- rewards that lead astray ------------------------------------------------------------------------------------------
@@ -151,14 +151,14 @@ def plans(base, start, calls) -> dict:
                                       reference=again())),
         "ever_longer": (("length runs away",), lambda: single(again(), replace(PLAIN, steps=16, lr=2e-3), reward=length)),
         "gamed": (("reward up while the judge falls",), lambda: single(again(), replace(PLAIN, steps=40), reward=long_numbers)),
-    }  # fmt: skip
+    }
 
 
 def columns(rows: list[dict]) -> dict:
     """Rows as columns with three digits each; what is not a number is null."""
     table = pd.DataFrame(rows)
     return {c: [int(v) if c == "step" else None if v != v else float(f"{v:.3g}") for v in table[c]]
-            for c in COLUMNS if c in table}  # fmt: skip
+            for c in COLUMNS if c in table}
 
 
 def told(name: str, run: dict) -> str:
@@ -166,7 +166,7 @@ def told(name: str, run: dict) -> str:
     table = pd.DataFrame(run["rows"])
     table["clipped"] = table["clip_low"] + table["clip_high"] if "clip_low" in table else float("nan")
     last = {c: f"{table[c].min():.3g}..{table[c].max():.3g}" for c in ("reward", "uninformative", "truncated", "clipped",
-            "ratio_max", "logp_diff", "entropy", "kl", "exact", "completion_length") if c in table}  # fmt: skip
+            "ratio_max", "logp_diff", "entropy", "kl", "exact", "completion_length") if c in table}
     found = [f"{f.illness} from {f.step}" for f in diagnose(table, watched="exact" if "exact" in table else None)]
     missed = sorted(set(run["ill"]) - {f.rsplit(" from", 1)[0] for f in found})
     return f"{name}: {last}\n    found {found}" + f"; MISSED {missed}" * bool(missed)

@@ -44,9 +44,9 @@ def measure(method: str, variant: str) -> dict:
     """One training in this process."""
     import torch
 
-    from grpolab.adapters import LoRA
     from grpolab.arithmetic import Task, generate
-    from grpolab.models import load_policy
+    from grpolab.models.load import load_policy
+    from grpolab.models.lora import LoRA
     from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
 
     torch.set_num_threads(THREADS)
@@ -101,7 +101,7 @@ def main() -> None:
         rows.append({"method": method, "workload": workload} | {
             variant: {"trained": of[0]["trained"], "loaded_gb": max(x["loaded_gb"] for x in of),
                       "peak_gb": max(x["peak_gb"] for x in of), "step_s": [x["step_s"] for x in of]}
-            for variant, of in found.items()})  # fmt: skip
+            for variant, of in found.items()})
     content = {"command": COMMAND, "model": MODEL, "precision": "fp32", "steps": STEPS, "rounds": ROUNDS, "threads": THREADS,
                "rows": rows}
     print(atomic_write(HERE / "results" / "lora.json", json.dumps(content, indent=1) + "\n"))

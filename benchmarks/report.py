@@ -22,7 +22,7 @@ from report_smollm2 import administration, arithmetic, gym, real_model, style  #
 from tables import points, rate, record, share, table, times  # noqa: E402
 
 from grpolab.files import atomic_write  # noqa: E402
-from grpolab.lab.readable import readable  # noqa: E402
+from grpolab.lab.format import readable  # noqa: E402
 
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
 LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))
@@ -38,7 +38,7 @@ def notebooks(results: Path) -> str | None:
     if not records:
         return None
     rows = [[name, r["minutes"], r["threads"] or "all", f"{sum(c['passed'] for c in r['checks'])} of {len(r['checks'])}"]
-            for name, r in records.items()]  # fmt: skip
+            for name, r in records.items()]
     text = "`make notebooks` executes the series on the embedded model and stores it with these values.\n\n"
     text += table(["notebook", "minutes", "threads", "checks passed"], rows)
     for name, r in records.items():
@@ -62,21 +62,21 @@ def grpo_seeds(results: Path) -> str | None:
             ["SFT on its own right rollouts", seed, f"{shown} and {kept['rollouts']:,} rollouts, {kept['kept']:,} kept",
              kept["seconds"], kept["greedy"], kept["sampled"]],
             ["GRPO", seed, f"{shown} and {grpo['rollouts']:,} rollouts", grpo["seconds"], grpo["greedy"], grpo["sampled"]],
-        ]  # fmt: skip
+        ]
         if "bf16" in r:
             half, learned_from = r["bf16"], f"{shown} and {grpo['rollouts']:,} rollouts"
             rows.append(["GRPO, bf16 parameters", seed, learned_from, half["seconds"], half["greedy"], half["sampled"]])
         passes += [[name, seed, *map(share, row["pass_at"].values())] for name, row in (("best SFT", sft), ("GRPO", grpo))]
         curve += [[seed, steps, row["seconds"], row["greedy"], share(row["sampled"]), row["choosing"]]
-                  for steps, row in sorted(r["sft"].items(), key=lambda item: int(item[0]))]  # fmt: skip
+                  for steps, row in sorted(r["sft"].items(), key=lambda item: int(item[0]))]
     if "four_times" in found:
         more = found["four_times"]
         rows.append(["SFT, more demonstrations", "0", f"{more['answers']} demonstrations", more["seconds"], more["greedy"],
-                     more["sampled"]])  # fmt: skip
+                     more["sampled"]])
     gains = [[seed, points(r["grpo"]["gain"]), points(r["grpo"]["gain_sampled"])] for seed, r in found["seeds"].items()]
     text = (f"`{found['command']}`, {found['held_out']} held-out questions, {found['practice']} to practise on; another number "
             "of threads rounds differently, and so a run takes another path. Seconds are of training, on a machine that did "
-            "other work beside it.\n\n")  # fmt: skip
+            "other work beside it.\n\n")
     text += table(["policy", "seed", "learned from", "seconds", "greedy exact match", "sampled at T = 1"], rows)
     text += "\n\nGRPO over the best SFT, paired on the same questions:\n\n"
     text += table(["seed", "greedy gain", "sampled gain"], gains)
@@ -92,7 +92,7 @@ def seeds(results: Path) -> str | None:
     if not found:
         return None
     text = (f"What the gates measured: seed 0 is the stored run, the others are of `{found['command']}`. These are the claims; "
-            "the identities hold for every seed. A cross marks what missed its bound.")  # fmt: skip
+            "the identities hold for every seed. A cross marks what missed its bound.")
     for name, runs in found["notebooks"].items():
         stored = record(f"notebooks/{name}", results)
         columns = {"0": stored["checks"] if stored else []} | {seed: run["claims"] for seed, run in runs.items()}
@@ -119,10 +119,10 @@ def smollm2(results: Path) -> str | None:
             after = ", ".join(f"{k} {x}" for k, x in after.items()) if isinstance(after, dict) else after
             gains = [points(v[of]) if isinstance(v.get(of), str) else "" for of in ("gain", "gain_sampled")]
             rows.append([r["gate"], r["machine"], f"{before} → {after}" if after else "", *gains, v.get("accuracy", ""),
-                         r["passed"]])  # fmt: skip
+                         r["passed"]])
     head = ["notebook", "machine", "greedy exact match", "gain", "sampled gain", "pairs told apart", "gate passed"]
     return ("`grpolab run NN -p model smollm2-135m`, recorded with the notebooks of the first release; those of today have "
-            "other questions in part.\n\n" + table(head, rows)) if rows else None  # fmt: skip
+            "other questions in part.\n\n" + table(head, rows)) if rows else None
 
 
 def decode(results: Path) -> str | None:
@@ -132,11 +132,11 @@ def decode(results: Path) -> str | None:
     rows = [[r["model"], WORKLOADS[r["workload"]], r["rollouts"], f"{r['ratio']:.2f}×",
              f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}", f"{r['target']:g}×", r["rounds"], r["peer"],
              f"{r['tokens_per_s']['sampler']:,.0f}", f"{r['profile']['of_fp32_arithmetic']:.0%}"]
-            for r in found["rows"]]  # fmt: skip
+            for r in found["rows"]]
     head = ["model", "workload", "rollouts", "ratio", "worst … best", "goal", "rounds", "peer", "our tokens/s",
-            "of the machine's arithmetic"]  # fmt: skip
+            "of the machine's arithmetic"]
     return ("Wall clock against `generate()` with its best batching, sampling at T = 1 with log-probabilities, prefill "
-            "included: `OMP_NUM_THREADS=2 python benchmarks/decode.py`.\n\n" + table(head, rows))  # fmt: skip
+            "included: `OMP_NUM_THREADS=2 python benchmarks/decode.py`.\n\n" + table(head, rows))
 
 
 def trl(results: Path) -> str | None:
@@ -148,11 +148,11 @@ def trl(results: Path) -> str | None:
         goal = r["goal"]["memory"]
         rows.append([r["model"], r["precision"], METHODS[r["method"]], f"{r['speed']:.2f}×", f"{r['goal']['speed']:g}×",
                      f"{r['grpolab']['step_s']:.3g}", f"{r['memory']:.2f}", f"{goal:.2f}" if goal else "",
-                     r["goal"]["memory_of"].replace("_gb", "").replace("_", " ")])  # fmt: skip
+                     r["goal"]["memory_of"].replace("_gb", "").replace("_", " ")])
     head = ["model", "precision", "method", "speed", "goal", "our seconds a step", "memory, ours / TRL's", "goal", "memory of"]
     workload = "; ".join(f"{METHODS[k]}: {v}" for k, v in found["workload"].items())
     return (f"A training step against TRL {found['rows'][0]['machine']['versions']['trl']}, same weights, batch, lengths and "
-            f"AdamW ({workload}): `OMP_NUM_THREADS=2 python benchmarks/against_trl.py`.\n\n" + table(head, rows))  # fmt: skip
+            f"AdamW ({workload}): `OMP_NUM_THREADS=2 python benchmarks/against_trl.py`.\n\n" + table(head, rows))
 
 
 def lora(results: Path) -> str | None:
@@ -165,9 +165,9 @@ def lora(results: Path) -> str | None:
         pairs = [a / b for a, b in zip(own["step_s"], full["step_s"])]
         rows.append([METHODS[r["method"]], f"{full['trained'] / 1e6:.1f} M", f"{own['trained'] / 1e6:.2f} M",
                      f"{full['peak_gb']:.2f} GB", f"{own['peak_gb']:.2f} GB", f"{own['peak_gb'] / full['peak_gb']:.2f}",
-                     times(pairs)])  # fmt: skip
+                     times(pairs)])
     head = ["method", "trained, all weights", "trained, adapter", "peak, all weights", "peak, adapter", "adapter / all",
-            "seconds a step, adapter / all"]  # fmt: skip
+            "seconds a step, adapter / all"]
     workload = "; ".join(f"{METHODS[r['method']]}: {r['workload']}" for r in found["rows"])
     return (
         f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
@@ -183,13 +183,13 @@ def pool(results: Path) -> str | None:
     steps = {(row["who"], str(row["sessions"])): row["steps_per_s"] for row in found["table"]}
     peer = next(row["who"] for row in found["table"] if row["who"] != "grpolab")
     rows = [[n, f"{r['median']:.2f}×", f"{r['least']:.2f} … {r['most']:.2f}", f"{steps['grpolab', n]:,.0f}",
-             f"{steps[peer, n]:,.0f}"] for n, r in found["ratios"].items()]  # fmt: skip
+             f"{steps[peer, n]:,.0f}"] for n, r in found["ratios"].items()]
     group = found["group"]
     return (f"Client and server against {peer}'s, same environment, each with its default settings, {found['rounds']} rounds: "
             "`python benchmarks/pool.py`.\n\n"
             + table(["sessions", "ratio of steps a second", "least … most", "ours", "theirs"], rows)
             + f"\n\nA group of {group['sessions']} episodes of {group['turns']} steps takes {group['wall_s'] * 1e3:.0f} ms; "
-            f"the environment's own waiting is {group['env_s'] * 1e3:.0f} ms of it.")  # fmt: skip
+            f"the environment's own waiting is {group['env_s'] * 1e3:.0f} ms of it.")
 
 
 def aws(results: Path) -> str | None:
@@ -200,7 +200,7 @@ def aws(results: Path) -> str | None:
              f"{r['steps_per_s']:.1f}", f"{r['median_ms']:.1f}",
              f"{r['mib_per_session']:.0f}" if r["mib_per_session"] else "–"] for r in found["table"]]
     faster = [f"{median(ratios):.0f} times ({min(ratios):.0f} … {max(ratios):.0f}) with {n} at once"
-              for n, ratios in found["ratios"].items()]  # fmt: skip
+              for n, ratios in found["ratios"].items()]
     return (f"Simulated AWS accounts over the environment's socket, each step graded, {found['rounds']} rounds of "
             f"{found['steps']} steps a session, against the `aws` command in a process of its own: `{found['command']}`.\n\n"
             + table(["who", "at once", "steps a second", "median ms", "MiB a session"], rows)
@@ -212,13 +212,13 @@ def threads(results: Path) -> str | None:
     if not found:
         return None
     rows = [[r["model"], r["dtype"], f"{r['let_go']:,.0f}", f"{r['kept']:,.0f}", f"{r['ratio']:.2f}×",
-             f"{r['worst']:.2f} … {r['best']:.2f}"] for r in found["rows"]]  # fmt: skip
+             f"{r['worst']:.2f} … {r['best']:.2f}"] for r in found["rows"]]
     return (f"A sampler decodes {found['prompts']} prompts × {found['group']} rollouts of {found['new_tokens']} tokens in its "
             f"thread, {found['threads']} threads on {found['processors']} processors, after the main thread has run a parallel "
             "loop. GNU OpenMP keeps threads for the next one, and where all that it keeps are more than the processors they "
             "sleep after each loop; the sampler's caller lets its own go before it waits. A ratio is of one of "
             f"{found['rounds']} rounds: `{found['command']}`.\n\n"
-            + table(["model", "precision", "tokens/s, let go", "kept", "ratio", "worst … best"], rows))  # fmt: skip
+            + table(["model", "precision", "tokens/s, let go", "kept", "ratio", "worst … best"], rows))
 
 
 def service(results: Path) -> str | None:
@@ -227,7 +227,7 @@ def service(results: Path) -> str | None:
         return None
     rows = [[r["model"], r["callers"], f"{r['tokens_per_s']['sampler']:,.0f}", way, f"{r['tokens_per_s'][way]:,.0f}",
              f"{of['median']:.2f}", f"{of['least']:.2f} … {of['most']:.2f}"]
-            for r in found["rows"] for way, of in r["ratios"].items()]  # fmt: skip
+            for r in found["rows"] for way, of in r["ratios"].items()]
     head = ["model", "callers", "Sampler, tokens/s", "through the service", "tokens/s", "of the Sampler's", "least … most"]
     rounds = "; ".join(sorted({f"{r['model']}: {r['rounds']} rounds of {r['requests']} requests" for r in found["rows"]}))
     return (f"Callers that ask at once, and again as soon as they are answered: prompts of {found['prompt']} tokens, "
@@ -244,7 +244,7 @@ def bridges(results: Path) -> str | None:
              f"{r['travels_mb']:,.1f} MB", len(r["sync_s"]), f"{median(r['sync_s']):.2f}", f"{median(r['busy_sync_s']):.2f}",
              f"{median(r['tokens_per_s_after']):,.0f}", f"{median(r['tokens_per_s']):,.0f}", f"{r['server_peak_mb']:,} MB",
              r["behind_max"], r["failed"]]
-            for r in found["rows"]]  # fmt: skip
+            for r in found["rows"]]
     head = ["model", "server", "bridge", "travels", "syncs", "seconds a sync", "beside other requests", "tokens/s right after",
             "tokens/s later", "server's peak memory", "versions behind, at most", "requests that failed"]
     return (f"From `publish` to a server that samples with the new weights; medians of so many syncs, a batch is "
@@ -259,13 +259,13 @@ SECTIONS = {
     "SmolLM2: AWS accounts": administration,
     "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "LoRA": lora, "Environment pool": pool,
     "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
-}  # fmt: skip
+}
 
 
 def results_page(results: Path) -> str:
     """The text of RESULTS.md."""
     text = ("# Results\n\nMade by `make results` from the records in [results/](results/); each section names the command that "
-            "fills its record. Rates are in brackets with their 95 % intervals.\n")  # fmt: skip
+            "fills its record. Rates are in brackets with their 95 % intervals.\n")
     for title, section in SECTIONS.items():
         body = section(results)
         text += f"\n## {title}\n\n{body}\n" if body else ""
@@ -352,7 +352,7 @@ def minutes(results: Path) -> str:
     if whole:
         return (f"The recorded `make run` of {whole['notebooks']} notebooks took {whole['minutes']:.0f} minutes on "
                 f"{whole['processors']} processor cores, {whole['jobs']} at a time, after the installation; `make test` "
-                "executes them again after its own tests.")  # fmt: skip
+                "executes them again after its own tests.")
     found = [json.loads(path.read_text()) for path in sorted((results / "notebooks").glob("*.json"))]
     threads = " and ".join(sorted({str(r["threads"] or "all") for r in found}))
     return (
@@ -370,7 +370,7 @@ def rollout(results: Path) -> str:
     chosen = next((q for q, v in zip(found["questions"], verdicts) if v[-2] != v[-1]), found["questions"][0])
     width = max(map(len, chosen["written"]))
     lines = [f"{name:<{width}}  {'✓' if w['correct'] else '✗'}  {one_line(w['text'])}"
-             for name, w in chosen["written"].items()]  # fmt: skip
+             for name, w in chosen["written"].items()]
     return "\n".join(["```text", chosen["question"], *lines, "```"])
 
 
@@ -388,7 +388,7 @@ def with_table(readme: str, made: str, begin: str = BEGIN) -> str:
 def front(readme: str, results: Path, series: Path) -> str:
     """The README with all that is made for it."""
     parts = {BEGIN: readme_table(results), LADDER: ladder(series, results), MINUTES: minutes(results),
-             ROLLOUT: rollout(results)}  # fmt: skip
+             ROLLOUT: rollout(results)}
     for begin, made in parts.items():
         readme = with_table(readme, made, begin)
     return readme

@@ -22,7 +22,7 @@ def shown(text: str, most: int = 110) -> str:
 def grpo_of(settings: dict) -> str:
     """What a step of these settings is."""
     return (f"{settings['prompts_per_step']} prompts × {settings['group_size']} rollouts of at most "
-            f"{settings['max_new_tokens']} tokens")  # fmt: skip
+            f"{settings['max_new_tokens']} tokens")
 
 
 def runs_of(found: dict, *kinds: str) -> list[tuple[str, str, dict]]:
@@ -49,20 +49,20 @@ def style(results: Path) -> str | None:
     runs = runs_of(found, "full", "lora")
     rows = [["before", "", "", base["all rules"], "", *base["rules"].values(), "", "", ""]]
     rows += [[KINDS[kind], seed, f"{run['trained'] / 1e6:.1f} M", run["after"]["all rules"], points(run["gain"]),
-              *(run["after"]["rules"][rule] for rule in rules), *cost(run)] for kind, seed, run in runs]  # fmt: skip
+              *(run["after"]["rules"][rule] for rule in rules), *cost(run)] for kind, seed, run in runs]
     steps = "; ".join(f"{KINDS[name]}: {v['steps']} steps, lr {v['lr']:g}" + OWN_LOGPS * ("sampler_cap" in v)
-                      for name, v in settings["variants"].items())  # fmt: skip
+                      for name, v in settings["variants"].items())
     text = (f"`{settings['command']}`: one sentence of at most so many words, in lower-case letters, without two common words, "
             f"about a topic that it must name. Held-out prompts, on other topics: {settings['held_out']}, answered greedily. "
             f"{settings['model']} in {settings['dtype']}, {grpo_of(settings['grpo'])} ({steps}), threads: "
-            f"{runs[0][2]['threads'] if runs else ''}; seconds beside other work on the machine.\n\n")  # fmt: skip
+            f"{runs[0][2]['threads'] if runs else ''}; seconds beside other work on the machine.\n\n")
     text += table(["trained", "seed", "weights", "all rules kept", "gain", *rules, "seconds a step", "minutes", "peak memory"],
-                  rows)  # fmt: skip
+                  rows)
     text += "\n\nMean reward, first to last fifth of the steps:\n\n" + rewards(runs)
     if runs:
         columns = {f"{KINDS[kind]}, seed {seed}": run["after"]["texts"] for kind, seed, run in runs if seed == runs[0][1]}
         lines = [[shown(prompt, 200), shown(base["texts"][i]), *(shown(texts[i]) for texts in columns.values())]
-                 for i, prompt in enumerate(base["prompts"])]  # fmt: skip
+                 for i, prompt in enumerate(base["prompts"])]
         text += "\n\nThe first held-out prompts, and what is written before and after:\n\n"
         text += table(["prompt", "before", *columns], lines)
     return text
@@ -84,7 +84,7 @@ def gym(results: Path) -> str | None:
         return None
     settings, base, runs = found["settings"], found["base"], runs_of(found, "grpo")
     looks = [[name + (" (chosen)" if name == found["chosen"] else ""), f"{v['greedy']:.0%}", f"{v['sampled']:.0%}",
-              f"{v['one of four']:.0%}"] for name, v in found["looks"].items()]  # fmt: skip
+              f"{v['one of four']:.0%}"] for name, v in found["looks"].items()]
     rows = [["before", "", base["solved"], "", "", "", ""]]
     rows += [["GRPO", seed, run["after"]["solved"], gained(run, GOALS["gym"]), *cost(run)] for _, seed, run in runs]
     grpo = settings["grpo"]
@@ -92,7 +92,7 @@ def gym(results: Path) -> str | None:
             f"{settings['dtype']}; {grpo_of(grpo)}, {grpo['steps']} steps, lr {grpo['lr']:g}; {settings['held_out']} held-out "
             "tasks, answered greedily; solved is the full score, and always giving the commonest answer would come to "
             f"{base['commonest']:.0%}. Each task comes after {settings['shots']} solved ones. Chosen before training, from "
-            f"what the model as it is does with {settings['looked_at']} tasks of each:\n\n")  # fmt: skip
+            f"what the model as it is does with {settings['looked_at']} tasks of each:\n\n")
     text += table(["candidate", "greedy", "sampled", "one of four samples"], looks) + "\n\n"
     goal = f"gain (goal: {GOALS['gym']})"
     text += table(["policy", "seed", "solved", goal, "seconds a step", "minutes", "peak memory"], rows)
@@ -100,7 +100,7 @@ def gym(results: Path) -> str | None:
     if runs:
         after = runs[0][2]["after"]["texts"]
         lines = [[shown(prompt, 260), shown(str(base["answers"][i])), shown(base["texts"][i]), shown(after[i])]
-                 for i, prompt in enumerate(base["prompts"])]  # fmt: skip
+                 for i, prompt in enumerate(base["prompts"])]
         text += "\n\n" + table(["task", "answer", "before", f"after, seed {runs[0][1]}"], lines)
     return text
 
@@ -120,26 +120,26 @@ def arithmetic(results: Path) -> str | None:
         shown_to, grpo = r["settings"]["demonstrations"], r["settings"]["grpo"]
         rows += [[f"`{name}`: SFT, {shown_to} demonstrations, lr {told(key)}, after {run['steps']} steps", "",
                   run["after"]["greedy"], "", *answered(run["after"]), f"{run['seconds'] / 60:.1f}"]
-                 for key, run in r.items() if key.startswith("sft ")]  # fmt: skip
+                 for key, run in r.items() if key.startswith("sft ")]
         rows += [[f"`{name}`: GRPO, {grpo['steps']} steps of {grpo['prompts_per_step'] * grpo['group_size']} rollouts, lr "
                   f"{grpo['lr']:g}", seed, run["after"]["greedy"], gained(run, GOALS["arithmetic"]), *answered(run["after"]),
-                  f"{run['seconds'] / 60:.1f}"] for _, seed, run in runs_of(r, "grpo")]  # fmt: skip
+                  f"{run['seconds'] / 60:.1f}"] for _, seed, run in runs_of(r, "grpo")]
     text = (f"`{settings['command']}`: sums and differences up to {settings['operands']}, asked as `28 + 47`, answered by the "
             f"number alone; {settings['held_out']} held-out questions. {settings['model']} in {settings['dtype']}; of the "
             f"looks on the way of SFT the best on {settings['choosing']} choosing questions is where GRPO begins, with a "
             f"checker, on {settings['practice']:,} other questions. A second number beside a rate is that of the steps "
             "of a longer SFT, which tells whether the others were cut short; GRPO does not begin there. A cross marks "
-            f"a gain below the goal of {GOALS['arithmetic']} points.\n\n")  # fmt: skip
+            f"a gain below the goal of {GOALS['arithmetic']} points.\n\n")
     text += table(["policy", "seed", "greedy exact match", "gain over the best SFT", "sampled at T = 1", "one of four",
-                   "one of eight", "minutes"], rows)  # fmt: skip
+                   "one of eight", "minutes"], rows)
     for name, r in found:
         tuned = {told(key): run["curve"] for key, run in r.items() if key.startswith("sft ")}
         looks = sorted({int(steps) for curve in tuned.values() for steps in curve})
         lines = [[f"lr {key}", *(f"{of[n]:.1%}" if n in of else "" for n in map(str, looks))]
-                 for key, of in tuned.items()]  # fmt: skip
+                 for key, of in tuned.items()]
         text += (f"\n\n`{name}`: greedy exact match on the choosing questions after so many steps of SFT, and the mean reward "
                  "of GRPO, first to last fifth of the steps:\n\n" + table(["SFT", *looks], lines) + "\n\n"
-                 + rewards(runs_of(r, "grpo")))  # fmt: skip
+                 + rewards(runs_of(r, "grpo")))
     return text
 
 
@@ -153,7 +153,7 @@ def administration(results: Path) -> str | None:
     asked = {"alone": "as it is", "after solved ones": f"as it is, after {settings['shots']} solved tasks"}
     rows = [[how, "", *solved(found["base"][name], tiers), "", "", "", ""] for name, how in asked.items() if "base" in found]
     rows.append([f"best SFT ({best['steps']} steps)", "", *solved(found["best"], tiers), "", found["best"]["sampled"], "",
-                 f"{best['seconds'] / 60:.1f}"])  # fmt: skip
+                 f"{best['seconds'] / 60:.1f}"])
     rows += [administered(kind, seed, run, run["after"], run, tiers) for kind, seed, run in once]
     two = found.get("best twice")
     if two:
@@ -161,20 +161,20 @@ def administration(results: Path) -> str | None:
         rows += [administered(kind, seed, run, run["after"], run, tiers) for kind, seed, run in twice]
     recipes = "; ".join(f"{kind}: {of.get('rounds', 1) * of['steps']} steps of {of['prompts_per_step']} prompts × "
                         f"{of['group_size']} rollouts, {of.get('minibatches', 1)} update(s) each, lr {of['lr']:g}"
-                        for kind, of in settings["grpo"].items())  # fmt: skip
+                        for kind, of in settings["grpo"].items())
     text = (f"`{settings['command']}`: tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an "
             f"episode where a line says no more. {settings['model']} in {settings['dtype']}; SFT on "
             f"{settings['demonstrations']} reference solution of each template, of whose looks the best on other training "
             f"tasks is where GRPO begins, the templates chosen by a curriculum ({recipes}). Of each tier "
             f"{settings['held_out']} held-out instances, whose words occur nowhere in training, answered greedily, and "
-            f"{settings['samples']} times at temperature 1. Minutes beside other work on the machine.\n\n")  # fmt: skip
+            f"{settings['samples']} times at temperature 1. Minutes beside other work on the machine.\n\n")
     columns = ["policy", "seed", "both tiers", *tiers, f"gain over the best SFT (goal: {GOALS['aws']})", "sampled",
-               "gain, sampled", "minutes"]  # fmt: skip
+               "gain, sampled", "minutes"]
     text += table(columns, rows)
     if two:
         text += ("\n\nIn two turns the policy reads what its first command came to and may write a second one. The same on "
                  "more held-out instances, of which the sets share a few: the second set was measured halfway and after this "
-                 "recipe and for no other, and the third was drawn after the recipe stood.")  # fmt: skip
+                 "recipe and for no other, and the third was drawn after the recipe stood.")
         for name in ("second set", "third set"):
             rows = [["best SFT, two turns", "", *solved(two[name], tiers), "", two[name]["sampled"], "", ""]]
             rows += [administered(kind, seed, run[name], run["after"][name], run, tiers) for kind, seed, run in twice]
@@ -189,7 +189,7 @@ def administered(kind: str, seed: str, gain: dict, after: dict, run: dict, tiers
     """A run's line of the table: `gain` and `after` of one set of held-out tasks."""
     more = points(gain["gain_sampled"]) if "gain_sampled" in gain else ""
     return [KINDS[kind], seed, *solved(after, tiers), gained(gain, GOALS["aws"]), after.get("sampled", ""), more,
-            f"{run['seconds'] / 60:.1f}"]  # fmt: skip
+            f"{run['seconds'] / 60:.1f}"]
 
 
 def solved(measured: dict, tiers: list[str]) -> list[str]:
@@ -208,23 +208,23 @@ def real_model(results: Path) -> list[list[str]]:
         starts = [run for key, run in found.items() if key.startswith("sft ") and key.count(" ") == 1]  # a longer SFT is none
         best = max(starts, key=lambda run: run["best"])
         rows.append(["SmolLM2-135M, sums and differences: best SFT → GRPO, greedy",
-                     f"{rate(best['after']['greedy'])} → {seeds_of(runs, 'greedy')}"])  # fmt: skip
+                     f"{rate(best['after']['greedy'])} → {seeds_of(runs, 'greedy')}"])
     found = record("smollm2_gym", results)
     if found and (runs := runs_of(found, "grpo")):
         rows.append([f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO",
-                     f"{rate(found['base']['solved'])} → {seeds_of(runs, 'solved')}"])  # fmt: skip
+                     f"{rate(found['base']['solved'])} → {seeds_of(runs, 'solved')}"])
     found = record("smollm2_aws", results)
     if found and (runs := runs_of(found, "short")):
         rows.append(["SmolLM2-135M, simulated AWS accounts, held-out tasks: best SFT → GRPO",
-                     f"{rate(found['best']['both'])} → {seeds_of(runs, 'both')}"])  # fmt: skip
+                     f"{rate(found['best']['both'])} → {seeds_of(runs, 'both')}"])
     if found and (runs := runs_of(found, "twice")):
         last = [(kind, seed, {"after": run["after"]["third set"]}) for kind, seed, run in runs]
         rows.append(["the same in episodes of two turns, on tasks drawn after the recipe stood",
-                     f"{rate(found['best twice']['third set']['both'])} → {seeds_of(last, 'both')}"])  # fmt: skip
+                     f"{rate(found['best twice']['third set']['both'])} → {seeds_of(last, 'both')}"])
     found = record("smollm2_style", results)
     if found and (runs := runs_of(found, "full")):
         rows.append(["SmolLM2-135M, one sentence by four rules: as it is → GRPO",
-                     f"{rate(found['base']['all rules'])} → {seeds_of(runs, 'all rules')}"])  # fmt: skip
+                     f"{rate(found['base']['all rules'])} → {seeds_of(runs, 'all rules')}"])
     return rows
 
 

@@ -30,14 +30,14 @@ async def written(policy, problems) -> list[dict]:
         groups = await sampler.sample(prompts, group_size=1, params=SamplingParams(greedy=True, max_new_tokens=32))
     texts = [policy.decode(group[0].tokens) for group in groups]
     return [{"text": text, "correct": check_answer(text, problem.answer)}
-            for text, problem in zip(texts, problems)]  # fmt: skip
+            for text, problem in zip(texts, problems)]
 
 
 def main(runs: dict = POLICIES) -> None:
     _, problems = generate(0, 20, seed=1, task=Task(ops="+-", max_operand=99))
     answers = {name: asyncio.run(written(load_policy(str(where), device="cpu"), problems)) for name, where in runs.items()}
     questions = [{"question": problem.question, "written": {name: given[i] for name, given in answers.items()}}
-                 for i, problem in enumerate(problems)]  # fmt: skip
+                 for i, problem in enumerate(problems)]
     content = json.dumps({"command": COMMAND, "questions": questions}, indent=1, ensure_ascii=False)
     print(atomic_write(HERE / "results" / "rollouts.json", content + "\n"))
 

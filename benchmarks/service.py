@@ -37,7 +37,7 @@ from openai import AsyncOpenAI  # noqa: E402
 from grpolab.decode.sampler import Sampler  # noqa: E402
 from grpolab.decode.sampling import SamplingParams  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
-from grpolab.models import load_policy  # noqa: E402
+from grpolab.models.load import load_policy  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
 from grpolab.serve.service import serve_policy  # noqa: E402
 
@@ -91,7 +91,7 @@ async def together(way: Way, callers: int, requests: int) -> tuple[float, list[l
 def elsewhere(model: str):
     """The address of `grpolab serve-policy` in a process of its own."""
     process = subprocess.Popen([sys.executable, "-m", "grpolab", "serve-policy", model, "--port", "0"], text=True,
-                               stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+                               stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
         yield next(line for line in process.stdout if line.startswith("serving")).split()[-1]
     finally:

@@ -28,8 +28,8 @@ import smollm2_runs as runs  # noqa: E402
 from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
 from grpolab.arithmetic import Problem, Task, generate  # noqa: E402
 from grpolab.evaluate import evaluate_checks  # noqa: E402
-from grpolab.lab.run import Run  # noqa: E402
-from grpolab.lab.selection import Selection  # noqa: E402
+from grpolab.runs.run import Run  # noqa: E402
+from grpolab.runs.selection import Selection  # noqa: E402
 from grpolab.tasks import final_number, prompt_of  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
 
@@ -61,7 +61,7 @@ class Recipe:
     def tunings(self) -> dict[str, tuple[float, int]]:
         """Learning rate and steps of each SFT, by its name in the record."""
         return ({f"sft {rate:g}": (rate, self.sft_steps) for rate in self.rates}
-                | {f"sft {self.rates[0]:g} {steps}": (self.rates[0], steps) for steps in self.longer})  # fmt: skip
+                | {f"sft {self.rates[0]:g} {steps}": (self.rates[0], steps) for steps in self.longer})
 
     @property
     def of_grpo(self) -> dict:
@@ -123,7 +123,7 @@ async def base() -> dict:
     policy = load()
     named = lambda text, row, rollout: final_number(text) == row["answer"]  # noqa: E731
     chat = await evaluate_checks(policy, cases([row | {"prompt": p.question} for row, p in zip(ASKED, HELD)][:100], named),
-                                 max_new_tokens=CHAT_TOKENS)  # fmt: skip
+                                 max_new_tokens=CHAT_TOKENS)
     examples = "".join(f"{p.a} {p.op} {p.b} = {p.answer}\n" for p in KNOWN[:EXAMPLES])
     lines = [policy.tokenizer(f"{examples}{p.a} {p.op} {p.b} =", add_special_tokens=False)["input_ids"] for p in HELD]
     async with Sampler(policy) as sampler:

@@ -42,8 +42,8 @@ from grpolab.env.curriculum import Curriculum  # noqa: E402
 from grpolab.env.pool import rollout_seed  # noqa: E402
 from grpolab.env.server import serve  # noqa: E402
 from grpolab.evaluate import mean_interval, share_interval  # noqa: E402
-from grpolab.lab.run import Run  # noqa: E402
-from grpolab.lab.selection import Selection  # noqa: E402
+from grpolab.runs.run import Run  # noqa: E402
+from grpolab.runs.selection import Selection  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
 from grpolab.train.multiturn import Limits, multi_turn_grpo, play_all  # noqa: E402
 
@@ -73,7 +73,7 @@ SETTINGS = {
                   "schedule": "cosine", "advantage_kind": "standardised", "max_new_tokens": 88, "token_budget": 2048,
                   "save_every": 8},
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ async def measure(answer: Callable, tasks: Sequence[Task]) -> dict:
     passed = {tier: [done for _, done in pairs] for tier, pairs in by.items()}
     return {"both": runs.rate([done for _, done in found]), **{tier: runs.rate(done) for tier, done in passed.items()},
             "flags": {tier: runs.flags(done) for tier, done in passed.items()},
-            "texts": {tier: [text for text, _ in pairs[:SHOWN]] for tier, pairs in by.items()}}  # fmt: skip
+            "texts": {tier: [text for text, _ in pairs[:SHOWN]] for tier, pairs in by.items()}}
 
 
 async def sampled(answer: Callable, tasks: Sequence[Task]) -> dict:
@@ -202,7 +202,7 @@ async def base() -> dict:
         asked = [[task.description for task in tasks if task.tier == tier][:SHOWN] for tier in TIERS]
         answer = partial(answers, policy, account=account)
         return {"asked": dict(zip(TIERS, asked)), "alone": await measure(answer, tasks),
-                "after solved ones": await measure(partial(answer, shots=shots), tasks)}  # fmt: skip
+                "after solved ones": await measure(partial(answer, shots=shots), tasks)}
 
 
 async def tuned() -> dict:
@@ -218,7 +218,7 @@ async def tuned() -> dict:
 def looks_of(run: Run) -> dict:
     rows, curve = run.table(), {str(int(row.steps)): row.score for row in run.measured().itertuples()}
     return {"curve": curve, "best": max(curve.values()), "steps": max(curve, key=curve.get),
-            "losses": [round(loss, 4) for loss in rows["loss"]], "seconds": round(rows["seconds"].sum(), 1)}  # fmt: skip
+            "losses": [round(loss, 4) for loss in rows["loss"]], "seconds": round(rows["seconds"].sum(), 1)}
 
 
 async def best_policy():
@@ -243,7 +243,7 @@ async def seats(what: str = "limits"):
     """A pool whose every seat has an account of its own."""
     size, options = SETTINGS["seats"], {k: v for k, v in SETTINGS[what].items() if k != "max_total_tokens"}
     async with (serve(AwsEnv, max_sessions=size, backends=accounts(size, options=options)) as server,
-                GrpoPool(server.url, size=size, on_failure="drop") as pool):  # fmt: skip
+                GrpoPool(server.url, size=size, on_failure="drop") as pool):
         yield pool
 
 
@@ -269,7 +269,7 @@ async def reinforced(kind: str, seed: int) -> dict:
     return {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
             "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "path": path_of(rows),
             "lost": sum(row["lost"] for row in rows), "peak_gb": round(peak, 3),
-            "threads": runs.torch.get_num_threads(), "after": after}  # fmt: skip
+            "threads": runs.torch.get_num_threads(), "after": after}
 
 
 async def share_of(answered: Awaitable[list[tuple[str, bool]]]) -> float:
@@ -291,7 +291,7 @@ def gains(before: dict, after: dict) -> dict:
     whole = runs.paired("".join(before["flags"].values()), "".join(after["flags"].values()))
     more = [(int(b) - int(a)) / SETTINGS["samples"] for a, b in zip(before["counts"], after["counts"], strict=True)]
     found = {"gain": whole, "gain_sampled": str(mean_interval(more)),
-             "gains": {tier: runs.paired(before["flags"][tier], after["flags"][tier]) for tier in TIERS}}  # fmt: skip
+             "gains": {tier: runs.paired(before["flags"][tier], after["flags"][tier]) for tier in TIERS}}
     return found | {name: gains(before[name], after[name]) for name in SETS if name in after}
 
 

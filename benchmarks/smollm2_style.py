@@ -26,8 +26,8 @@ sys.path.insert(0, str(HERE))
 import smollm2_runs as runs  # noqa: E402
 
 from grpolab import load_policy  # noqa: E402
-from grpolab.adapters import ATTENTION, LoRA  # noqa: E402
 from grpolab.evaluate import intact  # noqa: E402
+from grpolab.models.lora import ATTENTION, LoRA  # noqa: E402
 from grpolab.train import GRPOConfig  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_style.py"

@@ -55,13 +55,13 @@ def measure(model: str, dtype: str) -> dict:
                 found[rest].append(tokens_a_second(sampler, rest, prompts))
     ratios = sorted(a / b for a, b in zip(found[True], found[False]))
     return {"model": model, "dtype": dtype, "let_go": statistics.median(found[True]), "kept": statistics.median(found[False]),
-            "ratio": statistics.median(ratios), "worst": ratios[0], "best": ratios[-1]}  # fmt: skip
+            "ratio": statistics.median(ratios), "worst": ratios[0], "best": ratios[-1]}
 
 
 def main() -> None:
     record = {"command": COMMAND, "threads": torch.get_num_threads(), "processors": os.cpu_count(), "rounds": ROUNDS,
               "prompts": PROMPTS, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS,
-              "rows": []}  # fmt: skip
+              "rows": []}
     for model, dtype in MODELS:
         record["rows"].append(measure(model, dtype))
         print(json.dumps(record["rows"][-1]), flush=True)

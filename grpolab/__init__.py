@@ -14,7 +14,7 @@ _HOME = {
     "Sampler": "decode.sampler", "SamplingParams": "decode.sampling",
     "GrpoPool": "env.pool", "MultiTurnEnvPool": "env.sync_pool",
     "gate": "lab.gate",
-}  # fmt: skip
+}
 _MODULES = {"losses": "train.losses", "advantages": "train.advantages", "plots": "lab.plots"}
 
 __all__ = [*_HOME, *_MODULES]

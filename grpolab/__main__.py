@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from grpolab import arithmetic
-from grpolab.env import command
-from grpolab.serve import command as endpoint
+from grpolab.cli import env
+from grpolab.cli import serve as endpoint
 
 TRAINING = {"sft": "imitate demonstrations", "grpo": "learn from a reward", "dpo": "learn from preferences",
-            "reward": "train a reward model"}  # fmt: skip
+            "reward": "train a reward model"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,15 +53,15 @@ def main(argv: list[str] | None = None) -> int:
     for name, help in TRAINING.items():
         training = commands.add_parser(name, help=help)
         if argv[:1] == [name]:  # its flags are the fields of a configuration, and torch is imported for them
-            from grpolab.train import command as trainer
+            from grpolab.cli import train as trainer
 
             trainer.add_arguments(training, name)
             if name in ("sft", "grpo"):
                 _task_options(training)
 
     serving = commands.add_parser("serve", help="serve an environment over WebSockets: calculator, guess, or your own")
-    command.add_arguments(serving)
-    serving.set_defaults(go=command.main)
+    env.add_arguments(serving)
+    serving.set_defaults(go=env.main)
 
     policy = commands.add_parser("serve-policy", help="serve a model behind an OpenAI-compatible endpoint")
     endpoint.add_arguments(policy)
@@ -127,7 +127,7 @@ def _eval_rows(args) -> int:
     """Rates of a model on the rows of a file."""
     from grpolab import tasks
     from grpolab.evaluate import evaluate_checks
-    from grpolab.models import load_policy
+    from grpolab.models.load import load_policy
 
     rows = tasks.read_rows(args.prompts_file, needs=["answer"])
     for number, row in enumerate(rows, start=1):
@@ -156,7 +156,7 @@ def _eval(args) -> int:
     if args.prompts_file:
         return _eval_rows(args)
     from grpolab.evaluate import evaluate, evaluate_fixed, suite_table, summary
-    from grpolab.models import load_policy
+    from grpolab.models.load import load_policy
 
     _, problems = arithmetic.generate(0, args.questions, seed=args.seed, task=_task(args))
     policy = load_policy(args.model)
@@ -180,8 +180,8 @@ def _eval(args) -> int:
 def _replay(args) -> int:
     """0 where every bit agrees, 1 where one does not."""
     from grpolab.lab.replay import bundle, replay, replay_bundle
-    from grpolab.lab.run import Run
-    from grpolab.models import load_policy
+    from grpolab.models.load import load_policy
+    from grpolab.runs.run import Run
 
     if args.run.is_file():
         found = [replay_bundle(args.run, args.group, args.rollout)]

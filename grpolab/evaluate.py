@@ -15,7 +15,7 @@ from grpolab.checker import check_answer, parse_boxed_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import data_path
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 
 Z95 = 1.959964  # the standard normal quantile of a two-sided 95 % interval

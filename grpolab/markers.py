@@ -85,7 +85,7 @@ class Markers:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ValueError(f"a text spells a control token, and {type(tokenizer).__name__} cannot encode that as plain "
-                             "text: load a fast tokenizer (tokenizer.json), or remove the text")  # fmt: skip
+                             "text: load a fast tokenizer (tokenizer.json), or remove the text")
         content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
         model, names = content["model"], {i: self._secret[text] for text, i in self.ids.items()}
         unknown = model.get("unk_token")
@@ -114,7 +114,7 @@ def _alternation(words: Iterable[str]) -> str:
     """A pattern for the longest of `words` at a place; shared beginnings stand once, so that thousands cost little."""
     words = sorted(set(words))
     branches = [re.escape(first) + _alternation([w[1:] for w in group])
-                for first, group in groupby((w for w in words if w), key=lambda w: w[0])]  # fmt: skip
+                for first, group in groupby((w for w in words if w), key=lambda w: w[0])]
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)}){'?' if '' in words else ''}"

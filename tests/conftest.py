@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from grpolab.models import Policy, load_policy
+from grpolab.models.load import Policy, load_policy
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 
 VOCAB = 100
 

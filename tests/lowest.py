@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTED = ("test", "smollm2")  # extras
-FAST = """advantages arithmetic calculator chat checker cli curriculum evaluate exercises files gate live losses markers
-models notebooks pool preferences proof protocol reward_model sampling server sync tokens""".split()
+FAST = """advantages arithmetic calculator chat checker cli curriculum evaluate exercises files gate dashboard losses markers
+models notebooks pool preferences train_verify protocol reward_model sampling server sync tokens""".split()
 
 
 def floors() -> list[str]:

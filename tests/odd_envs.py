@@ -132,7 +132,7 @@ class Returns(Base):
         "text observation": lambda: StepResult("seen"), "set": lambda: StepResult({"a": {1, 2}}),
         "nan inside": lambda: StepResult({"a": [float("nan")]}), "bytes": lambda: StepResult({"a": b"x"}),
         "metadata": lambda: StepResult({}, metadata=[1]), "none": lambda: None, "dict": lambda: {"observation": {}},
-    }  # fmt: skip
+    }
 
     def step(self, action):
         return self.THINGS[action["thing"]]()

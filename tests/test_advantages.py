@@ -119,14 +119,14 @@ def test_what_only_rounding_tells_apart_is_equal():
 
 
 @pytest.mark.parametrize("given", [1, True, 0.5, np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.5), torch.tensor(0.5),
-                                   Fraction(1, 2)])  # fmt: skip
+                                   Fraction(1, 2)])
 def test_numbers_of_every_kind_are_rewards(given):
     assert adv.number(given, "r") == float(given) and type(adv.number(given, "r")) is float
     assert adv.number(None, "r") is None and math.isnan(adv.number(float("nan"), "r"))
 
 
 @pytest.mark.parametrize("given, kind", [("0.5", "str"), ([1.0], "list"), (1j, "complex"), (torch.ones(1), "Tensor"),
-                                         (np.array("0.5"), "str")])  # fmt: skip
+                                         (np.array("0.5"), "str")])
 def test_what_is_no_number_is_no_reward(given, kind):
     with pytest.raises(TypeError, match=f"the reward 'mine' gave .* of type {kind}: a reward is a number, or None"):
         adv.number(given, "mine")

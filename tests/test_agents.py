@@ -11,8 +11,8 @@ from openai import AsyncOpenAI
 
 from grpolab.arithmetic import generate
 from grpolab.decode.audit import audit
-from grpolab.lab.run import Run
 from grpolab.rollouts import Rollout
+from grpolab.runs.run import Run
 from grpolab.serve.agents import AgentRun, agent_grpo, as_groups, run_agent
 from grpolab.serve.service import serve_policy
 from grpolab.train import GRPOConfig
@@ -266,7 +266,7 @@ def test_a_service_of_another_policy(tiny):
     async def main():
         other = copy.deepcopy(tiny.model)
         async with one_client(), serve_policy(tiny) as service:
-            from grpolab.models import Policy
+            from grpolab.models.load import Policy
 
             stranger = Policy(other, tiny.tokenizer, "tiny", tiny.eos_ids)
             async for _ in agent_grpo(stranger, None, ROWS, config(), ones, service=service):

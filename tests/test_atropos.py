@@ -15,10 +15,10 @@ import pytest
 from grpolab.arithmetic import generate
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampling import SamplingParams
-from grpolab.lab.run import repository
 from grpolab.rollouts import Group, Rollout
+from grpolab.runs.run import repository
 from grpolab.serve.atropos import AtroposEnv, AtroposTrainer, as_group, as_scored, atropos_source
-from grpolab.serve.calls import RemoteError
+from grpolab.serve.http_client import RemoteError
 from grpolab.serve.remote import RemoteSampler
 from grpolab.serve.service import serve_policy
 from grpolab.train.grpo import GRPOConfig, grpo_from

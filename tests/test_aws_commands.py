@@ -16,8 +16,8 @@ from aws_hostile import commands as hostile_commands
 from grpolab.env.aws import clients, commands
 from grpolab.env.aws.allowed import OPERATIONS, SIMULATED
 from grpolab.env.aws.backend import LISTS, accounts, leftovers, loaded, scrub
+from grpolab.env.aws.command_parser import Refused, split
 from grpolab.env.aws.commands import Account, Output
-from grpolab.env.aws.words import Refused, split
 
 TABLE = ("aws dynamodb create-table --table-name users --attribute-definitions AttributeName=id,AttributeType=S "
          "--key-schema AttributeName=id,KeyType=HASH --billing-mode PAY_PER_REQUEST")

@@ -14,7 +14,7 @@ from grpolab.env.aws.grader import READS, GradingError, check_criterion, grade
 from grpolab.env.aws.tasks import TIERS, load_tasks, pick_drifts, play, template_ids, templates
 from grpolab.env.curriculum import Curriculum
 from grpolab.files import data_path
-from grpolab.lab.run import repository
+from grpolab.runs.run import repository
 
 FIVE = TIERS[:5]
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
 
-from grpolab.decode import llama
-from grpolab.decode.agreement import choose_engine
 from grpolab.decode.cache import FIRST, PAGE, Pages, Prefilled, Slots, store_for
-from grpolab.decode.linear import Strips
-from grpolab.decode.llama import LlamaEngine
+from grpolab.decode.engines import llama
+from grpolab.decode.engines.llama import LlamaEngine
+from grpolab.decode.packed_weights import Strips
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.decode.verify import choose_engine
 
 KINDS = {"pages": Pages, "slots": Slots}
 
@@ -43,7 +43,7 @@ def holds(store, row, prompt):
     taken = store.take(row, prompt.length)
     return all(torch.equal(t.narrow(time, 0, prompt.length)[..., 0, :, :, :],
                            of.narrow(time, 0, prompt.length)[..., prompt.row, :, :, :])
-               for t, of, time in zip(taken.tensors, prompt.cache.tensors, taken.times))  # fmt: skip
+               for t, of, time in zip(taken.tensors, prompt.cache.tensors, taken.times))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -148,7 +148,7 @@ def test_the_notes_say_what_is_still_possible():
         env.reset(task={"secret": 30})
         said = [env.step({"text": guess}).observation["text"] for guess in ("50", "20", "10", "60", "?", "29", "30")]
         assert said == ["lower: 1 to 49", "higher: 21 to 49", "higher: 21 to 49", "lower: 21 to 49",
-                        "write a number: 21 to 49", "higher: 30 to 49", "correct"]  # fmt: skip
+                        "write a number: 21 to 49", "higher: 30 to 49", "correct"]
 
 
 def test_the_fewest_guesses_are_those_of_bisection():

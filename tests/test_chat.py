@@ -148,7 +148,7 @@ def test_half_a_surrogate_pair_is_named(tiny):
     """As JSON's "\\ud83d" gives it: no tokenizer takes it."""
     said = [{"role": "user", "content": "fine"}, {"role": "assistant", "content": "1 + \ud83d2"}]
     for encode in (lambda: encode_chat(tiny.tokenizer, said), lambda: prompt_ids(tiny.tokenizer, "1 + \ud83d2"),
-                   lambda: observation_ids(tiny.tokenizer, "1 + \ud83d2")):  # fmt: skip
+                   lambda: observation_ids(tiny.tokenizer, "1 + \ud83d2")):
         with pytest.raises(ValueError, match=r"'\\ud83d' at position 4, half of a surrogate pair.*errors='replace'"):
             encode()
     assert prompt_ids(tiny.tokenizer, "1 + \U0001f600") != prompt_ids(tiny.tokenizer, "1 + ")

@@ -9,9 +9,9 @@ from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.lab.credit import Credit, completions, credit, credit_of, exact_gradient, gradient_by_group_size
-from grpolab.lab.run import Run
+from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
-from tests.test_record import PROBLEMS, digits
+from tests.test_rollout_log import PROBLEMS, digits
 
 
 def first_is_a_digit(text, problem, rollout):
@@ -65,7 +65,7 @@ def test_of_a_recorded_rollout_by_the_policy_that_wrote_it(tiny, tmp_path):
     asyncio.run(cell())
     seen = []
     found = credit_of(run, 1, 1, 2, lambda text, problem, r: seen.append((problem, r)) or digits(text, problem, r),
-                      continuations=4)  # fmt: skip
+                      continuations=4)
     g = run.recorder.groups(1)[1]
     assert found.advantage == g.advantages[2] and found.values[-1] == found.reward == g.group[2].reward
     assert len(seen) == 4 * 4 + 1 and seen[0][0] in PROBLEMS and seen[-1][1] == g.group[2]

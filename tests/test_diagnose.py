@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 
 from grpolab.arithmetic import Task, generate
+from grpolab.lab.dashboard import Dashboard
 from grpolab.lab.diagnose import RULES, diagnose
-from grpolab.lab.live import Dashboard
-from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.models.load import Policy
+from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, finished_and_correct, grpo
 from grpolab.train.sft import SFTConfig, demonstrations, sft
-from tests.test_record import digits, length
+from tests.test_rollout_log import digits, length
 
 PROBLEMS, _ = generate(64, 0, seed=3, task=Task("+-", max_operand=20))
 RECORDED = json.loads((Path(__file__).parent / "recorded_runs.json").read_text())  # by benchmarks/illnesses.py

@@ -21,7 +21,7 @@ from nbclient import NotebookClient
 from torch.distributed.run import get_args_parser as torchrun
 
 import grpolab.__main__ as door
-from grpolab.lab.run import repository
+from grpolab.runs.run import repository
 
 ROOT = repository()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -153,7 +153,7 @@ def test_commands_in_the_prose_name_what_exists(page):
 
 WRONG = ["make nothing", "make lab PROT=1", ".venv/bin/python -m grpolab evil tiny", ".venv/bin/python -m grpolab run --stroe",
          ".venv/bin/torchrun --nporc-per-node 2 -m grpolab sft tiny", ".venv/bin/torchrun -m grpolab sft tiny --stpes 2",
-         ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh"]  # fmt: skip
+         ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh"]
 
 
 @pytest.mark.parametrize("command", WRONG)
@@ -171,7 +171,7 @@ def test_the_cheap_commands_run(tmp_path):
     for words in CHEAP:
         smaller = ["--questions", "2", "--samples", "0"] if "eval" in words else []
         done = subprocess.run([sys.executable, *words, *smaller], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                              env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+                              env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stderr
     for name in ("train.jsonl", "eval.jsonl"):  # byte for byte, as the page says
         assert (tmp_path / "data/arithmetic" / name).read_bytes() == (ROOT / "data/arithmetic" / name).read_bytes()

@@ -9,15 +9,15 @@ from test_losses import token_logps
 from transformers import AutoModelForCausalLM
 from transformers import models as families
 
-from grpolab.decode import attention
 from grpolab.decode import sampler as sampling_worker
-from grpolab.decode.agreement import choose_engine
 from grpolab.decode.audit import audit, recompute
-from grpolab.decode.general import GeneralEngine
-from grpolab.decode.llama import LlamaEngine
+from grpolab.decode.engines import attention
+from grpolab.decode.engines.hf import GeneralEngine
+from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.models import attention_of
+from grpolab.decode.verify import choose_engine
+from grpolab.models.load import attention_of
 
 SHAPE = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
              vocab_size=100, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,

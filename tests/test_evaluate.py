@@ -25,7 +25,7 @@ from grpolab.evaluate import (
     stops,
     suite_table,
     wilson,
-)  # fmt: skip
+)
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import run_sync
 
@@ -198,7 +198,7 @@ def test_the_suite_judges_each_prompt_by_its_checks(tiny):
     prompts = [FixedPrompt("What is 1 + 1?", 2), FixedPrompt("What is 1 + 2?", 3), FixedPrompt("Hello!")]
     good = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", "3", "Hi")))
     assert good.passed == {"stop token": [True] * 3, "no corruption": [True] * 3, "format": [True, False],
-                           "arithmetic": [True, False]}  # fmt: skip
+                           "arithmetic": [True, False]}
     cut = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", reason="length")))
     assert cut.passed["stop token"] == [False] * 3
     table = suite_table(before=cut, after=good)

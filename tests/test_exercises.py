@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 from grpolab.lab.exercises import RIGHT, UNSOLVED, WRONG, exercise
-from grpolab.lab.run import repository
+from grpolab.runs.run import repository
 
 matplotlib.use("Agg")
 EXAMPLE = Path(__file__).parent / "exercise.ipynb"

@@ -19,7 +19,7 @@ ROPE = dict(original_max_position_embeddings=64, rope_theta=1e4)
 LONG = dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0], **ROPE)
 LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
               n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=24,
-              n_shared_experts=1, first_k_dense_replace=1)  # fmt: skip
+              n_shared_experts=1, first_k_dense_replace=1)
 
 
 def neo(window, context=250):
@@ -56,7 +56,7 @@ FAMILIES = {
     "biogpt": ("biogpt", dict(HEADS, intermediate_size=48)), "xglm": ("xglm", dict(
         d_model=32, num_layers=3, attention_heads=4, ffn_dim=48, max_position_embeddings=250, init_std=0.2, **IDS)),
     "modernbert decoder": ("modernbert-decoder", dict(PLAIN, local_attention=24)),
-}  # fmt: skip
+}
 TURNED, TO_64 = {"gpt_neo", "gpt_neo window 64"}, {"llama longrope", "phi3 longrope", "phimoe longrope"}
 
 

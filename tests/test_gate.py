@@ -3,9 +3,9 @@ import os
 
 import pytest
 
+from grpolab.lab.format import readable
 from grpolab.lab.gate import GateError, gate, shortened
-from grpolab.lab.readable import readable
-from grpolab.lab.run import Run
+from grpolab.runs.run import Run
 
 
 def results(folder):
@@ -23,7 +23,7 @@ def test_a_gate_that_holds_writes_its_measurements(tmp_path):
     found = results(tmp_path)
     assert found["passed"] is True and found["values"] == {"seconds": 3.5}
     assert found["checks"][2] == {"name": "format", "measured": 0.99, "bound": "≥ 0.99", "passed": True, "judged": True,
-                                  "claim": False}  # fmt: skip
+                                  "claim": False}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_error_is_its_message_without_a_traceback():
 
 NUMBERS = [(0.0, "0"), (0.98765, "0.9877"), (11657.3, "11,660"), (5.629e-7, "5.629·10⁻⁷"), (1e-6, "10⁻⁶"), (12000, "12,000"),
            (2026, "2026"), (9999.7, "10,000"), (-0.00025, "-0.00025"), (True, "True"), (float("nan"), "nan"), ("a", "a"),
-           (3.2e12, "3.2·10¹²")]  # fmt: skip
+           (3.2e12, "3.2·10¹²")]
 
 
 @pytest.mark.parametrize(("value", "text"), NUMBERS)

@@ -11,7 +11,7 @@ from test_gates import fails_alone, failures_under, report_logps_of_another_temp
 from grpolab import gate
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import shortened
-from grpolab.lab.run import Run
+from grpolab.runs.run import Run
 from grpolab.serve import sessions
 from grpolab.train import GRPOConfig, SFTConfig
 
@@ -37,7 +37,7 @@ def values(tmp_path):
         "found": {"imitation": Interval(0.5, 0.45, 0.55), "agent": Interval(0.95, 0.9, 0.97),
                   "single turns": Interval(0.38, 0.33, 0.43)},
         "sync": {"shared memory": 0.05, "restart": 5.0}, "answers": 2.6,
-    }  # fmt: skip
+    }
 
 
 def found(**changes):
@@ -72,7 +72,7 @@ FAILED = "runs of the training that failed"
         (found(single_turns=Interval(0.6, 0.55, 0.65)), "found after single turns"),
         ({"sync": {"shared memory": 2.0, "restart": 5.0}}, "seconds a sync"),
     ],
-)  # fmt: skip
+)
 def test_every_check_of_the_agents_gate_can_fail(bad, name, tmp_path):
     fails_alone("11_agents", values(tmp_path), bad, name)
 
@@ -83,7 +83,7 @@ SMALL = {
     "commits": 7, "tests": 3, "games_each": 1, "shared": SHARED, "left_out": "", "tasks": [{"culprit": c} for c in range(1, 8)],
     "sft_config": SFTConfig(steps=60, batch_size=16, lr=3e-3, warmup=6, pack_width=128),
     "config": GRPOConfig(prompts_per_step=7, **SHARED),
-}  # fmt: skip
+}
 @pytest.fixture(scope="module")
 def warmed_up(tmp_path_factory):
     """What the cell of the warm-up leaves, once for all tests."""
@@ -134,7 +134,7 @@ def go_on_in_spite_of_the_summary(monkeypatch):
     [(None, set()), (report_logps_of_another_temperature, LOGPS), (tokenise_again, APPEND | WIRE),
      (claim_what_the_agent_said, WIRE | LOGPS), (go_on_in_spite_of_the_summary, SUMMARY)],
     ids=["nothing", "another temperature", "tokenised again", "the agent's words", "joined in spite of the summary"],
-)  # fmt: skip
+)
 def test_the_gate_sees_what_is_broken(warmed_up, tmp_path, monkeypatch, sabotage, expected):
     """The notebook's own cells up to the audit, on a short warm-up; what comes after them is filled in."""
     good = values(tmp_path)

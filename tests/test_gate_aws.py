@@ -12,7 +12,7 @@ from grpolab.env.aws import backend, environment
 from grpolab.env.aws.backend import Simulator
 from grpolab.env.backends import BackendPool
 from grpolab.evaluate import Interval, mean_interval, wilson
-from grpolab.lab.run import Run, repository
+from grpolab.runs.run import Run, repository
 
 TIERS = ("warmup", "beginner")
 
@@ -43,7 +43,7 @@ def values(tmp_path):
         "gain": Interval(0.6, 0.5, 0.7), "added": Interval(0.1, 0.06, 0.14),
         "rates": {"as it is": {"both": Interval(0.0, 0.0, 0.02)}},
         "compared": {"first set": {"lower": 0.05}, "third set": {"lower": 0.07}},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def values(tmp_path):
         ({"added": Interval(0.03, 0.0, 0.06)}, "SmolLM2, GRPO over the best SFT"),
         ({"compared": {"first set": {"lower": 0.05}, "third set": {"lower": 0.0}}}, "SmolLM2 in two turns, third set"),
     ],
-)  # fmt: skip
+)
 def test_every_check_of_the_aws_gate_can_fail(bad, name, tmp_path):
     fails_alone("12_aws", values(tmp_path), bad, name)
 
@@ -107,7 +107,7 @@ MEASURED = ("pool", "stack", "server", "strangers", "left_over", "replayed", "ig
 @pytest.mark.parametrize(
     ("sabotage", "failed"), [(None, set()), (one_account_for_all, None), (take_them_at_their_word, None)],
     ids=["nothing", "one account for all", "a claim is paid"],
-)  # fmt: skip
+)
 def test_the_notebook_stops_where_accounts_or_grader_are_broken(sabotage, failed, tmp_path, monkeypatch):
     """Its own cells up to the templates; None: one of its assertions stops it."""
     monkeypatch.setattr("grpolab.lab.plots.use_style", lambda: None)

@@ -12,10 +12,10 @@ from test_gates import fails_alone, failures_under, taught  # noqa: F401  (a fix
 from grpolab import gate
 from grpolab.arithmetic import Task, generate
 from grpolab.evaluate import Interval
-from grpolab.lab import fork, replay
+from grpolab.lab import counterfactual, replay
 from grpolab.lab.gate import shortened
-from grpolab.lab.run import Run
 from grpolab.rollouts import Group
+from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.loop import make_optimiser
 
@@ -31,7 +31,7 @@ def values(tmp_path):
         "before": 0, "after": 4, "seeds": [[1, 2], [1, 2]], "culprit": SimpleNamespace(step=6), "other": "rescored",
         "findings": {"healthy": (), "collapsed": (FALLEN,)}, "rate": {"collapsed": 0.0, "mended": 0.45}, "at_start": 0.47,
         "ends": {"mended": SimpleNamespace(exact=Interval(0.45, 0.4, 0.5))},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def values(tmp_path):
         ({"rate": {"collapsed": 0.3, "mended": 0.45}}, "held-out after the collapse, of what it was"),
         ({"rate": {"collapsed": 0.0, "mended": 0.3}}, "held-out without the fault, of what it was"),
     ],
-)  # fmt: skip
+)
 def test_every_check_of_the_replay_gate_can_fail(bad, name, tmp_path):
     fails_alone("10_replay", values(tmp_path), bad, name)
 
@@ -66,7 +66,7 @@ SMALL = {
     "whole": 4, "fault": 300, "planted": 1, "known": KNOWN, "held_out": HELD_OUT, "practice": KNOWN[100:],
     "sft_config": None, "config": GRPOConfig(steps=4, prompts_per_step=6, group_size=4, inner_epochs=2, lr=2e-4,
                                              schedule="constant", warmup=0, max_new_tokens=24),
-}  # fmt: skip
+}
 BITS = {"rollouts replayed in every bit", "the step that was carried away agrees in every bit"}
 TWICE = {"fork without a change"}
 BISECTION = {"step that the bisection finds − planted step"}
@@ -74,7 +74,7 @@ MISLED = BISECTION | TWICE | {"rollouts after it that differ"}  # forked at a st
 IDENTITIES = BITS | TWICE | BISECTION | {
     "what is not as it was recorded", "fork without the fault", "rollouts before the fault's update that differ",
     "seeds after it are the same", "rollouts after it that differ",
-}  # fmt: skip
+}
 
 
 def replay_with_other_draws(monkeypatch):
@@ -83,7 +83,7 @@ def replay_with_other_draws(monkeypatch):
 
     def other(policy, config, step, groups, wanted, threads):
         moved = {n: dataclasses.replace(g, group=Group(tuple(dataclasses.replace(r, seed=r.seed + 1) for r in g.group)))
-                 for n, g in groups.items()}  # fmt: skip
+                 for n, g in groups.items()}
         found, now = honest(policy, config, step, moved, wanted, threads)
         kept = [groups[f.group].group[f.rollout] for f in found]
         return tuple(replay.compare(step, f.group, f.rollout, r, f.again) for f, r in zip(found, kept)), now
@@ -93,26 +93,26 @@ def replay_with_other_draws(monkeypatch):
 
 def forget_the_optimiser(monkeypatch):
     """A fork goes on from the run's weights with moments of its own."""
-    honest = fork._prepare
+    honest = counterfactual._prepare
 
     def other(run, twin, state, config, edit, reference):
         anew = make_optimiser(state.policy, config) if twin.folder.name == "fork-unchanged" else state.optimiser
         return honest(run, twin, dataclasses.replace(state, optimiser=anew), config, edit, reference)
 
-    monkeypatch.setattr(fork, "_prepare", other)
+    monkeypatch.setattr(counterfactual, "_prepare", other)
 
 
 def look_one_step_too_far(monkeypatch):
     """The bisection measures the policy after one more update than it says."""
-    honest = fork.bisect
+    honest = counterfactual.bisect
 
     async def other(run, measure, at_least, **options):
-        rebuilt = fork.rebuild
+        rebuilt = counterfactual.rebuild
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(fork, "rebuild", lambda run, done, **o: rebuilt(run, min(done + (0 < done), 4), **o))
+            inside.setattr(counterfactual, "rebuild", lambda run, done, **o: rebuilt(run, min(done + (0 < done), 4), **o))
             return await honest(run, measure, at_least, **options)
 
-    monkeypatch.setattr(fork, "bisect", other)
+    monkeypatch.setattr(counterfactual, "bisect", other)
 
 
 def draw_anew_and_forget_the_optimiser(monkeypatch):
@@ -132,5 +132,5 @@ def test_the_gate_sees_what_is_broken(taught, tmp_path, monkeypatch, sabotage, e
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     learned = {k: values(tmp_path)[k] for k in ("rate", "ends", "other", "at_start", "findings")}
     failed = failures_under(sabotage, "10_replay", "ends = {}", learned | {"held_out": [None] * 300}, tmp_path, monkeypatch,
-                            {"whole, fault": SMALL})  # fmt: skip
+                            {"whole, fault": SMALL})
     assert failed & IDENTITIES == expected

@@ -25,9 +25,10 @@ import torch
 
 from grpolab import chat, load_policy, losses, train
 from grpolab.arithmetic import Task, generate
-from grpolab.decode import llama, sampling
+from grpolab.decode import sampling
 from grpolab.decode.audit import FAULTS
 from grpolab.decode.conversation import Conversation
+from grpolab.decode.engines import llama
 from grpolab.decode.requests import Kept
 from grpolab.decode.sampler import Sampler
 from grpolab.env.client import EnvSession
@@ -131,7 +132,7 @@ ASKED = {"base": Rates(0.0, 0.0), "plain": Plain(0.75), "plain_sampled": Plain(0
 SFT_LEARNED = ASKED | {
     "tuned": Rates(0.62), "tuned_sampled": Rates(0.5), "first": 6.0, "last": 0.1, "points": [(160, Interval(0.62, 0.6, 0.64))],
     "metrics": pd.DataFrame({"seconds": [1.0]}),
-}  # fmt: skip
+}
 
 
 def drop_the_mask(monkeypatch):
@@ -195,11 +196,11 @@ def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
 def test_every_claim_of_the_sft_gate_can_fail(bad, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     from grpolab import gate
-    from grpolab.lab.run import Run
+    from grpolab.runs.run import Run
 
     measured = {"naive": 1.0, "ours": 1.0, "prompt_pull": 0.0, "answer_pull": 0.1, "loss_packed": 1.0, "loss_padded": 1.0,
                 "packing_error": 1e-6, "step_error": 1e-5, "tiny": True, "left_out": "",
-                "gate": gate, "run": Run("01_sft", root=tmp_path)} | SFT_LEARNED  # fmt: skip
+                "gate": gate, "run": Run("01_sft", root=tmp_path)} | SFT_LEARNED
     fails_alone("01_sft", measured, bad, name)
 
 
@@ -215,12 +216,12 @@ RACED = {  # the cells of races, of bf16 and of the faults, which take most of t
     "stalls, order": {"stalls": [0.01], "elapsed": 1.0},
     "half = load_policy": {"bf16": SimpleNamespace(mean_error=3e-3), "own": 3e-3}, "on_cpu =": {"on_cpu": True, "unequal": 0},
     "few = [": {"caught": CAUGHT},
-}  # fmt: skip
+}
 
 
 def let_the_slot_decide_the_draw(monkeypatch):
     honest = sampling.uniforms
-    monkeypatch.setattr("grpolab.decode.rows.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
+    monkeypatch.setattr("grpolab.decode.batch.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
 
 
 def scale_the_attention_of_fp32(monkeypatch):
@@ -230,7 +231,7 @@ def scale_the_attention_of_fp32(monkeypatch):
         honest(self, *args)
         self.scaling *= 1.02 if self.fp32 else 1
 
-    monkeypatch.setattr("grpolab.decode.agreement.disagreement", lambda *_: None)  # it would choose another
+    monkeypatch.setattr("grpolab.decode.verify.disagreement", lambda *_: None)  # it would choose another
     monkeypatch.setattr(llama.LlamaEngine, "__init__", crooked)
 
 
@@ -251,7 +252,7 @@ def report_other_logps_and_let_the_slot_decide(monkeypatch):
 )
 def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "02_decode_engine", "def spent_on", RACES, tmp_path, monkeypatch, RACED,
-                            new_tokens=36)  # fmt: skip
+                            new_tokens=36)
     if failed is None:
         assert sabotage is scale_the_attention_of_fp32  # stopped by the notebook's own comparison with the naive loop
     else:
@@ -287,7 +288,7 @@ def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
 )
 def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.lab.run import Run
+    from grpolab.runs.run import Run
 
     good = SimpleNamespace(**FOUND)
     measured = {"exact_tokens": [True, True], "fp32": good, "sampled_audit": good, "dialogue_audit": good,
@@ -297,7 +298,7 @@ def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
                 "last_step": {"compacted": 300, "refilled": 150},
                 "chi_square": 70.0, "chi_bound": 120.0, "fed": 71, "given": 69, "caught": CAUGHT, "FAULTS": FAULTS,
                 "stalls": [0.01], "elapsed": 1.0, "gain": 5.0, "speed": {"static": 1.0, "refilled": 2.0}, "tiny": True,
-                "gate": gate, "run": Run("02_decode_engine", root=tmp_path)} | RACES  # fmt: skip
+                "gate": gate, "run": Run("02_decode_engine", root=tmp_path)} | RACES
     fails_alone("02_decode_engine", measured, bad, name)
     shared = measured | bad | {"independent": False}  # a mixture of experts: its rows may depend on their company
     assert judge("02_decode_engine", shared) == ([] if name.startswith("rollouts changed") else [name])
@@ -308,14 +309,14 @@ def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
 DPO_POINTS = pd.DataFrame({
     "step": [0, 100], "margin": [0.0, 2.0], "accuracy": [Interval(0.1, 0.0, 0.2), Interval(0.8, 0.75, 0.85)],
     "logps_chosen": [-1.7, -1.6], "logps_rejected": [-4.7, -7.0],
-})  # fmt: skip
+})
 DPO_LEARNED = {
     "before": Rates(0.46), "after": Rates(0.5), "before_sampled": Rates(0.3), "after_sampled": Rates(0.37),
     "gain": Interval(0.04, 0.0, 0.08), "gain_sampled": Interval(0.07, 0.05, 0.09), "points": DPO_POINTS,
     "last": DPO_POINTS.iloc[-1], "change": {"chosen": 0.1, "rejected": -2.3}, "rows": {},
     "metrics": pd.DataFrame({"seconds": [1.0]}), "plain": SimpleNamespace(rate=Interval(0.93, 0.91, 0.95)), "left_out": "",
     "over_sft": {"more demonstrations": Interval(0.05, 0.03, 0.07)}, "greedy": {}, "sampled": {},
-}  # fmt: skip
+}
 COUNTED = {"def live_bytes": {"bits": 0, "alone": 4.0, "cached_bytes": 3.5, "resident_bytes": 7.5}}  # slow among many objects
 
 
@@ -429,14 +430,14 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
 )
 def test_every_claim_of_the_dpo_gate_can_fail(bad, name, tiny, tmp_path):
     from grpolab import gate
-    from grpolab.lab.run import Run
+    from grpolab.runs.run import Run
 
     measured = {
         "naive": 0.8, "ours": {"loss": 0.8}, "gradient_error": 1e-6, "checked": True, "vanishing": 1e-6, "bits": 0,
         "at_reference": {"loss": math.log(2), "reward_chosen": 0.0, "reward_rejected": 0.0}, "policy": tiny, "tiny": True,
         "math": math, "alone": 1.0, "toy_error": 1e-8, "dpo_error": 1e-8, "reward_error": 1e-7, "step_error": 1e-5,
         "cached_bytes": 3.0, "resident_bytes": 4.01, "counts": {}, "gate": gate, "run": Run("03", root=tmp_path),
-    } | DPO_LEARNED  # fmt: skip
+    } | DPO_LEARNED
     assert judge("03_dpo", dict(measured)) == []
     assert judge("03_dpo", measured | bad | ({"cached_bytes": 3.5} if "resident_bytes" in bad else {})) == [name]
 
@@ -450,7 +451,7 @@ GRPO_LEARNED = {
     "after_sampled": Rates(0.85), "pass_at": {"SFT": [Interval(0.5, 0.4, 0.6)], "GRPO": [Interval(0.85, 0.8, 0.9)]},
     "survived": {"careful": 0.7, "step × 10": 0.0}, "ends": ENDS, "rollouts_used": 51200, "seconds": 1.0,
     "metrics": pd.DataFrame({"ratio": [1.0], "sampling_s": [1.0], "update_s": [1.0]}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -526,12 +527,12 @@ def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypa
 )
 def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.lab.run import Run
+    from grpolab.runs.run import Run
 
     measured = {"naive": 0.5, "ours": torch.tensor(0.5), "a": torch.zeros(2, 8), "equal_gradient": 0.0, "logp_error": 1e-6,
                 "kl0": 0.0, "tiny": True, "left_out": "", "step_error": 1e-3, "trick_error": {"no baseline": 1.0},
                 "noise_left": 0.6, "kl_bias": {"k1": 1.0, "k2": 20.0, "k3": 1.0},
-                "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED  # fmt: skip
+                "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED
     fails_alone("04_grpo", measured, bad, name)
 
 
@@ -540,13 +541,13 @@ def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
 def a_run(truth, learned, kl):
     """The looks at a run: truth and learned reward at three steps, and the KL at the end."""
     return pd.DataFrame({"step": [0, 15, 30], "truth": truth, "learned": learned, "kl": [0.0, kl / 2, kl],
-                         "distance": [0.0, 0.0, 0.0], "by_question": [[x] * 4 for x in truth]})  # fmt: skip
+                         "distance": [0.0, 0.0, 0.0], "by_question": [[x] * 4 for x in truth]})
 
 
 LOOKS = {
     "rule": a_run([0.3, 0.36, 0.4], [0.0, 0.1, 0.2], 1.0), "no leash": a_run([0.3, 0.35, 0.05], [0.0, 0.6, 1.0], 9.0),
     "leash 0.2": a_run([0.3, 0.34, 0.33], [0.0, 0.1, 0.2], 0.5),
-}  # fmt: skip
+}
 
 
 def rewards_of(looks):
@@ -556,7 +557,7 @@ def rewards_of(looks):
         return Interval(x, x - 0.02, x + 0.02)
 
     return {"looks": looks, "free": looks["no leash"], "change": change, "gained": change("rule", 0, -1),
-            "fallen": change("no leash", 1, -1)}  # fmt: skip
+            "fallen": change("no leash", 1, -1)}
 
 
 REWARD_LEARNED = {
@@ -564,7 +565,7 @@ REWARD_LEARNED = {
     "reload_error": 0.0, "strongest": "leash 0.2", "overpaid": 0.9, "left_out": "",
     "bon_fall": Interval(0.2, 0.1, 0.3),
     "best_of_n": pd.DataFrame({"n": [1, 2], "truth": [Interval(0.3, 0.2, 0.4)] * 2}),
-} | rewards_of(LOOKS)  # fmt: skip
+} | rewards_of(LOOKS)
 
 
 def read_the_reward_at_the_padding(monkeypatch):
@@ -646,12 +647,12 @@ def another(name, **columns):
 )
 def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.lab.run import Run
+    from grpolab.runs.run import Run
 
     measured = {
         "naive": 0.8, "ours": 0.8, "gradient_error": 1e-6, "checked": True, "at_zero": math.log(2), "shift_error": 1e-16,
         "swap_error": 1e-6, "math": math, "tiny": True, "pairs": [], "gate": gate, "run": Run("05", root=tmp_path),
-    } | REWARD_LEARNED  # fmt: skip
+    } | REWARD_LEARNED
     fails_alone("05_reward_model", measured, bad, name)
 
 
@@ -662,7 +663,7 @@ POOL_FOUND = {
     "failure": SimpleNamespace(rollout=3), "tasks_left": 0, "replayed": [["higher"], ["higher"]],
     "after": [SimpleNamespace(observation={"text": "42"})] * 4, "serial": 4.0, "one": 1.0, "group": 1.1, "turns": 6,
     "latency": 0.05, "stale": "higher", "misled": 3, "leaked": 2, "misled_in_pool": 0,
-}  # fmt: skip
+}
 
 
 def let_sessions_hear_each_other(monkeypatch):
@@ -749,7 +750,7 @@ def make_up_a_reward_for_the_dead(monkeypatch):
 )
 def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "06_env_pool", "await stack.aclose", {}, tmp_path, monkeypatch, size=4,
-                            latency_ms=20)  # fmt: skip
+                            latency_ms=20)
     if failed is not None and sabotage is not step_one_after_the_other:
         failed -= {"serial / group wall clock", "wall clock of the group / of one session"}  # the clock's, on a busy machine
     assert failed == names if not names else names & failed
@@ -780,13 +781,13 @@ def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
 )
 def test_every_claim_of_the_pool_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.lab.run import Run
+    from grpolab.runs.run import Run
 
     async def nothing(): ...
 
     server = SimpleNamespace(status=lambda: {"sessions": bad.get("left", 0)})
     measured = POOL_FOUND | {"stack": SimpleNamespace(aclose=nothing), "server": server, "games": server, "slow": server,
-                             "gate": gate, "run": Run("06_env_pool", root=tmp_path)}  # fmt: skip
+                             "gate": gate, "run": Run("06_env_pool", root=tmp_path)}
     if "left" not in bad:
         assert judge("06_env_pool", dict(measured)) == []
     assert judge("06_env_pool", measured | bad) == [name]
@@ -800,7 +801,7 @@ MULTI_TURN_LEARNED = {
     "head_after": Interval(0.0, 0.0, 0.01), "tries": pd.Series([30, 10]),
     "tiered_config": SimpleNamespace(steps=10, prompts_per_step=4),
     "metrics": pd.DataFrame({"ratio": [1.0], "lost": [0], "turns": [2.0], "sampling_s": [1.0], "update_s": [1.0]}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -866,7 +867,7 @@ def leave_sessions_open(monkeypatch):
 def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sft", warmed_up)
     on_the_clock = {} if sabotage in (None, draw_from_what_is_at_hand) else {
-        "async def timed": {"same": True, "together": 1.0, "alone": 5.0}}  # fmt: skip
+        "async def timed": {"same": True, "together": 1.0, "alone": 5.0}}
     failed = failures_under(sabotage, "07_multi_turn_grpo", "async def examine", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
                             on_the_clock, warm_up_steps=40, n_eval=8)
     assert failed == names if not names else names & failed
@@ -894,12 +895,12 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
 )
 def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
     from grpolab import gate
-    from grpolab.lab.run import Run
+    from grpolab.runs.run import Run
 
     async def nothing(): ...
 
     measured = {"stack": SimpleNamespace(aclose=nothing), "pool": SimpleNamespace(close=nothing), "tiny": True, "gate": gate,
                 "server": SimpleNamespace(status=lambda: {"sessions": 0}), "run": Run("07_multi_turn_grpo", root=tmp_path),
                 "checked": SimpleNamespace(max_error=1e-6), "misplaced": 0, "same": True, "kept": 100, "needed": 100,
-                "anew": 200, "together": 1.0, "alone": 5.0, "left_out": ""} | MULTI_TURN_LEARNED  # fmt: skip
+                "anew": 200, "together": 1.0, "alone": 5.0, "left_out": ""} | MULTI_TURN_LEARNED
     fails_alone("07_multi_turn_grpo", measured, bad, name)

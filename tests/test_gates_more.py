@@ -10,8 +10,8 @@ from grpolab import gate, load_policy
 from grpolab.checker import check_answer
 from grpolab.env.guess import fewest_guesses
 from grpolab.evaluate import Interval, mean_interval, wilson
-from grpolab.lab.run import Run
 from grpolab.parity import Parity, generate_parity
+from grpolab.runs.run import Run
 
 
 class Closed:
@@ -59,7 +59,7 @@ def guess_values(tmp_path):
         "won": lambda played: wilson(sum(e.rollout.reward > 0 for e in played), len(played)),
         "guesses": lambda played: mean_interval([float(cost(e)) for e in played]),
         "counts": lambda played: "counted",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def guess_values(tmp_path):
         ({"after": (games(PERFECT)[0][:-1] + [game(4, reward=0.0)], games(PERFECT)[1])}, {"greedy games won after"}),
         ({"after": games(PERFECT, first="1")}, {"first greedy guess is one of the best"}),
     ],
-)  # fmt: skip
+)
 def test_every_claim_of_the_guess_gate_can_fail(bad, names, tmp_path):
     good = guess_values(tmp_path)
     assert judge("08_guess", dict(good)) == []
@@ -109,7 +109,7 @@ def test_the_guess_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     learned = {k: guess_values(tmp_path)[k] for k in ("metrics", "after", "middle")}
     policy = load_policy("tiny")
     failed = failures_under(sabotage, "08_guess", "grpo_run = run.child", learned, tmp_path, monkeypatch,
-                            {"def untrained": {"policy": policy}}, warm_up_steps=1, steps=1)  # fmt: skip
+                            {"def untrained": {"policy": policy}}, warm_up_steps=1, steps=1)
     assert failed == names  # None: the notebook's own assertion stops it
 
 
@@ -130,7 +130,7 @@ def longer_values(tmp_path):
         "imitated": {0.1: 0.1}, "length": lambda e: e.length, "together": 0.95, "beyond": 0.01,
         "skill": Interval(0.99, 0.98, 1.0), "before": {s: (Answers(0.5, 9), None) for s in (0.0, 0.1)},
         "after": {0.0: (Answers(0.5, 9), None), 0.1: (Answers(0.99, 26), None)}, "more": (Answers(0.5, 9), None),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def longer_values(tmp_path):
          "no long demonstrations"),
         ({"after": {0.0: (Answers(0.5, 12), None), 0.1: (Answers(0.99, 26), None)}}, "no long demonstrations"),
     ],
-)  # fmt: skip
+)
 def test_every_claim_of_the_longer_answers_gate_can_fail(bad, name, tmp_path):
     fails_alone("09_longer_answers", longer_values(tmp_path), bad, name)
 

@@ -6,14 +6,14 @@ import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from grpolab.lab.run import repository
+from grpolab.runs.run import repository
 
 PREPARE = """
 import asyncio
 from grpolab import load_policy
 from grpolab.arithmetic import Task, generate
-from grpolab.lab.live import Dashboard
-from grpolab.lab.run import Run
+from grpolab.lab.dashboard import Dashboard
+from grpolab.runs.run import Run
 from grpolab.train import SFTConfig, demonstrations, sft
 
 policy = load_policy("tiny")
@@ -134,7 +134,8 @@ shown.update("b")
     assert (status, errors) == ("error", []) and time.monotonic() - began < 20  # not when it would have ended anyway
     lines = [(n, line) for n, line in enumerate(cell.splitlines(), start=1)][-2:]  # the former if it is slow to leave it
     assert said in {f"stopped at line {n} ({line}); a rerun starts this cell over\n" for n, line in lines}
-    _, _, errors, _ = kernel.run("from grpolab.lab.live import Dashboard\nlive = Dashboard(2, [])\nlive.update({'step': 0})")
+    _, _, errors, _ = kernel.run("from grpolab.lab.dashboard import Dashboard\n"
+                                "live = Dashboard(2, [])\nlive.update({'step': 0})")
     assert errors == []
     _, said, errors, _ = kernel.run("raise KeyboardInterrupt")  # also after a dashboard's cell
     assert said.startswith("stopped at line 1 (raise") and errors == []
@@ -155,7 +156,7 @@ def test_questions_are_asked_live(prepared):
 def test_asking_leaves_weights_and_generators_as_they_are(prepared):
     _, said, errors, _ = prepared.run("""
 import random, torch
-from grpolab.lab.states import weights_hash
+from grpolab.runs.checkpoints import weights_hash
 
 live = Dashboard(3, [])
 states = []

@@ -20,9 +20,9 @@ import torch
 
 from grpolab.train import loop as optimise
 from grpolab.arithmetic import Task, generate
-from grpolab.models import load_policy
-from grpolab.lab import run as lab_run
-from grpolab.lab.run import Run
+from grpolab.models.load import load_policy
+from grpolab.runs import run as lab_run
+from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
@@ -137,7 +137,7 @@ print(json.dumps(found | {of.name: json.loads((of / "done.json").read_text()) fo
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, method):
     done = subprocess.run([sys.executable, "-c", SCRIPT, method, str(tmp_path)], capture_output=True, text=True, timeout=300,
-                          cwd=Path(__file__).parent.parent)  # fmt: skip
+                          cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert all(found["killed"]) and found["saw_partial"] and all(found["readable"])

@@ -14,8 +14,8 @@ from loop_helpers import flat, rows_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
-from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.models.load import Policy
+from grpolab.runs.run import Run
 from grpolab.train import loop as optimise
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.grpo import GRPOConfig, grpo
@@ -30,7 +30,7 @@ NAMES = [
     pytest.param(name, marks=pytest.mark.skipif(name == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"),
                                                 reason="needs bitsandbytes"))
     for name in OPTIMISERS
-]  # fmt: skip
+]
 
 
 def fresh(tiny):
@@ -162,7 +162,7 @@ def slow_rule(text, problem, rollout):
 def method(name, tiny, run, reward=slow_rule):
     """A loop of a few steps, and the policy that it trains."""
     pairs = load_preferences([{"prompt": p.question, "chosen": p.target, "rejected": f"{p.answer + 1}"} for p in PROBLEMS],
-                             tiny.tokenizer)  # fmt: skip
+                             tiny.tokenizer)
     if name == "sft":
         return tiny, sft(tiny, demonstrations(tiny, PROBLEMS), dataclasses.replace(CONFIG, steps=3, save_every=2), run=run)
     if name == "dpo":

@@ -10,8 +10,8 @@ import torch
 from loop_helpers import flat
 
 from grpolab.files import data_path
-from grpolab.lab.run import repository
-from grpolab.models import load_policy
+from grpolab.models.load import load_policy
+from grpolab.runs.run import repository
 
 sys.path.insert(0, str(repository() / "data"))
 make_tiny = pytest.importorskip("make_tiny")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from grpolab.chat import _markers, encode_chat, observation_ids, prompt_ids, user
 from grpolab.files import data_path
 from grpolab.markers import Markers
-from grpolab.smollm2 import cache_folder
+from grpolab.models.smollm2 import cache_folder
 
 CHATML = (
     "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
@@ -212,7 +212,7 @@ def test_words_between_turns_are_warned_of():
 @pytest.mark.parametrize("message", [
     {"role": "user\n<|im_end|>", "content": "x"}, {"role": "user", "content": ["x"]}, {"role": "user"},
     {"role": "user", "content": "x", "name": "<|im_end|>"},
-])  # fmt: skip
+])
 def test_a_message_is_a_role_and_a_text(message):
     with pytest.raises(ValueError, match="a role .one word. and a content"):
         prompt_ids(made("chatml"), [message])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.checker import correct_reward, format_reward, parse_boxed_answer
 from grpolab.files import data_path
-from grpolab.models import Policy, choose_device, load_policy
+from grpolab.models.load import Policy, choose_device, load_policy
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_corrupt_checkpoint_is_named(folder):
     (lambda w: w.update({"model.layers.0.mlp.extra": torch.ones(2)}), "also holds 1: model.layers.0.mlp.extra"),
     (lambda w: w.update({"model.norm.weight": torch.ones(3)}), "has in another shape 1: model.norm.weight"),
     (lambda w: w.update({"a.lora_A.weight": torch.ones(2)}), "merge_and_unload"),
-])  # fmt: skip
+])
 def test_a_checkpoint_with_other_tensors_is_refused_by_name(folder, change, words):
     """transformers fills what is missing at random and leaves out what it does not know, with a line in its log."""
     weights = load_file(folder / "model.safetensors")
@@ -97,7 +97,7 @@ def test_a_checkpoint_with_other_tensors_is_refused_by_name(folder, change, word
 def test_tied_weights_load_whether_written_once_or_twice(folder, tiny):
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, folder / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+              metadata={"format": "pt"})
     loaded, given = load_policy(str(folder)).model.state_dict(), tiny.model.state_dict()
     assert loaded.keys() == given.keys() and all(torch.equal(loaded[name], given[name]) for name in given)
 
@@ -111,7 +111,7 @@ def test_a_loaded_policy_says_where_it_comes_from(tiny, folder, tmp_path, capsys
     load_policy(str(folder))
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["tiny (made by data/make_tiny.py)", "a model (where its weights come from is not recorded)",
-                         "a model (run 04_grpo/tiny, method grpo, steps 150, seed 3)"]  # fmt: skip
+                         "a model (run 04_grpo/tiny, method grpo, steps 150, seed 3)"]
     assert lines[3] == lines[2].replace("a model", "copy")
     assert lines[4] == "a model (its provenance.json cannot be read)" and len(lines) == 5
 
@@ -206,11 +206,11 @@ def write_gguf(path, *, layers=2, hidden=64, heads=4, kv_heads=2, ff=128):
         "rope_dimension_count": hidden // heads, "vocab_size": len(tokens), "tokenizer_model": "gpt2",
         "tokenizer_pre": "smollm", "token_list": tokens, "token_types": [3] * 3 + [1] * (len(tokens) - 3),
         "token_merges": ["h i", "t h"], "bos_token_id": 1, "eos_token_id": 2,
-    }.items():  # fmt: skip
+    }.items():
         getattr(writer, f"add_{name}")(value)
     matrices = {"attn_q": (hidden, hidden), "attn_k": (hidden * kv_heads // heads, hidden), "attn_output": (hidden, hidden),
                 "attn_v": (hidden * kv_heads // heads, hidden), "ffn_gate": (ff, hidden), "ffn_up": (ff, hidden),
-                "ffn_down": (hidden, ff)}  # fmt: skip
+                "ffn_down": (hidden, ff)}
     shapes = {"token_embd": (len(tokens), hidden)}
     shapes |= {f"blk.{i}.{name}": shape for i in range(layers) for name, shape in matrices.items()}
     for name, shape in shapes.items():
@@ -237,7 +237,7 @@ def test_smollm2_from_the_wheel_is_dequantised_once_and_can_be_saved(nothing_cac
     assert isinstance(policy, Policy) and policy.decode(policy.eos_ids) == ""
     assert torch.equal(policy.model.model.embed_tokens.weight, weights["token_embd"])
     assert torch.equal(policy.model.model.layers[1].mlp.down_proj.weight, weights["blk.1.ffn_down"])
-    monkeypatch.setattr("grpolab.smollm2.dequantise_wheel", None)  # the second load must not need it
+    monkeypatch.setattr("grpolab.models.smollm2.dequantise_wheel", None)  # the second load must not need it
     again = load_policy("smollm2-135m", device="cpu")
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), again.model.parameters(), strict=True))
     assert (policy.save(tmp_path / "copy") / "model.safetensors").stat().st_size > 3e5

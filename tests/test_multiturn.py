@@ -16,7 +16,7 @@ from grpolab.env.client import Deadlines
 from grpolab.env.faults import Faulty
 from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serve
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, grpo_gradient
 from grpolab.train.multiturn import Limits, as_groups, demonstrate, evaluate_episodes, multi_turn_grpo, play, play_all

@@ -17,16 +17,16 @@ from grpolab.arithmetic import Problem
 from grpolab.chat import encode_chat, user
 from grpolab.decode.sampler import Conversation, Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.env.action_format import TEXT
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines
 from grpolab.env.curriculum import Curriculum
-from grpolab.env.dialect import TEXT
 from grpolab.env.faults import Faulty
 from grpolab.env.pool import GroupFailed, GrpoPool
 from grpolab.env.protocol import DeadlineExceeded, InvalidAction, ServerError, StepResult
 from grpolab.env.server import serve
-from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.models.load import Policy
+from grpolab.runs.run import Run
 from grpolab.train import episodes as episodes_module
 from grpolab.train import multiturn
 from grpolab.train.advantages import advantages, reward_tensor

@@ -12,8 +12,8 @@ import pytest
 
 from grpolab.__main__ import _literal, main
 from grpolab.lab import notebooks
-from grpolab.lab.run import repository
 from grpolab.lab.tidy import before_saving
+from grpolab.runs.run import repository
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))
 
@@ -151,7 +151,7 @@ def test_quick_leaves_out_a_part_of_the_run_and_says_so(name, quick, tmp_path, m
         if "left_out" in namespace:
             break
     done = [(int(a.replace(",", "")), int(b.replace(",", "")))
-            for a, b in re.findall(r"([0-9,]+) of ([0-9,]+)", namespace["left_out"])]  # fmt: skip
+            for a, b in re.findall(r"([0-9,]+) of ([0-9,]+)", namespace["left_out"])]
     assert bool(done) == quick and all(a <= b / 3 for a, b in done)
 
 
@@ -178,7 +178,7 @@ def small(source: str) -> dict:
 
 
 GATE = """from grpolab import gate
-from grpolab.lab.run import Run
+from grpolab.runs.run import Run
 with gate("x", Run("{name}", model).folder) as g:
     g.equal("n", n, 1)"""
 

@@ -14,11 +14,11 @@ from env_harness import ROOT, start_process
 from grpolab.chat import encode_chat
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.env.action_format import MCP, TEXT, Malformed
 from grpolab.env.client import EnvSession
-from grpolab.env.dialect import MCP, TEXT, Malformed
 from grpolab.env.pool import GrpoPool
 from grpolab.env.protocol import ServerError
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.train.episodes import Limits, play_all
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.multiturn import multi_turn_grpo

@@ -8,8 +8,8 @@ from loop_helpers import rows_of
 
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.replay import replay_bundle
-from grpolab.lab.run import Run
-from grpolab.models import load_policy
+from grpolab.models.load import load_policy
+from grpolab.runs.run import Run
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
 from grpolab.train.loop import apply_gradient, make_optimiser
 from grpolab.train.optimisers import Masters
@@ -128,6 +128,6 @@ def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
 
 def test_a_plan_counts_the_master_weights():
     wide, narrow = (plan(load_policy("tiny", dtype=d, device="cpu", tell=False), SFTConfig(batch_size=2), prompt_tokens=4,
-                         completion_tokens=4).memory for d in ("float32", "bfloat16"))  # fmt: skip
+                         completion_tokens=4).memory for d in ("float32", "bfloat16"))
     assert 2 * narrow["parameters"] == 2 * narrow["gradients"] == wide["parameters"] and "master weights" not in wide
     assert narrow["optimiser (adamw)"] == wide["optimiser (adamw)"] == narrow["master weights"]

@@ -22,12 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
 from grpolab.chat import prompt_ids
-from grpolab.decode.attention import EXACT
+from grpolab.decode.engines.attention import EXACT
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import fold_seed
-from grpolab.lab.run import Run
-from grpolab.models import Policy, attention_of
+from grpolab.models.load import Policy, attention_of
 from grpolab.rollouts import Group
+from grpolab.runs.run import Run
 from grpolab.train import DPOConfig, GRPOConfig, RewardConfig, RewardModel, SFTConfig, demonstrations, dpo, grpo, reward_model
 from grpolab.train import sft as train_sft
 from grpolab.train.loop import OPTIMISERS
@@ -75,7 +75,7 @@ OPTIMISATION = {
     "save_every": [case(lambda new, base: new.saved == [1] and base.saved == [], save_every=1),
                    case(lambda new, base: new.saved == [2], save_every=2, also={"steps": 3})],
     "seed": [case(seed=1)],
-}  # fmt: skip
+}
 MOVED = {"inner_epochs": 3, "lr": 4.0}  # so that ratios leave 1
 CASES = {
     SFTConfig: OPTIMISATION | {
@@ -124,9 +124,9 @@ CASES = {
         "row_width": [case(lambda new, base: new.tokens > base.tokens, row_width=0)],
         "exact": [case(lambda new, base: new.attention == EXACT != base.attention, exact=True)],
     },
-}  # fmt: skip
+}
 ALL = [pytest.param(config, c, id=f"{config.__name__}-{name}-{i}")
-       for config, cases in CASES.items() for name, some in cases.items() for i, c in enumerate(some)]  # fmt: skip
+       for config, cases in CASES.items() for name, some in cases.items() for i, c in enumerate(some)]
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +171,7 @@ def small(tiny, seed, dtype) -> Policy:
         vocab_size=tiny.model.config.vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, initializer_range=0.3, max_position_embeddings=512, pad_token_id=tiny.pad_id,
         eos_token_id=tiny.eos_ids[0],
-    )  # fmt: skip
+    )
     return Policy(LlamaForCausalLM(config).to(dtype).eval(), tiny.tokenizer, "small", tiny.eos_ids)
 
 
@@ -198,7 +198,7 @@ class Trial:
         self.widths = set()
         self.pairs = load_preferences(
             [{"prompt": p.question, "chosen": p.target, "rejected": f"{p.answer + k}" * (1 + k % 3), "margin": 0.5 + k}
-             for k, p in enumerate(PROBLEMS)], tiny.tokenizer)  # fmt: skip
+             for k, p in enumerate(PROBLEMS)], tiny.tokenizer)
         self.examples = demonstrations(self.policy, PROBLEMS)
         if isinstance(config, RewardConfig):
             self.policy = RewardModel.from_policy(self.policy)
@@ -388,7 +388,7 @@ class Trial:
     def reward_loss(self, pair, config):
         """arXiv 2203.02155, eq. 1, with the margin of 2307.09288, eq. 2; each side read with its prompt."""
         chosen, rejected = (self.policy.model(torch.tensor([pair.prompt + side.ids])).logits[0, 0].double()
-                            for side in (pair.chosen, pair.rejected))  # fmt: skip
+                            for side in (pair.chosen, pair.rejected))
         margin = config.margin * pair.meta["margin"]
         return -torch.sigmoid(chosen - rejected - margin).log() + config.centering * (chosen + rejected) ** 2
 
@@ -409,7 +409,7 @@ class Trial:
             advantages = advantages / (rewards.std() + 1e-4)
         elif config.advantage_kind == "leave_one_out":
             advantages = torch.stack([rewards[:, i] - rewards[:, [j for j in range(size) if j != i]].mean(1)
-                                      for i in range(size)], 1)  # fmt: skip
+                                      for i in range(size)], 1)
         own = {}
         if config.sampler_cap:
             with torch.no_grad():
@@ -468,7 +468,7 @@ class Trial:
                 terms = terms + config.kl_coef * kl[config.kl_kind]
             total = total + (terms.mean() if config.aggregation == "sequence" else terms.sum())
         return total / {"token": sum(counts), "sequence": len(counts),
-                        "constant": len(counts) * config.max_new_tokens}[config.aggregation]  # fmt: skip
+                        "constant": len(counts) * config.max_new_tokens}[config.aggregation]
 
 
 def batch(n, size, step, seed):

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from grpolab.lab.run import repository
+from grpolab.runs.run import repository
 
 ROOT = repository()
 NOISE = shutil.ignore_patterns("__pycache__", "*.partial", "arithmetic")
@@ -75,7 +75,7 @@ def test_the_source_distribution_makes_the_same_wheel(source, wheel, tmp_path):
     pytest.importorskip("setuptools")
     copy = shutil.copytree(source, tmp_path / "copy", ignore=shutil.ignore_patterns("build", "*.egg-info"))
     subprocess.run([sys.executable, "-c", BACKEND.format(out=str(tmp_path))], cwd=copy, check=True, timeout=300,
-                   capture_output=True)  # fmt: skip
+                   capture_output=True)
     (made,) = tmp_path.glob("*.tar.gz")
     assert any(name.endswith("data/tiny/model.safetensors") for name in tarfile.open(made).getnames())
     (tmp_path / "out").mkdir()
@@ -87,10 +87,10 @@ def test_an_installed_copy_works_from_another_folder(wheel, tmp_path):
     target, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target",
-                    target, wheel], check=True, timeout=300)  # fmt: skip
+                    target, wheel], check=True, timeout=300)
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", LOAD.format(target=str(target))], cwd=elsewhere, capture_output=True,
-                              text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(target)})  # fmt: skip
+                              text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(target)})
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[0].startswith("tiny (") and "prompts" in done.stdout
     assert list(elsewhere.iterdir()) == []
@@ -101,7 +101,7 @@ def test_an_installed_copy_works_from_another_folder(wheel, tmp_path):
 # What Colab's GPU image brought in June 2026 (googlecolab/backend-info, pip-freeze.gpu.txt), of what this package asks for.
 COLAB = {"torch": "2.11.0", "transformers": "5.9.0", "safetensors": "0.7.0", "numpy": "2.0.2", "websockets": "15.0.1",
          "nest_asyncio": "1.6.0", "ipykernel": "6.17.1", "ipywidgets": "7.7.1", "matplotlib": "3.10.0", "pandas": "2.2.2",
-         "tqdm": "4.67.3"}  # fmt: skip
+         "tqdm": "4.67.3"}
 KERNEL = ("ipykernel", "ipywidgets")
 
 
@@ -165,7 +165,7 @@ def content(colab, tmp_path, monkeypatch):
     settings = {"JUPYTER_PATH": tmp_path / "jupyter", "PATH": f"{colab / 'bin'}{os.pathsep}{os.environ['PATH']}",
                 "GIT_CONFIG_COUNT": 1, "GIT_CONFIG_KEY_0": f"url.file://{source}.insteadOf", "GIT_CONFIG_VALUE_0":
                 badges.repository(), "PIP_NO_INDEX": 1, "PIP_NO_BUILD_ISOLATION": 0, "PIP_DISABLE_PIP_VERSION_CHECK": 1,
-                "PIP_FIND_LINKS": ""}  # fmt: skip
+                "PIP_FIND_LINKS": ""}
     for name, value in settings.items():
         monkeypatch.setenv(name, str(value))
     for name in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME"):
@@ -180,7 +180,7 @@ from importlib.metadata import version
 import grpolab
 from grpolab import load_policy
 from grpolab.evaluate import fixed_prompts
-from grpolab.lab.run import Run
+from grpolab.runs.run import Run
 print(load_policy("tiny", device="cpu").name, len(fixed_prompts()) > 9, Run("01_sft", "tiny").folder)
 print(version("ipykernel"), version("ipywidgets"), "site-packages" in grpolab.__file__)
 """

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from grpolab.models import load_policy
+from grpolab.models.load import load_policy
 from grpolab.train import DPOConfig, GRPOConfig, SFTConfig, losses
 from grpolab.train.plan import STATE, Plan, plan
 
@@ -65,7 +65,7 @@ def test_the_estimate_from_a_small_probe_equals_a_pass_in_full(tiny, config, mon
                                     GRPOConfig(steps=1, prompts_per_step=8, max_new_tokens=16)])
 def test_a_smaller_pass_keeps_less_although_the_probe_is_larger(tiny, config):
     few, many = (plan(tiny, dataclasses.replace(config, token_budget=b), prompt_tokens=16, completion_tokens=16)
-                 for b in (256, 2048))  # fmt: skip
+                 for b in (256, 2048))
     assert many.memory["activations"] == pytest.approx(8 * few.memory["activations"], rel=0.01)
 
 

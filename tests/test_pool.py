@@ -25,8 +25,8 @@ from grpolab.env.protocol import (
     SessionLost,
     StepResult,
 )
-from grpolab.env.seat import ReplayDiverged, first_difference
 from grpolab.env.server import serve
+from grpolab.env.slot import ReplayDiverged, first_difference
 from grpolab.env.sync_pool import MultiTurnEnvPool
 
 
@@ -825,7 +825,7 @@ def test_what_a_pool_keeps_is_bounded(monkeypatch):
 
 
 def test_an_episode_that_outgrew_its_log_is_not_replayed(monkeypatch):
-    monkeypatch.setattr("grpolab.env.seat.REPLAY_CHARACTERS", 5000)
+    monkeypatch.setattr("grpolab.env.slot.REPLAY_CHARACTERS", 5000)
 
     async def long_one(seat):
         await seat.reset(seed=1)

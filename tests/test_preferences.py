@@ -19,7 +19,7 @@ from grpolab.train.preferences import (
     read_pairs,
     sample_pairs,
     write_pairs,
-)  # fmt: skip
+)
 
 ASK = {"role": "user", "content": "What is 1 + 2?"}
 
@@ -51,7 +51,7 @@ def texts(policy, pairs):
     ("given", "answer", "near"),
     [("35", 75, True), ("75", 75, False), ("36", 75, False), ("-75", 75, False), ("-46", -36, True), ("5", 75, False),
      ("175", 75, False), ("0", 7, True)],
-)  # fmt: skip
+)
 def test_a_near_miss_is_one_digit_away(given, answer, near):
     assert near_miss(f"\\boxed{{{given}}}", answer) == near
 
@@ -87,7 +87,7 @@ def test_questions_without_both_kinds_are_counted(tiny):
     assert not pairs and counts["questions"] == 3
     assert {k: v for k, v in counts.items() if k.startswith("no pair")} == {
         "no pair: all right": 1, "no pair: all wrong": 1, "no pair: no near rejection": 1,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("near", {NEAR}), ("far", {FAR}), ("any", {NEAR, FAR})])
@@ -215,7 +215,7 @@ BAD = [
     ({"chosen": [ASK, said("b")], "rejected": [{"role": "user", "content": "x"}, said("b")]}, "part at an assistant turn"),
     ({"prompt": [ASK, said("b")], "chosen": "b", "rejected": "c"}, "ends with an assistant turn"),
     (["a"], "a row is an object"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD, ids=[r for _, r in BAD])

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from grpolab import files
-from grpolab.adapters import LoRA
+from grpolab.lab.counterfactual import fork, without_group
 from grpolab.lab.credit import credit_of
-from grpolab.lab.fork import fork, without_group
-from grpolab.lab.rebuild import rebuild
 from grpolab.lab.replay import replay_bundle
-from grpolab.lab.run import Run
-from grpolab.lab.states import load_state
-from grpolab.models import Policy, load_policy
-from tests.test_fork import CONFIG, PROBLEMS, flat, forked, fresh, left, run  # noqa: F401
-from tests.test_record import digits, train
+from grpolab.lab.restore import rebuild
+from grpolab.models.load import Policy, load_policy
+from grpolab.models.lora import LoRA
+from grpolab.runs.checkpoints import load_state
+from grpolab.runs.run import Run
+from tests.test_counterfactual import CONFIG, PROBLEMS, flat, forked, fresh, left, run  # noqa: F401
+from tests.test_rollout_log import digits, train
 
 
 def flip(path, place=-1):
@@ -143,10 +143,10 @@ def test_a_folder_is_removed_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_every_file_since_the_last_checkpoint_reaches_the_disk(tmp_path, monkeypatch):
-    from tests.test_record import write
+    from tests.test_rollout_log import write
 
     recorder, synced = write(tmp_path, [24, 25, 50]), []
-    monkeypatch.setattr("grpolab.lab.record.os.fsync", lambda handle: synced.append(handle))
+    monkeypatch.setattr("grpolab.runs.rollout_log.os.fsync", lambda handle: synced.append(handle))
     recorder.sync()
     assert len(synced) == 3
     recorder.sync()
@@ -197,7 +197,7 @@ def test_a_policy_with_dropout_comes_again(tiny, tmp_path):
 
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(tiny.tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=None,
-                        eos_token_id=tiny.eos_ids[0])  # fmt: skip
+                        eos_token_id=tiny.eos_ids[0])
     policy = Policy(GPT2LMHeadModel(config).train(), tiny.tokenizer, "gpt2", tiny.eos_ids)
     train(policy, Run("x", root=tmp_path, replay_every=3), replace(CONFIG, save_every=20, max_logp_diff=None))
     found = Run(root=tmp_path / "x")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from grpolab import losses
 from grpolab.chat import Example
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.loop import Optimisation
 from grpolab.train.preferences import Pair
@@ -78,7 +78,7 @@ def test_a_stale_cache_cannot_be_used(tiny, tmp_path):
     for reference, some, config in [
         (changed, pairs, None), (tiny, pairs[:-1], None), (tiny, pairs[::-1], None),
         (tiny, pairs, Optimisation(autocast="bfloat16")),
-    ]:  # fmt: skip
+    ]:
         n = len(list(tmp_path.iterdir()))
         values = cache_logps(reference, some, tmp_path, config=config)
         assert len(list(tmp_path.iterdir())) == n + 1

@@ -496,7 +496,7 @@ def test_12_no_backend_survives_its_server(number, tmp_path):
 
 def test_12_five_hundred_cycles_leave_descriptors_threads_children_and_memory_flat():
     """Both ends are measured: the server in its process, the client in this one. (With a process for each session:
-    test_isolate.)"""
+    test_process.)"""
     with server_process("env_harness:EchoEnv", "--max-sessions", "4", "--isolate", "thread") as (process, url):
         server, client = psutil.Process(process.pid), psutil.Process()
 

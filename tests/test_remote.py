@@ -23,12 +23,12 @@ from grpolab.chat import prompt_ids
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.lab.run import repository
-from grpolab.serve.bridge import SharedWeights, Torn
-from grpolab.serve.bridges import SharedFile
-from grpolab.serve.calls import Caller, RemoteError
+from grpolab.runs.run import repository
+from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.serve.remote import PROBE, RemoteSampler, following
 from grpolab.serve.service import serve_policy
+from grpolab.serve.shared_weights import SharedWeights, Torn
+from grpolab.serve.weight_sync import SharedFile
 from grpolab.train.grpo import GRPOConfig, grpo_from
 from grpolab.train.sources import Tasks, sampled
 
@@ -39,7 +39,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
 def process(*options):
     """`python -m grpolab serve-policy tiny` in a process of its own: (its url, the process)."""
     done = subprocess.Popen([sys.executable, "-m", "grpolab", "serve-policy", "tiny", "--port", "0", *options], text=True,
-                            stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(repository())})  # fmt: skip
+                            stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(repository())})
     try:
         said = next(line for line in done.stdout if line.startswith("serving"))
         yield said.split()[-1], done
@@ -221,7 +221,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_remote import One
-from grpolab.serve.bridge import SharedWeights
+from grpolab.serve.shared_weights import SharedWeights
 shared, model = SharedWeights(sys.argv[1]), One()
 stop, version = Path(sys.argv[1] + ".stop"), 0
 while not stop.exists():
@@ -240,7 +240,7 @@ def writing(tmp_path):
     shared = SharedWeights.create(path, One())
     shared.write(One(), 0)
     writer = subprocess.Popen([sys.executable, "-c", WRITER.format(tests=str(Path(__file__).parent)), str(path)],
-                              env=os.environ | {"PYTHONPATH": str(repository())})  # fmt: skip
+                              env=os.environ | {"PYTHONPATH": str(repository())})
     while shared.version < 3:
         assert writer.poll() is None
         time.sleep(0.01)
@@ -277,7 +277,7 @@ def test_a_file_that_is_not_at_rest_changes_nothing(tmp_path, fault):
     if fault == "another version":
         shared._state[1] = 5
     said = {"died while writing": "begun and not ended", "flipped bit": "checksum", "another version": "checksum",
-            "never written": "nothing was wr"}[fault]  # fmt: skip
+            "never written": "nothing was wr"}[fault]
     with pytest.raises(Torn, match=said):
         SharedWeights(path).read(model, seconds=0.05)
     assert all(bool((p == 7.0).all()) for p in model.parameters())
@@ -297,7 +297,7 @@ def test_weights_of_another_model(tmp_path, tiny):
 TOO_SHORT = b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'
 STRANGERS = [b"", b"x" * 5, *(bytes([len(word)]) + b"\0" * 7 + word for word in (b"5", b"null", b'"ab"')),
              b"\xff" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x02" + b"\0" * 7 + b"[]",
-             bytes([len(TOO_SHORT)]) + b"\0" * 7 + TOO_SHORT + b" " * 30]  # fmt: skip
+             bytes([len(TOO_SHORT)]) + b"\0" * 7 + TOO_SHORT + b" " * 30]
 
 
 @pytest.mark.parametrize("content", STRANGERS, ids=range(len(STRANGERS)))

@@ -15,17 +15,18 @@ from grpolab.arithmetic import Task, generate
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serve
-from grpolab.lab.rebuild import rebuild
 from grpolab.lab.replay import bundle, replay_bundle, runs_of
-from grpolab.lab.run import Run
-from grpolab.lab.states import weights_hash
-from grpolab.models import Policy
+from grpolab.lab.restore import rebuild
+from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
+from grpolab.runs import checkpoints
+from grpolab.runs.checkpoints import weights_hash
+from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from tests.test_multiturn import PROBLEMS as SUMS
 from tests.test_multiturn import caller  # noqa: F401
-from tests.test_record import digits
+from tests.test_rollout_log import digits
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = GRPOConfig(steps=5, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2, kl_coef=0.1,
@@ -189,9 +190,8 @@ def test_what_is_not_as_recorded_is_named(run):
 
 
 def computed(name):
-    from grpolab.lab import states
 
-    return getattr(states, name)()
+    return getattr(checkpoints, name)()
 
 
 def test_another_reference_is_noticed_by_the_rows(run, tiny):

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from grpolab.arithmetic import Problem
-from grpolab.lab.fork import with_token
-from grpolab.lab.rebuild import rebuild
+from grpolab.lab.counterfactual import with_token
 from grpolab.lab.rescore import rescore
-from grpolab.lab.run import Run
+from grpolab.lab.restore import rebuild
 from grpolab.rollouts import Group, RecordedGroup, Rollout
-from tests.test_fork import fresh, left, run  # noqa: F401
-from tests.test_record import CONFIG, digits, length, train
+from grpolab.runs.run import Run
+from tests.test_counterfactual import fresh, left, run  # noqa: F401
+from tests.test_rollout_log import CONFIG, digits, length, train
 
 
 def test_the_same_reward_changes_nothing_and_its_negative_everything(run):  # noqa: F811
@@ -75,7 +75,7 @@ def test_an_async_reward_is_asked_for_a_step_at_once(run):  # noqa: F811
 IN_A_NOTEBOOK = """
 import asyncio, sys
 from grpolab.lab.rescore import rescore
-from grpolab.lab.run import Run
+from grpolab.runs.run import Run
 from tests.test_rescore import waited
 
 async def cell():

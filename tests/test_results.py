@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from grpolab.lab.readable import readable
-from grpolab.lab.run import repository
+from grpolab.lab.format import readable
+from grpolab.runs.run import repository
 
 ROOT = repository()
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -112,7 +112,7 @@ def test_the_seeds_stand_beside_the_stored_run(tmp_path, monkeypatch):
     """The claims alone, under their bound, a cross at what missed it."""
     def found(gain):
         checks = [{"name": name, "measured": measured, "bound": "> 0", "passed": measured > 0, "judged": True, "claim": claim}
-                  for name, measured, claim in (("identity", 1.0, False), ("gain", gain, True))]  # fmt: skip
+                  for name, measured, claim in (("identity", 1.0, False), ("gain", gain, True))]
         return {"passed": gain > 0, "checks": checks}
 
     monkeypatch.setattr(seeds, "RESULTS", tmp_path / "seeds.json")
@@ -137,4 +137,4 @@ def test_a_stored_notebook_has_its_record(notebook):
     assert len(measured) == len(record["checks"])
     for check, text in zip(record["checks"], measured):  # or as a gate showed it before `readable`
         assert text.replace("&#x27;", "'") in (readable(check["measured"]), f"{check['measured']:.4g}"
-                                               if isinstance(check["measured"], float) else None)  # fmt: skip
+                                               if isinstance(check["measured"], float) else None)

@@ -19,10 +19,10 @@ import torch
 
 from grpolab.arithmetic import Task, generate
 from grpolab.files import append_line
-from grpolab.lab import run as lab_run
-from grpolab.lab.run import Run
-from grpolab.lab.states import data_hash
-from grpolab.models import Policy
+from grpolab.models.load import Policy
+from grpolab.runs import run as lab_run
+from grpolab.runs.checkpoints import data_hash
+from grpolab.runs.run import Run
 from grpolab.train import DPOConfig, RewardConfig, RewardModel, dpo, reward_model
 from grpolab.train.grpo import GRPOConfig, grpo
 from grpolab.train.preferences import load_preferences
@@ -250,7 +250,7 @@ def test_a_second_loop_of_the_process_is_refused_while_the_first_lives(tiny, tmp
 
 OTHER = """
 import os, sys, time
-from grpolab.lab.run import Run
+from grpolab.runs.run import Run
 run = Run("x", root=sys.argv[1])
 with run.held():
     child = os.fork()  # which outlives its parent and must not keep the lock
@@ -266,7 +266,7 @@ with run.held():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_second_process_is_refused_until_the_first_is_dead(tiny, tmp_path):
     other = subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path)], stdout=subprocess.PIPE, text=True,
-                             cwd=Path(__file__).parent.parent)  # fmt: skip
+                             cwd=Path(__file__).parent.parent)
     child = int(other.stdout.readline())
     try:
         with pytest.raises(RuntimeError, match=rf"in use: process {other.pid} is training into it.*Run\(\.\.\., seed="):
@@ -338,7 +338,7 @@ def test_a_disk_that_takes_half_a_row_keeps_whole_rows(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20)); append_line(sys.argv[1], '1,0.25\\n')"
     )
     done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True,
-                          cwd=Path(__file__).parent.parent)  # fmt: skip
+                          cwd=Path(__file__).parent.parent)
     assert done.returncode == 1 and "no space left for a row of metrics" in done.stderr
     assert path.read_text() == "step,loss\n0,0.5\n"
     append_line(path, "1,0.25\n")
@@ -398,7 +398,7 @@ def test_pairs_problems_and_references_are_part_of_the_data(tiny, tmp_path):
                    [(pairs, None), ([replace(p, meta={"margin": 2.0}) for p in pairs], None)]),
         "grpo": (lambda policy, data, ref, run: grpo(policy, ref, data, leashed, run=run),
                  [(PROBLEMS, fresh(tiny)), (PROBLEMS[1:], fresh(tiny)), (PROBLEMS, moved)]),
-    }  # fmt: skip
+    }
 
     async def first(rows):
         async for _ in rows:

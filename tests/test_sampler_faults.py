@@ -230,7 +230,7 @@ def test_whoever_holds_the_policy_may_not_wait_for_the_sampler(policy):
             for waits in (lambda: sampler.sample_sync([[1]]), lambda: sampler.run_sync(int), queued.result,
                           lambda: asyncio.run(sampler.sample([[1]])), lambda: asyncio.run(sampler.run(int)),
                           lambda: conversation.sample_sync([1]), lambda: asyncio.run(conversation.sample([1])),
-                          lambda: asyncio.run(anext(sampler.stream([[1]])))):  # fmt: skip
+                          lambda: asyncio.run(anext(sampler.stream([[1]])))):
                 with pytest.raises(RuntimeError, match="policy.lock"):
                     waits()
         assert len(queued.result(timeout=10)[0][0].tokens) == 25

@@ -16,10 +16,10 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.evaluate import evaluate, fixed_rates
 from grpolab.files import atomic_folder
-from grpolab.lab.run import Run
-from grpolab.lab.selection import Selection
-from grpolab.models import load_policy
+from grpolab.models.load import load_policy
 from grpolab.rollouts import RecordedGroup
+from grpolab.runs.run import Run
+from grpolab.runs.selection import Selection
 from grpolab.train import GRPOConfig, RewardConfig, RewardModel, SFTConfig, demonstrations, grpo, reward_model, sft
 from grpolab.train.preferences import Pair
 from grpolab.train.rewards import held_out_reward
@@ -205,12 +205,12 @@ def test_the_best_is_never_half_written(tmp_path, monkeypatch):
 
     run = Run("x", root=tmp_path, select=Selection(measure, every=3))
     with monkeypatch.context() as patch:
-        patch.setattr("grpolab.lab.selection.atomic_folder", killed)
+        patch.setattr("grpolab.runs.selection.atomic_folder", killed)
         with pytest.raises(KeyboardInterrupt):
             train(load_policy("tiny"), run)
     assert torch.equal(weights(run.best()), seen[0]) and [r["steps"] for r in table(run)] == [0]
     with monkeypatch.context() as patch:  # the new one stands, and the old one is dropped half-way
-        patch.setattr("grpolab.lab.selection.remove_folder", lambda path: None)
+        patch.setattr("grpolab.runs.selection.remove_folder", lambda path: None)
         again = Run("x", root=tmp_path, select=Selection(measure, every=3))
         train(load_policy("tiny"), again)
     assert len(list(run.folder.glob("best-*"))) == 2 and torch.equal(weights(again.best()), seen[3])
@@ -266,7 +266,7 @@ def test_a_reward_model_is_selected_too(tmp_path):
 @pytest.mark.parametrize("value, error, says", [
     ("0.5", TypeError, "a number, or numbers by name"), (None, TypeError, "a number"), ({"right": "x"}, TypeError, "right"),
     ({"right": 0.5}, ValueError, r"gives no 'score' to select by; it gives \['right'\]"),
-])  # fmt: skip
+])
 def test_a_measure_of_another_kind_is_an_error_before_anything_is_trained(tmp_path, value, error, says):
     async def measure(policy):
         return value

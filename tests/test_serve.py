@@ -19,7 +19,7 @@ from grpolab.chat import prompt_ids, user
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.serve import http as doors
+from grpolab.serve import routes as doors
 from grpolab.serve.service import serve_policy
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -364,7 +364,7 @@ def test_a_token_is_asked_of_everyone_but_health(tiny):
 @pytest.mark.parametrize(("options", "said"), [
     (dict(host="0.0.0.0"), "token"), (dict(port=70_000), "70000"), (dict(token=""), "empty"), (dict(max_rows=0), "max_rows=0"),
     (dict(max_sessions=0), "max_sessions=0"), (dict(max_body_bytes=-1), "max_body_bytes=-1"),
-])  # fmt: skip
+])
 def test_options_that_make_no_sense(tiny, options, said):
     async def main():
         async with serve_policy(tiny, **options):

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from grpolab.decode.audit import audit
-from grpolab.models import Policy
-from grpolab.serve.answer import Answer
+from grpolab.models.load import Policy
+from grpolab.serve.completions import Answer
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_stops_and_streams_of_a_model_whose_tokens_are_parts_of_characters(of_by
                 stops = [plain[at : at + rng.randint(1, 4)], *rng.choice(([], ["\u00e9"], ["\ufffd\ufffd"], ["the"]))]
                 asked["stop"] = [s for s in stops if s]
                 whole = {c.index: (c.text, c.token_ids, c.finish_reason)
-                         for c in (await client.completions.create(**asked)).choices}  # fmt: skip
+                         for c in (await client.completions.create(**asked)).choices}
                 said = {index: ("", [], None) for index in whole}
                 async for chunk in await client.completions.create(stream=True, **asked):
                     for c in chunk.choices:
@@ -159,7 +159,7 @@ def test_callers_who_vanish_leave_nothing(tiny, monkeypatch):
                 gc.collect()
                 sampler = service.sampler._scheduler
                 return [*(a for a in answers if a() is not None), *service.open, *sampler.requests, *sampler.waiting,
-                        *(r for s in sessions for r in s.open)]  # fmt: skip
+                        *(r for s in sessions for r in s.open)]
 
             until = time.monotonic() + 30
             while left() and time.monotonic() < until:  # the server may hear of a request after its caller has gone

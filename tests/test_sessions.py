@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 
 from grpolab.chat import prompt_ids, user
 from grpolab.decode.audit import audit
-from grpolab.models import load_policy
+from grpolab.models.load import load_policy
+from grpolab.models.smollm2 import cache_folder
 from grpolab.serve.service import serve_policy
-from grpolab.smollm2 import cache_folder
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 MORE = {"role": "user", "content": "And 4 + 4?"}

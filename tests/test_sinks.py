@@ -5,7 +5,7 @@ import sqlite3
 
 import pytest
 
-from grpolab.lab.run import Run
+from grpolab.runs.run import Run
 
 
 class Log:

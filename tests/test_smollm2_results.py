@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from grpolab.arithmetic import Problem
-from grpolab.lab.run import repository
 from grpolab.rollouts import Rollout
+from grpolab.runs.run import repository
 from grpolab.train import GRPOConfig
 
 ROOT = repository()
@@ -34,7 +34,7 @@ EIGHT = style.Style("", topic="rain", longest=8, banned=("the", "and"))
     ("theatre sands make candy", True, {"topic"}),
     ("", True, {"length", "casing", "banned words", "topic"}),
     ("12 34 56 78", True, {"length", "casing", "banned words", "topic"}),
-])  # fmt: skip
+])
 def test_the_rules_of_a_style(text, ended, broken):
     assert {name for name, held in style.kept(text, EIGHT, ended).items() if not held} == broken
 
@@ -98,7 +98,7 @@ def test_right_is_the_number_alone_in_an_answer_that_ended():
     assert row["prompt"][-1]["content"] == "28 - 47" and row["completion"] == "-19"
     assert sums.right("-19", row, rollout("eos")) == 1.0 == sums.right(" -19\n", row, rollout("eos"))
     assert not any((sums.right("-19", row, rollout("length")), sums.right("28 - 47 = -19", row, rollout("eos")),
-                    sums.right("19", row, rollout("eos"))))  # fmt: skip
+                    sums.right("19", row, rollout("eos"))))
     (one, _), (two, check) = sums.cases([row, sums.row_of(Problem(1, "+", 1))])
     assert two[-1]["content"] == "1 + 1" and check("2", rollout("eos")) and not check("-19", rollout("eos"))
 

@@ -12,7 +12,7 @@ from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.env.curriculum import Curriculum
-from grpolab.models import load_policy
+from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.train import GRPOConfig, grpo, grpo_from
 from grpolab.train.rewards import Faults, finished_and_correct, sample_and_score
@@ -225,7 +225,7 @@ def test_a_source_may_be_an_object_and_give_the_groups_alone(tiny):
     (lambda groups: [], ValueError, "gave no groups"), (lambda groups: "groups", TypeError, "hold 'groups', a str"),
     (lambda groups: [list(groups[0])], TypeError, "a list"), (lambda groups: None, TypeError, "None, a NoneType"),
     (lambda groups: Drawn([*groups, Group(groups[0].rollouts[:2])]), ValueError, r"groups of \[2, 4\] rollouts"),
-])  # fmt: skip
+])
 def test_what_a_source_gives_is_checked_before_a_weight_moves(tiny, given, error, says):
     async def source(step):
         return given(await sampled_groups(tiny, step))
@@ -311,7 +311,7 @@ def test_a_batch_may_be_async_and_trains_as_the_plain_one_does(tiny):
     (lambda texts: [1.0], ValueError, "gave 1 rewards for 12 rollouts"),
     (lambda texts: None, TypeError, "gave None: it gives a list"),
     (lambda texts: ["x"] * 12, TypeError, "gave 'x', of type str"),
-])  # fmt: skip
+])
 def test_a_batch_of_another_length_or_type_is_named(tiny, kind, give, error, says):
     with pytest.raises(error, match=f"{kind.__name__}.*{says}"):
         train(tiny, reward=kind(give))

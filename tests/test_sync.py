@@ -163,7 +163,7 @@ RESTS = {
     "a forked process": "if (child := os.fork()) == 0:\n"
                         "    signal.alarm(20); rest_threads(); os._exit(0)\n"
                         "print(os.waitpid(child, 0)[1])",
-}  # fmt: skip
+}
 
 
 @pytest.mark.skipif(not _pauses(os.getpid()), reason="torch's loops run on another OpenMP than GNU's here")
@@ -171,5 +171,5 @@ RESTS = {
 def test_who_stops_computing_keeps_no_threads(what, told):
     """In a process of its own, which counts its threads; a forked one has none that it could wait for."""
     done = subprocess.run([sys.executable, "-c", THREADS + RESTS[what]], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"OMP_NUM_THREADS": "2"})  # fmt: skip
+                          env=os.environ | {"OMP_NUM_THREADS": "2"})
     assert done.stdout.splitlines()[-1:] == [told], done.stdout + done.stderr

@@ -66,7 +66,7 @@ def test_an_empty_file_is_refused(tmp_path):
 @pytest.mark.parametrize("text, number", [
     ("so 3 + 4 = 7.", "7"), ("#### 1,234", "1234"), ("first 5\n#### -2 apples, of 9", "-2"), ("it costs $18.50", "18.50"),
     ("12,34", "34"), ("\u22125", "-5"), ("####", None), ("none", None), ("#### x 5", None), ("1 2 #### 3 #### 4", "4"),
-])  # fmt: skip
+])
 def test_the_final_number(text, number):
     assert tasks.final_number(text) == (None if number is None else Decimal(number))
 
@@ -136,7 +136,7 @@ def evaluating(path: Path) -> bool:
 def test_the_refused_are_all_that_evaluate():
     """Modules that evaluate only what reasoning-gym itself wrote are listed here, by hand, after reading them."""
     own = {"bitwise_arithmetic", "basic_arithmetic", "number_sorting", "generators_00_49", "generators_50_99",
-           "propositional_logic"}  # fmt: skip
+           "propositional_logic"}
     folder = Path(importlib.util.find_spec("reasoning_gym").origin).parent
     found = {path.stem for path in folder.rglob("*.py") if evaluating(path)}
     assert found - own == tasks.EVALUATING

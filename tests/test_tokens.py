@@ -7,7 +7,7 @@ from html import unescape
 import pytest
 
 from grpolab.lab.tokens import DOWN, UP, by_step, group_view, token_numbers, tokens_html
-from grpolab.models import load_policy
+from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
 
 

@@ -12,9 +12,9 @@ import torch
 
 from grpolab.arithmetic import Problem, Task, generate
 from grpolab.chat import Example, encode_chat, prompt_ids, user
-from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout, collate
+from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
 from grpolab.train.grpo import GRPOConfig, describe, grpo, grpo_gradient, grpo_update
@@ -22,11 +22,11 @@ from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser, micro_batches, shuffled
 from grpolab.train.preferences import load_preferences
-from grpolab.train.proof import prove
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
 from grpolab.train.rewards import finished_and_correct, score
-from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient  # fmt: skip
+from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
+from grpolab.train.verify import prove
 
 train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
@@ -227,7 +227,7 @@ def test_a_step_costs_its_batch_and_not_the_data_set(tiny, monkeypatch):
 def preferences(policy, problems=PROBLEMS[:9]):
     """Right against wrong answers of several lengths; a number may end after its first digit."""
     rows = [{"prompt": p.question, "chosen": p.target, "rejected": f"{p.answer + k} or so" * (1 + k % 3)}
-            for k, p in enumerate(problems)]  # fmt: skip
+            for k, p in enumerate(problems)]
     return load_preferences(rows, policy.tokenizer)
 
 
@@ -354,7 +354,7 @@ def test_a_row_tells_lengths_health_and_speed(tiny):
 
     row = collect(grpo(taught(tiny), None, PROBLEMS[:4], dataclasses.replace(FAST, steps=1, inner_epochs=2), reward=two))[0]
     assert {"all_wrong", "mixed", "all_right", "clip_low", "clip_high", "entropy", "logp_diff", "logp_diff_max", "ended_length",
-            "truncated_length", "truncated", "sampled_tokens_per_s", "updated_tokens_per_s"} <= set(row)  # fmt: skip
+            "truncated_length", "truncated", "sampled_tokens_per_s", "updated_tokens_per_s"} <= set(row)
     n, cut = row["completion_length"], row["truncated"]
     longer = 0 if math.isnan(row["truncated_length"]) else row["truncated_length"]
     assert n == pytest.approx((1 - cut) * row["ended_length"] + cut * longer)
@@ -675,7 +675,7 @@ def test_bad_input_is_refused(tiny):
     with pytest.raises(ValueError, match="of other pairs"):
         collect(dpo(tiny, cache_logps(tiny, pairs[1:]), pairs, DPOConfig(steps=1)))
     for loop in (lambda p: dpo(tiny, fresh(tiny), p, DPOConfig(steps=1)),
-                 lambda p: reward_model(RewardModel.from_policy(tiny), p, RewardConfig(steps=1))):  # fmt: skip
+                 lambda p: reward_model(RewardModel.from_policy(tiny), p, RewardConfig(steps=1))):
         with pytest.raises(ValueError, match="data set is empty"):
             collect(loop([]))
         with pytest.raises(ValueError, match="context of 'tiny' is 512"):

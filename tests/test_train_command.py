@@ -8,14 +8,14 @@ import pytest
 import safetensors.torch
 
 from grpolab.__main__ import TRAINING, _task_options, main
-from grpolab.models import load_policy
-from grpolab.train.command import CONFIGS, add_arguments, config_from, function, read_held_out, read_task
+from grpolab.cli.train import CONFIGS, add_arguments, config_from, function, read_held_out, read_task
+from grpolab.models.load import load_policy
 
 OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
          "clip_eps": (0.1, 0.3), "max_logp_diff": (0.5, 2.0), "dual_clip": 3.0, "sampler_cap": 2.0,
          "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True,
-         "exact": True}  # fmt: skip
+         "exact": True}
 
 
 def parsed(method, *flags):
@@ -93,7 +93,7 @@ def test_grpo_takes_rows_and_a_reward_of_ones_own(tmp_path, monkeypatch, capsys)
     ({"answer": 1}, [], "line 1"), ({"prompt": "a", "answer": 1}, ["--reward", "math"], "module:function"),
     ({"prompt": "a", "answer": 1}, ["--reward", "math:nothing"], "no function 'nothing'"),
     ({"prompt": "a", "answer": 1}, ["--gym", "leg_counting"], "not both"),
-])  # fmt: skip
+])
 def test_rows_and_rewards_that_do_not_fit_are_refused_first(tmp_path, monkeypatch, capsys, row, flags, says):
     import re
 
@@ -177,7 +177,7 @@ def test_grpo_is_selected_by_its_own_reward(tmp_path, monkeypatch):
     (tmp_path / "sevens.py").write_text("async def seven(text, row, rollout):\n    return 7.0\n")
     asked = ["grpo", "tiny", "--data", "rows.jsonl", "--held-out-data", "rows.jsonl", "--reward", "sevens:seven",
              "--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4",
-             "--select-every", "5"]  # fmt: skip
+             "--select-every", "5"]
     assert main(asked) == 0
     assert (tmp_path / "runs" / "cli_grpo" / "tiny" / "measured.csv").read_text() == "steps,score\n0,7.0\n1,7.0\n"
 
@@ -188,7 +188,7 @@ def test_grpo_is_selected_by_its_own_reward(tmp_path, monkeypatch):
     (["--held-out", "3", "--data", "rows.jsonl"], "give --held-out-data"),
     (["--held-out", "5000", "--ops", "+", "--max-operand", "9"], "key space"),
     (["--data", "rows.jsonl", "--held-out-data", "rows2.jsonl", "--select-every", "2"], "rows2.jsonl, row 1.*no number"),
-])  # fmt: skip
+])
 def test_what_cannot_be_held_out_is_refused(tmp_path, monkeypatch, capsys, flags, says):
     import re
 

@@ -5,26 +5,26 @@ import os
 
 import pytest
 import torch
-from test_bridges import agree, free_port, turn
 from test_remote import PROMPTS, moved
+from test_weight_sync import agree, free_port, turn
 
 pytest.importorskip("peft")
 
-from grpolab import adapters  # noqa: E402
-from grpolab.adapters import LoRA  # noqa: E402
 from grpolab.decode.audit import audit  # noqa: E402
 from grpolab.decode.sampling import SamplingParams  # noqa: E402
-from grpolab.lab.run import repository  # noqa: E402
-from grpolab.models import load_policy  # noqa: E402
+from grpolab.models import lora  # noqa: E402
+from grpolab.models.load import load_policy  # noqa: E402
+from grpolab.models.lora import LoRA  # noqa: E402
+from grpolab.runs.run import repository  # noqa: E402
 from grpolab.serve import remote  # noqa: E402
-from grpolab.serve.bridges import AdapterSwap, Restart  # noqa: E402
-from grpolab.serve.calls import RemoteError  # noqa: E402
+from grpolab.serve.http_client import RemoteError  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
+from grpolab.serve.weight_sync import AdapterSwap, Restart  # noqa: E402
 
 PROGRAM = repository() / ".venv" / "vllm" / "bin" / "python"
 COMMAND = (str(PROGRAM), "-m", "vllm.entrypoints.openai.api_server", "--model", "{weights}", "--served-model-name", "{name}",
            "--host", "{host}", "--port", "{port}", "--dtype", "float32", "--enforce-eager", "--enable-lora",
-           "--max-lora-rank", "8")  # fmt: skip
+           "--max-lora-rank", "8")
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists() and not os.environ.get("REQUIRE_VLLM"),
                                 reason="vLLM is not installed; install it with: make vllm")
@@ -34,7 +34,7 @@ def test_vllm_samples_for_a_policy_that_is_trained_here(tiny, tmp_path, monkeypa
     """Whole weights by a restart, then adapters while it runs: its log-probs are the trainer's to 1e-4 nats. An adapter that
     does not fit, which it takes in without a word, is an error of ours, and the one before is sampled from again."""
     for name, value in {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-                        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}.items():  # fmt: skip
+                        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}.items():
         monkeypatch.setenv(name, value)
     moved(tiny, 1)
 
@@ -59,7 +59,7 @@ def test_vllm_samples_for_a_policy_that_is_trained_here(tiny, tmp_path, monkeypa
                 strange = load_policy("tiny", adapter=LoRA(rank=4, target=("q_proj", "v_proj")), tell=False)
                 turn(strange, 0.7)
                 strange.version = 4
-                for layer in adapters.layers(strange.model):  # as of a model of another width
+                for layer in lora.layers(strange.model):  # as of a model of another width
                     layer.lora_A["default"].weight.data = torch.randn(4, 64)
                 monkeypatch.setattr(remote, "audit", lambda *_: audit(policy, *_[1:]))  # the trainer's own forward
                 with pytest.raises(RemoteError, match="does not compute what"):

@@ -93,7 +93,7 @@ def rotary(policy):
 CHANGES = {"adapters": (inject, "general"), "a new head": (new_head, "llama"), "a new parameter": (new_parameter, "llama"),
            "a hook": (hook, "general"), "a forward": (own_forward, "general"), "another model": (other_model, "llama"),
            ".data in place": (edit_data, "llama"), "rows of .data": (swap_rows, "llama"), "another .data": (move_data, "llama"),
-           "a step": (count, "llama"), "another dtype": (double, "llama"), "rotary frequencies": (rotary, "llama")}  # fmt: skip
+           "a step": (count, "llama"), "another dtype": (double, "llama"), "rotary frequencies": (rotary, "llama")}
 
 
 def sampled(sampler):

@@ -87,7 +87,8 @@ def recompute(policy, prompt, new_tokens: int) -> tuple[int, ...]:
 @contextmanager
 def sabotage(sampler, fault: str):
     """Run with one of FAULTS in the sampler (the keys of its rows shifted, masks widened, a logp mislabelled, ...)."""
-    from grpolab.decode import attention, scheduler
+    from grpolab.decode import scheduler
+    from grpolab.decode.engines import attention
 
     engine, forward = sampler.engine, sampler.engine.forward
     mask_bias, draw_mixed, ended = attention.mask_bias, scheduler.draw_mixed, scheduler.Scheduler._ended

@@ -253,7 +253,7 @@ class Pages:
             self.users = np.pad(self.users, (0, more))
             self.free += range(size, size + more)
             self.layers = [(k.permute(0, 3, 1, 2), k.view(-1, PAGE), v, v.view(-1, self.size))
-                           for k, v in zip(self.keys, self.values)]  # fmt: skip
+                           for k, v in zip(self.keys, self.values)]
         given, self.free = self.free[:count], self.free[count:]
         return np.array(given, np.int64)
 

@@ -18,13 +18,13 @@ from functools import partial
 
 import torch
 
-from grpolab.decode.agreement import choose_engine, inexact_share, seconds_a_step
-from grpolab.decode.attention import set_attention, share_attention
 from grpolab.decode.conversation import Conversation
+from grpolab.decode.engines.attention import set_attention, share_attention
 from grpolab.decode.requests import Kept, Request, Stats, checked_prompt, checked_seed, settle
 from grpolab.decode.sampling import SamplingParams, fold_seed, group_seeds
 from grpolab.decode.scheduler import Scheduler
-from grpolab.models import attention_of
+from grpolab.decode.verify import choose_engine, inexact_share, seconds_a_step
+from grpolab.models.load import attention_of
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import rest_threads, set_own_threads
 

@@ -20,11 +20,11 @@ import torch
 from torch.nn import functional as F
 
 from grpolab.decode.admission import admit, free_bytes
+from grpolab.decode.batch import Rows
 from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.graphs import static_step
 from grpolab.decode.prefill import prefill, prefill_batches, synchronize
 from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, no_room, pending, settle, tell
-from grpolab.decode.rows import Rows
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed
 from grpolab.decode.watch import Watch
 from grpolab.rollouts import Rollout

@@ -7,7 +7,7 @@ from operator import is_
 
 import torch
 
-from grpolab.models import attention_of
+from grpolab.models.load import attention_of
 
 PLAIN = (bool, int, float)
 

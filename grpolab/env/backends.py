@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from grpolab.env import leash
+from grpolab.env import child_processes
 from grpolab.env.worker import load_factory
 
 log = logging.getLogger("grpolab.env.backends")
@@ -52,7 +52,7 @@ class ProcessBackend:
 
     `command` is a list, never a shell line. `health(address)` and `scrub(address)` return truth when all is well;
     without `scrub` each tenant gets a new process. `start_timeout` in seconds bounds the wait for the address. Of our
-    environment variables it inherits only those in `leash.INHERITED`; `env` are more. `cwd` is its folder.
+    environment variables it inherits only those in `child_processes.INHERITED`; `env` are more. `cwd` is its folder.
     """
 
     def __init__(self, command: Sequence[str], *, health: Callable[[str], bool] | None = None,
@@ -74,12 +74,12 @@ class ProcessBackend:
 
     def start(self) -> str:
         """Start the process and wait for its first line, the address; raises BackendError with what it said instead."""
-        held = [sys.executable, "-I", "-S", leash.__file__, *self.command]
+        held = [sys.executable, "-I", "-S", child_processes.__file__, *self.command]
         self.address = ""
         said: deque[str] = deque(maxlen=20)
         process = subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-                                   env=leash.environment(self._env), cwd=self._cwd)
+                                   env=child_processes.environment(self._env), cwd=self._cwd)
         self._process = process
         spoke = threading.Event()
         self._listeners = [threading.Thread(target=self._listen, args=(process.stdout, said, spoke), daemon=True),

@@ -21,7 +21,7 @@ from typing import Any
 from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
 from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, FactoryError, StepResult
-from grpolab.env.seat import Failure, Seat, rollout_seed
+from grpolab.env.slot import Failure, Seat, rollout_seed
 from grpolab.env.waits import Waits
 
 POLICIES = ("fail", "drop", "retry")

@@ -35,7 +35,7 @@ from grpolab.env import protocol
 from grpolab.env.admission import Places
 from grpolab.env.backends import BackendError, BackendPool
 from grpolab.env.handshake import asked_group, asked_wait, is_told, json_response
-from grpolab.env.isolate import Isolation, check, importable
+from grpolab.env.process import Isolation, check, importable
 from grpolab.env.session import Session
 from grpolab.env.worker import load_factory
 

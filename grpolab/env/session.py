@@ -16,7 +16,7 @@ from websockets.protocol import State
 
 from grpolab.env import protocol
 from grpolab.env.backends import Lease
-from grpolab.env.isolate import Child
+from grpolab.env.process import Child
 from grpolab.env.protocol import InvalidRequest
 from grpolab.env.worker import Worker, start_thread
 

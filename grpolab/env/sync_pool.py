@@ -10,8 +10,8 @@ from typing import Any
 from grpolab.env.client import Span
 from grpolab.env.pool import GrpoPool, Results
 from grpolab.env.protocol import StepResult
-from grpolab.env.seat import Seat
 from grpolab.env.server import serving_loop
+from grpolab.env.slot import Seat
 
 
 class MultiTurnEnvPool:

@@ -19,13 +19,13 @@ from matplotlib.ticker import MaxNLocator
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab import plots
-from grpolab.lab.rebuild import rebuild, sitting_of, with_threads
 from grpolab.lab.replay import chosen
 from grpolab.lab.rescore import as_problem
-from grpolab.lab.run import Run
+from grpolab.lab.restore import rebuild, sitting_of, with_threads
 from grpolab.lab.tokens import shown
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
+from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
@@ -54,7 +54,7 @@ class Credit:
     def table(self) -> pd.DataFrame:
         """A row a token: value before and after it, its credit, and GRPO's advantage."""
         return pd.DataFrame({"token": self.tokens, "value": self.values[:-1], "value_after": self.values[1:],
-                             "credit": self.credits, "advantage": self.advantage})  # fmt: skip
+                             "credit": self.credits, "advantage": self.advantage})
 
     def plot(self, axes=None):
         """V along the rollout, and each token's credit beside the flat advantage; returns both Axes."""
@@ -66,14 +66,14 @@ class Credit:
         most = max(range(len(credits)), key=lambda t: abs(credits[t]))
         axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of a token
         axes[0].set(title=f"V goes from {self.values[0]:.2f} to {self.values[-1]:.2f}", xlabel="tokens written",
-                    ylabel="value of the prefix")  # fmt: skip
+                    ylabel="value of the prefix")
         axes[1].bar(range(len(credits)), credits, color=[plots.POLICY if c >= 0 else plots.WARNING for c in credits])
         axes[1].axhline(self.advantage, color=plots.REFERENCE, linestyle="--", label=f"GRPO's advantage {self.advantage:.2f}")
         labels = [shown(t).replace("$", r"\$") for t in self.tokens]
         turned = 90 if max(map(len, labels)) > 2 else 0  # longer ones would cover each other
         axes[1].set_xticks(range(len(labels)), labels, fontsize=8, rotation=turned)
         axes[1].set(title=f"Token {most}, '{shown(self.tokens[most])}', decides: {credits[most]:+.2f}".replace("$", r"\$"),
-                    xlabel="token", ylabel="credit")  # fmt: skip
+                    xlabel="token", ylabel="credit")
         axes[1].legend()
         return axes
 
@@ -94,7 +94,7 @@ def credit(policy: Policy, rollout: Rollout, reward: Reward, problem: Any, *, ma
             sampler.submit([rollout.prompt + rollout.tokens[:t]], group_size=continuations, params=SamplingParams(
                 temperature=temperature, max_new_tokens=max_new_tokens - t, seed=fold_seed(seed, t)))
             for t in range(len(rollout.tokens))
-        ]  # fmt: skip
+        ]
         groups = [request.result()[0] for request in asked]
     values, errors = [], []
     ask = lambda rollouts: ask_any(reward, [[policy.decode(r.tokens) for r in rollouts]], [problem], [rollouts])[0]  # noqa: E731
@@ -104,7 +104,7 @@ def credit(policy: Policy, rollout: Rollout, reward: Reward, problem: Any, *, ma
             tokens = rollout.tokens[:t] + tail.tokens
             wholes.append(replace(
                 tail, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(),
-                logps=rollout.logps[:t] + tail.logps, raw_logps=rollout.raw_logps[:t] + tail.raw_logps))  # fmt: skip
+                logps=rollout.logps[:t] + tail.logps, raw_logps=rollout.raw_logps[:t] + tail.raw_logps))
         known = torch.tensor([float(r) for r in ask(wholes) if r is not None])
         values.append(known.mean().item())
         errors.append(known.std().item() / math.sqrt(len(known)) if len(known) > 1 else math.nan)
@@ -125,7 +125,7 @@ def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, 
         state = rebuild(run, step, reference=reference)
         return credit(state.policy, g.group[rollout], reward, as_problem(g.problem), advantage=g.advantages[rollout],
                       max_new_tokens=state.config.max_new_tokens, temperature=state.config.temperature,
-                      continuations=continuations, seed=seed, threads=threads)  # fmt: skip
+                      continuations=continuations, seed=seed, threads=threads)
 
     return with_threads(threads, work)
 
@@ -146,7 +146,7 @@ def completions(policy: Policy, prompt: Sequence[int], new_tokens: int) -> list[
         open_ = [tokens for tokens in longer if tokens[-1] not in ends]
     zeros = lambda tokens: (0.0,) * len(tokens)  # noqa: E731
     return [Rollout(tuple(prompt), t, (1,) * len(t), zeros(t), zeros(t), "eos" if t[-1] in ends else "length")
-            for t in found + open_]  # fmt: skip
+            for t in found + open_]
 
 
 def exact_gradient(policy: Policy, prompt: Sequence[int], reward: Reward, problem: Any, *, new_tokens: int = 1

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from grpolab.lab.readable import readable
+from grpolab.lab.format import readable
 
 if TYPE_CHECKING:  # torch stays out of a dashboard
-    from grpolab.lab.run import Run
+    from grpolab.runs.run import Run
 
 LASTING, WINDOW = 3, 5  # an illness of several rows shows in so many of so many consecutive ones, where there are so many
 
@@ -115,7 +115,7 @@ RULES = (
     Rule("steps that are too large", "ratio_max", _clipped,
          "a smaller lr, fewer inner_epochs or minibatches, clip_eps=(0.2, 0.2)"),
     Rule("far from the reference", "kl", _kl, "a larger kl_coef, a smaller lr, or fewer steps"),
-)  # fmt: skip
+)
 
 
 def diagnose(what: Run | Mapping | Sequence[Mapping], *, held_out: Sequence[tuple[int, object]] = (),
@@ -130,14 +130,14 @@ def diagnose(what: Run | Mapping | Sequence[Mapping], *, held_out: Sequence[tupl
     rows = _rows_of(what)
     points = [(step, float(getattr(value, "value", value))) for step, value in held_out]
     over_time = (_longer(rows), _fallen(rows), _hacked(rows, points, "the held-out rate"),
-                 _hacked(rows, _means(rows, watched, 10) if watched else [], watched))  # fmt: skip
+                 _hacked(rows, _means(rows, watched, 10) if watched else [], watched))
     found = [*(f for rule in RULES if (f := _lasting(rule, rows))), *(f for f in over_time if f)]
     return Findings(sorted(found, key=lambda f: f.step))
 
 
 def _rows_of(what) -> list[dict]:
     if hasattr(what, "folder"):
-        from grpolab.lab.rebuild import rows_of
+        from grpolab.lab.restore import rows_of
 
         rows = rows_of(what)
         if not rows:
@@ -187,7 +187,7 @@ def _longer(rows: Sequence[dict]) -> Finding | None:
     now = dict(length)[grown]
     return Finding("length runs away", grown, f"completions have {now:.0f} tokens (at first {first:.0f}), {cut[grown]:.0%} of "
                    f"them cut (at first {before:.0%})", "a reward that asks for the end, a price per token past a length, "
-                   "aggregation='token' with one denominator, a smaller lr")  # fmt: skip
+                   "aggregation='token' with one denominator, a smaller lr")
 
 
 def _fallen(rows: Sequence[dict]) -> Finding | None:
@@ -198,7 +198,7 @@ def _fallen(rows: Sequence[dict]) -> Finding | None:
         if best > 0.05 and mean < best / 2:
             evidence = f"the mean of 5 steps was {best:.2f} at step {best_step} and is {mean:.2f} at step {step}"
             return Finding("the reward has fallen", step, evidence, "the checkpoint before (`bisect` names the step), and from "
-                           "there a smaller lr, clipping, a leash")  # fmt: skip
+                           "there a smaller lr, clipping, a leash")
     return None
 
 
@@ -213,7 +213,7 @@ def _hacked(rows: Sequence[dict], points: Sequence[tuple[int, float]], judge: st
         at, best = (step, value) if value > best else (at, best)
         if value <= best - max(0.05, 0.4 * best) and reward_at(step) > reward_at(at):
             evidence = (f"{judge} fell from {best:.2f} (step {at}) to {value:.2f} (step {step}) while the reward went from "
-                        f"{reward_at(at):.2f} to {reward_at(step):.2f}: the reward is being gamed")  # fmt: skip
+                        f"{reward_at(at):.2f} to {reward_at(step):.2f}: the reward is being gamed")
             return Finding("reward up while the judge falls", step, evidence,
-                           "an earlier checkpoint, a leash, or the judge's own rule as a part of the reward")  # fmt: skip
+                           "an earlier checkpoint, a leash, or the judge's own rule as a part of the reward")
     return None

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from grpolab.files import atomic_write
-from grpolab.lab.readable import readable
+from grpolab.lab.format import readable
 
 
 class GateError(AssertionError):
@@ -80,7 +80,7 @@ class gate:
         self.name, self.shortened = name, shortened
         self.run = place if hasattr(place, "made") else None
         if place is None:
-            from grpolab.lab.run import runs_folder  # here, since it brings torch along
+            from grpolab.runs.run import runs_folder  # here, since it brings torch along
 
             place = runs_folder() / name.replace(" ", "_")
         self.path = Path(self.run.folder if self.run else place) / "results.json"

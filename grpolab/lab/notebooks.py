@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from grpolab.files import atomic_folder, atomic_write
-from grpolab.lab.run import repository
 from grpolab.lab.tidy import tidy, written
+from grpolab.runs.run import repository
 
 
 def find(numbers: list[str]) -> list[Path]:
@@ -43,7 +43,7 @@ def run_beside(numbers: list[str], parameters: dict, jobs: int, *, store: bool =
     names, known = [path.stem for path in paths], {path.stem: _parameters(path) for path in paths}
     check_parameters(parameters, known)
     own = {name: [x for key, value in parameters.items() if key in known[name] for x in ("-p", key, str(value))]
-           for name in names}  # fmt: skip
+           for name in names}
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     environment = {"OMP_NUM_THREADS": threads} | dict(os.environ)
     first, rest = [n for n in names if n.startswith("01")], [n for n in names if not n.startswith("01")]
@@ -106,7 +106,7 @@ def run_series(numbers: list[str], parameters: dict, *, store: bool = False) -> 
     for path in notebooks:
         own = {name: value for name, value in parameters.items() if name in known[path]}
         model, seed = (str(own.get(name, known[path].get(name, {}).get("default", default))).strip("'\"")
-                       for name, default in (("model", "tiny"), ("seed", "0")))  # fmt: skip
+                       for name, default in (("model", "tiny"), ("seed", "0")))
         home = path.parent.parent
         folders = run_folders(home, path.stem, model, seed)
         folder = folders[0]

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 from PIL import Image  # matplotlib brings it
 
-from grpolab.lab.readable import readable
+from grpolab.lab.format import readable
 
 POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
 CHOSEN, REJECTED, HELD_OUT, SKY, PURPLE = "#0072B2", "#E69F00", "#000000", "#56B4E9", "#CC79A7"
@@ -27,7 +27,7 @@ STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3,
     "axes.titlelocation": "left", "axes.titlesize": 11, "axes.labelsize": 10, "font.size": 10, "legend.frameon": False,
     "lines.linewidth": 1.8,
-}  # fmt: skip
+}
 
 
 def use_style() -> None:
@@ -41,7 +41,7 @@ def use_style() -> None:
         plt.close(plt.figure())  # at its first use the inline backend puts in a formatter of its own
         shell.display_formatter.formatters["image/png"].for_type(Figure, _for_notebook)
         shell.display_formatter.formatters["text/html"].for_type(pd.DataFrame, table)
-        from grpolab.lab.live import quiet_interrupts  # here, since it draws with this module's colours
+        from grpolab.lab.dashboard import quiet_interrupts  # here, since it draws with this module's colours
 
         quiet_interrupts(shell)
 
@@ -188,7 +188,7 @@ def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel=
 
 
 PHASES = {"reset": PURPLE, "step": SKY, "generate": POLICY, "queue": REFERENCE, "connect": REFERENCE, "admit": REFERENCE,
-          "replay": WARNING, "close": REFERENCE}  # fmt: skip
+          "replay": WARNING, "close": REFERENCE}
 
 
 def timeline(spans: Sequence, *, title: str, start: float | None = None, ax=None):

@@ -18,12 +18,12 @@ from pathlib import Path
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.rebuild import as_config, made_of, rebuild, sitting_of, with_threads
-from grpolab.lab.record import recorded
-from grpolab.lab.run import Run
-from grpolab.lab.states import computed_on, weights_hash
-from grpolab.models import Policy, load_policy
+from grpolab.lab.restore import as_config, made_of, rebuild, sitting_of, with_threads
+from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup, Rollout
+from grpolab.runs.checkpoints import computed_on, weights_hash
+from grpolab.runs.rollout_log import recorded
+from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig
 
 BUNDLE = 1  # the format of a bundle
@@ -114,7 +114,7 @@ def chosen(groups: Numbered, step: int, group: int | None, rollout: int | None) 
     if rollout is not None and not 0 <= rollout < size:
         raise ValueError(f"group {group} of step {step} has rollouts 0 to {size - 1}, not {rollout}")
     found = [(g, i) for g in places for i in range(len(groups[g].group))
-             if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]  # fmt: skip
+             if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]
     if not found:
         raise ValueError(f"all that was asked for of step {step} was lost with its environment: nothing was written")
     return found
@@ -125,7 +125,7 @@ def differences(then: dict, now: dict) -> tuple[str, ...]:
     if not then:
         return ("on what the step was computed is not known: sittings.json is missing or damaged",)
     return tuple(f"{name} {now[name]!r}, recorded {then[name]!r}" for name in now
-                 if name not in ("policy", "training") and name in then and then[name] != now[name])  # fmt: skip
+                 if name not in ("policy", "training") and name in then and then[name] != now[name])
 
 
 def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Numbered,
@@ -178,7 +178,7 @@ def compare(step: int, group: int, rollout: int, r: Rollout, a: Rollout, played:
     token, parted = None, ""
     if other < n:
         token, parted = other, (f"parts at token {other}: {r.tokens[other]} recorded, {a.tokens[other]} now; the log-probs "
-                                f"before it differ by at most {nats:.2g} nats")  # fmt: skip
+                                f"before it differ by at most {nats:.2g} nats")
     elif len(r.tokens) != len(a.tokens):
         token, parted = n, f"{len(r.tokens)} tokens recorded, {len(a.tokens)} now, equal as far as both go"
     elif bits is not None:
@@ -201,7 +201,7 @@ def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, 
     sitting = sitting_of(run.recorder.sittings(), step)
     state = with_threads(sitting.get("threads"), lambda: rebuild(run, step, policy=policy, reference=reference))
     about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "sitting": sitting, "notes": list(state.notes),
-             "weights": weights_hash(state.policy)}  # fmt: skip
+             "weights": weights_hash(state.policy)}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("bundle.json", json.dumps(about, indent=1))
@@ -234,7 +234,7 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
         raise ValueError(f"the bundle of step {step} came without weights: give the policy that has them, hash {noted[:12]}")
     if (found := weights_hash(policy)) != noted:
         raise ValueError(f"{policy.name!r} has not the weights of the bundle {path}: their hash is {found[:12]}, that of the "
-                         f"bundle's step {step} {noted[:12]}")  # fmt: skip
+                         f"bundle's step {step} {noted[:12]}")
     used, wanted = threads or sitting.get("threads"), chosen(groups, step, group, rollout)
 
     def work():

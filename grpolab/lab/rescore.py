@@ -11,10 +11,10 @@ import pandas as pd
 
 from grpolab.arithmetic import Problem
 from grpolab.lab import plots
-from grpolab.lab.rebuild import config_of
-from grpolab.lab.record import recorded
-from grpolab.lab.run import Run
+from grpolab.lab.restore import config_of
 from grpolab.rollouts import RecordedGroup
+from grpolab.runs.rollout_log import recorded
+from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.rewards import Faults, Reward, ask_any, report
 
@@ -48,7 +48,7 @@ class Rescored:
         """Both mean rewards over steps; returns the Axes."""
         by_step = self.rollouts.groupby("step")[["reward", "rescored_reward"]].mean().reset_index()
         tables = {"recorded": by_step[["step", "reward"]],
-                  "rescored": by_step[["step", "rescored_reward"]].set_axis(["step", "reward"], axis=1)}  # fmt: skip
+                  "rescored": by_step[["step", "rescored_reward"]].set_axis(["step", "reward"], axis=1)}
         return plots.curves(tables, "reward", title=f"{self.changed} of {len(self.groups)} groups would have changed sign",
                             ylabel="mean reward", colors={"recorded": plots.REWARD, "rescored": plots.WARNING}, ax=ax)
 
@@ -86,9 +86,9 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
             rollouts += [
                 head | {"rollout": i, "completion": line["completion"][i], "reward": r.reward, "rescored_reward": rewards[i],
                         "advantage": was[i], "rescored_advantage": a[i]} for i, r in enumerate(g.group)
-            ]  # fmt: skip
+            ]
             groups.append(head | {"turned": sum(x * y < 0 for x, y in zip(was, a)), "gained": any(a) and not any(was),
-                                  "lost": any(was) and not any(a)})  # fmt: skip
+                                  "lost": any(was) and not any(a)})
     table = pd.DataFrame(rollouts).astype({"reward": float, "rescored_reward": float})
     return Rescored(table, pd.DataFrame(groups))
 

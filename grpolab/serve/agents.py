@@ -27,11 +27,11 @@ import torch
 
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import fold_seed
-from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
+from grpolab.runs.run import Run
 from grpolab.serve.service import Service, serve_policy
-from grpolab.train import ranks
+from grpolab.train import distributed
 from grpolab.train.advantages import advantages, number, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
 from grpolab.train.loop import off_loop
@@ -202,7 +202,7 @@ async def agent_grpo(policy: Policy, reference: Policy | None, problems: Any, co
     check_reference(policy, reference, config)
     if config.refills:
         raise ValueError(f"refills={config.refills}: dynamic sampling is grpo's; leave it 0 for agents")
-    if ranks.world().size > 1:
+    if distributed.world().size > 1:
         raise ValueError("agents are run by one process, and several ranks were started: start one, or train from a record")
     if service is not None and service.policy is not policy:
         raise ValueError(f"the service is of another policy object ({service.name!r}) than the one that is trained")

@@ -18,9 +18,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.serve.calls import Caller, RemoteError
+from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.sources import Drawn, Source
 
@@ -42,7 +42,7 @@ def as_scored(group: Group, temperature: float = 1.0) -> dict:
         "inference_logprobs": [[*[NO_LOGP] * len(r.prompt), *(x if m else NO_LOGP for x, m in zip(r.logps, r.mask))]
                                for r in group],
         "generation_params": {"temperature": temperature, "policy_version": min(r.policy_version for r in group)},
-    }  # fmt: skip
+    }
 
 
 def as_group(item: dict, vocab: int, temperature: float) -> Group:

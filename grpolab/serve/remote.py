@@ -19,11 +19,11 @@ from types import SimpleNamespace
 
 from grpolab.decode.audit import audit
 from grpolab.decode.sampling import SamplingParams
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.serve.bridges import Bridge
-from grpolab.serve.calls import Caller, RemoteError
-from grpolab.serve.wire import MOST_CHOICES, fingerprint
+from grpolab.serve.http_client import Caller, RemoteError
+from grpolab.serve.openai_schema import MOST_CHOICES, fingerprint
+from grpolab.serve.weight_sync import Bridge
 from grpolab.train.sources import Drawn, Source
 
 APART = 0.1  # nats a token, on average: bfloat16 on one side is a fifth of it

@@ -21,14 +21,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from grpolab.access import check_host
-from grpolab.adapters import exchange
 from grpolab.decode.requests import Request
 from grpolab.decode.sampler import Sampler
-from grpolab.models import Policy
+from grpolab.models.load import Policy
+from grpolab.models.lora import exchange
 from grpolab.rollouts import Rollout
-from grpolab.serve.bridge import SharedWeights, Torn, mark_of
+from grpolab.serve.openai_schema import Refused
 from grpolab.serve.sessions import Session, Sessions
-from grpolab.serve.wire import Refused
+from grpolab.serve.shared_weights import SharedWeights, Torn, mark_of
 
 DRAIN_ROWS = 120.0  # s; how long completions in progress may hold up new weights
 DRAIN = 2  # s; how long an answer that is under way may take to leave at shutdown
@@ -199,7 +199,7 @@ async def serve_policy(policy: Policy | Sampler, *, name: str | None = None, hos
                    max_body_bytes=max_body_bytes)
     check_host(host, token)
     try:
-        from grpolab.serve.http import Server, application
+        from grpolab.serve.routes import Server, application
     except ImportError as error:
         raise ImportError(f"serving a policy needs starlette and uvicorn ({error}): pip install 'grpolab[serve]'") from error
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

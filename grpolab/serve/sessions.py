@@ -23,7 +23,7 @@ from grpolab.decode.conversation import joined
 from grpolab.decode.requests import Kept, Request
 from grpolab.decode.sampling import fold_seed
 from grpolab.rollouts import Rollout
-from grpolab.serve.wire import Refused
+from grpolab.serve.openai_schema import Refused
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 REMEMBERED = 4096  # ids of sessions that ended, whose late requests get 410

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from grpolab.lab.run import Run
-from grpolab.lab.states import data_hash
-from grpolab.models import Policy, evaluating
+from grpolab.models.load import Policy, evaluating
+from grpolab.runs.checkpoints import data_hash
+from grpolab.runs.run import Run
 from grpolab.train import losses
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
-from grpolab.train.proof import prove
 from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_key, reference_values
+from grpolab.train.verify import prove
 
 
 @dataclass(frozen=True)

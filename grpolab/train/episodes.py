@@ -16,10 +16,10 @@ from typing import Any
 from grpolab.chat import LONG_TEXT, Example, encode_chat, longest_token, observation_ids, prompt_ids, tokenising, user
 from grpolab.decode.sampler import Conversation, Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.dialect import TEXT, Dialect, Malformed
+from grpolab.env.action_format import TEXT, Dialect, Malformed
 from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Seat, rollout_seed, within
 from grpolab.env.protocol import ConnectError, EnvError, Environment, StepResult
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import CUT, Group, Rollout
 from grpolab.train.logps import check_lengths
 

@@ -13,12 +13,12 @@ import torch
 
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
-from grpolab.lab.run import Run
-from grpolab.lab.states import data_hash
-from grpolab.models import BasePolicy, Policy
+from grpolab.models.load import BasePolicy, Policy
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, in_columns
+from grpolab.runs.checkpoints import data_hash
+from grpolab.runs.run import Run
 from grpolab.tasks import prompt_of
-from grpolab.train import losses, ranks
+from grpolab.train import distributed, losses
 from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.layout import Layout, lay_out
 from grpolab.train.logps import check_lengths, rollout_logps
@@ -31,11 +31,11 @@ from grpolab.train.loop import (
     micro_batches,
     off_loop,
 )
-from grpolab.train.offline import importance
-from grpolab.train.proof import check_drift, prove
 from grpolab.train.recorded import as_recorded
+from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
 from grpolab.train.sources import Source, Tasks, as_drawn, content_of, distinct, sampled, tokens_of
+from grpolab.train.verify import check_drift, prove
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ async def grpo_from(
         seen = drawn.groups if drawn.seen is None else drawn.seen
         tokens = tokens_of(seen) if drawn.tokens is None else drawn.tokens
         groups = list(drawn.groups)
-        if ranks.world().size > 1:
-            await off_loop(lambda: ranks.same_groups(groups, step))
+        if distributed.world().size > 1:
+            await off_loop(lambda: distributed.same_groups(groups, step))
 
         def update(optimiser):
-            if run is not None and ranks.first():  # before the update, so that the record tells of a step that fails
+            if run is not None and distributed.first():  # before the update, so that the record tells of a step that fails
                 plain = lambda: as_recorded([(None, g) for g in seen], groups, {}, config.advantage_kind)  # noqa: E731
                 run.record(step, policy, (drawn.record or plain)(), drawn.engine)
             began = time.perf_counter()
@@ -218,10 +218,10 @@ def grpo_update(
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
     kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
     ordered = sorted(kept, key=lambda i: tokens_of([groups[i]]))
-    mine, own = ranks.mine(ordered), {}
+    mine, own = distributed.mine(ordered), {}
     if config.sampler_cap or off_policy:
         found = [trainer_logps(policy, groups[i], config) for i in mine]
-        own = dict(zip(ordered, ranks.woven(f"step {step}, log-probs", ordered, found, list, list)))
+        own = dict(zip(ordered, distributed.woven(f"step {step}, log-probs", ordered, found, list, list)))
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
@@ -236,8 +236,8 @@ def grpo_update(
             metrics = grpo_gradient(
                 policy, reference, rollouts, a[here].flatten(), config, denominator=whole, old_logps=old,
                 tokens=kept_tokens(r for i in chosen for r in groups[i]),
-            ) if here else {}  # fmt: skip
-            metrics = ranks.add_up(policy.model, metrics, f"step {step}, pass {epoch}")
+            ) if here else {}
+            metrics = distributed.add_up(policy.model, metrics, f"step {step}, pass {epoch}")
             if not rows:  # the policy has not moved yet
                 check_drift(policy, metrics, config.max_logp_diff, step)
             rows.append(metrics | apply_gradient(policy, optimiser, config, step))

@@ -58,7 +58,7 @@ class Layout:
         begins = (
             r * self.width + sum(len(self.segments[before].ids) for before in row[:k])
             for r, row in enumerate(self.rows) for k in range(len(row))
-        )  # fmt: skip
+        )
         return torch.tensor(list(begins))
 
     @property

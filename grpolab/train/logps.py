@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpolab.chat import Packed
-from grpolab.models import Policy, attention_of
-from grpolab.train import losses, unpadded
+from grpolab.models.load import Policy, attention_of
+from grpolab.train import forward, losses
 from grpolab.train.layout import Layout
 
 
@@ -30,7 +30,7 @@ _proved: WeakKeyDictionary[torch.nn.Module, dict[str, Proved]] = WeakKeyDictiona
 
 def state_of(model) -> tuple:
     """What a proof holds for: another attention, dropout, or a changed module makes it void."""
-    return unpadded.readable(model), attention_of(model), model.training, len(list(model.modules()))
+    return forward.readable(model), attention_of(model), model.training, len(list(model.modules()))
 
 
 def remember(policy: Policy, what: str, way: str) -> None:
@@ -58,7 +58,7 @@ def decoder_states(policy: Policy, ids, positions, attention, at=None, *, way: s
     ids, positions, seen = ids.to(d), positions.to(d), None if attention is None else attention.to(d)
     decoder = policy.model.get_decoder()
     if way == "unpadded":
-        hidden = unpadded.states(decoder, ids.flatten(), positions.flatten(), unpadded.in_rows(len(ids), seen), at)
+        hidden = forward.states(decoder, ids.flatten(), positions.flatten(), forward.in_rows(len(ids), seen), at)
         return hidden if at is not None else hidden.unflatten(0, ids.shape)
     if seen is not None and way != "packed":
         raise ValueError(
@@ -125,8 +125,8 @@ def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, wit
         layout = layout.apart
     if way == "unpadded":
         tokens = layout.tokens.to(d)
-        decoder, attend = policy.model.get_decoder(), unpadded.with_prefixes(tokens)
-        hidden = unpadded.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor)
+        decoder, attend = policy.model.get_decoder(), forward.with_prefixes(tokens)
+        hidden = forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor)
     else:
         hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention, layout.predictor.to(d), way=way)
     options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)

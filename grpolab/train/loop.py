@@ -27,10 +27,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpolab.lab.run import Run, origin, provenance
-from grpolab.models import Policy
+from grpolab.models.load import Policy
+from grpolab.runs.run import Run, origin, provenance
 from grpolab.sync import rest_threads, set_own_threads
-from grpolab.train import ranks
+from grpolab.train import distributed
 from grpolab.train.optimisers import OPTIMISERS, Masters, make_optimiser
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ def dropout_of(policy: Policy, seed: int, step: int) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
-        rank = ranks.world().rank  # whose rows are its own
+        rank = distributed.world().rank  # whose rows are its own
         torch.manual_seed(random.Random(f"{seed}/{step}/dropout" + f"/{rank}" * bool(rank)).getrandbits(63))
         yield
 
@@ -245,8 +245,8 @@ async def loop(
     Under several processes (`ranks`) the first one writes, and all end with an error where one of them does.
     """
     optimiser, base = None, ""
-    writer = run if ranks.first() else None
-    if run is None and policy.version and ranks.first():
+    writer = run if distributed.first() else None
+    if run is None and policy.version and distributed.first():
         print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there")
     done = saved = version = 0
 
@@ -255,7 +255,7 @@ async def loop(
         check_trainable(policy)
         policy.model.zero_grad()  # of somebody else's backward
         optimiser = make_optimiser(policy, config)
-        done, base = ranks.start(policy, optimiser, config, run, data)
+        done, base = distributed.start(policy, optimiser, config, run, data)
         if run is not None and (done or origin(policy) == str(run.shown(run.folder))):  # it went on, or back to the start
             policy.provenance = provenance(config, run, done, base)
         saved, version = done, policy.version
@@ -273,7 +273,7 @@ async def loop(
             policy.model.zero_grad()  # half a step's gradient is nobody's
             raise
         if step + 1 == config.steps or (step + 1) % config.save_every == 0:
-            ranks.agree(policy, step + 1)
+            distributed.agree(policy, step + 1)
         done, version = step + 1, policy.version
         policy.provenance = provenance(config, run, done, base)
         if writer is None and run is not None:
@@ -309,9 +309,9 @@ async def loop(
                         await in_thread(policy, keep)  # queued behind the step that the thread may still be in
                     raise
     except BaseException as error:
-        if ranks.world().size > 1 and done < config.steps:
+        if distributed.world().size > 1 and done < config.steps:
             fault = error
-            await off_loop(lambda: ranks.leave(fault))
+            await off_loop(lambda: distributed.leave(fault))
         raise
 
 
@@ -329,8 +329,8 @@ def over_batches(
             seen = before(step)
             began = time.perf_counter()
             batch = batch_of(step)
-            share = ranks.mine(batch)
-            row = ranks.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}")
+            share = distributed.mine(batch)
+            row = distributed.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}")
             row |= seen
             row |= apply_gradient(policy, optimiser, config, step)
             seconds = time.perf_counter() - began

@@ -10,11 +10,11 @@ from typing import Any
 
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.dialect import TEXT, Dialect
+from grpolab.env.action_format import TEXT, Dialect
 from grpolab.env.pool import GrpoPool, rollout_seed
-from grpolab.lab.run import Run
-from grpolab.models import Policy
-from grpolab.train import ranks
+from grpolab.models.load import Policy
+from grpolab.runs.run import Run
+from grpolab.train import distributed
 from grpolab.train.episodes import (
     Episode,
     Limits,
@@ -73,15 +73,15 @@ def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, l
     async def source(step: int) -> Drawn:
         size = config.group_size
         asked = [as_task(row) for row in tasks.tasks(step)]
-        mine = ranks.mine(range(len(asked)))
+        mine = distributed.mine(range(len(asked)))
         episodes = await play_all(
             pool, sampler, [asked[g] for g in mine for _ in range(size)], limits=limits, dialect=dialect,
             params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
             seeds=[_draws_of(config.seed, step, g * size + i) for g in mine for i in range(size)],
             reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in mine for _ in range(size)])
-        if ranks.world().size > 1:
+        if distributed.world().size > 1:
             groups = [episodes[i * size : (i + 1) * size] for i in range(len(mine))]
-            groups = await off_loop(lambda: ranks.woven(f"the episodes of step {step}", asked, groups, _plain, _back))
+            groups = await off_loop(lambda: distributed.woven(f"the episodes of step {step}", asked, groups, _plain, _back))
             episodes = [episode for members in groups for episode in members]
         groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
         scored = [g for g in groups if any(reward is not None for reward in g.rewards)]
@@ -97,12 +97,12 @@ def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, l
 
 def _plain(members: Sequence[Episode | None]) -> list[dict | None]:
     """The episodes of a group as JSON; a lost one is None."""
-    return [e and ranks.plain_of(e) | {"rollout": ranks.plain_of(e.rollout)} for e in members]
+    return [e and distributed.plain_of(e) | {"rollout": distributed.plain_of(e.rollout)} for e in members]
 
 
 def _back(members: Sequence[dict | None]) -> list[Episode | None]:
-    return [e and Episode(**e | {"rollout": ranks.rollout_of(e["rollout"]), "turns": tuple(map(tuple, e["turns"])),
-                                 "heard": tuple(e["heard"])}) for e in members]  # fmt: skip
+    return [e and Episode(**e | {"rollout": distributed.rollout_of(e["rollout"]), "turns": tuple(map(tuple, e["turns"])),
+                                 "heard": tuple(e["heard"])}) for e in members]
 
 
 def _draws_of(seed: int, step: int, rollout: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from grpolab.chat import Example
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.train import losses
 from grpolab.train.grpo import GRPOConfig, grpo_gradient

@@ -21,7 +21,7 @@ from grpolab.checker import check_answer, parse_boxed_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.train.logps import check_lengths
 from grpolab.train.loop import Optimisation, micro_batches
@@ -177,7 +177,7 @@ def write_pairs(path: str | Path, pairs: Iterable[Pair]) -> Path:
         {"prompt_ids": p.prompt, "chosen_ids": p.chosen.ids, "chosen_mask": p.chosen.mask,
          "rejected_ids": p.rejected.ids, "rejected_mask": p.rejected.mask, "meta": p.meta}
         for p in pairs
-    )  # fmt: skip
+    )
     return atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -22,7 +22,7 @@ def as_recorded(
         RecordedGroup(g, tuple(a[k]), sampled[place[id(g)]][0], used=k < len(used),
                       parts={name: values[place[id(g)]] for name, values in parts.items() if place[id(g)] < len(values)})
         for k, g in enumerate(order)
-    ]  # fmt: skip
+    ]
 
 
 def episodes_as_recorded(
@@ -39,7 +39,7 @@ def episodes_as_recorded(
             Group(tuple(r if e is None else e.rollout for e, r in zip(members, group))), tuple(values), as_task(task),
             parts={name: [e and e.measures.get(name) for e in members] for name in measures},
             turns=[() if e is None else e.turns for e in members], used=any(group is g for g in scored),
-            absent=tuple(e is None or r is not e.rollout for e, r in zip(members, group))))  # fmt: skip
+            absent=tuple(e is None or r is not e.rollout for e, r in zip(members, group))))
     return sorted(out, key=lambda g: not g.used)
 
 

@@ -17,15 +17,15 @@ import safetensors.torch
 import torch
 
 from grpolab.files import atomic_write
-from grpolab.lab.states import weights_hash
-from grpolab.models import BasePolicy, Policy
+from grpolab.models.load import BasePolicy, Policy
 from grpolab.rollouts import collate
+from grpolab.runs.checkpoints import weights_hash
 from grpolab.train import losses
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, autocast
 from grpolab.train.preferences import Pair, content_key
-from grpolab.train.proof import prove
+from grpolab.train.verify import prove
 
 BLOCK = 8
 FORWARD = 3  # counts changes of what a forward computes: a file of an earlier one is not found

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from grpolab.chat import Example, pad
-from grpolab.lab.run import Run
-from grpolab.lab.states import data_hash
-from grpolab.models import Policy, choose_device, evaluating, in_own_memory, refuse_gaps
+from grpolab.models.load import Policy, choose_device, evaluating, in_own_memory, refuse_gaps
+from grpolab.runs.checkpoints import data_hash
+from grpolab.runs.run import Run
 from grpolab.train import losses
 from grpolab.train.logps import decoder_states, way_of
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, off_loop, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
-from grpolab.train.proof import prove
+from grpolab.train.verify import prove
 
 
 class RewardModel(Policy):
@@ -109,7 +109,7 @@ def _filler(policy: Policy) -> int:
     spare = [i for i in policy.tokenizer.all_special_ids if i not in policy.eos_ids]
     if not spare:
         raise ValueError(f"{policy.name!r} pads with its end token and has no other special token to pad with: give its "
-                         "tokenizer a pad_token")  # fmt: skip
+                         "tokenizer a pad_token")
     return min(spare, key=lambda i: i == policy.tokenizer.bos_token_id)
 
 

@@ -23,11 +23,11 @@ from grpolab.chat import prompt_ids
 from grpolab.checker import correct_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import run_sync
 from grpolab.tasks import prompt_of, value_of
-from grpolab.train import ranks
+from grpolab.train import distributed
 from grpolab.train.advantages import number
 from grpolab.train.loop import off_loop
 
@@ -68,9 +68,9 @@ class Faults:
 
 async def faults_of_all(faults: Faults, place: str) -> Faults:
     """Those of all ranks; the first error is this rank's own where it has one."""
-    if ranks.world().size == 1:
+    if distributed.world().size == 1:
         return faults
-    said = await off_loop(lambda: ranks.exchange(place, [faults.count, faults.first and repr(faults.first)]))
+    said = await off_loop(lambda: distributed.exchange(place, [faults.count, faults.first and repr(faults.first)]))
     elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(said) if first]
     return Faults(sum(count for count, _ in said), faults.first or next(iter(elsewhere), None))
 
@@ -259,11 +259,11 @@ async def watched(
     """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already. Faults as there."""
     found = {}
     for name, reward in watch.items():
-        faults, mine = Faults(), ranks.mine(groups)
-        of = mine if reward is trained else await scored(policy, ranks.mine(rows), mine, reward, faults)
+        faults, mine = Faults(), distributed.mine(groups)
+        of = mine if reward is trained else await scored(policy, distributed.mine(rows), mine, reward, faults)
         values, place = [g.rewards for g in of], f"the watched reward {name}"
-        if ranks.world().size > 1:
-            values = await off_loop(lambda: ranks.woven(place, rows, values, list, list))  # noqa: B023
+        if distributed.world().size > 1:
+            values = await off_loop(lambda: distributed.woven(place, rows, values, list, list))  # noqa: B023
         report(await faults_of_all(faults, place), sum(map(len, groups)), told)
         found[name] = values
     return found

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from grpolab.chat import Example, encode_chat, pack, pad
-from grpolab.lab.run import Run
-from grpolab.lab.states import data_hash
-from grpolab.models import Policy, evaluating
+from grpolab.models.load import Policy, evaluating
+from grpolab.runs.checkpoints import data_hash
+from grpolab.runs.run import Run
 from grpolab.tasks import demonstration_of
 from grpolab.train import losses
 from grpolab.train.logps import can_pack, check_lengths, masked_logps
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
-from grpolab.train.proof import prove
+from grpolab.train.verify import prove
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ import torch
 
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed, group_seeds
-from grpolab.lab.run import Run
-from grpolab.models import Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup
-from grpolab.train import ranks
+from grpolab.runs.run import Run
+from grpolab.train import distributed
 from grpolab.train.advantages import informative, reward_tensor
 from grpolab.train.loop import epoch_batches, off_loop, shuffled
 from grpolab.train.recorded import as_recorded
@@ -92,15 +92,15 @@ def sampled(
 
         async def ask(rows, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            mine = ranks.mine(rows)
+            mine = distributed.mine(rows)
             prompts = await off_loop(lambda: [prompt_of(row) for row in mine])
-            if ranks.world().size == 1:
+            if distributed.world().size == 1:
                 groups = await sample_and_score(policy, sampler, rows, prompts, config.group_size, params, reward, faults)
             else:  # the rollouts that one process would draw, each rank its groups
-                seeds = group_seeds(seed, ranks.mine(range(len(rows))), config.group_size)
+                seeds = group_seeds(seed, distributed.mine(range(len(rows))), config.group_size)
                 own = await sample_and_score(policy, sampler, mine, prompts, config.group_size, params, reward, faults, seeds)
-                groups = await off_loop(lambda: ranks.woven(f"the groups of step {step}", rows, own, ranks.plain_group,
-                                                            ranks.group_of))  # fmt: skip
+                groups = await off_loop(lambda: distributed.woven(
+                    f"the groups of step {step}", rows, own, distributed.plain_group, distributed.group_of))
             everything.extend(zip(rows, groups))
             return groups
 

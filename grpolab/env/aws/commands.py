@@ -31,7 +31,7 @@ from grpolab.env.aws.clients import (
     missing,
     said,
 )
-from grpolab.env.aws.words import Refused, check_writable, split, take_globals
+from grpolab.env.aws.command_parser import Refused, check_writable, split, take_globals
 
 BODY_CHARACTERS = 65_536  # of an object that get-object prints
 MESSAGE_WAIT = 1  # s that receive-message waits at most: nobody else sends to the account meanwhile

@@ -88,7 +88,7 @@ READS: dict[tuple[str, str], tuple[str, ...]] = {
     ("kms", "describe_key"): ("NotFoundException",),
     ("kms", "get_key_rotation_status"): ("NotFoundException", "KMSInvalidStateException"),  # the second: it is to be deleted
     ("cloudwatch", "describe_alarms"): (),
-}  # fmt: skip
+}
 COMPARISONS = ("exists", "absent", "equals", "contains", "count")
 _PARTS = {"service", "read", "args", "path", "keep"}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpolab.env.aws.clients import AccountGone, OutsideRequest, broken, said
-from grpolab.env.aws.words import Refused
+from grpolab.env.aws.command_parser import Refused
 
 _FLAGS = {"ls": {"--recursive"}, "mb": set(), "rb": {"--force"}, "rm": {"--recursive"}}
 _OPERATIONS = {"ls": "ListObjectsV2", "mb": "CreateBucket", "rb": "DeleteBucket", "rm": "DeleteObject"}

@@ -1,0 +1,319 @@
+"""What would have happened: a run forked at a step with one thing changed, and the step whose update broke a run.
+
+A fork goes on from the run's own weights and optimiser at that step with the same seeds, so that what is not changed stays
+the same in every bit; without a change it is the run itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from operator import index
+from typing import Any
+
+import pandas as pd
+import torch
+
+from grpolab.arithmetic import Problem
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.env.action_format import TEXT, Dialect
+from grpolab.env.pool import GrpoPool
+from grpolab.files import atomic_write
+from grpolab.lab import plots
+from grpolab.lab.rescore import as_problem, paid_by
+from grpolab.lab.restore import State, decay, eras_of, load_kept, longest, rebuild, rows_of, sitting_of, with_threads
+from grpolab.models.load import Policy
+from grpolab.rollouts import Group, RecordedGroup
+from grpolab.runs.checkpoints import data_hash, weights_hash
+from grpolab.runs.run import FORKED, Run, configured
+from grpolab.train.advantages import advantages, reward_tensor
+from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, grpo_update, prove_both, trainer_logps
+from grpolab.train.loop import dropout_of
+from grpolab.train.multiturn import Limits, multi_turn_grpo
+from grpolab.train.optimisers import make_optimiser
+from grpolab.train.rewards import Reward, ask_any, finished_and_correct
+
+Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
+
+
+async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, reward: Reward = finished_and_correct,
+               edit: Edit | None = None, watch=None, reference: Policy | None = None, pool: GrpoPool | None = None,
+               limits: Limits | None = None, dialect: Dialect = TEXT, success: float = 1.0, **changes: Any) -> Run:
+    """The run once more from `step` on, into the folder fork-<name> below its own; returns that Run, whose metrics and record
+    begin with what both have in common.
+
+    `problems`, `reward` and `watch` are the run's, or what is changed; `changes` are fields of its configuration (`lr`,
+    `clip_eps`, `kl_coef`, `steps` to end earlier, ...). `edit` changes the recorded rollouts of `step` itself before their
+    update: `without_group`, `with_advantage`, `with_reward`, `with_token`, or a function of your own. The `reference` is the
+    run's start unless another is given.
+
+    Episodes need their environment again: a `pool` of it, with the run's `limits` and `dialect`. Without a pool, `step` is
+    done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is changed
+    by `edit=with_reward(...)` at `step`, or in the environment.
+
+    A warning tells where the rollouts of `step` are not the run's, which they are whatever its update is going to be, and a
+    printed line where they are paid otherwise. ValueError as in `rebuild`, and for what the run's kind has no use for."""
+    step, threads = index(step), _threads_of(run, step)
+    state = await asyncio.to_thread(with_threads, threads, lambda: rebuild(run, step, reference=reference))
+    config = replace(state.config, **changes)
+    if not step < config.steps:
+        raise ValueError(f"a fork at step {step} has nothing to do up to steps={config.steps}")
+    if config.optimiser != state.config.optimiser and step:
+        raise ValueError(f"optimiser={config.optimiser!r} cannot go on with the moments of {state.config.optimiser!r}: fork "
+                         "from step 0, before there are any")
+    played = any("turns" in line for line in run.recorder.lines([step]))
+    _check_kind(played, pool, reward, watch)
+    if played and pool is None and edit is None:
+        edit = unchanged
+    reference = reference or (load_kept(run) if config.kl_coef else None)
+    twin = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.weights.every)
+    with twin.held():
+        done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, twin, state, config, edit, reference))
+    if played and pool is None:
+        print(f"step {step} was done again from its recorded episodes; those of the steps after it have to be played: pool=...")
+    elif done < config.steps:
+        rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, dialect=dialect,
+                               success=success, run=twin) if played else grpo(
+            state.policy, reference, problems, config, reward=reward, watch=watch, run=twin, success=success)
+        async for row in rows:
+            if row["step"] == step and not SAMPLING & changes.keys():
+                _tell_apart(run, twin, step)
+    return twin
+
+
+SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "refills", "seed"}  # what decides on rollouts
+
+
+def _check_kind(played: bool, pool, reward: Reward, watch) -> None:
+    """Refuse what a run of this kind has no use for."""
+    if played and (watch or reward is not finished_and_correct):
+        raise ValueError("this run is one of episodes, which their environment pays: change it there, or pay those of this "
+                         "step otherwise with edit=with_reward(reward)")
+    if pool is not None and not played:
+        raise ValueError("a pool is for a run of episodes, and this step has none on the record")
+
+
+def _tell_apart(run: Run, twin: Run, step: int) -> None:
+    """Say where the rollouts of the step at which the fork left, which no change of an update can reach, are not the run's."""
+    then, now = ({(line["group"], i): (tuple(line["tokens"][i]), line["reward"][i]) for line in of.recorder.lines([step])
+                  for i in range(len(line["tokens"]))} for of in (run, twin))
+    both = then.keys() & now.keys()
+    other = sum(then[k][0] != now[k][0] for k in both)
+    paid = sum(then[k][1] != now[k][1] for k in both if then[k][0] == now[k][0])
+    if other:
+        warnings.warn(f"{other} of {len(both)} rollouts of step {step} are not the run's, which no change of its update makes: "
+                      "were problems, limits, dialect, environment and torch threads the run's?", stacklevel=3)
+    if paid:
+        print(f"{paid} of {len(both)} rollouts of step {step} are paid otherwise than in the run")
+
+
+def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
+    """Leave in the twin's folder what an interrupted run would have left, so that a loop goes on there: the steps done."""
+    for left in (*twin.folder.glob("checkpoint-*"), twin.folder / "replay", twin.recorder.folder):
+        shutil.rmtree(left, ignore_errors=True)
+    if run.recorder.folder.exists():
+        shutil.copytree(run.recorder.folder, twin.recorder.folder)
+    twin.recorder.rewind(state.step)
+    for part in {run.kept()[state.kept], run.folder / "replay" / "policy", *(d for s, d in run.kept().items() if s == 0)}:
+        shutil.copytree(part, twin.folder / "replay" / part.name, copy_function=_link)
+    eras = [(end, asdict(c)) for end, c in eras_of(run)]
+    before = [(min(end, state.step), c) for i, (end, c) in enumerate(eras) if not i or eras[i - 1][0] < state.step]
+    before = json.loads(json.dumps(before))  # as it is going to be read
+    atomic_write(twin.folder / FORKED, json.dumps({"eras": before, "hash": data_hash([before])}) + "\n")
+    rows = {row["step"]: row for row in rows_of(run)}
+    twin.metrics = [row for s, row in rows.items() if s < state.step]
+    done, policy = state.step, state.policy
+    if config.optimiser != state.config.optimiser:
+        state = replace(state, optimiser=make_optimiser(policy, config))
+    decay(state.optimiser, config)
+    if edit is not None:
+        whole = run.recorder.whole(state.step)
+        recorded, rest = [g for g in whole if g.used], [g for g in whole if not g.used]
+        groups = edit(recorded, state)
+        if not groups:
+            raise ValueError(f"the edit leaves nothing of step {state.step} to learn from")
+        check_reference(policy, reference, config)
+        prove_both(policy, reference, config, longest([recorded]))
+        twin.record(done, policy, [*groups, *rest], sitting_of(run.recorder.sittings(), done).get("engine", ""))
+        a = torch.tensor([g.advantages for g in groups])
+        trained = [g.trained for g in groups]
+        told = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
+        try:
+            with dropout_of(policy, config.seed, done):
+                row = grpo_update(policy, reference, trained, config, state.optimiser, done, a)
+        except RuntimeError as error:
+            raise ValueError(f"the rollouts of step {done} are not those of its weights: the record is another run's, or the "
+                             f"edit gave them log-probs of its own ({error})") from error
+        twin.metrics.append({"step": done} | describe(trained) | row | told)
+        done += 1
+    twin.save_checkpoint(done, config, policy, state.optimiser)
+    twin.keep_for_replay(done, config, policy, state.optimiser)
+    note = {"start": weights_hash(policy), "base": policy.name} | configured(config)
+    atomic_write(twin.folder / "run.json", json.dumps(note, indent=1) + "\n")
+    twin._write_table()
+    return done
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under a second name: kept weights are never changed in place. A copy where the disk has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _threads_of(run: Run, step: int) -> int | None:
+    threads = sitting_of(run.recorder.sittings(), step).get("threads")
+    if threads and threads != torch.get_num_threads():
+        warnings.warn(f"the run computed with {threads} torch threads and this fork goes on with {torch.get_num_threads()}: "
+                      f"last bits may differ without any change; torch.set_num_threads({threads}) takes the run's",
+                      stacklevel=3)
+    return threads
+
+
+def futures(run: Run, twins: dict[str, Run], column: str = "reward", *, window: int = 1, ax=None):
+    """One metric of the run and of its forks over steps; returns the Axes."""
+    tables = {name: pd.DataFrame(rows_of(r)) for name, r in ({"the run": run} | twins).items()}
+    palette = (plots.POLICY, plots.WARNING, plots.REWARD, plots.PURPLE, plots.SKY)
+    colors = dict(zip(tables, palette * (len(tables) // len(palette) + 1)))
+    title = f"{column} at the end: " + ", ".join(f"{name} {t[column].iloc[-1]:.3g}" for name, t in tables.items())
+    return plots.curves(tables, column, title=title, ylabel=column, colors=colors, window=window, ax=ax)
+
+
+# --- one thing changed in a step --------------------------------------------------------------------------------------
+
+
+def unchanged(groups, state):
+    """The recorded rollouts as they are: the update of the step is done again from them, and nothing is sampled for it."""
+    return groups
+
+
+def without_group(group: int) -> Edit:
+    """Leave a group out of the update."""
+    return lambda groups, state: [g for i, g in enumerate(groups) if i != _checked(group, groups)]
+
+
+def with_reward(reward: Reward) -> Edit:
+    """Pay the rollouts of the step otherwise, episodes too; rollouts that the update did not get stay absent. The reward is
+    asked as `rescore` asks it."""
+
+    def edit(groups, state):
+        texts = [[state.policy.decode(r.tokens) for r in g.group] for g in groups]
+        rewards = paid_by(reward, texts, groups)
+        return _paid([replace(g, group=g.group.with_rewards(of), parts={}) for g, of in zip(groups, rewards)], state)
+
+    return edit
+
+
+def _paid(groups: list[RecordedGroup], state: State) -> list[RecordedGroup]:
+    """With the advantages that these rewards give."""
+    a = advantages(reward_tensor([g.trained.rewards for g in groups]), state.config.advantage_kind).tolist()
+    return [replace(g, advantages=tuple(of)) for g, of in zip(groups, a)]
+
+
+def with_advantage(group: int, rollout: int, value: float) -> Edit:
+    """Give one rollout another advantage; those of its group stay as they are."""
+
+    def edit(groups, state):
+        g = groups[_checked(group, groups)]
+        a = tuple(float(value) if i == _checked(rollout, g.advantages) else x for i, x in enumerate(g.advantages))
+        return [replace(g, advantages=a) if i == group else other for i, other in enumerate(groups)]
+
+    return edit
+
+
+def with_token(group: int, rollout: int, position: int, token: int, reward: Reward = finished_and_correct) -> Edit:
+    """Force one token of a rollout's completion and let the policy go on from there with the same random numbers; reward and
+    advantages of the group follow. The update treats the token as sampled, with the probability that it had. ValueError for
+    an episode, which its environment would have to go on, too."""
+
+    def edit(groups, state):
+        g = groups[_checked(group, groups)]
+        r = g.group[_checked(rollout, g.group.rollouts)]
+        if g.turns or not all(r.mask):
+            raise ValueError("a token cannot be forced in an episode: its environment would have to go on from there")
+        head = r.tokens[: _checked(position, r.tokens)] + (token,)
+        left = state.config.max_new_tokens - len(head)
+        policy, params = state.policy, SamplingParams(temperature=state.config.temperature, max_new_tokens=max(1, left))
+        if token in policy.eos_ids or not left:
+            tail, reason = None, "eos" if token in policy.eos_ids else "length"
+        else:
+            with Sampler(policy, exact=state.config.exact) as sampler:
+                tail = sampler.submit([r.prompt + head], params=params, seeds=[[r.seed]]).result()[0][0]
+            reason = tail.finish_reason
+        more = tail.tokens if tail else ()
+        zeros = (0.0,) * len(head + more)
+        new = replace(r, tokens=head + more, mask=(1,) * len(zeros), logps=zeros, raw_logps=zeros, kept_mass=(),
+                      finish_reason=reason)
+        forced, raw = (trainer_logps(policy, [new], replace(state.config, temperature=t))[0][position]
+                       for t in (state.config.temperature, 1.0))
+        new = replace(new, logps=(*r.logps[:position], forced, *(tail.logps if tail else ())),
+                      raw_logps=(*r.raw_logps[:position], raw, *(tail.raw_logps if tail else ())))
+        ((paid,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
+        members = Group(tuple(replace(new, reward=paid) if i == rollout else other for i, other in enumerate(g.group)))
+        changed = [replace(g, group=members, parts={}) if i == group else x for i, x in enumerate(groups)]
+        together = state.config.advantage_kind == "batch_standardised"  # then the others' advantages change, too
+        return [new if together or i == group else x for i, (x, new) in enumerate(zip(changed, _paid(changed, state)))]
+
+    return edit
+
+
+def _checked(place: int, among: Sequence) -> int:
+    if not 0 <= place < len(among):
+        raise ValueError(f"there is no number {place} among {len(among)}: give one from 0 to {len(among) - 1}")
+    return place
+
+
+# --- the step that broke it -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The update of `step` took the measure from `before` to `after`. `measured`: state (the steps done) -> value."""
+
+    step: int
+    before: float
+    after: float
+    measured: dict[int, float]
+
+    def __str__(self):
+        return (f"the update of step {self.step} took it from {self.before:.3g} to {self.after:.3g} "
+                f"(measured after {', '.join(f'{s}: {v:.3g}' for s, v in sorted(self.measured.items()))} steps)")
+
+    __repr__ = __str__
+
+
+async def bisect(run: Run, measure: Callable[[Policy], Any], at_least: float, *, low: int = 0, high: int | None = None,
+                 reference: Policy | None = None) -> Culprit:
+    """The step whose update took `measure(policy)` (a number, or an await of one) below `at_least`, by halving between `low`
+    and `high` steps done (None: all that the record has). Where it crosses more than once, one of the crossings.
+
+    ValueError where it is below at `low` already, or not yet at `high`; it names the value."""
+    steps = run.recorder.steps()
+    high = high if high is not None else (steps[-1] + 1 if steps else 0)
+    measured: dict[int, float] = {}
+
+    async def good(done: int) -> bool:
+        threads = sitting_of(run.recorder.sittings(), done).get("threads")
+        state = await asyncio.to_thread(with_threads, threads, lambda: rebuild(run, done, reference=reference))
+        for note in state.notes:
+            warnings.warn(note, stacklevel=2)
+        value = measure(state.policy)
+        measured[done] = float(await value if inspect.isawaitable(value) else value)
+        return measured[done] >= at_least
+
+    if not await good(low):
+        raise ValueError(f"it is {measured[low]:.3g} after {low} steps, below {at_least} already: begin earlier, ask for less")
+    if await good(high):
+        raise ValueError(f"it is {measured[high]:.3g} after {high} steps, not below {at_least}: nothing was lost")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if await good(middle) else (low, middle)
+    return Culprit(high - 1, measured[low], measured[high], measured)

@@ -1,0 +1,252 @@
+"""Live progress in a notebook: one display that is redrawn at most once a second and keeps its last state."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import linecache
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+
+from grpolab.lab.diagnose import diagnose
+from grpolab.lab.format import readable
+from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric
+from grpolab.lab.plots import POLICY, WARNING
+from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
+from grpolab.runs.selection import PREFIX
+
+CELL = "style='text-align:left;vertical-align:middle'"
+
+
+class Dashboard:
+    """A progress bar, the time left, and for each of `columns` its latest value, a sparkline, its healthy range and meaning.
+
+        live = Dashboard(config.steps, ["reward", "kl"], "GRPO", run=run)
+        async for row in grpo(..., run=run):
+            live.update(row)
+            await live.ask(policy, held_out[:3])
+
+    `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. `meanings` says in
+    a line what a column of your own is. An interrupt of
+    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on, and what its
+    rows were before. What ails the run (`diagnose`) stands below, with the remedy to try.
+    Outside a notebook it prints a line every tenth of the way, and asks nothing.
+    """
+
+    def __init__(self, steps: int, columns: Sequence[str], title: str = "", *, run=None,
+                 healthy: Mapping[str, tuple[float | None, float | None]] | None = None,
+                 meanings: Mapping[str, str] | None = None):
+        from IPython import get_ipython
+        from IPython.display import display
+
+        self.steps, self.columns, self.title, self.run = steps, tuple(columns), title, run
+        self.metrics = {c: _metric(c, (healthy or {}).get(c), (meanings or {}).get(c)) for c in columns}
+        self.rows: list[dict] = []
+        self._earlier = 0  # rows of the run before an interrupt
+        self.interrupted = False
+        self.asked: dict[str, tuple[str, str]] = {}  # question -> (marks so far, latest completion)
+        self._began = self._drawn = self._seen = time.monotonic()
+        self._ask_after, self._asks = 0.0, 0
+        self._shell = get_ipython()
+        self._handle = display(self, display_id=True) if self._shell is not None else None
+        _watch_interrupts(self)
+
+    def update(self, row: dict) -> None:
+        """Take one row of metrics, which holds `step`."""
+        if not self.rows and self.run is not None:
+            self.rows = [r for r in self.run.metrics if r["step"] < row["step"]]
+            self._earlier = len(self.rows)
+        self.rows.append(row)
+        self._seen = time.monotonic()
+        _watch_interrupts(self)
+        if self._handle is not None:
+            if self.done >= self.steps or self._seen - self._drawn > 1:
+                self._draw()
+        elif self.done >= self.steps or len(self.rows) % max(1, self.steps // 10) == 0:
+            print(self)
+
+    async def ask(self, policy, problems: Sequence, *, max_new_tokens: int = 32) -> None:
+        """Ask `problems` afresh (one completion each, at temperature 1) and show them with the checker's ✓ or ✗, the earlier
+        marks before it. At most once a second and a tenth of the time; the training stays what it is without it."""
+        now = time.monotonic()
+        if self._handle is None or (now < self._ask_after and self.done < self.steps):
+            return
+        from grpolab.evaluate import evaluate  # here, since it brings torch along
+
+        self._asks += 1
+        found = await evaluate(policy, problems, samples=1, seed=self._asks, max_new_tokens=max_new_tokens)
+        for problem, (text,), right in zip(problems, found.texts, found.exact_rates):
+            marks = self.asked.get(problem.question, ("", ""))[0] + "✗✓"[int(right)]
+            self.asked[problem.question] = (marks, text)
+        took = time.monotonic() - now
+        self._ask_after = now + max(1.0, 10 * took)
+        self._draw()
+
+    @property
+    def done(self) -> int:
+        """Steps done, those of the run before an interrupt included."""
+        return self.rows[-1]["step"] + 1 if self.rows else 0
+
+    def stopped(self) -> str:
+        """Mark the display as interrupted; the line that says so."""
+        self.interrupted = True
+        self._draw()
+        if self.run is None:
+            return f"stopped at {self.done} of {self.steps}"
+        kept = max(self.done, self.run.checkpointed())
+        again = f"goes on from {kept}" if kept else "starts over"
+        return f"stopped at {self.done} of {self.steps}; a rerun of this cell {again}"
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if self._handle is not None:
+            self._handle.update(self)
+
+    def _clock(self) -> str:
+        elapsed = self._seen - self._began
+        left = elapsed / max(1, len(self.rows) - self._earlier) * (self.steps - self.done)
+        running = 0 < self.done < self.steps and not self.interrupted
+        return f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if running else "")
+
+    def __repr__(self):
+        values = "  ".join(f"{c} {readable(self.rows[-1][c])}" for c in self.columns if self.rows and c in self.rows[-1])
+        ill = "".join(f"  ⚠ {finding.illness}" for finding in diagnose(self.rows))
+        state = f"({self._clock()}{', interrupted' * self.interrupted})"
+        return f"{self.title} {self.done}/{self.steps} {state}  {values}{ill}".strip()
+
+    def _repr_html_(self):
+        rows = "".join(self._row(c) for c in self.columns)
+        state = f", <b style='color:{WARNING}'>interrupted</b>" if self.interrupted else ""
+        return (
+            f"<div style='text-align:left'><b>{escape(self.title)}</b> <progress value='{self.done}' max='{self.steps}'>"
+            f"</progress> {self.done}/{self.steps}, {self._clock()}{state}"
+            f"<table style='margin:0'>{rows}</table>{self._findings()}{self._questions()}</div>"
+        )
+
+    def _findings(self) -> str:
+        """What ails the run so far (`diagnose`)."""
+        return "".join(f"<div style='color:{WARNING}'>⚠ {escape(str(finding))}</div>" for finding in diagnose(self.rows))
+
+    def _row(self, column: str) -> str:
+        values = [r[column] for r in self.rows if r.get(column) is not None and r[column] == r[column]]
+        metric = self.metrics[column]
+        latest = readable(values[-1]) if values else "–"
+        strays = bool(values) and metric.strays(values[-1])
+        color = f" color:{WARNING}" if strays else ""
+        said = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
+        cells = (escape(column), f"<b style='{color}'>{latest}{' ⚠' if strays else ''}</b>", sparkline(values),
+                 f"<small>{escape(said)}</small>")
+        return "<tr>" + "".join(f"<td {CELL}>{cell}</td>" for cell in cells) + "</tr>"
+
+    def _questions(self) -> str:
+        rows = "".join(
+            f"<tr><td {CELL}>{escape(question)}</td><td {CELL}>{marks[-20:]}</td><td {CELL}><code>{escape(_short(text))}</code>"
+            "</td></tr>" for question, (marks, text) in self.asked.items()
+        )
+        return f"<table style='margin:0'>{rows}</table>" if rows else ""
+
+
+def _metric(column: str, healthy: tuple | None, meaning: str | None) -> Metric:
+    known = METRICS.get(column, MEASURED if column.startswith(PREFIX) else UNKNOWN)
+    known = known if meaning is None else known._replace(meaning=meaning)
+    return known if healthy is None else known._replace(low=healthy[0], high=healthy[1])
+
+
+def _short(text: str, most: int = 120) -> str:
+    text = text.replace("\n", "↵")
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> str:
+    """A small line through at most 120 of the values, as an image: Jupyter strips SVG from a notebook that it does not
+    trust, and keeps images."""
+    values = list(values)[:: max(1, len(values) // 120)]
+    if len(values) < 2:
+        return ""
+    low, span = min(values), (max(values) - min(values)) or 1.0
+    points = " ".join(
+        f"{i * width / (len(values) - 1):.1f},{height - 2 - (v - low) / span * (height - 4):.1f}" for i, v in enumerate(values)
+    )
+    line = f"<polyline points='{points}' fill='none' stroke='{POLICY}' stroke-width='1.5'/>"
+    image = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}'>{line}</svg>"
+    data = base64.b64encode(image.encode()).decode()
+    return f"<img width='{width}' height='{height}' alt='' src='data:image/svg+xml;base64,{data}'>"
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
+_unfinished: weakref.WeakSet[Dashboard] = weakref.WeakSet()  # of the cell that runs
+
+
+def quiet_interrupts(shell) -> None:
+    """From now on an interrupt of a cell is said in one line, in place of a page of CancelledError."""
+    shell.set_custom_exc(INTERRUPTS, _say)
+    _wake_at_signals()
+
+
+@cache  # once a process, and the sockets are kept
+def _wake_at_signals() -> tuple[socket.socket, ...]:
+    """ipykernel tells its loop of an interrupt without waking it, so a cell that only waits would wait to its end."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return ()
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    heard, said = ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    before = signal.set_wakeup_fd(said.fileno(), warn_on_full_buffer=False)
+    if before != -1:  # somebody is woken already
+        signal.set_wakeup_fd(before)
+        for end in ends:
+            end.close()
+        return ()
+    loop.add_reader(heard, heard.recv, 4096)
+    return ends
+
+
+def _watch_interrupts(live: Dashboard) -> None:
+    """Until the cell ends, an interrupt of it is told by the dashboard too."""
+    shell = live._shell
+    if shell is None:
+        return
+    if live.done >= live.steps:
+        _unfinished.discard(live)
+        return
+    if not _unfinished and shell.custom_exceptions in ((), INTERRUPTS):
+        always = shell.custom_exceptions == INTERRUPTS
+        quiet_interrupts(shell)
+
+        def end_of_cell(*_):
+            shell.events.unregister("post_run_cell", end_of_cell)
+            if not always:
+                shell.set_custom_exc((), None)
+            _unfinished.clear()
+
+        shell.events.register("post_run_cell", end_of_cell)
+    _unfinished.add(live)
+
+
+def _say(shell, kind, error, traceback, tb_offset=None) -> None:
+    for live in list(_unfinished):
+        print(live.stopped())
+    if not _unfinished:
+        print(_stopped_at(shell, traceback))
+
+
+def _stopped_at(shell, traceback) -> str:
+    """The line of the cell that was interrupted, for people; the frames below it are the package's."""
+    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return "stopped; a rerun starts this cell over"
+    line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
+    return f"stopped at line {traceback.tb_lineno} ({_short(line, 60)}); a rerun starts this cell over"

@@ -1,0 +1,174 @@
+"""Every rollout of a run on one page: a self-contained HTML file that needs neither a kernel nor a network.
+
+Rollouts by step, group and reward, with search; tokens coloured by log-probability, by its change since, by ratio, advantage or
+KL; what an environment wrote set apart; the answers of two checkpoints side by side. The page itself is `page.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.files import atomic_write
+from grpolab.lab.restore import config_of, longest, rebuild, with_threads
+from grpolab.lab.rollout_page import PAGE
+from grpolab.lab.tokens import DOWN, QUANTITIES, UP
+from grpolab.models.load import Policy
+from grpolab.rollouts import Rollout
+from grpolab.runs.rollout_log import recorded
+from grpolab.runs.run import Run
+from grpolab.train.grpo import GRPOConfig, trainer_logps
+from grpolab.train.verify import prove
+
+BIGGEST = 4_900_000  # bytes of a page
+LONGEST = 4000  # tokens of a rollout that it holds
+FRAME = "sandbox='allow-scripts' style='width:100%;height:640px;border:1px solid #8886;box-sizing:border-box;display:block'"
+
+
+class Page:
+    """A page that was written to `path`; a notebook shows it inside its cell."""
+
+    def __init__(self, path: Path, html: str, note: str):
+        self.path, self.html, self.note = path, html, note
+
+    def _repr_html_(self):
+        inside = escape(self.html, quote=False).replace("'", "&#39;")  # double quotes, of which JSON is full, stay
+        file = f"<small>the page {escape(str(Run.shown(self.path)))}, which shows here where the notebook is trusted</small>"
+        return f"{file}<iframe srcdoc='{inside}' {FRAME}></iframe>"  # Jupyter takes the frame out where it is not
+
+    def __repr__(self):
+        return f"{Run.shown(self.path)}: {self.note}"
+
+
+def browse(run: Run, path: str | Path | None = None, *, steps: Iterable[int] | None = None, now: Policy | int | None = None,
+           reference: Policy | None = None, compare: tuple[Policy | int, Policy | int] | None = None, prompts: int = 12,
+           biggest: int = BIGGEST) -> Page:
+    """Write the recorded rollouts (of `steps`) as one HTML file, by default rollouts.html in the run's folder.
+
+    `now`, a policy or a number of steps done, adds how probable each token has become since (change, ratio); `reference`
+    adds the KL to it. `compare` two of these: their greedy answers to the first so many `prompts`, with the difference marked.
+    Where not all fit into `biggest` bytes, whole groups evenly spaced over the steps are shown, and the page says so; of a
+    very long rollout it holds the beginning."""
+    wanted = None if steps is None else set(steps)
+    numbers = [(line["step"], line["group"], size_of(line)) for line in run.recorder.lines(wanted, tell=warnings.warn)]
+    if not numbers:
+        raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
+                         "multi_turn_grpo leave them, unless keep='none'")
+    numbers_a_token = 1 + (now is not None) + (reference is not None)
+    room = max(biggest / 2, biggest - 20_000 - 1000 * prompts * (compare is not None))
+    share = min(1.0, room / (numbers_a_token * sum(size for *_, size in numbers)))
+    picked = {number[:2] for number in evenly(numbers, share)}
+    lines = [line for line in run.recorder.lines(wanted) if (line["step"], line["group"]) in picked]
+    flat, config = [r for line in lines for r in recorded(line).group], config_of(run)
+    extra = {}
+    for name, policy in (("now", now), ("ref", reference)):
+        if policy is not None:
+            extra[name] = logps_under(_policy_of(run, policy), flat, config, longest([[recorded(line) for line in lines]]))
+    rows, total = rows_of(lines, extra), sum({line["step"]: line["of"] for line in run.recorder.lines(wanted)}.values())
+    diff = differing(run, compare, lines[: 4 * prompts], prompts, config) if compare else []
+    vocabulary, names = run.recorder.vocabulary(), [_name_of(run, side) for side in compare or ()]
+    while True:
+        note = f"{len(rows)} rollouts" + ("" if len(rows) == total else f" of {total}, evenly spaced over the steps: the file "
+                                          f"stays below {biggest / 1e6:.2g} MB")
+        data = {
+            "title": str(run.shown(run.folder)), "note": note, "up": UP, "down": DOWN,
+            "vocabulary": {i: vocabulary[i] for i in sorted({i for row in rows for i in row["t"]}) if i in vocabulary},
+            "quantities": {name: [about, neutral, colours] for name, (about, neutral, colours) in QUANTITIES.items()},
+            "prompts": [_beginning(line["prompt"]) for line in lines], "rows": rows, "diff": diff, "diff_names": names,
+        }
+        html = PAGE.replace("@UP@", UP).replace("@DOWN@", DOWN).replace("@DATA@", in_script(data))
+        if len(html) <= biggest or len(rows) == 1:
+            break
+        places = evenly(range(len(lines)), 0.9 * biggest / len(html))  # the estimate was too low
+        if len(places) < len(lines):
+            place = {old: new for new, old in enumerate(places)}
+            rows, lines = [row | {"p": place[row["p"]]} for row in rows if row["p"] in place], [lines[p] for p in places]
+        else:  # one group, and too large
+            rows = rows[: len(rows) // 2]
+    path = Path(path) if path else run.folder / "rollouts.html"
+    return Page(atomic_write(path, html), html, note)
+
+
+def evenly(items: Sequence, share: float) -> list:
+    """Such a share of the items, at least one, evenly spaced."""
+    count = max(1, int(share * len(items)))
+    return [items[len(items) * k // count] for k in range(count)]
+
+
+def size_of(line: dict) -> int:
+    """About how many bytes of the page a group takes: its texts, and two numbers a token."""
+    lengths = [min(LONGEST, len(t)) for t in line["tokens"]]
+    texts = [line["prompt"][: 2 * LONGEST], *(text[: 4 * LONGEST] for text in line["completion"])]
+    return len(json.dumps(texts)) + sum(8 * n + 150 for n in lengths)
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= 2 * LONGEST else f"{text[: 2 * LONGEST]} ... ({len(text)} characters)"
+
+
+def in_script(data) -> str:
+    """JSON that no text inside can end or change: as data of a script element."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def rows_of(lines: Sequence[dict], extra: dict[str, list[list[float]]]) -> list[dict]:
+    """A row a rollout as the page reads it; numbers have three decimals. `extra` holds a list of log-probs a rollout."""
+    rows, at = [], 0
+    for place, line in enumerate(lines):
+        g = recorded(line)
+        for i, r in enumerate(g.group):
+            row = {"s": line["step"], "g": line["group"], "i": i, "p": place, "w": _short(r.reward), "f": r.finish_reason,
+                   "a": _short(g.advantages[i]), "n": len(r.tokens), "t": r.tokens[:LONGEST],
+                   "l": [_short(x) for x in r.logps[:LONGEST]], "c": line["completion"][i][: 4 * LONGEST]}
+            row |= {} if all(r.mask) else {"m": r.mask[:LONGEST]}
+            row |= {"o": {name: _short(values[i]) for name, values in g.parts.items()}} if g.parts else {}
+            row |= {name: [_short(x) for x in values[at][:LONGEST]] for name, values in extra.items()}
+            rows.append(row)
+            at += 1
+    return rows
+
+
+def _short(x: float | None) -> float | None:
+    return None if x is None or not math.isfinite(x) else round(x, 3)
+
+
+def _policy_of(run: Run, what: Policy | int) -> Policy:
+    return what if isinstance(what, Policy) else with_threads(None, lambda: rebuild(run, what)).policy
+
+
+def _name_of(run: Run, what: Policy | int) -> str:
+    return what.name if isinstance(what, Policy) else f"after {what} steps"
+
+
+def logps_under(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig, most: int) -> list[list[float]]:
+    """Each rollout's log-probs by the trainer's forward of a policy; 0 where an environment wrote."""
+    with policy.lock:
+        prove(policy, config, most)
+        return trainer_logps(policy, rollouts, config)
+
+
+def differing(run: Run, compare, lines: Sequence[dict], prompts: int, config: GRPOConfig) -> list[dict]:
+    """The greedy answers of two policies to the first distinct prompts, each as [how, text] pieces: "=", "-" or "+"."""
+    asked = list({tuple(line["prompt_ids"]): line["prompt"] for line in lines}.items())[:prompts]
+    params, answers = SamplingParams(greedy=True, max_new_tokens=config.max_new_tokens), []
+    for side in compare:
+        policy = _policy_of(run, side)
+        with Sampler(policy) as sampler:
+            answers.append([policy.decode(g[0].tokens) for g in sampler.sample_sync([ids for ids, _ in asked], params=params)])
+    return [{"prompt": prompt, "pieces": pieces(a, b)} for (_, prompt), a, b in zip(asked, *answers)]
+
+
+def pieces(a: str, b: str) -> list[list[str]]:
+    """The pieces of two texts in order: ["=", both], ["-", only the first], ["+", only the second]."""
+    out = []
+    for tag, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        out += [["=", a[i:j]]] if tag == "equal" else [piece for piece in (["-", a[i:j]], ["+", b[k:m]]) if piece[1]]
+    return out

@@ -1,0 +1,357 @@
+"""load_policy(name): the embedded base model, SmolLM2-135M-Instruct, or any Hugging Face causal LM."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from grpolab.chat import CHAT_TEMPLATE
+from grpolab.files import atomic_folder, data_path
+from grpolab.models import lora
+from grpolab.models.lora import LoRA
+from grpolab.models.smollm2 import SMOLLM2, smollm2_source
+from grpolab.sync import FairLock
+
+PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
+NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
+
+
+@dataclass
+class Policy:
+    """A causal LM and what is needed to run it. `version` counts the optimiser steps taken on it: whoever changes the
+    parameters adds one, and whoever keeps a copy of them compares. Whoever computes with the model in a thread holds
+    `lock`, so that a training step and a sampling step never overlap; it goes to those who wait in order of arrival.
+    `provenance` says where the weights come from: the last training loop sets it, else it is what was found at loading."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    eos_ids: tuple[int, ...]
+    version: int = 0
+    lock: FairLock = field(default_factory=FairLock, repr=False)
+    provenance: dict | None = field(default=None, repr=False)  # of the last training loop, or of provenance.json
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def context(self) -> int:
+        """The most tokens that prompt and completion may have together; see `steady_context`."""
+        return steady_context(self.model.config)
+
+    @property
+    def pad_id(self) -> int:
+        """What fills the right of short rows; never read, since masks come from lengths."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else self.eos_ids[0]
+
+    def decode(self, tokens) -> str:
+        """The text of a completion without the end tokens that close it. Any other special token stays visible, so that no
+        text appears that the policy did not write: "1<|endoftext|>2" is not 12."""
+        tokens = list(tokens)
+        while tokens and int(tokens[-1]) in self.eos_ids:
+            tokens.pop()
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """How a reference computes: without dropout."""
+        with evaluating(self.model):
+            yield
+
+    def without_adapter(self) -> BasePolicy:
+        """The same model with its adapter switched off while it computes: a reference that takes no memory of its own."""
+        if not lora.layers(self.model):
+            raise ValueError(f"{self.name!r} has no adapter to switch off: load the reference as a policy of its own")
+        return BasePolicy(self.model, self.tokenizer, f"{self.name} without adapter", self.eos_ids)
+
+    def merge_adapter(self) -> None:
+        """Write the adapter into the weights and take it out: a plain model with all weights trainable, a new version."""
+        with self.lock:
+            lora.merge(self.model)
+            self.version += 1
+
+    def save(self, folder: str | Path) -> Path:
+        """Model (safetensors; with an adapter that alone, in peft's form), tokenizer and provenance.json in one folder that
+        `load_policy` reads; replaced as a whole or not at all."""
+        with self.lock, atomic_folder(folder) as partial:  # never in the middle of a step
+            lora.save(self.model, partial) if lora.layers(self.model) else self.model.save_pretrained(partial)
+            self.tokenizer.save_pretrained(partial)
+            if self.provenance:
+                (partial / PROVENANCE).write_text(json.dumps(self.provenance, indent=1) + "\n")
+        return Path(folder)
+
+    @property
+    def origin(self) -> str:
+        """Name and provenance in one line."""
+        known = ", ".join(f"{key} {value}" for key, value in (self.provenance or {}).items() if value is not None)
+        return f"{self.name} ({known or 'where its weights come from is not recorded'})"
+
+    def __repr__(self):
+        n = sum(p.numel() for p in self.model.parameters())
+        return f"Policy({self.name!r}, {n / 1e6:.1f} M parameters, {self.dtype}, {self.device}, version {self.version})"
+
+
+class BasePolicy(Policy):
+    """A policy with its adapter switched off while it computes (`Policy.without_adapter`)."""
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Without dropout and without the adapter."""
+        with evaluating(self.model), lora.switched_off(self.model):
+            yield
+
+
+def choose_device(device: str | None = None, dtype: torch.dtype | str | None = None) -> tuple[torch.device, torch.dtype]:
+    """The one place that chooses: CUDA, else Apple's MPS, else the CPU; parameters in float32 unless asked otherwise.
+
+    Float32 parameters everywhere: a step of 1e-6 is lost in bfloat16's eight bits. Compute may be lower through autocast.
+    """
+    if device is None:
+        device = _own_gpu() if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if isinstance(dtype, str):
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"dtype {dtype!r} is not a torch dtype; use 'float32', 'bfloat16' or 'float16'")
+        dtype = getattr(torch, dtype)
+    return torch.device(device), dtype or torch.float32
+
+
+def _own_gpu() -> str:
+    """The GPU of this process: the first, or the one that a launcher of several processes says by LOCAL_RANK."""
+    number = int(os.environ.get("LOCAL_RANK", 0))
+    if number >= torch.cuda.device_count():
+        raise ValueError(f"LOCAL_RANK={number} has no GPU of its own: this machine has {torch.cuda.device_count()}; start "
+                         "at most so many processes on it, or name the device: load_policy(..., device='cuda:0')")
+    return f"cuda:{number}" if "LOCAL_RANK" in os.environ else "cuda"
+
+
+def describe_machine() -> str:
+    """One line for the top of a notebook: processor threads, GPU, and the versions that numbers depend on."""
+    import transformers
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads, {gpu}"
+
+
+def load_policy(
+    name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None, adapter: LoRA | None = None,
+    tell: bool = True,
+) -> Policy:
+    """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model or a saved adapter (its
+    model is loaded by the name in it); prints its provenance if `tell`, in a notebook once a cell. With an `adapter`, a
+    fresh one is put in and trained alone.
+
+    Raises ValueError for a name that is none of these, for a model that has no end token, and for a checkpoint that is
+    broken or lacks a tensor of the model or holds another: nothing is filled in and nothing is left out.
+    """
+    target, dtype = choose_device(device, dtype)
+    if name == "tiny":
+        source = str(data_path("tiny"))
+    elif name == "smollm2-135m":
+        source = smollm2_source()
+    else:
+        source = name
+    folder = Path(source).expanduser()
+    saved = (folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file()
+    if saved and adapter:
+        raise ValueError(f"{source} is an adapter already, and a model takes one: load it without adapter=, or merge it first")
+    if saved:
+        whole = load_policy(lora.base_of(folder), device=device, dtype=dtype)
+        model, tokenizer = whole.model, whole.tokenizer
+        lora.load(model, folder)
+    else:
+        model, tokenizer = _load(source, dtype)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    shown = Path(name).name if Path(name).expanduser().is_dir() else name
+    if adapter:
+        lora.inject(model, adapter, name)
+    policy = Policy(in_own_memory(model).to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
+    policy.provenance = read_provenance(name, source)
+    if tell:
+        _tell(policy.origin)
+    return policy
+
+
+_told: tuple[int, set[str]] = (0, set())  # the cell that told where weights come from, and which
+
+
+def _tell(origin: str) -> None:
+    """Print it; in a notebook once a cell, however often the cell loads it."""
+    global _told
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = shell.execution_count if shell else 0
+    if cell != _told[0]:
+        _told = cell, set()
+    if origin not in _told[1]:
+        print(origin)
+    if shell:
+        _told[1].add(origin)
+
+
+def read_provenance(name: str, source: str) -> dict:
+    """What is known of where the weights of `source` come from: its provenance.json, else what its name says."""
+    path = Path(source).expanduser() / PROVENANCE
+    if path.is_file():
+        try:
+            return dict(json.loads(path.read_text()))
+        except (ValueError, TypeError):
+            return {"its": f"{PROVENANCE} cannot be read"}
+    if name in NAMES:
+        return {"made by": "data/make_tiny.py"} if name == "tiny" else {"made by": SMOLLM2}
+    return {} if path.parent.is_dir() else {"from": "the Hugging Face hub"}
+
+
+def refuse_gaps(report: dict, source) -> None:
+    """ValueError naming the tensors that a checkpoint lacks, has beside the model's, or has in another shape; `report` is
+    transformers' loading info. It would fill the first at random and leave out the second, with a line in a log."""
+    wrong = {"lacks": report["missing_keys"], "also holds": report["unexpected_keys"],
+             "has in another shape": [key for key, *_ in report["mismatched_keys"]]}
+    found = "; it ".join(f"{verb} {len(keys)}: {', '.join(sorted(keys)[:4])}{', …' * (len(keys) > 4)}"
+                         for verb, keys in wrong.items() if keys)
+    if found:
+        lora = any("lora_" in key for key in report["unexpected_keys"])
+        remedy = "merge its adapter (peft: merge_and_unload) and save it again" if lora else "save it again, or load what it is"
+        raise ValueError(f"the checkpoint {source} is not that of its config.json: of tensors, it {found}; {remedy}")
+
+
+def in_own_memory(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with its parameters moved out of the mapped checkpoint, where each lies as it happened to fall: a product
+    may sum in another order there, and a model saved and loaded would differ from itself in the last bit."""
+    for p in model.parameters():
+        p.data = p.data.clone()
+    return model
+
+
+def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
+    """Every id that ends a turn, the tokenizer's first: a model may stop on several."""
+    found = [tokenizer.eos_token_id]
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        found += ids if isinstance(ids, list | tuple) else [ids]
+    ids = tuple(dict.fromkeys(i for i in found if i is not None))
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{name!r} has no end token, so its completions could never end: "
+            "set tokenizer.eos_token to one of its tokens, save_pretrained, and load that folder"
+        )
+    return ids
+
+
+def _load(source: str, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a bar for the milliseconds of reading a local file; downloads keep theirs
+    folder = Path(source).expanduser()
+    looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
+    known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())
+    if looks_local and not (folder / "config.json").is_file():
+        raise ValueError(f"{source!r} has no config.json, so it holds no saved model. Names: {known}; or a Hugging Face id")
+    source = str(folder) if looks_local else source
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
+        if looks_local:
+            raise ValueError(f"{source} is not a readable checkpoint, save it again or restore it: {error}") from error
+        raise ValueError(f"no model {source!r}: {error}\nNames: {known}; or a Hugging Face id or folder") from error
+    refuse_gaps(report, source)
+    return model, tokenizer
+
+
+def core(model):
+    """The transformers model itself where an adapter library wrapped it (PEFT's `get_base_model`), else the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def attention_of(model) -> str | None:
+    """The attention implementation that the model is set to, or None where transformers does not say: it has a public way
+    to set it (`set_attn_implementation`) and none to ask."""
+    return getattr(model.config, "_attn_implementation", None)
+
+
+@contextmanager
+def evaluating(model) -> Iterator[None]:
+    """No dropout for the while, whatever a trainer left on; each module gets its own mode back."""
+    training = [m for m in model.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def steady_context(config) -> int:
+    """The most positions over which the model is one function: its context, or under longrope, whose frequencies are other
+    ones for a sequence longer than its original context, that one. Past it a token's logits depend on how long its
+    sequence becomes later, so keys cannot be kept, nor rows of different lengths share a batch."""
+    limits = [getattr(config, "max_position_embeddings", None)]
+    if limits == [None]:
+        raise ValueError(f"the configuration of {config.model_type!r} names no context: set max_position_embeddings in it")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(r for r in ropes.values() if isinstance(r, dict))]:
+        if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings"):
+            limits.append(rope["original_max_position_embeddings"])
+    return min(limits)
+
+
+def llama_obstacle(model) -> str | None:
+    """Why the parameters alone do not say what this model computes, or None: a Llama-shaped model of transformers, all of
+    whose modules are its own and unaltered."""
+    config = model.config
+    if config.model_type not in ("llama", "qwen2", "qwen3", "mistral"):
+        return f"model type {config.model_type!r} is not one that the llama engine knows"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window):
+        return "it has sliding-window layers"
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope not in ("default", "linear", "llama3", "yarn"):
+        return f"its rotary positions of type {rope!r} change with the length"
+    linears = [model.lm_head] if hasattr(model, "lm_head") else []  # a reward model has another head
+    for layer in model.model.layers:
+        a, m = layer.self_attn, layer.mlp
+        linears += [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
+    for linear in linears:
+        if type(linear) is not nn.Linear and not lora.is_adapted(linear):
+            return f"a projection is a {type(linear).__name__}, not a plain Linear"
+    for name, module in model.named_modules():
+        if not lora.is_adapted(module) and (why := _foreign(module, config.model_type)):
+            return f"{name or 'the model'} {why}"
+    if len({(p.dtype, p.device) for p in model.parameters()}) != 1:
+        return "its parameters differ in dtype or device"
+    return None
+
+
+def _foreign(module: nn.Module, model_type: str) -> str | None:
+    """What keeps a module from being read instead of called: another's class (an adapter, a subclass), a hook, a forward
+    of its own. Checkpointing, which computes the same, is allowed."""
+    kind = type(module)
+    homes = (f"transformers.models.{model_type}.", "transformers.activations", "torch.nn.modules.")
+    if not kind.__module__.startswith(homes):
+        return f"is a {kind.__name__}, not one of the classes of transformers"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has a forward hook"
+    own = vars(module).get("forward")
+    if own is not None and getattr(own, "func", None) is not checkpoint:
+        return "has a forward of its own"
+    return None

@@ -1,0 +1,340 @@
+"""The flight recorder: every rollout of a run, in append-only compressed files that can be read while they are written.
+
+A file holds the steps of one range, RANGE of them, as gzip members one behind another, a member a step; `zcat` shows it.
+A line of JSON is one group: `prompt` and `prompt_ids` once, everything else one entry a rollout. Log-probs are fp32,
+little-endian, base64, those of all rollouts of the group one behind another, so that every bit comes back. The first line of
+a step spells the tokens that are new in its file (`vocabulary`), so that the record is read without a tokenizer. A step is
+one write: a kill leaves whole steps, or a last one cut short, which readers leave out and the next loop removes.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, is_dataclass, replace
+from itertools import accumulate, chain
+from pathlib import Path
+
+import numpy as np
+
+from grpolab.files import append_bytes, atomic_write
+from grpolab.rollouts import Group, RecordedGroup, Rollout
+
+RANGE = 25  # steps a file
+MAGIC = b"\x1f\x8b\x08"  # how a gzip member begins
+FLOATS = ("logps", "raw_logps", "kept_mass")
+FORMAT = 1
+
+
+class Recorder:
+    """Writes the groups of each step into `folder`, and gives them back.
+
+    `keep` is "all", "none", or the number of rollouts that are kept of each step: of groups evenly spaced over the batch,
+    whole ones as far as the number goes. `seconds` and `bytes` count what recording cost since the object was made.
+    """
+
+    def __init__(self, folder: Path, keep: str | int = "all"):
+        if keep not in ("all", "none") and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep must be 'all', 'none' or a number of rollouts a step, got {keep!r}")
+        self.folder, self.keep = folder, keep
+        self.seconds, self.bytes, self.rollouts = 0.0, 0, 0
+        self._unsynced: set[Path] = set()  # files that were written since the last `sync`
+        self._told: dict | None = None  # the sitting that the file of sittings holds
+        self._spelt: tuple[Path | None, set[int]] = None, set()  # the file in progress, and the tokens that it spells
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def add(self, step: int, groups: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str], sitting: dict,
+            spell: Callable[[Sequence[int]], str] | None = None) -> None:
+        """Append one step. `decode` gives the text of token ids, `spell` that of a single one (default: `decode`; it may leave
+        out end tokens), `sitting` says on what it was computed (JSON)."""
+        began = time.perf_counter()
+        if self.keep != "none" and groups:
+            self._tell(step, sitting)
+            kept = list(enumerate(groups)) if self.keep == "all" else sample(groups, self.keep)
+            whole = sum(len(g.group) for g in groups)
+            lines = [line_of(step, number, g, decode, whole) for number, g in kept]
+            lines[0]["vocabulary"] = {i: (spell or decode)([i]) for i in self._unspelt(self.path(step), kept)}
+            lines = "".join(json.dumps(line, default=_plain) + "\n" for line in lines)
+            data = gzip.compress(lines.encode(), compresslevel=1, mtime=0)
+            append_bytes(self.path(step), data, "the rollouts of a step")
+            self._unsynced.add(self.path(step))
+            self.bytes += len(data)
+            self.rollouts += sum(len(g.group) for _, g in kept)
+        self.seconds += time.perf_counter() - began
+
+    def rewind(self, steps: int) -> None:
+        """Keep what stands before step `steps` alone, as a loop that goes on from there needs it: the last file first, so
+        that a kill in between leaves no gap."""
+        self._told, self._spelt = None, (None, set())
+        self._unsynced.clear()
+        for path in reversed(self.files()):
+            if first_step(path) >= steps:
+                path.unlink()
+            else:
+                end = 0
+                for stop, lines in members(path):
+                    if step_of(lines) >= steps:
+                        break
+                    end = stop
+                if end < path.stat().st_size:
+                    os.truncate(path, end)
+        sittings = [s for s in self.sittings() if s["from"] < steps]
+        if self.folder.exists():
+            atomic_write(self.folder / "sittings.json", json.dumps(sittings, indent=1) + "\n")
+
+    def sync(self) -> None:
+        """See that what was written is on the disk: a checkpoint must not outlive the record before it."""
+        for path in sorted(self._unsynced):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        self._unsynced.clear()
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"steps-{step // RANGE * RANGE:08d}.jsonl.gz"
+
+    def _unspelt(self, path: Path, kept: Sequence[tuple[int, RecordedGroup]]) -> list[int]:
+        """The tokens of these groups that the file does not spell yet; it will."""
+        if self._spelt[0] != path:
+            known = {int(i) for _, step in (members(path) if path.exists() else ()) for i in vocabulary([step])}
+            self._spelt = path, known
+        new = {i for _, g in kept for r in g.group for i in (*r.tokens, *r.prompt)} - self._spelt[1]
+        self._spelt[1].update(new)
+        return sorted(new)
+
+    def _tell(self, step: int, sitting: dict) -> None:
+        if sitting != self._told:
+            sittings = [*self.sittings(), {"from": step, "format": FORMAT, "keep": self.keep} | sitting]
+            atomic_write(self.folder / "sittings.json", json.dumps(sittings, indent=1) + "\n")
+            self._told = sitting
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def sittings(self) -> list[dict]:
+        """On what the run was computed: an entry for each loop that wrote here, from its first step on."""
+        try:
+            found = json.loads((self.folder / "sittings.json").read_text())
+        except (OSError, ValueError):
+            return []
+        known = isinstance(found, list) and all(isinstance(s, dict) and isinstance(s.get("from"), int) for s in found)
+        return found if known else []
+
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("steps-*.jsonl.gz"))
+
+    def lines(self, steps: Iterable[int] | None = None, tell: Callable[[str], None] | None = None) -> Iterator[dict]:
+        """The lines of these steps (None: all) in order. `tell` hears of what cannot be read."""
+        wanted = None if steps is None else set(steps)
+        for path in self.files():
+            span = range(first_step(path), first_step(path) + RANGE)
+            if wanted is None or not wanted.isdisjoint(span):
+                for _, lines in members(path, tell):
+                    if wanted is None or step_of(lines) in wanted:
+                        yield from map(json.loads, lines.splitlines())
+
+    def vocabulary(self) -> dict[int, str]:
+        """Token id -> its text, of all tokens on the record."""
+        return {int(i): text for path in self.files() for i, text in vocabulary(m for _, m in members(path)).items()}
+
+    def steps(self) -> list[int]:
+        """The steps that the record holds."""
+        return [step_of(lines) for path in self.files() for _, lines in members(path)]
+
+    def groups(self, step: int) -> list[RecordedGroup]:
+        """The kept groups of a step as the loop handed them over; ValueError where the record holds none."""
+        return list(self.numbered(step).values())
+
+    def numbered(self, step: int) -> dict[int, RecordedGroup]:
+        """`groups` by their number in the step, which with keep=n is not their place among the kept ones."""
+        lines = list(self.lines([step]))
+        if not lines:
+            held = self.steps()
+            there = f"it holds {held[0]} to {held[-1]}" if held else (
+                "it holds none (grpo and multi_turn_grpo fill it, unless keep='none')")
+            raise ValueError(f"step {step} is not in the record {self.folder}: {there}")
+        return {line["group"]: recorded(line) for line in lines}
+
+    def whole(self, step: int) -> list[RecordedGroup]:
+        """`groups`, where every rollout of the step was kept; else ValueError."""
+        groups, lines = self.groups(step), list(self.lines([step]))
+        held = sum(len(g.group) for g in groups)
+        if held < lines[0]["of"]:
+            raise ValueError(f"the record keeps {held} of the {lines[0]['of']} rollouts of step {step}, and an update needs "
+                             "all of them: record with keep='all'")
+        return groups
+
+
+# --- one step, one group ----------------------------------------------------------------------------------------------
+
+
+def sample(groups: Sequence[RecordedGroup], keep: int) -> list[tuple[int, RecordedGroup]]:
+    """(place, group) of groups evenly spaced over the batch, `keep` rollouts in all; the last one may be a part of its own."""
+    size = max(len(g.group) for g in groups)
+    number = min(len(groups), -(-keep // size))
+    places, left, out = [len(groups) * i // number for i in range(number)], keep, []
+    for place in places:
+        out.append((place, first_rollouts(groups[place], left)))
+        left -= len(out[-1][1].group)
+    return [(place, g) for place, g in out if len(g.group)]
+
+
+def first_rollouts(g: RecordedGroup, n: int) -> RecordedGroup:
+    return g if n >= len(g.group) else replace(
+        g, group=Group(g.group.rollouts[:n]), advantages=g.advantages[:n], turns=g.turns[:n], absent=g.absent[:n],
+        parts={name: values[:n] for name, values in g.parts.items()})
+
+
+def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence[int]], str], of: int) -> dict:
+    """One group as JSON. What is the same for all rollouts, as a mask of ones, is left out; `of` counts the step's rollouts."""
+    rollouts = g.group.rollouts
+    line = {
+        "step": step, "group": number, "of": of, "used": g.used, "prompt": decode(rollouts[0].prompt),
+        "problem": g.problem, "prompt_ids": rollouts[0].prompt,
+        "completion": [decode(r.tokens) for r in rollouts], "reward": [r.reward for r in rollouts],
+        "advantage": list(g.advantages), "finish_reason": [r.finish_reason for r in rollouts],
+        "seed": [r.seed for r in rollouts], "policy_version": [r.policy_version for r in rollouts],
+        "tokens": [r.tokens for r in rollouts], "logps": packed(r.logps for r in rollouts),
+    }
+    if any(r.raw_logps != r.logps for r in rollouts):
+        line["raw_logps"] = packed(r.raw_logps for r in rollouts)
+    if any(r.kept_mass for r in rollouts):
+        line["kept_mass"] = packed(r.kept_mass or (1.0,) * len(r.tokens) for r in rollouts)
+    if not all(all(r.mask) for r in rollouts):
+        line["mask"] = [r.mask for r in rollouts]
+    if any(r.prompt != rollouts[0].prompt for r in rollouts):  # of agents, which ask as they like
+        line["prompts"] = [r.prompt for r in rollouts]
+    if g.parts:
+        line["parts"] = {name: list(values) for name, values in g.parts.items()}
+    if g.turns:  # of an episode, also of one without a turn
+        line["turns"] = g.turns
+    if any(g.absent):
+        line["absent"] = g.absent
+    return line
+
+
+def _plain(x):
+    """What JSON can hold of a question: a dataclass and other objects as their fields, else the text."""
+    return asdict(x) if is_dataclass(x) and not isinstance(x, type) else vars(x) if hasattr(x, "__dict__") else str(x)
+
+
+def recorded(line: dict) -> RecordedGroup:
+    """The inverse of `line_of`: the same numbers in every bit."""
+    lengths = [len(t) for t in line["tokens"]]
+    floats = {name: unpacked(line[name], lengths) for name in FLOATS if name in line}
+    masks = line.get("mask") or [(1,) * n for n in lengths]
+    prompts = line.get("prompts") or [line["prompt_ids"]] * len(lengths)
+    rollouts = tuple(
+        Rollout(tuple(prompts[i]), tuple(tokens), tuple(masks[i]), floats["logps"][i],
+                floats.get("raw_logps", floats["logps"])[i], line["finish_reason"][i], line["seed"][i],
+                line["policy_version"][i], line["reward"][i], kept_mass=floats["kept_mass"][i] if "kept_mass" in floats else ())
+        for i, tokens in enumerate(line["tokens"])
+    )
+    turns = tuple(tuple((wrote, told) for wrote, told in turns) for turns in line.get("turns", ()))
+    return RecordedGroup(Group(rollouts), tuple(line["advantage"]), line["problem"], line.get("parts", {}), turns,
+                         line["used"], tuple(line.get("absent", ())))
+
+
+def packed(values: Iterable[Sequence[float]]) -> str:
+    """fp32, little-endian, base64."""
+    return base64.b64encode(np.fromiter(chain.from_iterable(values), "<f4").tobytes()).decode()
+
+
+def unpacked(text: str, lengths: Sequence[int]) -> list[tuple[float, ...]]:
+    """The inverse of `packed`: so many numbers for each rollout."""
+    flat = np.frombuffer(base64.b64decode(text), "<f4").tolist()
+    if len(flat) != sum(lengths):
+        raise ValueError(f"the record holds {len(flat)} log-probs for {sum(lengths)} tokens: the line is damaged")
+    ends = list(accumulate(lengths))
+    return [tuple(flat[end - n : end]) for n, end in zip(lengths, ends)]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def first_step(path: Path) -> int:
+    return int(path.name.removeprefix("steps-").split(".")[0])
+
+
+def step_of(lines: bytes) -> int:
+    """Of a member: its first line begins {"step": 12, ..."""
+    return int(lines[9 : lines.index(b",")])
+
+
+def vocabulary(steps: Iterable[bytes]) -> dict[str, str]:
+    """What the first lines of these members spell."""
+    return {i: text for step in steps for i, text in json.loads(step[: step.index(b"\n")]).get("vocabulary", {}).items()}
+
+
+def members(path: Path, tell: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:
+    """(where it ends in the file, its content) of each whole step in a file. What is damaged is passed over, up to the next
+    member that is whole, and `tell` hears of it."""
+    data, at, last = path.read_bytes(), 0, None
+    while at < len(data):
+        content, end = _member(data, at)
+        if content is None:
+            end = data.find(MAGIC, at + 1)
+            while end > 0 and _member(data, end)[0] is None:
+                end = data.find(MAGIC, end + 1)
+            end = end if end > 0 else len(data)
+            if tell is not None:
+                after = "at its beginning" if last is None else f"after step {last}"
+                what = "ends in the middle of a step" if end == len(data) else "is damaged"
+                tell(f"{path} {what} {after}: {end - at} bytes cannot be read")
+        else:
+            last = step_of(content)
+            yield end, content
+        at = end
+
+
+def _member(data: bytes, at: int) -> tuple[bytes | None, int]:
+    """The gzip member that begins there and where it ends; None where it is cut short or fails its checksum."""
+    reader = zlib.decompressobj(wbits=31)
+    try:
+        content = reader.decompress(data[at:])
+    except zlib.error:
+        return None, at
+    whole = reader.eof and content.startswith(b'{"step": ')
+    return (content, len(data) - len(reader.unused_data)) if whole else (None, at)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+SHARED = ("step", "group", "prompt", "problem", "prompt_ids", "used")  # of a group; the rest are of a rollout
+COLUMNS = ("step", "group", "rollout", "prompt", "completion", "reward", "advantage", "finish_reason", "turns", "problem",
+           "seed", "policy_version", "used", "prompt_ids", "tokens", "mask", *FLOATS)
+
+
+def table(lines: Iterable[dict], columns: Sequence[str] | None = None):
+    """A DataFrame with a row a rollout: COLUMNS, and one for each of the parts; `columns` chooses among them."""
+    import pandas as pd
+
+    rows: list[dict] = []
+    known, empty = dict.fromkeys(COLUMNS), True
+    for line in lines:
+        known, empty = known | dict.fromkeys(line.get("parts", ())), False
+        rows += rows_of(line, columns)
+    missing = [c for c in columns or () if c not in known]
+    if missing and not empty:
+        raise ValueError(f"the record has no column {', '.join(missing)}; it has {', '.join(known)}")
+    return pd.DataFrame(rows, columns=list(columns or known))
+
+
+def rows_of(line: dict, columns: Sequence[str] | None = None) -> list[dict]:
+    """A row for each rollout of a line."""
+    n, lengths = len(line["tokens"]), [len(t) for t in line["tokens"]]
+    cells = {name: [line[name]] * n for name in SHARED} | {"rollout": range(n)}
+    cells |= {name: line[name] for name in ("completion", "reward", "advantage", "finish_reason", "seed", "policy_version",
+                                            "tokens")}
+    cells |= {"turns": line.get("turns") or [()] * n, "mask": line.get("mask") or [(1,) * k for k in lengths]}
+    cells |= line.get("parts", {})
+    for name in FLOATS:
+        if columns is None or name in columns:
+            source = line.get(name, line["logps"] if name == "raw_logps" else None)
+            cells[name] = unpacked(source, lengths) if source is not None else [()] * n
+    wanted = [name for name in columns if name in cells] if columns else list(cells)
+    return [dict(zip(wanted, row)) for row in zip(*(cells[name] for name in wanted))]

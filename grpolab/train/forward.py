@@ -1,0 +1,181 @@
+"""The decoder of Llama-shaped models as training wants it: tokens without rows, (M, D), and attention apart from the rest.
+
+It reads the module's parameters and computes what its own forward does, in fewer passes over memory: norm, rotation and
+gate have their own backward, which keeps the inputs alone. Shapes: M tokens, D hidden size, H heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from grpolab.models.load import attention_of, llama_obstacle
+from grpolab.train.layout import Tokens
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, values (M, H, d), scale -> (M, H, d)
+
+
+def readable(model) -> bool:
+    """Whether `states` computes what this model's own forward does: not under another attention (or one
+    that transformers does not name), nor with its dropout, nor where somebody hooked or replaced the forward of a part."""
+    plain = attention_of(model) == "sdpa" and not model.training and llama_obstacle(model) is None
+    return plain and not any(map(_altered, model.modules()))
+
+
+def _altered(module) -> bool:
+    own = vars(module).get("forward")
+    ours = isinstance(own, partial) and own.func is checkpoint  # see forward_passes
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or (own is not None and not ours)
+
+
+def states(decoder, ids: Tensor, positions: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
+    """ids, positions: (M,) -> final hidden states (M, D), or those of the tokens `at` (K,) alone: (K, D)."""
+    x = decoder.embed_tokens(ids)
+    cos, sin = (t[0, :, None, : t.shape[-1] // 2] for t in decoder.rotary_emb(x[None], positions[None]))
+    for layer in decoder.layers:
+        step = partial(checkpoint, _layer, use_reentrant=False) if "forward" in vars(layer) else _layer  # see forward_passes
+        x = step(layer, x, cos, sin, attend, at if layer is decoder.layers[-1] else None)
+    return norm(x, decoder.norm, products=False)
+
+
+def _layer(layer, x, cos, sin, attend, at):
+    """One layer; the last one goes on after its attention with the tokens `at` only, since nobody asks for the others."""
+    a, m = layer.self_attn, layer.mlp
+    h = norm(x, layer.input_layernorm)
+    q, k, v = (p(h).unflatten(-1, (-1, a.head_dim)) for p in (a.q_proj, a.k_proj, a.v_proj))
+    if hasattr(a, "q_norm"):
+        q, k = norm(q, a.q_norm), norm(k, a.k_norm)
+    mixed = attend(_Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin), v, a.scaling).flatten(1)
+    if at is not None:
+        x, mixed = x.index_select(0, at), mixed.index_select(0, at)
+    x = x + a.o_proj(mixed)
+    h = norm(x, layer.post_attention_layernorm)
+    gate, up = m.gate_proj(h), m.up_proj(h)
+    return x + m.down_proj(_Gate.apply(gate, up) if a.config.hidden_act == "silu" else m.act_fn(gate) * up)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T scale) v of N rows: q (N, T, H, d), k and v (N, S, H', d) -> (N, T, H, d). mask: (N, 1, T, S), True
+    where a query may look; None: causal. In fp32 on a processor, where attention in bf16 is slower as well as coarser."""
+    groups, dtype, exact = q.shape[2] // k.shape[2], v.dtype, q.device.type == "cpu"
+    if exact:
+        q, k, v = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
+    shared = exact and len(q) > 1  # the kernel then reads a group's keys once; one row alone is better cut by its query heads
+    if groups > 1 and not shared:
+        k, v = (t[:, :, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    with torch.autocast(q.device.type, enabled=not exact and torch.is_autocast_enabled(q.device.type)):
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared)
+    return mixed.transpose(1, 2).to(dtype)
+
+
+def in_rows(n: int, mask: Tensor | None) -> Attend:
+    """Of M = n T tokens, n rows of T: causal, or where `mask` (n, 1, T, T) allows."""
+
+    def attend(q, k, v, scale):
+        return attention(*(t.unflatten(0, (n, -1)) for t in (q, k, v)), scale, mask).flatten(0, 1)
+
+    return attend
+
+
+def with_prefixes(tokens: Tokens) -> Attend:
+    """Every lone row sees itself; every completion its prompt and itself. Prompts are never compared with completions, nor
+    completions with each other."""
+    t, n = tokens.completions.shape[1], len(tokens.ids)
+    seen = torch.cat((tokens.prompts, tokens.completions), 1)
+    causal = torch.ones(t, t, dtype=torch.bool, device=seen.device).tril().expand(len(seen), 1, t, t)
+    mask = torch.cat((tokens.prompts_real[:, None, None].expand(-1, 1, t, -1), causal), 3)
+    real = torch.cat((tokens.lone_real.flatten(), tokens.completions_real.flatten())).nonzero().squeeze(1)
+    line = torch.cat((tokens.lone[tokens.lone_real], tokens.completions[tokens.completions_real]))
+    place = torch.empty(n, dtype=torch.long, device=seen.device).index_put((line,), real)  # where a token's result stands
+
+    def attend(q, k, v, scale):
+        def rows(x, table):
+            return x.index_select(0, table.flatten()).unflatten(0, table.shape)
+
+        out = [attention(rows(q, tokens.lone), rows(k, tokens.lone), rows(v, tokens.lone), scale).flatten(0, 1)]
+        if len(seen):
+            mixed = attention(rows(q, tokens.completions), rows(k, seen), rows(v, seen), scale, mask)
+            out.append(mixed.flatten(0, 1))
+        return torch.cat(out).index_select(0, place)
+
+    return attend
+
+
+# --- norm, rotation, gate ---------------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, module, products: bool = True) -> Tensor:
+    """RMSNorm over the last dimension, in the dtype of the products that follow, if any."""
+    dtype = torch.promote_types(x.dtype, module.weight.dtype)
+    if products and torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    return _Norm.apply(x, module.weight, module.variance_epsilon, dtype)
+
+
+class _Norm(Function):
+    """y = w n with n = r x and r = (mean x^2 + eps)^-1/2; then dx = r (w dy - n mean(w dy n))."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, dtype):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (wide * r).mul_(weight).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, r = ctx.saved_tensors
+        n, w = x * r, weight.to(r.dtype)
+        grad = grad.to(r.dtype)
+        pulled = grad * n
+        grad_x = (grad * w).addcmul_(n, (pulled @ w)[..., None].div_(-x.shape[-1])).mul_(r)
+        return grad_x.to(x.dtype), pulled.flatten(0, -2).sum(0).to(weight.dtype), None, None
+
+
+class _Rotation(Function):
+    """Each pair (x_i, x_{i + d/2}) turned by its angle; back by the opposite one. x: (M, H, d); cos, sin: (M, 1, d/2)."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin).to(ctx.dtype), None, None
+
+
+def _turned(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
+
+
+class _Gate(Function):
+    """silu(gate) up."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

@@ -1,0 +1,151 @@
+"""Off-policy: the rollouts that a run left on disk, as a source of groups.
+
+    source = recorded_groups(old_run, steps=[*range(20)] * 2)
+    config = GRPOConfig(steps=40, sampler_cap=2.0, max_logp_diff=(1.0, 20.0))
+    async for row in grpo_from(policy, None, source, config, longest=source.longest, run=Run("replayed")):
+        print(row["logp_diff"], row["ratio_low"], row["ratio_high"], row["ess"])
+
+The log-probs of the record are those of the policy that sampled. Where the policy has moved away from it, the ratio to them
+corrects as far as `clip_eps` lets it; with `sampler_cap` each token is weighed by min(pi / pi_sampled, cap) instead
+(`losses.sampler_weight`), and `max_logp_diff` must admit the distance. At the weights that sampled, a step is the recorded
+run's own in every bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from grpolab.models.load import Policy
+from grpolab.rollouts import Rollout
+from grpolab.runs.checkpoints import weights_hash
+from grpolab.runs.rollout_log import Recorder, recorded
+from grpolab.runs.run import Run
+from grpolab.train.loop import off_loop
+from grpolab.train.recorded import as_recorded
+from grpolab.train.sources import Drawn
+
+if TYPE_CHECKING:
+    from grpolab.train.grpo import GRPOConfig
+
+
+def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None, *, max_age: int | None = None) -> Recorded:
+    """The groups that a run recorded (a Run or its folder), as a source for `grpo_from`: those of `steps` in this order, one a
+    step of training (default: all in order; name them again to use them again).
+
+    `max_age` bounds how many steps the policy may be away from the one that sampled. It can be told for a policy that has
+    the weights of the run's start, or that the run itself has trained; others are refused where a bound is asked for.
+
+    Raises ValueError for a folder without a record, steps that it does not hold wholly, and groups without log-probs; and as
+    the training starts, before the first step, for a record of other tokens, of another temperature or beyond `max_age`, and
+    for a run that would write where it reads.
+    """
+    folder = record.folder if isinstance(record, Run) else Path(record)
+    if max_age is not None and max_age < 0:
+        raise ValueError(f"max_age is None or a number of steps from 0, got {max_age}")
+    recorder = Recorder(folder / "rollouts")
+    try:
+        about = json.loads((folder / "run.json").read_text())
+        temperature = float(about["config"]["temperature"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{Run.shown(folder)} holds no run of GRPO whose rollouts could be trained on: its run.json cannot be "
+                         f"read, or says no temperature ({error!r})") from error
+    held = recorder.steps()
+    chosen = held if steps is None else list(steps)
+    if not chosen or set(chosen) - set(held):
+        there = f"it holds {held[0]} to {held[-1]}" if held else "it holds none: record with Run(..., keep='all')"
+        raise ValueError(f"the record of {Run.shown(folder)} lacks steps {sorted(set(chosen) - set(held))}: {there}")
+    longest, found, whole = 1, dict.fromkeys(chosen, 0), {}
+    for line in recorder.lines(chosen):
+        where = f"{Run.shown(folder)}, step {line['step']}, group {line['group']}"
+        if "logps" not in line:
+            raise ValueError(f"{where}: its rollouts have no log-probs, and without those of the policy that sampled nothing "
+                             "corrects for its distance")
+        group = recorded(line).group
+        longest = max([longest, *(len(r.prompt) + len(r.tokens) for r in group)])
+        found[line["step"]] += len(group)
+        whole[line["step"]] = line["of"]
+    if cut := [step for step in found if found[step] < whole[step]]:
+        raise ValueError(f"the record of {Run.shown(folder)} keeps {found[cut[0]]} of the {whole[cut[0]]} rollouts of step "
+                         f"{cut[0]}, and a group is compared as a whole: record with keep='all'")
+    return Recorded(recorder, folder, tuple(chosen), max_age, longest, temperature, str(about.get("start")))
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The source that `recorded_groups` gives; `longest` is the most tokens of a prompt with its completion."""
+
+    recorder: Recorder
+    folder: Path
+    steps: tuple[int, ...]
+    max_age: int | None
+    longest: int
+    temperature: float
+    start: str
+
+    async def __call__(self, step: int) -> Drawn:
+        """The recorded groups that stand at this step of training; `record_step` in the row says which."""
+        groups = await off_loop(lambda: self.recorder.whole(self.steps[step]))
+        trained = [g.trained for g in groups]
+        used = [t for g, t in zip(groups, trained) if g.used]
+        again = lambda: as_recorded([(g.problem, t) for g, t in zip(groups, trained)], used, {}, "centred")  # noqa: E731
+        return Drawn(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, record=again, engine="record",
+                     off_policy=True)
+
+    def check(self, policy: Policy, config: GRPOConfig, run: Run | None) -> None:
+        """Refuse, before the first step, what this record cannot train; ValueError says why."""
+        name = Run.shown(self.folder)
+        if run is not None and run.folder.resolve() == self.folder.resolve():
+            raise ValueError(f"a training into {name} would overwrite the record that it reads: give the run another name")
+        if config.steps > len(self.steps):
+            raise ValueError(f"steps={config.steps}, and the record of {name} gives {len(self.steps)}: lower it, or name steps "
+                             "again, e.g. recorded_groups(run, steps=[*range(10)] * 2)")
+        if config.refills:
+            raise ValueError(f"refills={config.refills}: a record has no further questions; leave it 0")
+        if config.temperature != self.temperature:
+            raise ValueError(f"temperature={config.temperature}, and the record of {name} was sampled at {self.temperature}, "
+                             f"which its log-probs are of: set temperature={self.temperature}")
+        size = len(policy.model.get_input_embeddings().weight)
+        for i, text in self.recorder.vocabulary().items():
+            if i >= size or policy.tokenizer.decode([i]) != text:
+                now = repr(policy.tokenizer.decode([i])) if i < size else "none"
+                raise ValueError(f"the record of {name} is of another vocabulary than {policy.name!r}: its token {i} is "
+                                 f"{text!r}, the policy's {now}. Train the model that sampled it, or one with its tokenizer")
+        if self.max_age is not None:
+            self._check_age(policy, config, str(name))
+
+    def _check_age(self, policy: Policy, config: GRPOConfig, name: str) -> None:
+        known = policy.provenance or {}
+        if weights_hash(policy) == self.start:
+            taken = 0
+        elif known.get("run") == name:
+            taken = known.get("steps", 0)
+        else:
+            raise ValueError(f"{policy.name!r} has neither the weights of the start of {name} nor was it trained there, so the "
+                             f"age of its rollouts is not known: max_age={self.max_age} cannot be promised; leave it None and "
+                             "look at logp_diff and ess")
+        ages = [abs(taken + k - step) for k, step in enumerate(self.steps[: config.steps])]
+        if max(ages) > self.max_age:
+            k = next(k for k, age in enumerate(ages) if age > self.max_age)
+            raise ValueError(f"step {k} of the training would use rollouts of step {self.steps[k]} of {name}, {ages[k]} steps "
+                             f"away from the policy, beyond max_age={self.max_age}: choose others with steps=, or fewer steps")
+
+
+def importance(logps: Sequence[Sequence[float]], rollouts: Sequence[Rollout], cap: float | None) -> dict[str, float]:
+    """How far the policy is from the one that sampled: quantiles (5 %, 50 %, 95 %) over tokens of w = pi / pi_sampled, and the
+    effective sample size (sum w)^2 / (n sum w^2), a share of 1, of w as it is used: at most `cap` (Kish 1965, section 11.7;
+    for importance weights Kong 1992). logps: the policy's, a list a rollout."""
+    pairs = [(new, old) for row, r in zip(logps, rollouts) for new, old, m in zip(row, r.logps, r.mask) if m]
+    if not pairs:
+        return {}
+    new, old = torch.tensor(pairs, dtype=torch.float64).T
+    w = (new - old).clamp(-20, 20).exp()
+    low, median, high = w.sort().values[[int(q * (len(w) - 1)) for q in (0.05, 0.5, 0.95)]].tolist()
+    used = w.clamp(max=cap) if cap else w
+    return {"ratio_low": low, "ratio_median": median, "ratio_high": high,
+            "ess": (used.sum().square() / (len(used) * used.square().sum())).item()}

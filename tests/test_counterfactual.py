@@ -1,0 +1,185 @@
+"""A fork without a change is the run in every bit; with one, it differs from there on. The step that broke a run is found."""
+
+import asyncio
+import copy
+import shutil
+
+import pytest
+import torch
+
+from grpolab.arithmetic import Task, generate
+from grpolab.lab.counterfactual import bisect, fork, futures, with_advantage, with_token, without_group
+from grpolab.lab.diagnose import diagnose
+from grpolab.lab.restore import rebuild
+from grpolab.models.load import Policy
+from grpolab.runs.run import Run
+from grpolab.train.grpo import GRPOConfig, grpo
+from tests.test_rollout_log import content, digits, length
+
+PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
+CONFIG = GRPOConfig(steps=5, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2, inner_epochs=2)
+TIMES = {"sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s"}
+
+
+def fresh(policy):
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)
+
+
+def flat(policy):
+    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+
+
+def untimed(rows):
+    return [{k: v for k, v in row.items() if k not in TIMES and v == v} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def left(_tiny, tmp_path_factory):
+    run = Run("x", root=tmp_path_factory.mktemp("runs"), replay_every=3)
+
+    async def cell():
+        async for _ in grpo(fresh(_tiny), None, PROBLEMS, CONFIG, reward=digits, watch={"length": length}, run=run):
+            pass
+
+    asyncio.run(cell())
+    return run
+
+
+@pytest.fixture
+def run(left, tmp_path):
+    copied = Run(root=shutil.copytree(left.folder, tmp_path / "x"), replay_every=3)
+    copied.metrics = list(left.metrics)
+    return copied
+
+
+def forked(run, step, name="twin", **options):
+    return asyncio.run(fork(run, step, name, PROBLEMS, **{"reward": digits, "watch": {"length": length}} | options))
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step, edit", [(2, None), (3, None), (1, lambda groups, state: groups)])
+def test_without_a_change_it_is_the_run_in_every_bit(run, step, edit):
+    twin = forked(run, step, edit=edit)
+    assert content(twin.recorder.folder) == content(run.recorder.folder)
+    whole = zip(untimed(twin.metrics), untimed(run.metrics))
+    assert len(twin.metrics) == 5 and all(a == {k: b[k] for k in a} for a, b in whole)
+    assert torch.equal(flat(rebuild(twin, 5).policy), flat(rebuild(run, 5).policy))
+    drawn, end = futures(run, {"twin": twin}), f"{run.metrics[-1]['reward']:.3g}"
+    assert (drawn.get_title(loc="left") or drawn.get_title()) == f"reward at the end: the run {end}, twin {end}"
+
+
+@pytest.mark.parametrize("change", [{"lr": 5e-3}, {"reward": length}, {"kl_coef": 0.5}, {"clip_eps": (0.0, 0.0)}])
+def test_one_thing_changed_differs_from_there_on(run, change):
+    twin = forked(run, 2, **change)
+    same, other = run.recorder.groups(2), run.recorder.groups(4)
+    assert [g.group[0].tokens for g in twin.recorder.groups(2)] == [g.group[0].tokens for g in same]  # before the update
+    assert untimed(twin.metrics)[:2] == untimed(run.metrics)[:2]
+    assert [r.logps for g in twin.recorder.groups(4) for r in g.group] != [r.logps for g in other for r in g.group]
+    assert [r.seed for g in twin.recorder.groups(4) for r in g.group] == [r.seed for g in other for r in g.group]
+
+
+def test_a_fork_says_where_it_begins(run, capsys):
+    forked(run, 3)
+    said = capsys.readouterr().out
+    assert "fork-twin begins after step 3, where it was forked" in said and "interrupted" not in said
+
+
+def test_a_fork_is_forked_and_replayed_like_a_run(run):
+    """Its own edited step included: the record holds the advantages that the update had."""
+    twin = forked(run, 3, edit=with_advantage(1, 2, -7.0))
+    assert twin.recorder.groups(3)[1].advantages[2] == -7.0
+    assert all(twin.replay(step).equal and not twin.replay(step).differs for step in (3, 4))
+    again = forked(twin, 4, "again")
+    assert content(again.recorder.folder) == content(twin.recorder.folder)
+
+
+def test_the_steps_before_a_fork_keep_their_configuration(run):
+    """They were computed with the run's: done again with the fork's, they would lead to other weights."""
+    twin = forked(run, 2, lr=5e-3)
+    again = forked(twin, 4, "again", lr=1e-4)
+    for fork_of, steps in ((twin, (1, 2)), (again, (1, 2))):
+        for step in steps:
+            state = rebuild(fork_of, step)
+            assert not state.notes and torch.equal(flat(state.policy), flat(rebuild(run, step).policy))
+        assert fork_of.replay(1).equal and rebuild(fork_of, 1).config.lr == 1e-3
+    assert torch.equal(flat(rebuild(again, 4).policy), flat(rebuild(twin, 4).policy))
+    assert [rebuild(again, step).config.lr for step in (3, 4)] == [5e-3, 1e-4]
+    mended = forked(twin, 2, "mended", lr=1e-3)
+    assert content(mended.recorder.folder) == content(run.recorder.folder)
+    (twin.folder / "forked.json").write_text("[[2")
+    with pytest.raises(ValueError, match="forked.json cannot be read"):
+        rebuild(twin, 1)
+
+
+def test_a_group_left_out_and_another_advantage_change_the_update(run):
+    ends = [flat(rebuild(forked(run, 2, str(i), edit=edit), 3).policy) for i, edit in enumerate((
+        None, without_group(0), with_advantage(0, 1, run.recorder.groups(2)[0].advantages[1]), with_advantage(0, 1, 9.0)))]
+    assert torch.equal(ends[0], ends[2]) and not torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[3])
+    out = Run("fork-1", root=run.folder)
+    assert len(out.recorder.groups(2)) == 2 and len(out.recorder.groups(3)) == 3
+    assert out.recorder.groups(2)[0].group == run.recorder.groups(2)[1].group
+
+
+def test_a_forced_token_goes_on_with_the_same_random_numbers(run):
+    state, groups = rebuild(run, 3), run.recorder.groups(3)
+    r = groups[1].group[2]
+    same = with_token(1, 2, 3, r.tokens[3], digits)(groups, state)
+    assert same[1].group[2].tokens == r.tokens and same[1].advantages == groups[1].advantages
+    assert same[1].group[2].logps == pytest.approx(r.logps, abs=1e-4) and same[0] is groups[0]
+    nine = state.policy.tokenizer.convert_tokens_to_ids("9")
+    twin = forked(run, 3, edit=with_token(1, 2, 3, nine, digits))
+    new = twin.recorder.groups(3)[1]
+    assert new.group[2].tokens[:4] == (*r.tokens[:3], nine) and new.group[2].seed == r.seed
+    text = state.policy.decode(new.group[2].tokens)
+    assert new.group[2].reward == digits(text, None, None) and sum(new.advantages) == pytest.approx(0, abs=1e-5)
+    end = with_token(1, 2, 3, state.policy.eos_ids[0], digits)(groups, state)[1].group[2]
+    assert len(end.tokens) == 4 and end.finish_reason == "eos"
+
+
+def test_what_cannot_be_forked_is_named(run):
+    with pytest.raises(ValueError, match="nothing to do up to steps=5"):
+        forked(run, 5)
+    with pytest.raises(ValueError, match="no number 7 among 3"):
+        forked(run, 2, edit=without_group(7))
+    shutil.rmtree(run.folder / "replay" / "step-00000000")
+    with pytest.raises(ValueError, match="no way to step 2"):
+        forked(run, 2)
+
+
+# --- the step that broke it -------------------------------------------------------------------------------------------
+
+
+def test_the_step_that_crossed_the_bound_is_found(run, capsys):
+    start = flat(rebuild(run, 0).policy)
+    away = [-(flat(rebuild(run, k).policy) - start).norm().item() for k in range(6)]
+    assert away == sorted(away, reverse=True)
+
+    async def measure(policy):
+        return -(flat(policy) - start).norm().item()
+
+    assert not capsys.readouterr().out  # each state is loaded from the run itself: nothing to tell
+    for step in range(5):
+        found = asyncio.run(bisect(run, measure, (away[step] + away[step + 1]) / 2))
+        assert found.step == step and (found.before, found.after) == (away[step], away[step + 1]) and len(found.measured) <= 5
+    assert str(found).startswith(f"the update of step 4 took it from {away[4]:.3g} to {away[5]:.3g}")
+    with pytest.raises(ValueError, match="below 1.0 already: begin earlier"):
+        asyncio.run(bisect(run, measure, 1.0))
+    with pytest.raises(ValueError, match="not below -1000.0: nothing was lost"):
+        asyncio.run(bisect(run, measure, -1000.0))
+
+
+# --- neighbours -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_diagnosed_from_its_folder(run):
+    """The base never ends its answers here."""
+    assert any(f.illness == "the end is lost" and f.step == 0 for f in diagnose(Run(root=run.folder)))
+
+
+def test_a_changed_number_of_threads_is_warned_of(run):
+    sittings = (run.recorder.folder / "sittings.json")
+    sittings.write_text(sittings.read_text().replace('"threads": 1', '"threads": 2'))
+    with pytest.warns(UserWarning, match="the run computed with 2 torch threads and this fork goes on with 1"):
+        forked(run, 4)

@@ -1,0 +1,200 @@
+"""Progress and pictures: they show the values that they are given."""
+
+import base64
+from io import BytesIO
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+from PIL import Image
+
+from grpolab import plots
+from grpolab.env.client import Span
+from grpolab.evaluate import Interval
+from grpolab.lab.dashboard import Dashboard, sparkline
+from grpolab.runs.run import Run
+
+
+@pytest.fixture(autouse=True)
+def house_style():
+    with plt.rc_context():
+        plots.use_style()
+        yield
+    plt.close("all")
+
+
+def test_outside_a_notebook_a_line_every_tenth(capsys):
+    live = Dashboard(20, ["reward", "absent"], "GRPO")
+    for step in range(20):
+        live.update({"step": step, "reward": step / 20})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("GRPO 2/20") and "left" in lines[0]
+    assert "20/20" in lines[-1] and "reward 0.95" in lines[-1] and "left" not in lines[-1]
+
+
+def test_the_html_holds_the_latest_value_and_no_markup_from_outside():
+    live = Dashboard(4, ["reward"], "<b>")
+    for step, reward in enumerate([0.25, float("nan"), 0.75]):
+        live.update({"step": step, "reward": reward})
+    html = live._repr_html_()
+    assert "&lt;b&gt;" in html and "0.75" in html and "nan" not in html and "value='3' max='4'" in html
+
+
+def test_a_sparkline_is_an_image_that_rises_with_its_values():
+    html = sparkline([0.0, 1.0, 2.0])
+    assert html.startswith("<img ") and "<svg" not in html
+    image = base64.b64decode(html.split("base64,")[1].split("'")[0]).decode()
+    heights = [float(p.split(",")[1]) for p in image.split("points='")[1].split("'")[0].split()]
+    assert heights[0] > heights[1] > heights[2]  # SVG counts downwards
+    assert sparkline([1.0]) == "" and sparkline([3.0, 3.0])
+
+
+def test_a_value_outside_its_healthy_range_is_coloured():
+    live = Dashboard(4, ["mixed", "kl", "mine"], healthy={"kl": (None, 0.1), "mine": (1, 2)},
+                     meanings={"mine": "what I count"})
+    live.update({"step": 0, "mixed": 0.5, "kl": 0.05, "mine": 11657.3})
+    assert plots.WARNING not in live._repr_html_().split("mine")[0]
+    live.update({"step": 1, "mixed": 0.05, "kl": 0.2, "mine": 1.5})
+    mixed, kl, mine = live._repr_html_().split("<tr>")[1:]
+    assert plots.WARNING in mixed and "only these teach" in mixed and "usually at least 0.1" in mixed
+    assert plots.WARNING in kl and "usually at most 0.1" in kl and "nats a token" in kl
+    assert plots.WARNING not in mine and "what I count; usually 1 to 2" in mine
+    assert "mine 1.5" in repr(live) and repr(live) == str(live)
+
+
+def test_a_run_that_goes_on_is_shown_from_its_start_and_its_time_left_from_this_sitting(tmp_path, monkeypatch):
+    run = Run("x", root=tmp_path)
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    live = Dashboard(100, ["loss"], run=run)  # at 0 seconds
+    for step in range(51):
+        run.log({"step": step, "loss": 1.0 / (step + 1)})
+    now[0] = 6.0
+    live.update(run.metrics[-1])  # at 6: one row of this sitting, 49 to come
+    assert [r["step"] for r in live.rows] == list(range(51)) and live.done == 51
+    assert "6 s, about 294 s left" in repr(live)
+
+
+def test_the_clock_stands_still_after_the_last_row(monkeypatch):
+    live = Dashboard(1, [])
+    live.update({"step": 0})
+    said = repr(live)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    assert repr(live) == said
+
+
+def test_a_curve_draws_the_column_and_its_running_mean():
+    metrics = pd.DataFrame({"step": range(4), "reward": [0.0, 1.0, 0.0, 1.0]})
+    ax = plots.curve(metrics, "reward", title="it rises", ylabel="reward", window=3)
+    raw, mean = (line.get_ydata().tolist() for line in ax.lines)
+    assert raw == [0, 1, 0, 1] and mean == pytest.approx([1 / 2, 1 / 3, 2 / 3, 1 / 2])
+    turning = pd.DataFrame({"step": range(7), "reward": [0.0, 1.0, 2.0, 3.0, 2.0, 1.0, 0.0]})
+    mean = plots.curve(turning, "reward", title="t", ylabel="y", window=3).lines[1].get_ydata()
+    assert mean.argmax() == 3 and list(mean) == list(mean)[::-1]  # its peak is where the values have theirs
+    assert ax.get_title(loc="left") == "it rises" and ax.get_ylabel() == "reward"
+
+
+def test_bars_have_their_values_and_intervals():
+    table = {"before": {"exact": Interval(0.2, 0.1, 0.4)}, "after": {"exact": Interval(0.6, 0.5, 0.7)}}
+    ax = plots.rates(table, title="t")
+    assert [round(p.get_height(), 6) for p in ax.patches] == [0.2, 0.6]
+    assert [t.get_text() for t in ax.texts] == ["20.0%", "60.0%"]
+
+
+@pytest.mark.parametrize("series, categories", [(1, 3), (2, 3), (4, 2), (4, 3)])
+def test_the_labels_of_bars_stand_apart(series, categories):
+    ax = plots.rates({f"policy {k}": {f"rate {c}": Interval(0.956, 0.95, 0.96) for c in range(categories)}
+                      for k in range(series)}, title="t")
+    ax.figure.canvas.draw()
+    boxes = sorted((t.get_window_extent() for t in ax.texts), key=lambda b: b.x0)
+    assert len(boxes) == series * categories and all(a.x1 < b.x0 for a, b in zip(boxes, boxes[1:]))
+
+
+@pytest.mark.parametrize("height", [2.2, 3.4])
+@pytest.mark.parametrize("draw", [
+    lambda ax: plots.stacked({"a": {"x": 1.0}}, title="t", xlabel="MiB alive", colors={"x": plots.SKY}, ax=ax),
+    lambda ax: plots.rates({k: {"c": Interval(0.5, 0.4, 0.6)} for k in "ab"}, title="t", xlabel="share", ax=ax),
+    lambda ax: plots.timeline([Span("step", 1.0, 2.0, 0)], title="t", ax=ax),
+], ids=["stacked", "rates", "timeline"])
+def test_a_legend_below_stands_clear_of_the_name_of_the_axis(draw, height):
+    ax = draw(plt.subplots(figsize=(6.4, height))[1])
+    ax.figure.canvas.draw()
+    assert ax.xaxis.label.get_window_extent().y0 >= ax.get_legend().get_window_extent().y1
+
+
+def test_the_name_of_a_side_stands_clear_of_its_last_dot():
+    metrics = pd.DataFrame({"step": range(60), "logps_chosen": -1.0, "logps_rejected": -4.0})
+    points = pd.DataFrame({"step": [0, 60], "logps_chosen": -1.0, "logps_rejected": -4.0})
+    ax = plots.two_sides(metrics, points, title="t", ylabel="nats")
+    ax.figure.canvas.draw()
+    dots = ax.transData.transform([(60, -1.0), (60, -4.0)])
+    assert [t.get_text() for t in ax.texts] == ["chosen", "rejected"]
+    assert all(t.get_window_extent().x0 > x + 3 for t, (x, _) in zip(ax.texts, dots))
+
+
+def test_a_curve_may_have_its_name_in_the_legend():
+    ax = plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r", window=2, legend="sampled")
+    assert ax.get_legend_handles_labels()[1] == ["sampled"] and not ax.texts
+
+
+def test_levels_are_dashed_lines_with_their_names_and_values():
+    ax = plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r")
+    plots.levels({"base": 0.75}, ax)
+    line = ax.lines[-1]
+    assert line.get_linestyle() == "--" and set(line.get_ydata()) == {0.75}
+    assert [t.get_text() for t in ax.texts] == ["base 75%"]
+
+
+def test_group_health_fills_the_whole():
+    metrics = pd.DataFrame({"step": [0, 1], "all_wrong": [0.5, 0.2], "mixed": [0.3, 0.3], "all_right": [0.2, 0.5]})
+    ax = plots.group_health(metrics, title="t")
+    assert max(c.get_paths()[0].vertices[:, 1].max() for c in ax.collections) == pytest.approx(1.0)
+
+
+def test_each_kind_of_group_is_named_where_it_is_widest():
+    wrong = [0.4 - 0.04 * k for k in range(11)]
+    metrics = pd.DataFrame({"step": range(11), "all_wrong": wrong, "mixed": 0.0, "all_right": [1 - w for w in wrong]})
+    ax = plots.group_health(metrics, title="t")
+    names = {t.get_text().strip(): t.get_position() for t in ax.texts}
+    assert set(names) == {"all wrong", "all right"}  # a mixed one was never there
+    assert names["all wrong"][0] == 0 and names["all wrong"][1] < 0.4 and names["all right"][0] == 10
+
+
+def test_a_figure_has_twice_its_pixels_and_few_bytes():
+    ax = plots.curve(pd.DataFrame({"step": range(50), "r": range(50)}), "r", title="t", ylabel="r", color=plots.REWARD)
+    data, size = plots._for_notebook(ax.figure)
+    image = Image.open(BytesIO(data))
+    assert image.width > 1200 and (size["width"], size["height"]) == (image.width // 2, image.height // 2)
+    assert len(data) < 40_000
+    drawn = {color for _, color in image.convert("RGB").getcolors()}
+    assert (0, 158, 115) in drawn and (255, 255, 255) in drawn  # the palette's green is exactly itself
+
+
+def test_a_table_has_text_at_the_left_and_numbers_for_people_at_the_right():
+    frame = pd.DataFrame({"text": ["a<b>", "c\n<td>d"], "loss": [5.629e-7, 11657.3], "n": [1, 12]}, index=["x<i>", "y"])
+    html = plots.table(frame)
+    assert html.count("<td style='text-align:left'>") == 2 and html.count("<td style='text-align:right'>") == 4
+    assert "5.629·10⁻⁷</td>" in html and "11,660</td>" in html and "right'>12</td>" in html
+    assert "<b>" not in html and "<i>" not in html and "&lt;td&gt;d" in html and "<th>" not in html
+    head, body = html.split("<tbody>")
+    assert "<thead>" in head and head.count("<th style='text-align:left'>") == 4  # the corner and three columns
+
+
+def test_a_figure_is_saved_in_the_runs_folder(tmp_path):
+    run = Run("x", root=tmp_path)
+    path = run.figure("reward", plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r"))
+    assert path == tmp_path / "x" / "figures" / "reward.png" and path.read_bytes().startswith(b"\x89PNG")
+    assert run.log({"step": 0, "r": 0.5}) and (tmp_path / "x" / "metrics.csv").read_text() == "step,r\n0,0.5\n"
+
+
+def test_what_is_measured_now_and_then_keeps_its_last_value(capsys):
+    live = Dashboard(4, ["eval_score"])
+    for step in range(4):
+        live.update({"step": step} | ({"eval_score": 0.25 * step} if step % 2 else {}))
+    live.update({"step": 3})
+    html = live._repr_html_()
+    assert "0.75" in html and "measured on the way" in html

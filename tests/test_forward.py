@@ -1,0 +1,205 @@
+"""The decoder that training uses on Llama-shaped models is the model's own, value and gradient, and keeps less of it."""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from grpolab.chat import Packed
+from grpolab.models.load import Policy, attention_of
+from grpolab.rollouts import Rollout, collate
+from grpolab.train import forward, logps
+from grpolab.train.layout import lay_out
+from grpolab.train.logps import decoder_states, masked_logps, rollout_logps, way_of
+from grpolab.train.loop import Optimisation, forward_passes
+
+SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "gelu and biases": LlamaConfig(**SHAPE, hidden_act="gelu", attention_bias=True, mlp_bias=True),
+    "yarn": LlamaConfig(**SHAPE, rope_parameters=YARN), "qwen2": Qwen2Config(**SHAPE), "qwen3": Qwen3Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+}
+
+
+def wide_norm(self, x):
+    """RMSNorm without transformers' detour through fp32."""
+    return self.weight * x / (x.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+
+
+def policy_of(config) -> Policy:
+    """A model with weights of every size, its own norms in float64 as well, which they leave for fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.3)
+    for m in model.modules():
+        if hasattr(m, "variance_epsilon"):
+            m.__class__ = type("Wide", (type(m),), {"forward": wide_norm, "__module__": type(m).__module__})
+    return Policy(model, None, "made", (1,))
+
+
+def gradients(policy) -> dict:
+    found = {name: p.grad for name, p in policy.model.named_parameters()}
+    policy.model.zero_grad()
+    return found
+
+
+def assert_same(ours, theirs):
+    (hidden, grads), (expected, expected_grads) = ours, theirs
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(hidden, expected, atol=1e-11, rtol=1e-11)
+    for name, g in expected_grads.items():
+        if g is not None:
+            torch.testing.assert_close(grads[name], g, atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_value_and_gradient_are_the_models_own(name, dense):
+    policy = policy_of(CONFIGS[name])
+    assert forward.readable(policy.model)
+    ids, positions = torch.randint(0, 61, (3, 14)), torch.arange(14).expand(3, 14)
+    mask = torch.rand(3, 1, 14, 14).lt(0.6).logical_or(torch.eye(14).bool()).tril() if dense else None
+    pull, results = torch.randn(3, 14, 32, dtype=torch.float64), []
+    for way in ("unpadded", "packed"):
+        hidden = decoder_states(policy, ids, positions, mask, way=way)
+        (hidden * pull).sum().backward()
+        results.append((hidden.detach(), gradients(policy)))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("width", [0, 20, 64])
+def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width):
+    """Groups of 3, 1 and 3 with completions of all lengths, also none, and tokens of an environment."""
+    policy, rollouts = policy_of(CONFIGS[name]), []
+    for prompt, lengths in (((5, 6, 7, 8), (3, 9, 1)), ((9,), (4,)), ((10, 11), (0, 2, 5))):
+        for n in lengths:
+            mask = tuple(int(i != 1) for i in range(n))
+            rollouts.append(Rollout(prompt, tuple(range(20, 20 + n)), mask, (-1.0,) * n, (-1.0,) * n, "eos"))
+    shape, results = collate(rollouts, torch.zeros(7)).mask.shape, []
+    for way in ("unpadded", "packed", "rows", "alone"):
+        logps, _ = rollout_logps(policy, lay_out(rollouts, width=width), shape, 0.7, way=way)
+        (logps * torch.linspace(-1, 1, logps.numel(), dtype=torch.float64).view(shape)).sum().backward()
+        results.append((logps.detach(), gradients(policy)))
+    for found in results[:-1]:
+        assert_same(found, results[-1])
+
+
+def test_no_padding_is_computed_nor_what_nothing_depends_on():
+    """A rollout's last chosen token, and an environment's after it, predict nothing that is asked for."""
+    rollouts = [Rollout((5, 6), (7,) * n, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos") for n in (30, 1, 2)]
+    rollouts += [dataclasses.replace(r, prompt=(9,)) for r in rollouts[1:]]
+    rollouts.append(Rollout((9,), (7,) * 8, (1, 0, 1, 1, 0, 0, 0, 0), (-1.0,) * 8, (-1.0,) * 8, "eos"))
+    rollouts.append(Rollout((8, 8), (7,) * 5, (0,) * 5, (-1.0,) * 5, (-1.0,) * 5, "eos"))
+    layout = lay_out(rollouts)
+    assert layout.ids.shape == (3, 2 + 29 + 1) and len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
+    assert layout.tokens.lone.shape == (3, 2) and layout.tokens.completions.shape == (4, 29)
+    assert layout.apart.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
+
+
+def test_a_token_that_nothing_comes_before_has_no_logp():
+    """It would be taken from the token before it in memory, which is another rollout's."""
+    policy, other = policy_of(CONFIGS["llama"]), Rollout((5, 6), (7,), (1,), (-1.0,), (-1.0,), "eos")
+    first = Rollout((), (7, 8), (1, 1), (-1.0,) * 2, (-1.0,) * 2, "eos")
+    with pytest.raises(ValueError, match="empty prompt"):
+        lay_out([other, first])
+    for mask, kept in (((0, 1), 1), ((0, 0), 0)):
+        for way in ("unpadded", "packed", "rows", "alone"):
+            layout = lay_out([dataclasses.replace(first, mask=mask)])
+            assert rollout_logps(policy, layout, (1, 2), 1.0, way=way)[0].count_nonzero() == kept
+
+
+def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny):
+    ids, positions = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64)
+    found = []
+    for on in (False, True):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
+            with forward_passes(tiny, Optimisation(checkpoint_activations=on)):
+                hidden = decoder_states(tiny, ids, positions, None, way="unpadded")
+        parameters = {p.data_ptr() for p in tiny.model.parameters()}
+        alive = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.data_ptr() not in parameters}
+        hidden.square().sum().backward()
+        found.append((sum(alive.values()), torch.cat([g.flatten() for g in gradients(tiny).values()])))
+    (all_of_it, plain), (inputs, again) = found
+    assert torch.equal(plain, again) and plain.abs().max() > 0
+    assert inputs < all_of_it / 4
+
+
+def test_less_is_kept_for_the_backward_than_by_the_models_own_forward(tiny):
+    ids, positions, alive = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64), []
+    for way in ("unpadded", "rows"):
+        kept = {}
+
+        def keep(x, kept=kept):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            assert decoder_states(tiny, ids, positions, None, way=way).requires_grad
+        alive.append(sum(s.nbytes() for s in kept.values()))
+    assert alive[0] < 0.85 * alive[1]
+
+
+@pytest.mark.parametrize("how", ["autocast", "bf16 parameters"])
+def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how):
+    generator = torch.Generator().manual_seed(0)
+    ids, positions = torch.randint(5, 30, (32, 64), generator=generator), torch.arange(64).expand(32, 64)
+    errors = []
+    with torch.no_grad():
+        exact = decoder_states(tiny, ids, positions, None, way="unpadded")
+        tiny.model.to(torch.float32 if how == "autocast" else torch.bfloat16)
+        for way in ("unpadded", "rows"):
+            with forward_passes(tiny, Optimisation(autocast="bfloat16" if how == "autocast" else None)):
+                error = decoder_states(tiny, ids, positions, None, way=way).float() - exact
+            errors.append(error.square().mean().sqrt().item())
+    assert 0 < errors[0] < 1.1 * errors[1]
+
+
+def test_other_attention_dropout_and_other_models_keep_their_own_forward(tiny):
+    assert forward.readable(tiny.model)
+    for change in (lambda m: m.set_attn_implementation("eager"), lambda m: m.train()):
+        model = copy.deepcopy(tiny.model)
+        change(model)
+        assert not forward.readable(model)
+    sliding = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=4)).eval()
+    assert not forward.readable(sliding)
+
+
+def test_a_model_that_somebody_altered_keeps_its_own_forward(tiny):
+    layer = tiny.model.model.layers[1]
+    handle = layer.mlp.register_forward_hook(lambda *_: None)
+    assert not forward.readable(tiny.model)
+    handle.remove()
+    assert forward.readable(tiny.model)
+    layer.forward = lambda *a, **k: None
+    try:
+        assert not forward.readable(tiny.model)
+    finally:
+        del layer.forward
+
+
+def test_a_mask_on_the_first_column_is_refused(tiny):
+    one = torch.ones(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="which nothing predicts"):
+        masked_logps(tiny, Packed(one, one, torch.arange(3)[None], None))
+
+
+def test_where_transformers_does_not_name_the_attention_nothing_is_readable(monkeypatch):
+    """The model's own decoder is then used, with the same values."""
+    policy = policy_of(CONFIGS["llama"])
+    batch = Packed(torch.tensor([[3, 5, 7, 9]]), torch.tensor([[0.0, 1, 1, 1]]), torch.arange(4)[None])
+    assert forward.readable(policy.model) and way_of(policy, "examples") == "unpadded"
+    before, _ = masked_logps(policy, batch)
+    for module in (forward, logps):
+        monkeypatch.setattr(module, "attention_of", lambda model: attention_of(SimpleNamespace(config=None)))
+    assert not forward.readable(policy.model) and way_of(policy, "examples") == "rows"
+    after, _ = masked_logps(policy, batch)
+    assert torch.allclose(before, after, atol=1e-9) and before.any()

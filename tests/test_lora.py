@@ -1,0 +1,187 @@
+"""LoRA through peft: what is trained and kept, what the fast paths compute, and what is refused."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+
+from grpolab.arithmetic import Problem  # noqa: E402
+from grpolab.decode.audit import audit  # noqa: E402
+from grpolab.decode.sampler import Sampler  # noqa: E402
+from grpolab.decode.sampling import SamplingParams  # noqa: E402
+from grpolab.models import lora  # noqa: E402
+from grpolab.models.load import load_policy  # noqa: E402
+from grpolab.models.lora import LoRA  # noqa: E402
+from grpolab.runs.run import Run  # noqa: E402
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft  # noqa: E402
+from grpolab.train.forward import readable  # noqa: E402
+
+PROBLEMS = [Problem(a, "+", 7) for a in range(12)]
+ADAPTER = LoRA(rank=4, alpha=8.0, target=("q_proj", "v_proj", "down_proj"), seed=3)
+CONFIG = SFTConfig(steps=4, batch_size=4, lr=1e-2, save_every=2)
+
+
+def adapted(moved: bool = False):
+    policy = load_policy("tiny", adapter=ADAPTER)
+    if moved:
+        generator = torch.Generator().manual_seed(0)
+        for name, p in policy.model.named_parameters():
+            if "lora_B" in name:
+                p.data = 0.3 * torch.randn(p.shape, generator=generator)
+        policy.version += 1
+    return policy
+
+
+def steps(loop):
+    async def collect():
+        return [row async for row in loop]
+
+    return asyncio.run(collect())
+
+
+def logits(policy):
+    ids = torch.arange(40)[None] % 90 + 5
+    with torch.no_grad():
+        return policy.model(ids).logits
+
+
+def tensors(policy, kind="lora_"):
+    return {n: p.detach().clone() for n, p in policy.model.named_parameters() if kind in n}
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_all_that_is_trained():
+    policy, plain = adapted(), load_policy("tiny")
+    assert torch.equal(logits(policy), logits(plain)) and len(lora.layers(policy.model)) == 3 * 4
+    trained = {n for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert trained == set(tensors(policy))
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    steps(sft(policy, demonstrations(policy, PROBLEMS), CONFIG))
+    moved = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == trained
+
+
+def test_both_fast_paths_read_the_adapter():
+    policy = adapted(moved=True)
+    assert readable(policy.model)
+    with Sampler(policy, slots=4) as sampler:
+        prompts = [[5, 6, 7, 8 + i] for i in range(4)]
+        groups = sampler.sample_sync(prompts, group_size=2, params=SamplingParams(max_new_tokens=24, seed=1, ignore_eos=True))
+        assert sampler.engine.name == "llama"
+    assert audit(policy, [r for g in groups for r in g]).raw_max_error < 1e-4
+
+
+def test_the_gradient_is_that_of_peft():
+    from grpolab.train.sft import sft_gradient
+
+    policy = adapted(moved=True)
+    examples = demonstrations(policy, PROBLEMS[:4])
+    sft_gradient(policy, examples, CONFIG)
+    ours = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+    policy.model.zero_grad()
+    total = sum(sum(e.mask[1:]) for e in examples)
+    for e in examples:
+        logps = policy.model(torch.tensor([e.ids])).logits[0, :-1].log_softmax(-1)
+        loss = -(logps[range(len(e.ids) - 1), e.ids[1:]] * torch.tensor(e.mask[1:])).sum() / total
+        loss.backward()
+    theirs = {n: p.grad for n, p in policy.model.named_parameters() if p.grad is not None}
+    for name, gradient in ours.items():
+        assert (gradient - theirs[name]).norm() < 1e-4 * theirs[name].norm()
+    assert set(ours) == set(theirs) == set(tensors(policy))
+
+
+def test_merged_weights_give_the_same_log_probs():
+    policy, merged = adapted(moved=True), adapted(moved=True)
+    merged.merge_adapter()
+    assert not lora.layers(merged.model) and all(p.requires_grad for p in merged.model.parameters())
+    error = (logits(policy).log_softmax(-1) - logits(merged).log_softmax(-1)).abs().max()
+    assert 0 < error < 1e-4 and (logits(merged) - logits(load_policy("tiny"))).abs().max() > 0.1
+
+
+def test_a_saved_adapter_loads_here_and_in_peft(tmp_path):
+    policy = adapted(moved=True)
+    policy.save(tmp_path / "saved")
+    names = {f.name for f in (tmp_path / "saved").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names and "model.safetensors" not in names
+    again = load_policy(str(tmp_path / "saved"))
+    assert torch.equal(logits(again), logits(policy))
+    assert all(p.requires_grad == ("lora_" in n) for n, p in again.model.named_parameters())
+    theirs = peft.PeftModel.from_pretrained(load_policy("tiny").model, str(tmp_path / "saved"))
+    with torch.no_grad():
+        assert torch.equal(theirs(torch.arange(40)[None] % 90 + 5).logits, logits(policy))
+
+
+def test_the_reference_is_the_model_without_its_adapter():
+    policy, plain = adapted(), load_policy("tiny")
+    config = GRPOConfig(steps=3, prompts_per_step=4, group_size=4, max_new_tokens=8, lr=1e-2, kl_coef=0.1)
+    reward = lambda text, row, rollout: float(text.count("1"))  # noqa: E731
+    rows = steps(grpo(policy, policy.without_adapter(), PROBLEMS, config, reward=reward))
+    other = adapted()
+    twin = steps(grpo(other, plain, PROBLEMS, config, reward=reward))
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 1e-4
+    assert [r["kl"] for r in rows] == pytest.approx([r["kl"] for r in twin], abs=1e-6)
+    with policy.without_adapter().acting():
+        assert torch.equal(logits(policy), logits(plain))
+    assert not torch.equal(logits(policy), logits(plain))
+
+
+def test_a_resumed_run_is_the_same_in_every_bit(tmp_path):
+    whole, cut = adapted(), adapted()
+    examples = demonstrations(whole, PROBLEMS)
+    steps(sft(whole, examples, CONFIG, run=Run("whole", root=tmp_path)))
+
+    async def some():
+        async for row in sft(cut, examples, CONFIG, run=Run("cut", root=tmp_path)):
+            if row["step"] == 1:
+                break
+
+    asyncio.run(some())
+    kept = next((tmp_path / "cut").glob("checkpoint-*")) / "model.safetensors"
+    from safetensors.torch import load_file
+
+    assert set(load_file(kept)) == set(tensors(cut))  # the adapter alone
+    fresh = adapted()
+    steps(sft(fresh, examples, CONFIG, run=Run("cut", root=tmp_path)))
+    a, b = tensors(whole), tensors(fresh)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("make, says", [
+    (lambda: LoRA(rank=0), "positive"), (lambda: LoRA(alpha=-1.0), "positive"), (lambda: LoRA(target="q_proj"), "names"),
+    (lambda: load_policy("tiny", adapter=LoRA(target=("query", "q_proj"))), r"no projections \['query'\].*q_proj"),
+    (lambda: load_policy("tiny", adapter=LoRA(rank=129)), r"rank 129 is more than the projection 'q_proj' of shape"),
+    (lambda: load_policy("tiny").without_adapter(), "no adapter to switch off"),
+])
+def test_what_does_not_fit_is_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_what_is_no_adapter_is_refused():
+    with pytest.raises(TypeError, match=r"an adapter is a LoRA\(rank=..., alpha=..., target=...\), got {'rank': 4}"):
+        load_policy("tiny", adapter={"rank": 4})
+
+
+def test_an_adapter_for_another_model_is_refused_by_name(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    adapted().save(tmp_path / "a")
+    saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    name = sorted(saved)[0]
+    for broken, says in (({k: v for k, v in saved.items() if k != name}, "lacks"),
+                         (saved | {"x.lora_A": saved[name].clone()}, "also holds"),
+                         (saved | {name: saved[name][:, :3].clone()}, "another shape")):
+        save_file(broken, tmp_path / "a" / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=f"not for this model.*{says}"):
+            load_policy(str(tmp_path / "a"))
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(ValueError, match="does not say which model"):
+        load_policy(str(tmp_path / "a"))
+
+
+def test_without_peft_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ImportError, match=r"grpolab\[lora\]"):
+        load_policy("tiny", adapter=ADAPTER)

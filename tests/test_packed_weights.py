@@ -1,0 +1,64 @@
+"""The products of the llama engine where torch lacks the private operations that make them fast."""
+
+import pytest
+import torch
+from decode_helpers import flat, ragged_prompts, tiny_policy
+from torch import nn
+
+from grpolab.decode import packed_weights
+from grpolab.decode.audit import audit
+from grpolab.decode.packed_weights import PackedLinear
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+
+
+class Without:
+    """`torch.ops.mkldnn` of another release: an operation missing, or one that takes other arguments."""
+
+    def __init__(self, *names, change=None):
+        self.names, self.change = names, change
+
+    def __getattr__(self, name):
+        if name in self.names:
+            if self.change is None:
+                raise AttributeError(name)
+            return self.change
+        return getattr(torch.ops.mkldnn, name)
+
+
+def other_arguments(*_):
+    raise TypeError("missing 1 required positional argument")
+
+
+@pytest.fixture(params=["no repacking", "no product", "another signature"])
+def another_torch(request, monkeypatch):
+    lacks = {"no repacking": Without("_reorder_linear_weight"), "no product": Without("_linear_pointwise"),
+             "another signature": Without("_linear_pointwise", change=other_arguments)}[request.param]
+    monkeypatch.setattr(packed_weights, "private_operations", lambda: lacks)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_fallback_is_the_same_product(another_torch, bias):
+    torch.manual_seed(0)
+    module, x = nn.Linear(32, 48, bias=bias), torch.randn(5, 32)
+    product = PackedLinear([module], "onednn")
+    assert product.packed is None
+    torch.testing.assert_close(product(x), module(x))
+
+
+def test_the_engine_without_private_operations_gives_the_same_rollouts(another_torch):
+    policy = tiny_policy()
+    with Sampler(policy, slots=4) as sampler:
+        assert sampler.engine.name == "llama" and sampler.engine.products[0][0].packed is None
+        rollouts = flat(sampler.sample_sync(ragged_prompts(4), params=SamplingParams(greedy=True, max_new_tokens=30)))
+    found = audit(policy, rollouts)
+    assert found.disagreements == 0 and found.max_error < 1e-4
+
+
+def test_packed_and_plain_products_agree():
+    torch.manual_seed(0)
+    module, x = nn.Linear(32, 48), torch.randn(5, 32)
+    product = PackedLinear([module], "onednn")
+    if product.packed is None:
+        pytest.skip("no oneDNN here")
+    torch.testing.assert_close(product(x), module(x))

@@ -1,0 +1,225 @@
+"""Training from a record: the recorded run's own step in every bit, the correction for distance, and what is refused."""
+
+import asyncio
+import base64
+import dataclasses
+import gzip
+import json
+
+import pytest
+import torch
+from loop_helpers import flat as weights
+from loop_helpers import rows_of
+
+from grpolab.arithmetic import Problem
+from grpolab.models.load import load_policy
+from grpolab.rollouts import Rollout
+from grpolab.runs.run import Run
+from grpolab.train import GRPOConfig, grpo, grpo_from, recorded_groups
+from grpolab.train.replay_source import importance
+
+PROBLEMS = [Problem(a, "+", 7) for a in range(12)]
+CONFIG = GRPOConfig(steps=3, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, seed=4)
+TIMES = ("_s", "seconds")
+FAR = {"max_logp_diff": None, "sampler_cap": 2.0}
+
+
+def digits(text, row, rollout):
+    return float(sum(c.isdigit() for c in text))
+
+
+def train(policy, source, config=CONFIG, n=None, **more):
+    return rows_of(grpo_from(policy, None, source, config, longest=source.longest, **more), n)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """A run and the weights after each of its steps."""
+    run, policy, after = Run("old", root=tmp_path_factory.mktemp("record")), load_policy("tiny"), []
+
+    async def go():
+        async for row in grpo(policy, None, PROBLEMS, CONFIG, reward=digits, run=run):
+            after.append((weights(policy).clone(), row))
+
+    asyncio.run(go())
+    return run, policy, after
+
+
+def same(a, b):
+    return {k for k in a.keys() & b.keys() if not k.endswith(TIMES) and a[k] != b[k] and a[k] == a[k]}
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_from_the_same_weights_it_is_the_runs_own_training_in_every_bit(record, tmp_path, cap):
+    run, _, after = record
+    if cap:  # the run with the correction, against the record of itself
+        run, after, policy = Run("capped", root=tmp_path), [], load_policy("tiny")
+
+        async def go():
+            config = dataclasses.replace(CONFIG, sampler_cap=cap)
+            async for row in grpo(policy, None, PROBLEMS, config, reward=digits, run=run):
+                after.append((weights(policy).clone(), row))
+
+        asyncio.run(go())
+    again, config = load_policy("tiny"), dataclasses.replace(CONFIG, sampler_cap=cap)
+    (row,) = train(again, recorded_groups(run.folder, max_age=0), config, n=1)
+    assert torch.equal(weights(again), after[0][0]) and not same(row, after[0][1])
+    assert row["ess"] == pytest.approx(1, abs=1e-6) and row["ratio_median"] == pytest.approx(1, abs=1e-4)
+    whole = load_policy("tiny")
+    rows = train(whole, recorded_groups(run, max_age=0), config)
+    assert torch.equal(weights(whole), after[-1][0])
+    assert [r["record_step"] for r in rows] == [0, 1, 2] and not any(same(a, b) for a, (_, b) in zip(rows, after))
+
+
+def test_a_record_that_is_used_again_shows_its_distance(record):
+    source = recorded_groups(record[0], steps=[0] * 6)
+    rows = train(load_policy("tiny"), source, dataclasses.replace(CONFIG, steps=6, lr=5e-3, **FAR))
+    assert rows[0]["logp_diff"] < 1e-4 < rows[-1]["logp_diff"] and rows[-1]["ess"] < 0.99 < rows[0]["ess"]
+    assert rows[-1]["ratio_low"] < rows[-1]["ratio_median"] < rows[-1]["ratio_high"]
+    assert {r["record_step"] for r in rows} == {0}
+
+
+def test_beyond_the_bound_the_step_stops_before_a_weight_moves(record):
+    policy = load_policy("tiny")
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight.mul_(1.5)
+    before = weights(policy)
+    with pytest.raises(RuntimeError, match="step 0: .*beyond max_logp_diff.*set sampler_cap"):
+        train(policy, recorded_groups(record[0]))
+    assert torch.equal(before, weights(policy))
+
+
+def test_the_weights_are_truncated_at_the_cap_and_counted():
+    r = Rollout((1,), (2, 3, 4), (1, 1, 0), (-1.0, -1.0, 0.0), (-1.0, -1.0, 0.0), "eos")
+    found = importance([[-1.0, -1.0 + 2.0, 5.0]], [r], None)
+    e2 = float(torch.tensor(2.0, dtype=torch.float64).exp())
+    assert found["ratio_low"] == 1.0 and found["ratio_high"] == 1.0  # of two tokens; what an environment wrote does not count
+    assert found["ess"] == pytest.approx((1 + e2) ** 2 / (2 * (1 + e2**2)))
+    assert importance([[-1.0, 1.0, 0.0]], [r], 2.0)["ess"] == pytest.approx(9 / 10)
+    tokens = tuple(range(101))
+    many = Rollout((1,), tokens, (1,) * 101, (0.0,) * 101, (0.0,) * 101, "eos")
+    spread = importance([[float(i) / 100 for i in range(101)]], [many], None)
+    expected = [float(torch.tensor(x, dtype=torch.float64).exp()) for x in (0.05, 0.5, 0.95)]
+    assert [spread[k] for k in ("ratio_low", "ratio_median", "ratio_high")] == pytest.approx(expected)
+    assert importance([], [], None) == {}
+
+
+def test_it_records_and_resumes_as_any_run(record, tmp_path):
+    config = dataclasses.replace(CONFIG, steps=3, lr=5e-3, **FAR)
+    whole, cut = load_policy("tiny"), load_policy("tiny")
+    train(whole, recorded_groups(record[0], steps=[2, 0, 1]), config, run=Run("whole", root=tmp_path))
+    train(cut, recorded_groups(record[0], steps=[2, 0, 1]), config, n=2, run=Run("cut", root=tmp_path))
+    fresh, run = load_policy("tiny"), Run("cut", root=tmp_path)
+    train(fresh, recorded_groups(record[0], steps=[2, 0, 1]), config, run=run)
+    assert torch.equal(weights(whole), weights(fresh)) and [r["record_step"] for r in run.metrics] == [2, 0, 1]
+    old, new = record[0].rollouts(2), run.rollouts(0)
+    assert list(old["completion"]) == list(new["completion"]) and list(old["problem"]) == list(new["problem"])
+    assert list(old["advantage"]) == list(new["advantage"])
+
+
+# --- what is refused, before anything is trained ------------------------------------------------------------------------
+
+
+def refuse(policy, source, says, config=CONFIG, **more):
+    before = weights(policy)
+    with pytest.raises(ValueError, match=says):
+        train(policy, source, config, **more)
+    assert torch.equal(before, weights(policy)) and policy.version == 0
+
+
+def test_a_run_that_would_overwrite_what_it_reads(record):
+    rollouts = record[0].rollouts()
+    again = Run("old", root=record[0].folder.parent)
+    refuse(load_policy("tiny"), recorded_groups(record[0]), "would overwrite the record", run=again)
+    assert record[0].rollouts().equals(rollouts)
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"steps": 4}, "steps=4, and the record .* gives 3"), ({"temperature": 0.7}, "temperature=0.7, and the record .* at 1.0"),
+    ({"refills": 1}, "no further questions"),
+])
+def test_a_configuration_that_the_record_cannot_serve(record, change, says):
+    refuse(load_policy("tiny"), recorded_groups(record[0]), says, dataclasses.replace(CONFIG, **change))
+
+
+def test_another_vocabulary(record):
+    policy = load_policy("tiny")
+    decode = policy.tokenizer.decode
+    policy.tokenizer.decode = lambda ids, **k: "☃" if ids == [7] else decode(ids, **k)
+    spelt = record[0].recorder.vocabulary()
+    assert 7 in spelt
+    refuse(policy, recorded_groups(record[0]), f"another vocabulary than 'tiny': its token 7 is {spelt[7]!r}, the policy's '☃'")
+
+
+def test_a_model_with_fewer_tokens(record):
+    policy = load_policy("tiny")
+    top = max(record[0].recorder.vocabulary())
+    policy.model.resize_token_embeddings(top)
+    refuse(policy, recorded_groups(record[0]), f"its token {top} is .*, the policy's none")
+
+
+def test_rollouts_that_are_too_old(record):
+    run, trained, _ = record
+    refuse(load_policy("tiny"), recorded_groups(run, steps=[0, 0, 0], max_age=1),
+           "step 2 of the training would use rollouts of step 0 .* 2 steps away .* max_age=1")
+    refuse(load_policy("tiny"), recorded_groups(run, steps=[2, 1, 0], max_age=1),
+           "step 0 .* rollouts of step 2 .* 2 steps away")
+    train(load_policy("tiny"), recorded_groups(run, steps=[0, 0, 0], max_age=2), dataclasses.replace(CONFIG, **FAR))
+    other = load_policy("tiny")
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight.mul_(1.01)
+    refuse(other, recorded_groups(run, max_age=9), "age of its rollouts is not known")
+    with pytest.raises(ValueError, match="3 steps away"):  # the policy that the run trained, three steps on
+        train(trained, recorded_groups(run, max_age=2), dataclasses.replace(CONFIG, **FAR))
+    with pytest.raises(ValueError, match="max_age is None or a number of steps from 0, got -1"):
+        recorded_groups(run, max_age=-1)
+
+
+def rewritten(record, tmp_path, change):
+    """A copy of the record whose lines are changed."""
+    folder = tmp_path / "copy"
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "run.json").write_text((record[0].folder / "run.json").read_text())
+    for path in record[0].recorder.files():
+        lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+        steps = {}
+        for line in lines:
+            if (line := change(line)) is not None:
+                steps.setdefault(line["step"], []).append(json.dumps(line) + "\n")
+        (folder / "rollouts" / path.name).write_bytes(b"".join(gzip.compress("".join(s).encode()) for s in steps.values()))
+    return folder
+
+
+def test_rollouts_without_log_probs(record, tmp_path):
+    folder = rewritten(record, tmp_path, lambda line: {k: v for k, v in line.items() if k != "logps"})
+    with pytest.raises(ValueError, match="step 0, group 0: its rollouts have no log-probs"):
+        recorded_groups(folder)
+
+
+def test_too_few_log_probs(record, tmp_path):
+    short = base64.b64encode(b"\0" * 8).decode()
+    with pytest.raises(ValueError, match="holds 2 log-probs for"):
+        recorded_groups(rewritten(record, tmp_path, lambda line: line | {"logps": short}))
+
+
+def test_a_part_of_a_step(record, tmp_path):
+    folder = rewritten(record, tmp_path, lambda line: None if (line["step"], line["group"]) == (1, 2) else line)
+    with pytest.raises(ValueError, match="keeps 8 of the 12 rollouts of step 1.*keep='all'"):
+        recorded_groups(folder)
+    assert recorded_groups(folder, steps=[0, 2]).steps == (0, 2)
+
+
+@pytest.mark.parametrize("steps, says", [([0, 7], r"lacks steps \[7\]: it holds 0 to 2"), ([], r"lacks steps \[\]")])
+def test_steps_that_it_does_not_hold(record, steps, says):
+    with pytest.raises(ValueError, match=says):
+        recorded_groups(record[0], steps)
+
+
+def test_a_folder_without_a_record(tmp_path):
+    with pytest.raises(ValueError, match="nowhere holds no run of GRPO"):
+        recorded_groups(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    run, policy = Run("unkept", root=tmp_path, keep="none"), load_policy("tiny")
+    rows_of(grpo(policy, None, PROBLEMS, CONFIG, reward=digits, run=run))
+    with pytest.raises(ValueError, match=r"it holds none: record with Run\(..., keep='all'\)"):
+        recorded_groups(run)

@@ -1,0 +1,345 @@
+"""The record of a run: every bit comes back, a kill leaves whole steps, a resume adds neither gaps nor doubles."""
+
+import asyncio
+import copy
+import gzip
+import importlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpolab.arithmetic import Problem, Task, generate
+from grpolab.models.load import Policy
+from grpolab.rollouts import Group, RecordedGroup, Rollout
+from grpolab.runs import rollout_log
+from grpolab.runs.rollout_log import RANGE, Recorder
+from grpolab.runs.run import Run
+from grpolab.train.episodes import Episode, as_groups
+from grpolab.train.grpo import GRPOConfig, grpo
+from grpolab.train.recorded import episodes_as_recorded
+
+PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
+CONFIG = GRPOConfig(steps=4, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2)
+
+
+def digits(text, problem, rollout):
+    return float(sum(c.isdigit() for c in text))
+
+
+def length(text, problem, rollout):
+    return float(len(rollout.tokens))
+
+
+def fresh(tiny):
+    return Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "copy", tiny.eos_ids)
+
+
+def train(policy, run, config=CONFIG, stop=None, reward=digits, **options):
+    async def cell():
+        rows = grpo(policy, None, PROBLEMS, config, reward=reward, run=run, **options)
+        async for row in rows:
+            if row["step"] + 1 == stop:
+                break
+        await rows.aclose()
+
+    asyncio.run(cell())
+
+
+def content(folder):
+    """What the files say, line by line."""
+    return [line for path in sorted(folder.glob("steps-*.gz")) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def a_group(g=0, size=4, tokens=3, seed=0):
+    draw = random.Random(f"{g}/{seed}")
+    rollouts = tuple(
+        Rollout((1, 2 + g), tuple(draw.randrange(90) for _ in range(tokens)), (1,) * tokens,
+                tuple(-draw.randrange(2**20) / 2**22 for _ in range(tokens)), tuple(-float(i) for i in range(tokens)), "eos",
+                seed=i, policy_version=7, reward=float(i))
+        for i in range(size)
+    )
+    return RecordedGroup(Group(rollouts), (0.5,) * size, {"a": g})
+
+
+def write(folder, steps, groups=2, keep="all", **options):
+    recorder = Recorder(folder, keep)
+    for step in steps:
+        recorder.add(step, [a_group(g, seed=step, **options) for g in range(groups)], str, {})
+    return recorder
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_update_got_comes_back_in_every_bit(tiny, tmp_path, monkeypatch):
+    """At another temperature the raw log-probs differ and are kept too; groups that refills discard are kept, not used."""
+    grpo_module = importlib.import_module("grpolab.train.grpo")  # the package's `grpo` is the method
+    got, honest = [], grpo_module.grpo_update
+    monkeypatch.setattr(grpo_module, "grpo_update", lambda p, r, groups, *a: got.append(groups) or honest(p, r, groups, *a))
+    run = Run("x", root=tmp_path)
+    config = replace(CONFIG, temperature=0.8, refills=2)
+
+    def reward(text, problem, rollout):
+        return None if rollout.seed % 5 == 0 else float(problem.a % 2 and rollout.seed % 2)
+
+    train(tiny, run, config, reward=reward, watch={"length": length})
+    assert len(got) == 4 and run.recorder.steps() == [0, 1, 2, 3]
+    unused = 0
+    for step, groups in enumerate(got):
+        back = run.recorder.whole(step)
+        assert [g.trained for g in back if g.used] == groups
+        assert all(r.raw_logps != r.logps for g in back for r in g.group if r.tokens)
+        unused += sum(not g.used for g in back)
+        assert [g.parts["length"] for g in back if "length" in g.parts][0][0] == len(back[0].group[0].tokens)
+        assert Problem(**back[0].problem) in PROBLEMS
+    assert unused > 3
+
+
+def test_the_table_has_a_row_a_rollout(tiny, tmp_path):
+    run = Run("x", root=tmp_path)
+    train(tiny, run, watch={"length": length})
+    table = run.rollouts()
+    first = ["step", "group", "rollout", "prompt", "completion", "reward", "advantage"]
+    assert len(table) == 4 * 3 * 4 and list(table)[:7] == first
+    row = table.iloc[17]
+    assert row["completion"] == tiny.decode(row["tokens"]) and row["reward"] == digits(row["completion"], None, None)
+    assert row["length"] == len(row["tokens"]) == len(row["logps"]) == len(row["mask"])
+    mean = table.groupby(["step", "group"])["reward"].transform("mean")
+    assert (table["advantage"] - (table["reward"] - mean)).abs().max() < 1e-5
+    metrics = run.table()
+    assert table.groupby("step")["reward"].mean().tolist() == pytest.approx(metrics["reward"].tolist())
+    some = run.rollouts(2, ["completion", "length"])
+    assert list(some) == ["completion", "length"] and len(some) == 12
+    assert run.rollouts(range(1, 3))["step"].unique().tolist() == [1, 2]
+    with pytest.raises(ValueError, match="no column lenght; it has step, .*length"):
+        run.rollouts(columns=["lenght"])
+    with pytest.raises(ValueError, match="step 9 is not in the record .*it holds 0 to 3"):
+        run.recorder.groups(9)
+
+
+def test_only_the_files_asked_for_are_opened(tmp_path, monkeypatch):
+    recorder = write(tmp_path, [0, 1, RANGE, RANGE + 1, 3 * RANGE], tokens=2)
+    opened, honest = [], rollout_log.members
+    monkeypatch.setattr(rollout_log, "members", lambda path, tell=None: opened.append(path) or honest(path, tell))
+    lines = recorder.lines([RANGE + 1])
+    assert not opened
+    assert [line["step"] for line in lines] == [RANGE + 1] * 2 and opened == [recorder.path(RANGE)]
+
+
+def test_episodes_keep_their_turns_and_what_the_update_did_not_get():
+    def episode(i, reward, reason="done"):
+        r = Rollout((1, 2), (3, 4, 5), (1, 0, 1), (-1.0, 0.0, -2.0), (-1.0, 0.0, -2.0), reason, seed=i, reward=reward)
+        return Episode(r, "What?", ((f"calc {i}", "7"), (f"= {i}", "right")), measures={"calls": float(i)})
+
+    mute = episode(0, None, "invalid"), episode(5, None, "invalid")
+    episodes = [mute[0], None, None, None, episode(4, 1.0), mute[1], episode(6, 0.0), None]
+    groups = as_groups(episodes, 2)
+    scored = [g for g in groups if any(r is not None for r in g.rewards)]
+    kept = episodes_as_recorded([{"a": i} for i in range(4)], episodes, groups, scored, "centred")
+    back = [rollout_log.recorded(json.loads(json.dumps(rollout_log.line_of(3, i, g, str, 8)))) for i, g in enumerate(kept)]
+    assert [g.trained for g in back if g.used] == scored and [g.problem["a"] for g in back] == [2, 3, 0]
+    assert [g.used for g in back] == [True, True, False]
+    abstained = back[0].group[1]  # the update got an empty rollout in its place
+    assert abstained.tokens == (3, 4, 5) and abstained.mask == (1, 0, 1) and abstained.finish_reason == "invalid"
+    assert back[0].turns[1] == (("calc 5", "7"), ("= 5", "right")) and back[0].parts == {"calls": [4.0, 5.0]}
+    assert back[1].turns[1] == () and back[1].parts == {"calls": [6.0, None]}
+
+
+def test_a_question_may_be_anything(tmp_path):
+    """What JSON cannot hold stands there as its fields or its text, and stops no training."""
+    recorder = Recorder(tmp_path)
+    odd = type("Row", (), {})()
+    odd.question, odd.set = "What?", {1}
+    asked = [Problem(1, "+", 2), {"prompt": "x", "answer": 1.5}, odd, None, {1}]
+    recorder.add(0, [replace(a_group(), problem=p) for p in asked], str, {})
+    assert [g.problem for g in recorder.groups(0)] == [
+        {"a": 1, "op": "+", "b": 2}, asked[1], {"question": "What?", "set": "{1}"}, None, "{1}"]
+
+
+def test_a_step_that_fails_is_on_the_record(tiny, tmp_path):
+    """What it sampled is what one wants to see; the run that goes on takes its place."""
+    run = Run("x", root=tmp_path)
+    tiny.model.get_output_embeddings().weight.register_hook(lambda g: g * (float("nan") if tiny.version == 2 else 1.0))
+    with pytest.raises(FloatingPointError, match="step 2"):
+        train(tiny, run)
+    assert run.recorder.steps() == [0, 1, 2] and len(run.metrics) == 2
+    train(fresh(tiny), run)
+    assert run.recorder.steps() == [0, 1, 2, 3]
+
+
+# --- how much ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep, held", [("all", 12), (6, 6), (1, 1), (4, 4), (100, 12), ("none", 0)])
+def test_keep_bounds_the_rollouts_of_a_step(tmp_path, keep, held):
+    recorder = write(tmp_path, [0, 1], groups=3, keep=keep)
+    table = rollout_log.table(recorder.lines())
+    assert len(table) == 2 * held and recorder.rollouts == 2 * held
+    if keep == 6:  # a whole group from the first place, and a part of one from the middle
+        assert [(line["group"], len(line["tokens"])) for line in recorder.lines([1])] == [(0, 4), (1, 2)]
+        with pytest.raises(ValueError, match="keeps 6 of the 12 rollouts of step 1.*keep='all'"):
+            recorder.whole(1)
+    if keep == "none":
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("keep", [0, -3, "some", True, 2.5])
+def test_a_keep_that_is_none_of_these_is_refused(tmp_path, keep):
+    with pytest.raises(ValueError, match="keep must be 'all', 'none' or a number of rollouts a step"):
+        Run("x", root=tmp_path, keep=keep)
+
+
+def test_recording_costs_little_of_a_step(tiny, tmp_path):
+    """Measured inside the run: 0.6 % of the steps' seconds, and some 120 bytes a rollout of 24 tokens."""
+    run = Run("x", root=tmp_path)
+    train(tiny, run, replace(CONFIG, steps=3, prompts_per_step=16, group_size=8, max_new_tokens=24))
+    table = run.table()
+    assert 0 < run.recorder.seconds < 0.02 * (table["sampling_s"] + table["update_s"]).sum()
+    assert run.recorder.rollouts == 3 * 128 and 50 < run.recorder.bytes / run.recorder.rollouts < 250
+
+
+def test_a_full_disk_is_named_and_leaves_whole_steps(tmp_path, monkeypatch):
+    recorder = write(tmp_path, [0])
+    monkeypatch.setattr(rollout_log, "append_bytes", full_disk)
+    with pytest.raises(OSError, match="no space left for the rollouts of a step"):
+        recorder.add(1, [a_group()], str, {})
+    assert recorder.steps() == [0]
+
+
+def full_disk(path, data, what):
+    raise OSError(28, f"no space left for {what}", str(path))
+
+
+# --- cut short, damaged -----------------------------------------------------------------------------------------------
+
+
+def test_wherever_a_file_ends_its_whole_steps_are_read(tmp_path):
+    recorder = write(tmp_path, range(4))
+    path = recorder.path(0)
+    whole, ends = path.read_bytes(), [end for end, _ in rollout_log.members(path)]
+    assert len(ends) == 4 and ends[-1] == len(whole)
+    for cut in {0, 1, 2, 9, *ends, *(e - 1 for e in ends), *(e + 1 for e in ends[:3]), *(e + 12 for e in ends[:3])}:
+        path.write_bytes(whole[:cut])
+        told = []
+        steps = [line["step"] for line in recorder.lines(tell=told.append)]
+        assert steps == [s for s in range(4) if ends[s] <= cut for _ in range(2)]
+        assert bool(told) == (cut not in (0, *ends)) and all("ends in the middle of a step" in t for t in told)
+
+
+def test_a_damaged_step_costs_itself_and_is_told(tmp_path):
+    run = Run("x", root=tmp_path)
+    write(run.recorder.folder, range(4))
+    path = run.recorder.path(0)
+    data, ends = bytearray(path.read_bytes()), [end for end, _ in rollout_log.members(path)]
+    data[ends[0] + 40] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match=rf"is damaged after step 0: {ends[1] - ends[0]} bytes cannot be read"):
+        table = run.rollouts()
+    assert table["step"].unique().tolist() == [0, 2, 3]
+
+
+def test_a_rewind_removes_what_is_to_come_and_what_was_cut(tmp_path):
+    recorder = write(tmp_path, [*range(RANGE - 2, RANGE + 3), 2 * RANGE])
+    with open(recorder.path(2 * RANGE), "ab") as file:
+        file.write(b"\x1f\x8b\x08 half a step")
+    recorder.rewind(2 * RANGE + 1)
+    assert recorder.steps()[-1] == 2 * RANGE and not recorder.path(2 * RANGE).read_bytes().endswith(b"half a step")
+    before = recorder.path(RANGE - 1).read_bytes()
+    recorder.rewind(RANGE + 1)
+    assert recorder.steps() == [RANGE - 2, RANGE - 1, RANGE] and recorder.path(0).read_bytes() == before
+    recorder.rewind(0)
+    assert recorder.steps() == [] and recorder.sittings() == []
+
+
+# --- interrupted ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_has_the_record_of_one_that_never_stopped(tiny, tmp_path):
+    """Stopped behind its last checkpoint, whose steps are then done again; the sittings tell of both."""
+    one, two = Run("one", root=tmp_path), Run("two", root=tmp_path)
+    train(fresh(tiny), one)
+    train(fresh(tiny), two, stop=3)
+    for checkpoint in two.folder.glob("checkpoint-00000003"):
+        checkpoint.rename(two.folder / "checkpoint-00000002")
+    train(fresh(tiny), two)
+    assert content(one.recorder.folder) == content(two.recorder.folder)
+    assert [s["from"] for s in two.recorder.sittings()] == [0, 3] and two.recorder.sittings()[0]["torch"]
+    again = Run("one", root=tmp_path)  # the cell once more: the record of a run that starts over begins anew
+    train(fresh(tiny), again, replace(CONFIG, steps=2))
+    assert again.recorder.steps() == [0, 1]
+
+
+CHILD = """
+import asyncio, sys, time
+import torch
+torch.set_num_threads(1)
+from grpolab.runs import rollout_log
+from grpolab.runs.run import Run
+from grpolab.models.load import load_policy
+from grpolab.train.grpo import GRPOConfig, grpo
+from tests.test_rollout_log import CONFIG, PROBLEMS, digits, replace
+
+def slowly(path, data, what):  # so that a kill falls into the middle of a step more often than not
+    with open(path, "ab", buffering=0) as file:
+        for half in (data[: len(data) // 2], data[len(data) // 2 :]):
+            file.write(half)
+            time.sleep(0.05)
+
+rollout_log.append_bytes = slowly
+policy = load_policy("tiny", device="cpu")
+
+async def main():
+    config = replace(CONFIG, steps=12, save_every=3)
+    async for row in grpo(policy, None, PROBLEMS, config, reward=digits, run=Run("x", root=sys.argv[1])):
+        print("step", row["step"], flush=True)
+
+asyncio.run(main())
+"""
+
+
+def start(root):
+    return subprocess.Popen([sys.executable, "-c", CHILD, str(root)], stdout=subprocess.PIPE, text=True,
+                            cwd=Path(__file__).parent.parent)
+
+
+def until_step(process, number):
+    """Read what the process prints until it has done so many steps; False where it ended."""
+    for line in process.stdout:
+        if line.startswith("step"):
+            number -= 1
+            if not number:
+                return True
+    return False
+
+
+def test_a_kill_at_any_point_leaves_a_record_that_is_read_and_goes_on(tmp_path):
+    """SIGKILL while it writes, at random moments; then the run to its end says what an uninterrupted one says."""
+    draw, cut_short = random.Random(0), 0
+    recorder = Recorder(tmp_path / "cut" / "x" / "rollouts")
+    for steps in (2, 4):
+        process = start(tmp_path / "cut")
+        assert until_step(process, steps)
+        for _ in range(20):  # a reader beside the writer sees whole steps
+            held = recorder.steps()
+            assert held == list(range(len(held)))
+        time.sleep(draw.random() * 0.2)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        told = []
+        held = list(dict.fromkeys(line["step"] for line in recorder.lines(tell=told.append)))
+        assert held == list(range(len(held))) and len(held) >= steps
+        cut_short += len(told)
+    for root in ("cut", "whole"):
+        process = start(tmp_path / root)
+        assert not until_step(process, 100) and process.wait() == 0
+        process.stdout.close()
+    assert recorder.steps() == list(range(12))
+    assert content(recorder.folder) == content(tmp_path / "whole" / "x" / "rollouts")

@@ -1,0 +1,195 @@
+"""The proof of an engine at its start: what it looks at, what it finds, and where it stops."""
+
+import logging
+
+import pytest
+import torch
+from decode_helpers import flat, ragged_prompts, tiny_policy
+from test_families import FAMILIES, make
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig
+
+from grpolab.decode import verify
+from grpolab.decode.audit import audit
+from grpolab.decode.engines import attention, hf
+from grpolab.decode.engines.hf import GeneralEngine
+from grpolab.decode.engines.llama import LlamaEngine
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.decode.verify import choose_engine, company_share, disagreement, thresholds
+from grpolab.models import load
+
+
+def rollouts_of(policy, new=120, **kwargs):
+    with Sampler(policy, slots=4, **kwargs) as sampler:
+        params = SamplingParams(max_new_tokens=new, seed=0)
+        return flat(sampler.sample_sync(ragged_prompts(3), params=params)), sampler
+
+
+def test_thresholds_are_found_wherever_a_configuration_names_them():
+    nested = AutoConfig.for_model("gemma3_text", sliding_window=512)
+    nested.inner = {"attention_chunk_size": 8192, "deeper": {"window_size": 77}}
+    assert set(thresholds(nested)) >= {77, 512, 8192}
+    assert 256 in thresholds(AutoConfig.for_model("gpt_neo"))
+    fixed = dict(rope_type="llama3", original_max_position_embeddings=8192, factor=8.0, low_freq_factor=1.0,
+                 high_freq_factor=4.0, rope_theta=1e4)
+    assert 8192 not in thresholds(AutoConfig.for_model("llama", rope_parameters=fixed))
+
+
+class Late(LlamaForCausalLM):
+    """Another model from position 80 on."""
+
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None].expand(len(input_ids), -1)
+        return super().forward(torch.where(position_ids < 80, input_ids, 99 - input_ids), position_ids=position_ids, **kwargs)
+
+
+def test_a_subclass_goes_through_its_own_forward():
+    policy = tiny_policy()
+    policy.model = Late(policy.model.config).eval()
+    rollouts, sampler = rollouts_of(policy)
+    assert sampler.engine.name == "general"
+    assert audit(policy, rollouts).max_error < 1e-4
+
+
+def test_the_probe_itself_goes_past_position_80(monkeypatch):
+    """Were the subclass taken for a plain model, its logits would tell."""
+    late = Late(tiny_policy().model.config).eval()
+    monkeypatch.setattr(verify, "llama_obstacle", lambda model: None)
+    assert choose_engine(late).name == "general"
+    assert "at 157 positions" in disagreement(LlamaEngine(late), late)
+
+
+@pytest.mark.parametrize(("name", "length"), [("qwen2 windows", 24), ("qwen2 windows", 170), ("llama4 chunks", 24),
+                                              ("llama4 chunks", 170)])
+def test_an_engine_blind_to_a_window_is_refused(name, length, monkeypatch):
+    """Also where the window is longer than what every probe looks at."""
+    kind, shape = FAMILIES[name]
+    shape = {key: length if value == 24 else value for key, value in shape.items()}
+    monkeypatch.setitem(FAMILIES, name, (kind, shape))
+    build = GeneralEngine.__init__
+
+    def blind(self, *args):
+        build(self, *args)
+        self.sliding = self.chunk = 10**6
+
+    assert choose_engine(make(name).model).name == "general"
+    monkeypatch.setattr(GeneralEngine, "__init__", blind)
+    with pytest.raises(ValueError, match="not its own forward"):
+        choose_engine(make(name).model)
+
+
+def test_a_window_too_long_to_probe_ends_the_context(monkeypatch, caplog):
+    policy = make("mistral window")  # 24 positions
+    monkeypatch.setattr(verify, "affordable", lambda *_: 20)
+    with caplog.at_level(logging.WARNING), Sampler(policy, slots=4) as sampler:
+        rollout = sampler.sample_sync([[3] * 10], params=SamplingParams(greedy=True, max_new_tokens=99))[0][0]
+        assert len(rollout.tokens) == 14 and rollout.finish_reason == "context"
+        assert sampler.context == 24 and "sampled up to 24 positions" in caplog.text
+        with pytest.raises(ValueError, match="context of 24"):
+            sampler.sample_sync([[3] * 24])
+
+
+def test_the_probe_of_a_large_model_stays_small():
+    """By arithmetic alone: 7 billion weights on a processor and on a GPU."""
+
+    class Large:
+        config = AutoConfig.for_model("mistral", attn_implementation="sdpa")
+
+        def parameters(self):
+            return iter([torch.empty(7 * 10**9, device="meta")])
+
+    assert 100 < verify.affordable(Large(), "cpu") < 200 < 4096 < verify.affordable(Large(), "cuda")
+
+
+def test_longrope_ends_where_its_frequencies_change(caplog):
+    policy = make("phi3 longrope")
+    assert policy.context == 64
+    with caplog.at_level(logging.WARNING):
+        choose_engine(policy.model)
+    assert "up to 64 of its 250 positions" in caplog.text
+
+
+def banned(policy, token=7):
+    """The model with one token banned by -inf, as a head with such a bias."""
+    head = torch.nn.Linear(64, 100)
+    head.weight = policy.model.lm_head.weight
+    with torch.no_grad():
+        head.bias.zero_()[token] = -torch.inf
+    policy.model.lm_head = head
+    return policy
+
+
+def test_a_banned_token_is_a_value(monkeypatch):
+    rollouts, sampler = rollouts_of(banned(tiny_policy()))
+    assert sampler.engine.name == "llama" and sampler.engine.proved
+    assert all(7 not in r.tokens for r in rollouts)
+    true = attention.mask_bias
+    monkeypatch.setattr(attention, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))
+    with pytest.raises(ValueError, match="not its own forward"):
+        choose_engine(banned(tiny_policy()).model)
+
+
+def test_a_token_banned_on_one_side_alone_is_a_difference():
+    policy = tiny_policy()
+    engine = LlamaEngine(policy.model)
+    assert disagreement(engine, policy.model) is None
+    assert "logits differ by inf" in disagreement(engine, banned(policy).model)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3 window", "gpt2", "gpt_neo", "opt"])
+def test_rollouts_of_the_general_engine_do_not_depend_on_their_company(name):
+    policy, params = make(name), SamplingParams(max_new_tokens=40, seed=4)
+    prompts = ragged_prompts(5, 3, 60)
+    with Sampler(policy, slots=8, engine="general") as sampler:
+        together = flat(sampler.sample_sync(prompts, params=params))
+        for i, rollout in enumerate(together):
+            alone = sampler.submit([prompts[i]], params=params, seeds=[[rollout.seed]]).future.result()
+            assert alone[0][0] == rollout
+        assert sampler.run_sync(company_share, sampler.engine) == 0
+
+
+def test_nor_on_two_threads():
+    """Where torch's own attention of a single query rounds by the row's place (see `_TwoQueries`)."""
+    with Sampler(make("gpt2"), slots=8, threads=2) as sampler:
+        assert sampler.run_sync(company_share, sampler.engine, 7, 1) == 0
+
+
+def test_company_is_seen_in_a_mixture_of_experts():
+    """Its rows are grouped by expert, so who claims independence asks first: this is how."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = MixtralConfig(vocab_size=100, max_position_embeddings=256, num_local_experts=4, num_experts_per_tok=2, **shape)
+    assert company_share(choose_engine(AutoModelForCausalLM.from_config(config).eval())) > 0
+
+
+def test_company_is_seen_where_rows_are_computed_as_they_come(monkeypatch):
+    monkeypatch.setattr(hf, "ROWS", 1)
+    assert company_share(GeneralEngine(make("gemma3").model)) > 0
+
+
+def test_without_word_of_the_attention_nothing_changes(monkeypatch):
+    """transformers has no public way to ask for it; the fallback sets it instead."""
+    expected = rollouts_of(make("gemma3"), 40)[0]
+    for module in (load, hf, verify):
+        monkeypatch.setattr(module, "attention_of", lambda model: None)
+    policy = make("gemma3")
+    assert rollouts_of(policy, 40)[0] == expected
+    policy.model.to(torch.bfloat16)
+    assert choose_engine(policy.model).name == "general"
+
+
+def test_a_model_without_torch_attention_gets_the_common_one():
+    model = make("gpt_neo").model
+    attention.set_common(model)
+    assert load.attention_of(model) == "eager"
+    model = make("gpt2").model
+    model.set_attn_implementation("eager")
+    attention.set_common(model)
+    assert load.attention_of(model) == "sdpa"
+
+
+def test_graphs_are_asked_for():
+    with Sampler(tiny_policy(), slots=4) as plain, Sampler(tiny_policy(), slots=4, cuda_graphs=True) as asked:
+        assert not plain._scheduler.cuda_graphs and asked._scheduler.cuda_graphs
+        assert plain._scheduler.static is None
