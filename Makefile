@@ -71,7 +71,7 @@ LAB ?=
 
 lab: .venv/lab
 	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) \
-		--FileContentsManager.pre_save_hook=grpolab.lab.tidy.before_saving $(LAB)
+		--FileContentsManager.pre_save_hook=grpolab.lab.notebooks.before_saving $(LAB)
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Three workers for two cores, since many tests wait for servers and children.

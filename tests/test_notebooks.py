@@ -12,7 +12,7 @@ import pytest
 
 from grpolab.__main__ import _literal, main
 from grpolab.lab import notebooks
-from grpolab.lab.tidy import before_saving
+from grpolab.lab.notebooks import before_saving
 from grpolab.runs.run import repository
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))

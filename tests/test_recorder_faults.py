@@ -177,7 +177,7 @@ def test_a_change_of_the_optimiser_is_one(run):  # noqa: F811
     assert load_state(twin.kept()[3], fresh(rebuild(twin, 3).policy), rebuild(twin, 3).optimiser)["step"] == 3
     with pytest.raises(ValueError, match="'adafactor' cannot go on with the moments of 'adamw': fork from step 0"):
         forked(run, 2, "other", optimiser="adafactor")
-    assert forked(run, 0, "other", optimiser="adafactor").replay(4).equal
+    assert replay(forked(run, 0, "other", optimiser="adafactor"), 4).equal
 
 
 # --- other policies ---------------------------------------------------------------------------------------------------
@@ -202,4 +202,4 @@ def test_a_policy_with_dropout_comes_again(tiny, tmp_path):
     train(policy, Run("x", root=tmp_path, replay_every=3), replace(CONFIG, save_every=20, max_logp_diff=None))
     found = Run(root=tmp_path / "x")
     replayed = replay(found, 2)
-    assert replayed.equal and not replayed.differs and forked(found, 2, watch=None).replay(4).equal
+    assert replayed.equal and not replayed.differs and replay(forked(found, 2, watch=None), 4).equal

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from grpolab.lab.format import readable
+from grpolab.lab.metrics import readable
 from grpolab.runs.run import repository
 
 ROOT = repository()

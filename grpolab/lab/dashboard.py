@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from grpolab.lab.diagnose import diagnose
-from grpolab.lab.format import readable
-from grpolab.lab.interrupts import watch_interrupts
-from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric
+from grpolab.lab.interrupts import report_interrupts
+from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric, readable, short
 from grpolab.lab.plots import POLICY, WARNING
 from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
 from grpolab.runs.selection import PREFIX
@@ -49,7 +48,7 @@ class Dashboard:
         self._ask_after, self._asks = 0.0, 0
         self._shell = get_ipython()
         self._handle = display(self, display_id=True) if self._shell is not None else None
-        watch_interrupts(self)
+        report_interrupts(self)
 
     def update(self, row: dict) -> None:
         """Take one row of metrics, which holds `step`."""
@@ -58,7 +57,7 @@ class Dashboard:
             self._earlier = len(self.rows)
         self.rows.append(row)
         self._seen = time.monotonic()
-        watch_interrupts(self)
+        report_interrupts(self)
         if self._handle is not None:
             if self.done >= self.steps or self._seen - self._drawn > 1:
                 self._draw()
@@ -140,7 +139,7 @@ class Dashboard:
 
     def _questions(self) -> str:
         rows = "".join(
-            f"<tr><td {CELL}>{escape(question)}</td><td {CELL}>{marks[-20:]}</td><td {CELL}><code>{escape(_short(text))}</code>"
+            f"<tr><td {CELL}>{escape(question)}</td><td {CELL}>{marks[-20:]}</td><td {CELL}><code>{escape(short(text))}</code>"
             "</td></tr>" for question, (marks, text) in self.asked.items()
         )
         return f"<table style='margin:0'>{rows}</table>" if rows else ""
@@ -150,11 +149,6 @@ def _metric(column: str, healthy: tuple | None, meaning: str | None) -> Metric:
     known = METRICS.get(column, MEASURED if column.startswith(PREFIX) else UNKNOWN)
     known = known if meaning is None else known._replace(meaning=meaning)
     return known if healthy is None else known._replace(low=healthy[0], high=healthy[1])
-
-
-def _short(text: str, most: int = 120) -> str:
-    text = text.replace("\n", "↵")
-    return text if len(text) <= most else text[:most] + "…"
 
 
 def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> str:

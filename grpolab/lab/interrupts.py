@@ -1,4 +1,4 @@
-"""An interrupt of a cell said in one line, in place of a page of CancelledError."""
+"""An interrupt of a notebook cell as one line: where it stopped, and where a rerun of the cell goes on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import threading
 import weakref
 from functools import cache
 
+from IPython import get_ipython
+
+from grpolab.lab.metrics import short
+
 INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
-_unfinished: weakref.WeakSet = weakref.WeakSet()  # dashboards of the cell that runs
+_unfinished: weakref.WeakSet = weakref.WeakSet()  # displays of the cell that runs
 
 
 def quiet_interrupts(shell) -> None:
-    """From now on an interrupt of a cell is said in one line, in place of a page of CancelledError."""
-    shell.set_custom_exc(INTERRUPTS, _say)
+    """From now on an interrupt of a cell prints one line instead of a traceback of CancelledError."""
+    shell.set_custom_exc(INTERRUPTS, _print_interrupt)
     _wake_at_signals()
 
 
@@ -29,22 +33,22 @@ def _wake_at_signals() -> tuple[socket.socket, ...]:
         return ()
     if threading.current_thread() is not threading.main_thread():
         return ()
-    heard, said = ends = socket.socketpair()
+    reader, writer = ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    before = signal.set_wakeup_fd(said.fileno(), warn_on_full_buffer=False)
-    if before != -1:  # somebody is woken already
-        signal.set_wakeup_fd(before)
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if previous != -1:  # another library wakes the loop
+        signal.set_wakeup_fd(previous)
         for end in ends:
             end.close()
         return ()
-    loop.add_reader(heard, heard.recv, 4096)
+    loop.add_reader(reader, reader.recv, 4096)
     return ends
 
 
-def watch_interrupts(live) -> None:
-    """Until the cell ends, an interrupt of it is told by the dashboard too."""
-    shell = live._shell
+def report_interrupts(live) -> None:
+    """Until the cell ends, an interrupt of it prints `live.stopped()`; `live` has `done` and `steps`."""
+    shell = get_ipython()
     if shell is None:
         return
     if live.done >= live.steps:
@@ -64,7 +68,7 @@ def watch_interrupts(live) -> None:
     _unfinished.add(live)
 
 
-def _say(shell, kind, error, traceback, tb_offset=None) -> None:
+def _print_interrupt(shell, kind, error, traceback, tb_offset=None) -> None:
     for live in list(_unfinished):
         print(live.stopped())
     if not _unfinished:
@@ -78,5 +82,4 @@ def _stopped_at(shell, traceback) -> str:
     if traceback is None:
         return "stopped; a rerun starts this cell over"
     line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
-    line = line if len(line) <= 60 else line[:59] + "…"
-    return f"stopped at line {traceback.tb_lineno} ({line}); a rerun starts this cell over"
+    return f"stopped at line {traceback.tb_lineno} ({short(line, 60)}); a rerun starts this cell over"

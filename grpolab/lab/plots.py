@@ -11,13 +11,14 @@ from io import BytesIO
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from IPython import get_ipython
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 from PIL import Image  # matplotlib brings it
 
-from grpolab.lab.format import readable
 from grpolab.lab.interrupts import quiet_interrupts
+from grpolab.lab.metrics import readable
 from grpolab.runs.figures import DPI, png
 
 POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
@@ -32,11 +33,9 @@ STYLE = {
 
 
 def use_style() -> None:
-    """Apply the project's style to the figures that follow. A notebook then shows figures at double resolution, readable
-    tables, and an interrupt as one line."""
+    """Apply the package's style to the figures that follow. A notebook then shows figures at double resolution, tables with
+    rounded numbers, and an interrupt as one line."""
     plt.rcParams.update(STYLE)
-    from IPython import get_ipython
-
     shell = get_ipython()
     if getattr(shell, "kernel", None):
         plt.close(plt.figure())  # at its first use the inline backend puts in a formatter of its own
@@ -241,19 +240,4 @@ def calibration(points: Sequence[tuple[float, object]], *, title: str, xlabel: s
     ax.plot([low, 1], [low, 1], color=REFERENCE, linestyle="--", linewidth=1)
     held_out(points, ax)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    return ax
-
-
-def paths(runs: dict[str, pd.DataFrame], x: str, y: str, *, title: str, xlabel: str, ylabel: str, colors: dict[str, str],
-          window: int = 10, ax=None):
-    """Two metrics against each other as a run goes on: means of `window` steps, from the dot to the arrow's head."""
-    ax = _axes(ax)
-    for name, metrics in runs.items():
-        smooth = running_mean(metrics[[x, y]], window)
-        a, b = smooth[x].to_numpy(), smooth[y].to_numpy()
-        ax.plot(a, b, color=colors[name], label=name)
-        ax.plot(a[0], b[0], "o", color=colors[name], markersize=5)
-        ax.annotate("", (a[-1], b[-1]), (a[-2], b[-2]), arrowprops={"arrowstyle": "-|>", "color": colors[name], "lw": 1.8})
-    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    ax.legend()
     return ax
