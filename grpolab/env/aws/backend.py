@@ -11,38 +11,76 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from grpolab.env.aws import simulator
-from grpolab.env.aws.allowed import SIMULATED
-from grpolab.env.aws.clients import HOST, AccountGone, missing
+from grpolab.env.aws.clients import HOST, SIMULATED, AccountGone
 from grpolab.env.backends import BackendPool, ProcessBackend
 
-ANSWERS = 10.0  # s; what a healthy one needs at most, on a busy machine
-START = 30.0  # s; on a busy machine eight start at once
+ANSWER_SECONDS = 10.0  # what a healthy one needs at most, on a busy machine
+START_SECONDS = 30.0  # on a busy machine eight start at once
+REGION = "us-east-1"  # where the global services are listed
 
-# What each module of MiniStack lists: (signing name, how, target or query, the list in a JSON answer, the name of an entry).
-_JSON, _QUERY, _GET = "json", "query", "get"
-LISTS: dict[str, tuple[tuple[str, str, str, str, str], ...]] = {
-    "s3": (("s3", _GET, "/", "", "Name"),),
-    "dynamodb": (("dynamodb", _JSON, "DynamoDB_20120810.ListTables", "TableNames", ""),),
-    "sqs": (("sqs", _JSON, "AmazonSQS.ListQueues", "QueueUrls", ""),),
-    "sns": (("sns", _QUERY, "ListTopics 2010-03-31", "", "TopicArn"),),
-    "iam": (("iam", _QUERY, "ListUsers 2010-05-08", "", "UserName"), ("iam", _QUERY, "ListGroups 2010-05-08", "", "GroupName"),
-            ("iam", _QUERY, "ListRoles 2010-05-08", "", "RoleName"),
-            ("iam", _QUERY, "ListPolicies 2010-05-08 Scope=Local", "", "PolicyName"),
-            ("iam", _QUERY, "ListInstanceProfiles 2010-05-08", "", "InstanceProfileName")),
-    "ssm": (("ssm", _JSON, "AmazonSSM.DescribeParameters", "Parameters", "Name"),),
-    "secretsmanager": (("secretsmanager", _JSON, "secretsmanager.ListSecrets", "SecretList", "Name"),),
-    "kms": (("kms", _JSON, "TrentService.ListKeys", "Keys", "KeyId"),),
-    "cloudwatch_logs": (("logs", _JSON, "Logs_20140328.DescribeLogGroups", "logGroups", "logGroupName"),),
-    "cloudwatch": (("monitoring", _QUERY, "DescribeAlarms 2010-08-01", "", "AlarmName"),),
-    "eventbridge": (("events", _JSON, "AWSEvents.ListRules", "Rules", "Name"),
-                    ("events", _JSON, "AWSEvents.ListEventBuses", "EventBuses", "Name")),
-}
-ALWAYS = {"AWSEvents.ListEventBuses": "default"}  # what an empty account lists
+
+@dataclass(frozen=True)
+class Listing:
+    """An operation that lists what a service holds, in one of MiniStack's modules: asked as JSON where it has a `target`, as a
+    form where it has a `version`, else with a bare GET. `entry` is the name of an entry, "" where a text is the entry."""
+
+    module: str
+    service: str  # as requests are signed
+    operation: str
+    entry: str
+    target: str = ""
+    member: str = ""  # the list in a JSON answer
+    version: str = ""
+    parameters: str = ""
+    default: str = ""  # the entry that an empty account has
+    regional: bool = True
+
+    def request(self) -> tuple[str, dict[str, str], str | None]:
+        """(method, headers, body)"""
+        if self.target:
+            return "POST", {"X-Amz-Target": self.target, "Content-Type": "application/x-amz-json-1.1"}, "{}"
+        if self.version:
+            form = urlencode({"Action": self.operation, "Version": self.version}) + self.parameters
+            return "POST", {"Content-Type": "application/x-www-form-urlencoded"}, form
+        return "GET", {}, None
+
+    def names(self, answer: Any) -> list[str]:
+        """The entries in an answer."""
+        if not self.target:
+            return re.findall(f"<{self.entry}>([^<]*)</{self.entry}>", answer)
+        names = [entry[self.entry] if self.entry else entry for entry in answer.get(self.member, [])]
+        return [name for name in names if name != self.default]
+
+
+def _json(module: str, service: str, prefix: str, operation: str, member: str, entry: str = "", default: str = "") -> Listing:
+    return Listing(module, service, operation, entry, target=f"{prefix}.{operation}", member=member, default=default)
+
+
+def _iam(operation: str, entry: str, parameters: str = "") -> Listing:
+    return Listing("iam", "iam", operation, entry, version="2010-05-08", parameters=parameters, regional=False)
+
+
+LISTINGS = (
+    Listing("s3", "s3", "ListBuckets", "Name", regional=False),
+    _iam("ListUsers", "UserName"), _iam("ListGroups", "GroupName"), _iam("ListRoles", "RoleName"),
+    _iam("ListPolicies", "PolicyName", "&Scope=Local"), _iam("ListInstanceProfiles", "InstanceProfileName"),
+    Listing("sns", "sns", "ListTopics", "TopicArn", version="2010-03-31"),
+    Listing("cloudwatch", "monitoring", "DescribeAlarms", "AlarmName", version="2010-08-01"),
+    _json("dynamodb", "dynamodb", "DynamoDB_20120810", "ListTables", "TableNames"),
+    _json("sqs", "sqs", "AmazonSQS", "ListQueues", "QueueUrls"),
+    _json("ssm", "ssm", "AmazonSSM", "DescribeParameters", "Parameters", "Name"),
+    _json("secretsmanager", "secretsmanager", "secretsmanager", "ListSecrets", "SecretList", "Name"),
+    _json("kms", "kms", "TrentService", "ListKeys", "Keys", "KeyId"),
+    _json("cloudwatch_logs", "logs", "Logs_20140328", "DescribeLogGroups", "logGroups", "logGroupName"),
+    _json("eventbridge", "events", "AWSEvents", "ListRules", "Rules", "Name"),
+    _json("eventbridge", "events", "AWSEvents", "ListEventBuses", "EventBuses", "Name", default="default"),
+)
 
 
 class Simulator(ProcessBackend):
@@ -52,7 +90,7 @@ class Simulator(ProcessBackend):
     def __init__(self, services: tuple[str, ...] = SIMULATED, options: Mapping[str, Any] | None = None):
         # -P keeps the folder of simulator.py, whose modules have common names, off the path.
         super().__init__([sys.executable, "-P", simulator.__file__, *services], health=healthy, scrub=scrub,
-                         start_timeout=START)
+                         start_timeout=START_SECONDS)
         self.options = options
 
     def start(self) -> Any:
@@ -64,19 +102,19 @@ def accounts(size: int, *, services: tuple[str, ...] = SIMULATED, options: Mappi
     """`size` accounts for `serve(AwsEnv, backends=accounts(size))`; `options` are those of `AwsEnv` for every session.
     Raises ImportError where MiniStack is not installed."""
     if find_spec("ministack") is None:
-        raise missing(ModuleNotFoundError(name="ministack"))
+        raise ImportError("the aws environment needs ministack: pip install 'grpolab[aws]'")
     return BackendPool(lambda _: Simulator(services, options), size)
 
 
 def healthy(address: str) -> bool:
-    """Whether the process answers within ANSWERS seconds."""
+    """Whether the process answers within ANSWER_SECONDS."""
     return _ask(address, "GET", "/_ministack/health")[0] == 200
 
 
 def scrub(address: str) -> bool:
     """Wipe the account; whether it is empty then. Raises AccountGone."""
     wipe(address)
-    return not leftovers(address)
+    return not inventory(address)
 
 
 def wipe(address: str) -> None:
@@ -86,70 +124,56 @@ def wipe(address: str) -> None:
         raise AccountGone(f"the account at {address} could not be wiped: {status} {answer!r:.100}")
 
 
-def leftovers(address: str) -> list[str]:
-    """The listings of `inventory` that have an entry: [] for an empty account. Raises AccountGone."""
-    return list(inventory(address))
-
-
 def inventory(address: str) -> dict[str, list[str]]:
-    """What can be listed in us-east-1, as {"iam ListUsers": ["ada"]}, empty listings left out. Services that were never used
-    are not asked, since asking loads them. Raises AccountGone."""
-    found = {f"{signing} {_called(what)}": _listed(address, signing, how, what, within, name)
-             for module in loaded(address) for signing, how, what, within, name in LISTS.get(module, ())}
-    return {listing: names for listing, names in found.items() if names}
+    """What the account holds, as {"iam ListUsers": ["ada"]}, with the region behind it where that is not us-east-1; empty
+    listings are left out. Services and regions that nobody used are not asked; asking would load them. Raises AccountGone."""
+    modules, regions = usage(address)
+    holdings = {}
+    for region in (REGION, *sorted({*regions} - {REGION})):
+        for listing in LISTINGS:
+            if listing.module in modules and (listing.regional or region == REGION):
+                where = "" if region == REGION else f" {region}"
+                holdings[f"{listing.service} {listing.operation}{where}"] = _names(address, listing, region)
+    return {listing: names for listing, names in holdings.items() if names}
 
 
 def messages(address: str, queue: str) -> list[dict[str, str]]:
     """The messages of a queue in us-east-1, given by its name, those in flight and delayed too, as [{"Body": text, ...}];
     unlike a receive, this changes nothing. Raises AccountGone."""
-    status, answer = _ask(address, "GET", f"/_ministack/sqs/messages?{urlencode({'QueueUrl': queue, 'region': 'us-east-1'})}")
+    status, answer = _ask(address, "GET", f"/_ministack/sqs/messages?{urlencode({'QueueUrl': queue, 'region': REGION})}")
     if status != 200:
         raise AccountGone(f"the account at {address} does not show the messages of {queue}: {status} {answer!r:.200}")
     return [message for regions in answer["messages"].values() for queues in regions.values()
-            for held in queues.values() for message in held]
+            for of_queue in queues.values() for message in of_queue]
 
 
-def loaded(address: str) -> list[str]:
-    """The names of the simulator's modules of services that have been used."""
-    return _ask(address, "GET", simulator.LOADED)[1]
+def usage(address: str) -> tuple[list[str], list[str]]:
+    """The simulator's modules that have been loaded, and the regions that were asked since the last wipe but one."""
+    answer = _ask(address, "GET", simulator.USAGE)[1]
+    return answer["modules"], answer["regions"]
 
 
-def _called(what: str) -> str:
-    """The operation's name in a target, a query or a path."""
-    return "ListBuckets" if what == "/" else what.split(" ")[0].rpartition(".")[2]
-
-
-def _listed(address: str, signing: str, how: str, what: str, within: str, name: str) -> list[str]:
-    """The names in one listing."""
-    headers = {"Authorization": f"AWS4-HMAC-SHA256 Credential=testing/20200101/us-east-1/{signing}/aws4_request, "
-                                "SignedHeaders=host, Signature=none", "Host": HOST}
-    if how == _GET:
-        status, answer = _ask(address, "GET", what, headers)
-    elif how == _JSON:
-        headers |= {"X-Amz-Target": what, "Content-Type": "application/x-amz-json-1.1"}
-        status, answer = _ask(address, "POST", "/", headers, "{}")
-    else:
-        action, version, *more = what.split(" ")
-        form = urlencode({"Action": action, "Version": version} | dict(pair.split("=") for pair in more))
-        status, answer = _ask(address, "POST", "/", headers | {"Content-Type": "application/x-www-form-urlencoded"}, form)
+def _names(address: str, listing: Listing, region: str) -> list[str]:
+    method, headers, body = listing.request()
+    signed = {"Authorization": f"AWS4-HMAC-SHA256 Credential=testing/20200101/{region}/{listing.service}/aws4_request, "
+                               "SignedHeaders=host, Signature=none", "Host": HOST}
+    status, answer = _ask(address, method, "/", headers | signed, body)
     if status != 200:
-        raise AccountGone(f"the account at {address} does not list {what}: {status} {answer!r:.200}")
-    if how == _JSON:
-        names = [entry[name] if name else entry for entry in answer.get(within, [])]
-        return [name for name in names if name != ALWAYS.get(what)]
-    return re.findall(f"<{name}>([^<]*)</{name}>", answer)
+        raise AccountGone(f"the account at {address} does not answer {listing.operation}: {status} {answer!r:.200}")
+    return listing.names(answer)
 
 
 def _ask(address: str, method: str, path: str, headers: Mapping[str, str] | None = None, body: str | None = None) -> tuple:
-    """(status, JSON or text) of one request; raises AccountGone where there is no answer within ANSWERS seconds."""
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=ANSWERS)
+    """(status, JSON or text) of one request; raises AccountGone where there is no answer within ANSWER_SECONDS."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=ANSWER_SECONDS)
     try:
         # without `close` the server keeps the connection's file for its whole keep-alive of an hour
-        connection.request(method, path, body, {"Connection": "close"} | dict(headers or {}))
+        ours = {"Connection": "close", "User-Agent": simulator.INSPECTOR}
+        connection.request(method, path, body, ours | dict(headers or {}))
         response = connection.getresponse()
         text = response.read().decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException) as fault:
-        raise AccountGone(f"the account at {address} does not answer: {fault!r}") from fault
+    except (OSError, http.client.HTTPException) as error:
+        raise AccountGone(f"the account at {address} does not answer: {error!r}") from error
     finally:
         connection.close()
     return response.status, json.loads(text) if text[:1] in ("{", "[") else text
