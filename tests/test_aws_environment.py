@@ -147,8 +147,8 @@ def test_a_setup_that_fails_is_an_error(account, monkeypatch):
         env.reset(seed=1, task="broken")
     with pytest.raises(RuntimeError, match="reset"):
         env.step({"command": LOOK})
-    monkeypatch.setattr(environment, "inventory", lambda _: {"s3 ListBuckets": ["x"]})
-    with pytest.raises(SetupError, match="not empty after it was wiped: s3 ListBuckets"):
+    monkeypatch.setattr(environment, "inventory", lambda _: {"s3 list_buckets": ["x"]})
+    with pytest.raises(SetupError, match="not empty after it was wiped: s3 list_buckets"):
         env.reset(seed=1, task="broken")
 
 

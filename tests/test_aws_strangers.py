@@ -199,7 +199,7 @@ def test_an_event_bus_is_in_what_the_account_holds(account):
     env.step({"command": "aws events list-event-buses"})
     assert env.state()["account"] == {}
     env.step({"command": task.solution[0]})
-    assert env.state()["account"] == {"events ListEventBuses": [task.solution[0].split()[-1]]}
+    assert env.state()["account"] == {"events list_event_buses": [task.solution[0].split()[-1]]}
     env.close()
 
 

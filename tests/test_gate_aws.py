@@ -50,7 +50,7 @@ def values(tmp_path):
     ("bad", "name"),
     [
         ({"strangers": 1}, "buckets that an account saw of another"),
-        ({"left_over": [{}, {"s3 ListBuckets": ["x"]}]}, "accounts that held something after a reset"),
+        ({"left_over": [{}, {"s3 list_buckets": ["x"]}]}, "accounts that held something after a reset"),
         ({"replayed": [1.0] * 59 + [0.0]}, "templates that their reference does not solve"),
         ({"ignored": [0.0, 1.0]}, "tasks that a constant or an empty command solves"),
         ({"paid": dict.fromkeys("abcd", 1.0) | dict.fromkeys("efgh", 0.0)}, "lines that only say it, paid for"),

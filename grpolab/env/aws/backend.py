@@ -8,78 +8,43 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+import jmespath
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+
 from grpolab.env.aws import simulator
-from grpolab.env.aws.clients import HOST, SIMULATED, AccountGone
+from grpolab.env.aws.clients import SIMULATED, AccountGone, make_client
 from grpolab.env.backends import BackendPool, ProcessBackend
 
 ANSWER_SECONDS = 10.0  # what a healthy one needs at most, on a busy machine
 START_SECONDS = 30.0  # on a busy machine eight start at once
 REGION = "us-east-1"  # where the global services are listed
-
-
-@dataclass(frozen=True)
-class Listing:
-    """An operation that lists what a service holds, in one of MiniStack's modules: asked as JSON where it has a `target`, as a
-    form where it has a `version`, else with a bare GET. `entry` is the name of an entry, "" where a text is the entry."""
-
-    module: str
-    service: str  # as requests are signed
-    operation: str
-    entry: str
-    target: str = ""
-    member: str = ""  # the list in a JSON answer
-    version: str = ""
-    parameters: str = ""
-    default: str = ""  # the entry that an empty account has
-    regional: bool = True
-
-    def request(self) -> tuple[str, dict[str, str], str | None]:
-        """(method, headers, body)"""
-        if self.target:
-            return "POST", {"X-Amz-Target": self.target, "Content-Type": "application/x-amz-json-1.1"}, "{}"
-        if self.version:
-            form = urlencode({"Action": self.operation, "Version": self.version}) + self.parameters
-            return "POST", {"Content-Type": "application/x-www-form-urlencoded"}, form
-        return "GET", {}, None
-
-    def names(self, answer: Any) -> list[str]:
-        """The entries in an answer."""
-        if not self.target:
-            return re.findall(f"<{self.entry}>([^<]*)</{self.entry}>", answer)
-        names = [entry[self.entry] if self.entry else entry for entry in answer.get(self.member, [])]
-        return [name for name in names if name != self.default]
-
-
-def _json(module: str, service: str, prefix: str, operation: str, member: str, entry: str = "", default: str = "") -> Listing:
-    return Listing(module, service, operation, entry, target=f"{prefix}.{operation}", member=member, default=default)
-
-
-def _iam(operation: str, entry: str, parameters: str = "") -> Listing:
-    return Listing("iam", "iam", operation, entry, version="2010-05-08", parameters=parameters, regional=False)
-
-
+GLOBAL_SERVICES = ("s3", "iam")
+# (service, operation that lists what it holds, path to the names in its answer)
 LISTINGS = (
-    Listing("s3", "s3", "ListBuckets", "Name", regional=False),
-    _iam("ListUsers", "UserName"), _iam("ListGroups", "GroupName"), _iam("ListRoles", "RoleName"),
-    _iam("ListPolicies", "PolicyName", "&Scope=Local"), _iam("ListInstanceProfiles", "InstanceProfileName"),
-    Listing("sns", "sns", "ListTopics", "TopicArn", version="2010-03-31"),
-    Listing("cloudwatch", "monitoring", "DescribeAlarms", "AlarmName", version="2010-08-01"),
-    _json("dynamodb", "dynamodb", "DynamoDB_20120810", "ListTables", "TableNames"),
-    _json("sqs", "sqs", "AmazonSQS", "ListQueues", "QueueUrls"),
-    _json("ssm", "ssm", "AmazonSSM", "DescribeParameters", "Parameters", "Name"),
-    _json("secretsmanager", "secretsmanager", "secretsmanager", "ListSecrets", "SecretList", "Name"),
-    _json("kms", "kms", "TrentService", "ListKeys", "Keys", "KeyId"),
-    _json("cloudwatch_logs", "logs", "Logs_20140328", "DescribeLogGroups", "logGroups", "logGroupName"),
-    _json("eventbridge", "events", "AWSEvents", "ListRules", "Rules", "Name"),
-    _json("eventbridge", "events", "AWSEvents", "ListEventBuses", "EventBuses", "Name", default="default"),
+    ("s3", "list_buckets", "Buckets[].Name"),
+    ("iam", "list_users", "Users[].UserName"),
+    ("iam", "list_groups", "Groups[].GroupName"),
+    ("iam", "list_roles", "Roles[].RoleName"),
+    ("iam", "list_policies", "Policies[?!starts_with(Arn, 'arn:aws:iam::aws:')].PolicyName"),
+    ("iam", "list_instance_profiles", "InstanceProfiles[].InstanceProfileName"),
+    ("dynamodb", "list_tables", "TableNames"),
+    ("sqs", "list_queues", "QueueUrls"),
+    ("sns", "list_topics", "Topics[].TopicArn"),
+    ("ssm", "describe_parameters", "Parameters[].Name"),
+    ("secretsmanager", "list_secrets", "SecretList[].Name"),
+    ("kms", "list_keys", "Keys[].KeyId"),
+    ("logs", "describe_log_groups", "logGroups[].logGroupName"),
+    ("monitoring", "describe_alarms", "MetricAlarms[].AlarmName"),
+    ("events", "list_rules", "Rules[].Name"),
+    ("events", "list_event_buses", "EventBuses[?Name != 'default'].Name"),
 )
 
 
@@ -125,16 +90,15 @@ def wipe(address: str) -> None:
 
 
 def inventory(address: str) -> dict[str, list[str]]:
-    """What the account holds, as {"iam ListUsers": ["ada"]}, with the region behind it where that is not us-east-1; empty
-    listings are left out. Services and regions that nobody used are not asked; asking would load them. Raises AccountGone."""
-    modules, regions = usage(address)
-    holdings = {}
-    for region in (REGION, *sorted({*regions} - {REGION})):
-        for listing in LISTINGS:
-            if listing.module in modules and (listing.regional or region == REGION):
-                where = "" if region == REGION else f" {region}"
-                holdings[f"{listing.service} {listing.operation}{where}"] = _names(address, listing, region)
-    return {listing: names for listing, names in holdings.items() if names}
+    """What the account holds, as {"iam list_users": ["ada"]}, with the region behind it where that is not us-east-1; empty
+    listings are left out. Only the services and regions of requests since the last wipe but one are asked: asking loads them.
+    Raises AccountGone."""
+    used = sorted({(service, REGION if service in GLOBAL_SERVICES else region)
+                   for service, region in _ask(address, "GET", simulator.USAGE)[1]})
+    listed = {f"{service} {operation}" + ("" if region == REGION else f" {region}"):
+              _names(address, service, region, operation, path)
+              for service, region in used for of, operation, path in LISTINGS if of == service}
+    return {listing: names for listing, names in listed.items() if names}
 
 
 def messages(address: str, queue: str) -> list[dict[str, str]]:
@@ -147,29 +111,27 @@ def messages(address: str, queue: str) -> list[dict[str, str]]:
             for of_queue in queues.values() for message in of_queue]
 
 
-def usage(address: str) -> tuple[list[str], list[str]]:
-    """The simulator's modules that have been loaded, and the regions that were asked since the last wipe but one."""
-    answer = _ask(address, "GET", simulator.USAGE)[1]
-    return answer["modules"], answer["regions"]
+def _names(address: str, service: str, region: str, operation: str, path: str) -> list[str]:
+    try:
+        answer = getattr(_inspecting_client(service, address, region), operation)()
+    except (BotoCoreError, ClientError) as error:
+        raise AccountGone(f"the account at {address} does not answer {operation}: {error}") from error
+    except ResponseParserError:  # something is there, with a name that no XML can hold
+        return ["(unreadable)"]
+    return jmespath.search(path, answer) or []
 
 
-def _names(address: str, listing: Listing, region: str) -> list[str]:
-    method, headers, body = listing.request()
-    signed = {"Authorization": f"AWS4-HMAC-SHA256 Credential=testing/20200101/{region}/{listing.service}/aws4_request, "
-                               "SignedHeaders=host, Signature=none", "Host": HOST}
-    status, answer = _ask(address, method, "/", headers | signed, body)
-    if status != 200:
-        raise AccountGone(f"the account at {address} does not answer {listing.operation}: {status} {answer!r:.200}")
-    return listing.names(answer)
+@lru_cache(256)
+def _inspecting_client(service: str, address: str, region: str) -> Any:
+    return make_client({"monitoring": "cloudwatch"}.get(service, service), address, region, simulator.INSPECTOR)
 
 
-def _ask(address: str, method: str, path: str, headers: Mapping[str, str] | None = None, body: str | None = None) -> tuple:
+def _ask(address: str, method: str, path: str) -> tuple[int, Any]:
     """(status, JSON or text) of one request; raises AccountGone where there is no answer within ANSWER_SECONDS."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=ANSWER_SECONDS)
     try:
         # without `close` the server keeps the connection's file for its whole keep-alive of an hour
-        ours = {"Connection": "close", "User-Agent": simulator.INSPECTOR}
-        connection.request(method, path, body, ours | dict(headers or {}))
+        connection.request(method, path, headers={"Connection": "close"})
         response = connection.getresponse()
         text = response.read().decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as error:

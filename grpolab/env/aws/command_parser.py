@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from argparse import Namespace
 from typing import Any
 
@@ -19,6 +20,8 @@ _UNWRITABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 _SHELL_SYNTAX = {"|": "pipes", "&": "background jobs", ";": "several commands", "<": "redirections", ">": "redirections",
                  "(": "subshells", ")": "subshells", "`": "command substitution", "$": "variables"}
+# '...', "...", a character after a backslash, what is between those, and quotes that do not end.
+_PARTS = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^'"\\]+|.""", re.DOTALL)
 
 
 class CommandRefused(Exception):
@@ -26,48 +29,34 @@ class CommandRefused(Exception):
 
 
 def split(line: str) -> list[str]:
-    """The words of a line, quoted as in a POSIX shell ('...' literal, "..." with backslashes, \\ before one character; a \\
-    at the end of a line continues it).
+    """The words of a line, quoted as in a POSIX shell; a backslash at the end of a line continues it.
 
     Raises CommandRefused for what only a shell would understand (pipes, variables, redirections), for control characters, for
     quotes that do not end and for more than MAX_CHARACTERS.
     """
     if len(line) > MAX_CHARACTERS:
         raise CommandRefused(f"the command has {len(line)} characters; at most {MAX_CHARACTERS} are read")
-    words, word, quote, escaped = [], None, "", False
-    for at, c in enumerate(line.strip().replace("\\\r\n", "\\\n")):
-        if escaped and c == "\n":
-            escaped = False
-            continue
-        if (ord(c) < 32 and c != "\t") or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF:
-            raise CommandRefused(f"character {at} is {c!r}: write one line of text, without control characters")
-        if escaped:
-            word = (word or "") + ("" if quote != '"' or c in '"\\$`' else "\\") + c
-            escaped = False
-        elif c == "\\" and quote != "'":
-            escaped = True
-        elif quote:
-            if quote == '"' and c in "$`":
-                raise CommandRefused(f"{_SHELL_SYNTAX[c]} ({c}) are not available: there is no shell; "
-                                     "put it between single quotes")
-            if c == quote:
-                quote, word = "", word or ""
-            else:
-                word = (word or "") + c
-        elif c in "'\"":
-            quote, word = c, word or ""
-        elif c in " \t":
-            if word is not None:
-                words.append(word)
-            word = None
-        elif c in _SHELL_SYNTAX:
+    line = "".join(_checked_part(part) for part in _PARTS.findall(line.strip().replace("\\\r\n", "\\\n")))
+    if match := re.search("[\0-\x08\n-\x1f\x7f\ud800-\udfff]", line):
+        raise CommandRefused(f"character {match.start()} is {match[0]!r}: write one line of text, without control characters")
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise CommandRefused(str(error)) from error
+
+
+def _checked_part(part: str) -> str:
+    """A part of a line as shlex reads it like a shell: without the line breaks that a backslash takes away, and in "..." without
+    the backslash before $ and `. Raises CommandRefused for syntax of a shell."""
+    if part.startswith("'"):
+        return part
+    for c in re.sub(r"\\.", "", part, flags=re.DOTALL):
+        if c in ("$`" if part.startswith('"') else _SHELL_SYNTAX):
             raise CommandRefused(f"{_SHELL_SYNTAX[c]} ({c}) are not available: there is no shell; write one aws command, "
                                  "and such characters between single quotes")
-        else:
-            word = (word or "") + c
-    if quote or escaped:
-        raise CommandRefused("No closing quotation" if quote else "No escaped character")
-    return words if word is None else [*words, word]
+    if part.startswith('"'):
+        part = re.sub(r"\\(.)", lambda escape: escape[1] if escape[1] in "$`" else escape[0], part)
+    return re.sub(r"\\(\n|.)", lambda escape: "" if escape[1] == "\n" else escape[0], part)
 
 
 def parse_global_options(words: list[str]) -> tuple[list[str], Namespace]:

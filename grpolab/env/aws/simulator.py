@@ -25,10 +25,9 @@ ENVIRONMENT = {
     "SFN_WAIT_SCALE": "0", "LOG_LEVEL": "ERROR", "MINISTACK_WORKER_THREADS": "4", "DOCKER_HOST": "unix:///nowhere",
 }
 
-USAGE = "/_grpolab/usage"  # GET: as JSON, the modules of services that are loaded, and the regions that were asked
-INSPECTOR = "grpolab-inspector"  # the User-Agent of those who only look: their requests count for no region
+USAGE = "/_grpolab/usage"  # GET: as JSON, the (service, region) pairs of requests since the last wipe but one
+INSPECTOR = "grpolab-inspector"  # in the User-Agent of those who only look: their requests do not count
 _RESET = "/_ministack/reset"
-_MODULES = "ministack.services."
 
 
 class Forbidden(PermissionError):
@@ -43,10 +42,10 @@ def audit(event: str, arguments: tuple) -> None:
         raise Forbidden(f"the simulator may not write to {arguments[0]!r:.100}")
 
 
-def signed_region(headers: dict[bytes, bytes]) -> str | None:
-    """The region that a request was signed for; None for an unsigned one, and for one that only looks."""
-    credential = headers.get(b"authorization", b"").decode("latin-1").partition("Credential=")[2].split("/")
-    return credential[2] if len(credential) > 2 and headers.get(b"user-agent") != INSPECTOR.encode() else None
+def signed_for(headers: dict[bytes, bytes]) -> tuple[str, str] | None:
+    """The (service, region) that a request was signed for; None for an unsigned one, and for one that only looks."""
+    scope = headers.get(b"authorization", b"").decode("latin-1").partition("Credential=")[2].split("/")
+    return (scope[3], scope[2]) if len(scope) > 3 and INSPECTOR.encode() not in headers.get(b"user-agent", b"") else None
 
 
 def main(services: list[str]) -> None:
@@ -65,21 +64,19 @@ def main(services: list[str]) -> None:
     from hypercorn.config import Config
     from ministack.app import app
 
-    regions: list[set[str]] = [set(), set()]  # before the last wipe, and since: after a wipe one looks where something was
+    used: list[set] = [set(), set()]  # before the last wipe, and since: after a wipe one looks where something was
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         """MiniStack, beside it USAGE, and our first line once it has started."""
         path = scope.get("path")
         if path == USAGE:
-            names = sorted(name.removeprefix(_MODULES) for name in sys.modules if name.startswith(_MODULES))
-            body = json.dumps({"modules": names, "regions": sorted(regions[0] | regions[1])}).encode()
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-            await send({"type": "http.response.body", "body": body})
+            await send({"type": "http.response.body", "body": json.dumps(sorted(used[0] | used[1])).encode()})
             return
         if path == _RESET:
-            regions[:] = [regions[1], set()]
-        elif region := signed_region(dict(scope.get("headers", ()))):
-            regions[1].add(region)
+            used[:] = [used[1], set()]
+        elif signed := signed_for(dict(scope.get("headers", ()))):
+            used[1].add(signed)
 
         async def sending(message: Any) -> None:
             await send(message)
