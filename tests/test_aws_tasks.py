@@ -15,7 +15,6 @@ from grpolab.env.aws.grader import GradingError, grade
 from grpolab.env.aws.tasks import TIERS, load_tasks, pick_drifts, play, template_ids, templates, words
 from grpolab.env.curriculum import Curriculum
 from grpolab.files import data_path
-from grpolab.runs.run import repository
 
 FIVE = TIERS[:5]
 
@@ -101,16 +100,6 @@ def test_a_line_for_one_instance_does_nothing_for_another(account):
         assert not graded(account, task).achieved, task.id
 
 
-def test_all_other_lines_of_the_easiest_tier_do_not_solve_a_task(account):
-    warmup = load_tasks("warmup")
-    for task in warmup[::4]:  # all of them took a minute once, and none was solved
-        prepared(account, task)
-        for other in warmup:
-            if other is not task:
-                account.run(other.solution[0])
-        assert not graded(account, task).achieved, task.id
-
-
 def test_each_drift_spoils_something_that_its_line_repairs(account):
     for task in load_tasks("drift"):
         assert len(task.drifts) == len(task.solution) >= 4
@@ -136,18 +125,6 @@ def test_what_is_to_be_kept_may_not_go(account):
     carry_out(account, [f"aws s3api delete-bucket-policy --bucket {kept}"], task)
     after = graded(account, task)
     assert not after.achieved and after.progress == 0.5  # the one thing to reach, beside the one that broke
-
-
-def test_the_page_counts_them_right():
-    page = (repository() / "docs" / "aws-tasks.md").read_text()
-    rows = {tier: cells for tier, *cells in (row.strip("|").replace(" ", "").split("|") for row in page.splitlines()
-                                             if row.startswith("| ")) if tier in TIERS}
-    assert list(rows) == list(TIERS)
-    for tier, (count, commands, *_) in rows.items():
-        lengths = [len(task.solution) for task in load_tasks(tier)]
-        assert int(count) == len(lengths), tier
-        assert commands == "–".join(map(str, sorted({min(lengths), max(lengths)}))), tier
-    assert f"{len(load_tasks())} templates" in page
 
 
 # --- Instances --------------------------------------------------------------------------------------------------------

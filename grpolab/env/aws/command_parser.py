@@ -46,8 +46,8 @@ def split(line: str) -> list[str]:
 
 
 def _checked_part(part: str) -> str:
-    """A part of a line as shlex reads it like a shell: without the line breaks that a backslash takes away, and in "..." without
-    the backslash before $ and `. Raises CommandRefused for syntax of a shell."""
+    """A part of a line as shlex reads it like a shell: without the line breaks that a backslash takes away, and in "..."
+    without the backslash before $ and `. Raises CommandRefused for syntax of a shell."""
     if part.startswith("'"):
         return part
     for c in re.sub(r"\\.", "", part, flags=re.DOTALL):
