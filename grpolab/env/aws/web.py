@@ -98,7 +98,7 @@ async def _play(connection: ServerConnection, server: EnvServer) -> None:
         await connection.send(json.dumps(said))
 
     try:
-        async with EnvSession(server.url, token=server.token) as session:
+        async with EnvSession(server.url, token=server.options.token) as session:
             await tell(note="connected: start a task")
             async for message in connection:
                 try:
