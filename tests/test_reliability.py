@@ -418,7 +418,7 @@ def test_12_no_backend_survives_its_server(number, tmp_path):
     code = SERVER_WITH_BACKENDS.format(root=str(ROOT))
     process, url = start_process(sys.executable, "-c", code, str(tmp_path / "trace"))
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 6  # three backends, each on its leash
+    assert len(children) == 6  # three backends, each under its guard
 
     async def main():
         session = EnvSession(url)

@@ -83,7 +83,7 @@ def _refused(status: InvalidStatus, url: str) -> ConnectError:
     with suppress(ValueError, RecursionError):  # a body of whatever kind: then the reason phrase has to do
         body = json.loads(response.body or b"{}")
     body = body if isinstance(body, dict) else {}
-    reason = str(body.get("error", response.reason_phrase))[: protocol.MAX_SAID]
+    reason = str(body.get("error", response.reason_phrase))[: protocol.MAX_REASON]
     message = f"{url} refused the session with HTTP {response.status_code}: {reason}"
     if response.status_code != 503:
         return ConnectError(message, response.status_code)
@@ -166,12 +166,12 @@ class EnvSession:
                 raise
             raise ConnectError(f"{self.url} accepted the connection and gave no session: {fault}") from fault
         except asyncio.CancelledError:
-            await self.close()  # a goodbye, so that the server has freed the slot when the caller goes on
+            await self.close()  # a goodbye, so that the server has freed the place when the caller goes on
             raise
 
     async def _open_socket(self) -> None:
         """The handshake. One that is cancelled is finished first if that takes no longer than a second: the server may
-        have taken a slot for it already, and only over the connection can that be undone in order."""
+        have taken a place for it already, and only over the connection can that be undone in order."""
         handshake = asyncio.ensure_future(self._handshake())
         try:
             await asyncio.wait([handshake])
