@@ -195,7 +195,6 @@ class BackendPool:
         self._generations = [0] * size
         self._free: deque[int] = deque(range(size))  # the left end was used longest ago
         self._leases: dict[int, Lease] = {}
-        self._killed: set[int] = set()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._running = False
@@ -254,11 +253,10 @@ class BackendPool:
         return lease
 
     def kill(self, lease: Lease) -> None:
-        """Stop a leased backend under its tenant, so that whatever waits for it fails; release the lease after."""
+        """Stop a leased backend under its tenant, so that whatever waits for it fails; then release it as poisoned."""
         with self._lock:
             if self._leases.get(lease.number) is not lease:
                 raise ValueError(f"{lease.name} is not leased under number {lease.number}")
-            self._killed.add(lease.number)
         self._backends[lease.index].stop()
 
     def release(self, lease: Lease, *, poisoned: bool = False) -> None:
@@ -270,8 +268,6 @@ class BackendPool:
             if self._leases.get(lease.number) is not lease:
                 raise ValueError(f"{lease.name} is not leased under number {lease.number}: released twice, or not ours")
             del self._leases[lease.number]
-            poisoned = poisoned or lease.number in self._killed
-            self._killed.discard(lease.number)
         backend = self._backends[lease.index]
         try:
             if poisoned or not backend.healthy() or not backend.scrub():
