@@ -68,7 +68,7 @@ async def _play(connection: ServerConnection, server: EnvServer) -> None:
         await connection.send(json.dumps(message))
 
     try:
-        async with EnvSession(server.url, token=server.token) as session:
+        async with EnvSession(server.url, token=server.options.token) as session:
             await send(note="connected: start a task")
             async for text in connection:
                 try:
