@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import cycle
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -113,11 +114,14 @@ def running_mean(values, window: int):
     return values.rolling(window, min_periods=1, center=True).mean()
 
 
-def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: str, colors: dict[str, str], window=1, ax=None):
-    """One metric over steps for several runs, each labelled at its end."""
-    ax = _axes(ax)
+def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: str, colors: dict[str, str] | None = None,
+           window=1, ax=None):
+    """One metric over steps for several runs, each labelled at its end. A run that `colors` does not name takes the next one
+    of the palette."""
+    ax, palette = _axes(ax), cycle((POLICY, WARNING, REWARD, PURPLE, SKY))
     for name, metrics in runs.items():
-        curve(metrics, column, title=title, ylabel=ylabel, color=colors[name], window=window, label=name, ax=ax)
+        color = (colors or {}).get(name) or next(palette)
+        curve(metrics, column, title=title, ylabel=ylabel, color=color, window=window, label=name, ax=ax)
     ax.margins(x=0.12)
     return ax
 
