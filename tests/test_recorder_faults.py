@@ -163,7 +163,7 @@ def test_what_else_differs_in_a_fork_is_told(run, capsys):  # noqa: F811
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         asyncio.run(fork(run, 3, "reward", PROBLEMS))  # the reward forgotten
-        assert "rollouts of step 3 are paid otherwise than in the run" in capsys.readouterr().out
+        assert "rollouts of step 3 have another reward than in the run" in capsys.readouterr().out
         forked(run, 3, "same")
         assert "otherwise" not in capsys.readouterr().out
 

@@ -69,8 +69,8 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is changed
     by `edit=with_reward(...)` at `step`, or in the environment.
 
-    A warning tells where the rollouts of `step` are not the run's, which they are whatever its update is going to be, and a
-    printed line where they are paid otherwise. ValueError as in `restore`, and for what the run's kind has no use for."""
+    A warning says where the rollouts of `step` are not the run's, which no change of its update can cause, and a printed line
+    where their rewards are others. ValueError as in `restore`, and for what the run's kind has no use for."""
     step, threads = index(step), _threads_of(run, step)
     state = await asyncio.to_thread(with_threads, threads, lambda: restore(run, step, reference=reference))
     config = replace(state.config, **changes)
@@ -107,14 +107,14 @@ SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "
 def _check_kind(played: bool, pool, reward: Reward, watch) -> None:
     """Refuse what a run of this kind has no use for."""
     if played and (watch or reward is not finished_and_correct):
-        raise ValueError("this run is one of episodes, which their environment pays: change it there, or pay those of this "
-                         "step otherwise with edit=with_reward(reward)")
+        raise ValueError("this run is one of episodes, whose rewards come from their environment: change it there, or "
+                         "those of this step with edit=with_reward(reward)")
     if pool is not None and not played:
         raise ValueError("a pool is for a run of episodes, and this step has none on the record")
 
 
 def _report_differences(run: Run, forked: Run, step: int) -> None:
-    """Say where the rollouts of the step at which the fork left, which no change of an update can reach, are not the run's."""
+    """Report where the rollouts of the first step of the fork, which no change of its update can reach, are not the run's."""
     then, now = ({(line["group"], i): (tuple(line["tokens"][i]), line["reward"][i]) for line in of.recorder.lines([step])
                   for i in range(len(line["tokens"]))} for of in (run, forked))
     both = then.keys() & now.keys()
@@ -124,7 +124,7 @@ def _report_differences(run: Run, forked: Run, step: int) -> None:
         warnings.warn(f"{other} of {len(both)} rollouts of step {step} are not the run's, which no change of its update makes: "
                       "were problems, limits, dialect, environment and torch threads the run's?", stacklevel=3)
     if paid:
-        print(f"{paid} of {len(both)} rollouts of step {step} are paid otherwise than in the run")
+        print(f"{paid} of {len(both)} rollouts of step {step} have another reward than in the run")
 
 
 def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
@@ -136,8 +136,8 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
     forked.recorder.rewind(state.step)
     for part in {run.kept()[state.kept], run.folder / "replay" / "policy", *(d for s, d in run.kept().items() if s == 0)}:
         shutil.copytree(part, forked.folder / "replay" / part.name, copy_function=_link)
-    eras = [(end, asdict(c)) for end, c in configs_of(run)]
-    before = [(min(end, state.step), c) for i, (end, c) in enumerate(eras) if not i or eras[i - 1][0] < state.step]
+    configs = [(end, asdict(c)) for end, c in configs_of(run)]
+    before = [(min(end, state.step), c) for i, (end, c) in enumerate(configs) if not i or configs[i - 1][0] < state.step]
     before = json.loads(json.dumps(before))  # as it is going to be read
     atomic_write(forked.folder / FORKED, json.dumps({"eras": before, "hash": data_hash([before])}) + "\n")
     rows = {row["step"]: row for row in rows_of(run)}
@@ -157,14 +157,14 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
         forked.record(done, policy, [*groups, *rest], session_at(run, done).get("engine", ""))
         a = torch.tensor([g.advantages for g in groups])
         trained = [g.trained for g in groups]
-        told = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
+        curriculum = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
         try:
             with dropout_of(policy, config.seed, done):
                 row = grpo_update(policy, reference, trained, config, state.optimiser, done, a)
         except RuntimeError as error:
             raise ValueError(f"the rollouts of step {done} are not those of its weights: the record is another run's, or the "
                              f"edit gave them log-probs of its own ({error})") from error
-        forked.metrics.append({"step": done} | describe(trained) | row | told)
+        forked.metrics.append({"step": done} | describe(trained) | row | curriculum)
         done += 1
     forked.save_checkpoint(done, config, policy, state.optimiser)
     forked.keep_for_replay(done, config, policy, state.optimiser)
@@ -212,18 +212,18 @@ def without_group(group: int) -> Edit:
 
 
 def with_reward(reward: Reward) -> Edit:
-    """Pay the rollouts of the step otherwise, episodes too; rollouts that the update did not get stay absent. The reward is
-    asked as `rescore` asks it."""
+    """Give the rollouts of the step another reward, episodes too; rollouts that the update did not get stay absent. The reward
+    is called as `rescore` calls it."""
 
     def edit(groups, state):
         texts = [[state.policy.decode(r.tokens) for r in g.group] for g in groups]
         rewards = score_recorded(reward, texts, groups)
-        return _paid([replace(g, group=g.group.with_rewards(of), parts={}) for g, of in zip(groups, rewards)], state)
+        return _with_advantages([replace(g, group=g.group.with_rewards(of), parts={}) for g, of in zip(groups, rewards)], state)
 
     return edit
 
 
-def _paid(groups: list[RecordedGroup], state: State) -> list[RecordedGroup]:
+def _with_advantages(groups: list[RecordedGroup], state: State) -> list[RecordedGroup]:
     """With the advantages that these rewards give."""
     a = advantages(reward_tensor([g.trained.rewards for g in groups]), state.config.advantage_kind).tolist()
     return [replace(g, advantages=tuple(of)) for g, of in zip(groups, a)]
@@ -267,11 +267,12 @@ def with_token(group: int, rollout: int, position: int, token: int, reward: Rewa
                        for t in (state.config.temperature, 1.0))
         new = replace(new, logps=(*r.logps[:position], forced, *(tail.logps if tail else ())),
                       raw_logps=(*r.raw_logps[:position], raw, *(tail.raw_logps if tail else ())))
-        ((paid,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
-        members = Group(tuple(replace(new, reward=paid) if i == rollout else other for i, other in enumerate(g.group)))
+        ((new_reward,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
+        members = Group(tuple(replace(new, reward=new_reward) if i == rollout else other for i, other in enumerate(g.group)))
         changed = [replace(g, group=members, parts={}) if i == group else x for i, x in enumerate(groups)]
         together = state.config.advantage_kind == "batch_standardised"  # then the others' advantages change, too
-        return [new if together or i == group else x for i, (x, new) in enumerate(zip(changed, _paid(changed, state)))]
+        scored = _with_advantages(changed, state)
+        return [new if together or i == group else x for i, (x, new) in enumerate(zip(changed, scored))]
 
     return edit
 

@@ -161,9 +161,9 @@ class Dashboard:
         latest = readable(values[-1]) if values else "–"
         strays = bool(values) and metric.strays(values[-1])
         color = f" color:{WARNING}" if strays else ""
-        said = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
+        meaning = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
         cells = (escape(column), f"<b style='{color}'>{latest}{' ⚠' if strays else ''}</b>", sparkline(values),
-                 f"<small>{escape(said)}</small>")
+                 f"<small>{escape(meaning)}</small>")
         return "<tr>" + "".join(f"<td {CELL}>{cell}</td>" for cell in cells) + "</tr>"
 
     def _questions(self) -> str:

@@ -1,7 +1,7 @@
 """One function a figure, one palette. Each takes a metrics table and an optional Axes, returns the Axes, and saves nothing.
 
 Colour is meaning and never changes: policy blue, reference and base grey, reward green, KL and warnings vermillion, chosen
-blue against rejected orange (Okabe and Ito's palette, told apart by colour-blind readers), held-out values black dots.
+blue against rejected orange (Okabe and Ito's palette, which colour-blind readers can tell apart), held-out values black dots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Another reward over a recorded run, before a training run is spent on it: what it would have paid, and whom."""
+"""Another reward over a recorded run, before it is trained with: the rewards and advantages that it would have given."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
     with a method `batch(texts, problems, rollouts)`, is asked a step at a time. Where it raises, that rollout has no reward
     and a warning says so; where it does for all of a step, that is raised. `kind` of advantage: the run's, or another.
 
-    The text is the whole completion; of an episode, with what the environment said. Nothing is sampled: it tells what the
-    reward would have made of these rollouts, not of those that training on it would have led to. Groups of which the record
+    The text is the whole completion; of an episode, with the text of the environment. Nothing is sampled: the result is the
+    reward of these rollouts, not of those that training on it would have produced. Groups of which the record
     holds a part (keep=n) are left out with a warning; "batch_standardised" needs all of a step (ValueError)."""
     config = config_of(run)
     kind = kind or config.advantage_kind
@@ -73,11 +73,11 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
     if not lines:
         raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
                          "multi_turn_grpo leave them, unless keep='none'")
-    rollouts, groups, told = [], [], []
+    rollouts, groups, reported = [], [], []
     for step, members in lines.items():
         found, faults = [recorded(line) for line in members], Faults()
         new = score_recorded(reward, [line["completion"] for line in members], found, faults)
-        report(faults, sum(r.finish_reason != "lost" for g in found for r in g.group), told)
+        report(faults, sum(r.finish_reason != "lost" for g in found for r in g.group), reported)
         for line, g, rewards, a, was in zip(members, found, new, *_advantages(members, found, new, kind)):
             head = {"step": step, "group": line["group"]}
             rollouts += [
@@ -98,7 +98,7 @@ def whole_groups(lines: list[dict], group_size: int) -> list[dict]:
 
 def score_recorded(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup],
                    faults: Faults | None = None) -> list[list]:
-    """The reward of each rollout of these groups, whose completions are `texts`; None for one that was lost: nobody asks."""
+    """The reward of each rollout of these groups, whose completions are `texts`; None for a lost one."""
     there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
     rows, written = [as_problem(g.problem) for g in groups], [[ts[i] for i in places] for ts, places in zip(texts, there)]
     found = ask_any(reward, written, rows, [[g.group[i] for i in places] for g, places in zip(groups, there)], faults)

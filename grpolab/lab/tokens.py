@@ -193,8 +193,8 @@ def _verdict(policy, rollout: Rollout, answer: int | None) -> str:
     if answer is None:
         return cut
     found = parse_boxed_answer(policy.decode(rollout.tokens))
-    said = "✗ no \\boxed{}" if found is None else "✓ right" if found == answer else f"✗ {found}, not {answer}"
-    return f"{said}, {cut}" if cut else said
+    verdict = "✗ no \\boxed{}" if found is None else "✓ right" if found == answer else f"✗ {found}, not {answer}"
+    return f"{verdict}, {cut}" if cut else verdict
 
 
 def _reward(rollout: Rollout) -> str:
