@@ -31,7 +31,7 @@ from grpolab.decode.requests import Kept
 from grpolab.decode.sampler import Sampler
 from grpolab.env.client import EnvSession
 from grpolab.env.guess import GuessEnv
-from grpolab.env.pool import GrpoPool, Results, Seat
+from grpolab.env.pool import GrpoPool, Results, Slot
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
 from grpolab.train import episodes
@@ -494,7 +494,7 @@ def let_sessions_hear_each_other(monkeypatch):
 
 def step_one_after_the_other(monkeypatch):
     """Each turn is handed on slowly: a busy machine that slows the serial runs alone would otherwise hide it."""
-    honest, lock = Seat.step, asyncio.Lock()
+    honest, lock = Slot.step, asyncio.Lock()
 
     async def in_turn(self, action):
         waits = lock.locked()
@@ -502,7 +502,7 @@ def step_one_after_the_other(monkeypatch):
             await asyncio.sleep(0.05 if waits else 0)
             return await honest(self, action)
 
-    monkeypatch.setattr(Seat, "step", in_turn)
+    monkeypatch.setattr(Slot, "step", in_turn)
 
 
 def leave_a_task_behind(monkeypatch):
@@ -516,14 +516,14 @@ def leave_a_task_behind(monkeypatch):
 
 
 def ask_the_question_of_another_seat(monkeypatch):
-    honest, before = Seat.reset, [None]
+    honest, before = Slot.reset, [None]
 
     async def mixed(self, *, task=None, **kw):
         if isinstance(task, dict) and "secret" in task:
             task, before[0] = before[0] or task, task
         return await honest(self, task=task, **kw)
 
-    monkeypatch.setattr(Seat, "reset", mixed)
+    monkeypatch.setattr(Slot, "reset", mixed)
 
 
 def forget_to_close(monkeypatch):
@@ -618,7 +618,7 @@ def draw_from_what_is_at_hand(monkeypatch):
 
 def leave_sessions_open(monkeypatch):
     async def nothing(self):
-        self.seats = []
+        self.slots = []
 
     monkeypatch.setattr(GrpoPool, "close", nothing)
 

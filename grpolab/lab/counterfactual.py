@@ -23,7 +23,7 @@ import torch
 from grpolab.arithmetic import Problem
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.action_format import TEXT, Dialect
+from grpolab.env.action_format import TEXT, ActionFormat
 from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
@@ -56,7 +56,7 @@ Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
 
 async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, reward: Reward = finished_and_correct,
                edit: Edit | None = None, watch=None, reference: Policy | None = None, pool: GrpoPool | None = None,
-               limits: Limits | None = None, dialect: Dialect = TEXT, success: float = 1.0, **changes: Any) -> Run:
+               limits: Limits | None = None, action_format: ActionFormat = TEXT, success: float = 1.0, **changes: Any) -> Run:
     """The run once more from `step` on, into the folder fork-<name> below its own; returns that Run, whose metrics and record
     begin with what both have in common.
 
@@ -65,9 +65,9 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     update: `without_group`, `with_advantage`, `with_reward`, `with_token`, or a function of your own. The `reference` is the
     run's start unless another is given.
 
-    Episodes need their environment again: a `pool` of it, with the run's `limits` and `dialect`. Without a pool, `step` is
-    done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is changed
-    by `edit=with_reward(...)` at `step`, or in the environment.
+    Episodes need their environment again: a `pool` of it, with the run's `limits` and `action_format`. Without a pool, `step`
+    is done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is
+    changed by `edit=with_reward(...)` at `step`, or in the environment.
 
     A warning says where the rollouts of `step` are not the run's, which no change of its update can cause, and a printed line
     where their rewards are others. ValueError as in `restore`, and for what the run's kind has no use for."""
@@ -92,7 +92,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     if played and pool is None:
         print(f"step {step} was done again from its recorded episodes; those of the steps after it have to be played: pool=...")
     elif done < config.steps:
-        rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, dialect=dialect,
+        rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, action_format=action_format,
                                success=success, run=forked) if played else grpo(
             state.policy, reference, problems, config, reward=reward, watch=watch, run=forked, success=success)
         async for row in rows:
@@ -122,13 +122,13 @@ def _report_differences(run: Run, forked: Run, step: int) -> None:
     paid = sum(then[k][1] != now[k][1] for k in both if then[k][0] == now[k][0])
     if other:
         warnings.warn(f"{other} of {len(both)} rollouts of step {step} are not the run's, which no change of its update makes: "
-                      "were problems, limits, dialect, environment and torch threads the run's?", stacklevel=3)
+                      "were problems, limits, action_format, environment and torch threads the run's?", stacklevel=3)
     if paid:
         print(f"{paid} of {len(both)} rollouts of step {step} have another reward than in the run")
 
 
 def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
-    """Leave in the forked's folder what an interrupted run would have left, so that a loop goes on there: the steps done."""
+    """Leave in the fork's folder what an interrupted run would have left, so that a loop goes on there: the steps done."""
     for left in (*forked.folder.glob("checkpoint-*"), forked.folder / "replay", forked.recorder.folder):
         shutil.rmtree(left, ignore_errors=True)
     if run.recorder.folder.exists():

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from grpolab.files import atomic_folder, atomic_write
+from grpolab.runs.figures import fewer_colours
 from grpolab.runs.run import repository
 
 
@@ -219,8 +220,6 @@ def clean(notebook: dict) -> dict:
     """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
     the kernel's display name and Python version; and without widgets, which need a kernel: their static page stays. Pictures
     in 64 colours."""
-    from grpolab.lab.plots import fewer_colours
-
     for key in ("papermill", "widgets"):
         tidy(notebook)["metadata"].pop(key, None)
     for cell in notebook["cells"]:

@@ -20,11 +20,11 @@ from PIL import Image  # matplotlib brings it
 
 from grpolab.lab.interrupts import quiet_interrupts
 from grpolab.lab.metrics import readable
+from grpolab.runs.figures import DPI, png
 
 POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
 CHOSEN, REJECTED, HELD_OUT, SKY, PURPLE = "#0072B2", "#E69F00", "#000000", "#56B4E9", "#CC79A7"
 
-DPI = 100  # at which a figure has its nominal size in pixels
 STYLE = {
     "figure.figsize": (6.4, 3.2), "figure.dpi": DPI, "figure.constrained_layout.use": True,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3,
@@ -43,20 +43,6 @@ def use_style() -> None:
         shell.display_formatter.formatters["image/png"].for_type(Figure, _for_notebook)
         shell.display_formatter.formatters["text/html"].for_type(pd.DataFrame, table)
         quiet_interrupts(shell)
-
-
-def png(figure: Figure) -> bytes:
-    """A figure at twice its size in 64 colours, a quarter of the bytes of all colours."""
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=2 * DPI, bbox_inches="tight", facecolor="white")
-    return fewer_colours(drawn.getvalue())
-
-
-def fewer_colours(image: bytes) -> bytes:
-    """A PNG in 64 colours; as it was where that is smaller."""
-    small = BytesIO()
-    Image.open(BytesIO(image)).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
-    return min(image, small.getvalue(), key=len)
 
 
 def table(frame: pd.DataFrame) -> str:
