@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from grpolab.decode.requests import Kept, Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
-
-if TYPE_CHECKING:
-    from grpolab.decode.sampler import Sampler
 
 
 class Conversation:
@@ -26,7 +22,7 @@ class Conversation:
     "context" and is the last: `room` is then 0.
     """
 
-    def __init__(self, sampler: Sampler, seed: int):
+    def __init__(self, sampler, seed: int):
         self.sampler, self.seed, self.turns = sampler, seed, []
         self._kept: Kept | None = Kept()
         self._waiting = False
@@ -43,7 +39,6 @@ class Conversation:
 
         Raises ValueError where they leave no room for an answer (`room`), RuntimeError while another turn is sampled.
         """
-        self.sampler._check_may_wait()
         request = self._submit(ids, params)
         try:
             await self.sampler._awaited(request)
@@ -53,7 +48,6 @@ class Conversation:
 
     def sample_sync(self, ids: Sequence[int], params: SamplingParams | None = None) -> Rollout:
         """`sample` for scripts."""
-        self.sampler._check_may_wait()
         request = self._submit(ids, params)
         try:
             request.result()
@@ -80,7 +74,7 @@ class Conversation:
             raise ValueError(f"the conversation holds {len(self._ids)} of the context's {self.sampler.context} tokens, "
                              f"and {len(ids)} more leave no room for an answer; end it here, its rollout() is whole")
         request = self.sampler._request([(*self._ids, *ids)], [[self.seed]], params or SamplingParams(), None, self._kept, None)
-        self.sampler._queue(request)
+        self.sampler._enqueue(request)
         self._waiting = True
         return request
 
