@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reset-timeout", type=float, default=60.0, help="seconds that a reset may take")
     parser.add_argument("--step-timeout", type=float, default=60.0, help="seconds that a step may take")
     parser.add_argument("--close-timeout", type=float, default=5.0, help="seconds that closing an environment may take")
-    parser.add_argument("--queue-timeout", type=float, default=10.0, help="seconds that a client may ask to wait for a slot")
     parser.add_argument("--ping-interval", type=float, default=5.0, help="seconds between heartbeats; 0 turns them off")
     parser.add_argument("--ping-timeout", type=float, default=10.0, help="seconds without answer before it is gone")
     parser.add_argument("--token-file", type=Path, help="file that holds the bearer token which clients must send")
@@ -85,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
         asyncio.run(serve_forever(
             environment, beside=beside, max_sessions=args.max_sessions, host=args.host, port=args.port, isolate=isolate,
             backends=backends, token=token, reset_timeout=args.reset_timeout, step_timeout=args.step_timeout,
-            close_timeout=args.close_timeout, queue_timeout=args.queue_timeout, ping_interval=args.ping_interval or None,
+            close_timeout=args.close_timeout, ping_interval=args.ping_interval or None,
             ping_timeout=args.ping_timeout, latency=args.latency, trace=args.trace))
     except (ValueError, OSError, BackendError, ImportError) as error:
         print(f"grpolab serve: {error}", file=sys.stderr)
