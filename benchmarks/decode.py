@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--rounds", type=int, help="instead of ROUNDS")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--sampler-threads", type=lambda v: v if v == "auto" else int(v), help="of the sampler alone, or auto")
+    parser.add_argument("--sampler-threads", type=int, help="of the sampler alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpolab.decode.sampling import SamplingParams, draw
+from grpolab.decode.sampling import SamplingParams, draw_tokens
 
 BF16_GGUF = Path(__file__).parent.parent / "build" / "smollm2-bf16.gguf"
 
@@ -110,7 +110,7 @@ class LlamaPeer:
         self.forget()
         logits, params = self.prefill(prompts), SamplingParams()
         for step in range(new):
-            tokens = draw(logits, torch.rand(len(prompts), dtype=torch.float64), params).tokens.tolist()
+            tokens = draw_tokens(logits, torch.rand(len(prompts), dtype=torch.float64), params).tokens.tolist()
             if step + 1 < new:
                 logits = self.feed([(t, len(p) + step, row, True) for row, (t, p) in enumerate(zip(tokens, prompts))])
         return new * len(prompts)

@@ -132,6 +132,8 @@ def _chat(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:
 async def _ask(policy: Policy, ids: list[list[int]], group_size: int, params: SamplingParams, sampler: Sampler | None):
     if not ids:
         raise ValueError("there are no questions to evaluate")
+    if sampler is not None and getattr(sampler, "policy", policy) is not policy:
+        raise ValueError(f"the sampler is of {sampler.policy!r}, not of the {policy!r} to evaluate: pass a Sampler of that one")
     own = sampler or Sampler(policy)
     try:
         return await own.sample(ids, group_size=group_size, params=params)

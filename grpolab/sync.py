@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import cache
 from pathlib import Path
@@ -32,56 +31,32 @@ def run_sync(coroutine: Coroutine[object, object, T]) -> T:
 
 
 class FairLock:
-    """A reentrant lock that goes to those who wait in order of arrival.
+    """A reentrant lock that a thread which releases and takes it in a loop, as a decode loop does, cannot keep from others.
 
-    A `threading.RLock` lets a thread that releases and takes it in a loop, as a decode loop does, starve all others.
+    Whoever wants `_lock` waits for it inside `_entry`, so a thread that comes back waits behind those already there.
     """
 
     def __init__(self):
-        self._guard = threading.Lock()
-        self._owner: int | None = None
-        self._depth = 0
-        self._waiting: deque[tuple[int, threading.Lock]] = deque()
+        self._entry, self._lock = threading.Lock(), threading.Lock()
+        self._owner, self._depth = None, 0
 
     def held(self) -> bool:
         """Whether the calling thread holds it."""
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> FairLock:
-        me = threading.get_ident()
-        with self._guard:
-            if self._owner is None or self._owner == me:
-                self._owner, self._depth = me, self._depth + 1
-                return self
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append((me, turn))
-        try:
-            turn.acquire()  # released by whoever hands the lock over
-        except BaseException:  # an interrupt while waiting
-            self._give_up(me, turn)
-            raise
+        if not self.held():
+            with self._entry:
+                self._lock.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
         return self
 
     def __exit__(self, *_) -> None:
-        with self._guard:
-            self._depth -= 1
-            if self._depth == 0:
-                self._hand_over()
-
-    def _hand_over(self) -> None:
-        self._owner = None
-        if self._waiting:
-            (self._owner, turn), self._depth = self._waiting.popleft(), 1
-            turn.release()
-
-    def _give_up(self, me: int, turn: threading.Lock) -> None:
-        with self._guard:
-            if (me, turn) in self._waiting:
-                self._waiting.remove((me, turn))
-            else:  # it had just been handed over
-                self._depth = 0
-                self._hand_over()
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._lock.release()
 
 
 def set_own_threads(number: int) -> None:
@@ -95,7 +70,6 @@ def set_own_threads(number: int) -> None:
 
 
 SOFT_PAUSE = 1  # omp_pause_soft, OpenMP 5.0 section 3.2.43
-FORKED = 0x40  # PF_FORKNOEXEC among the flags of a Linux process
 PROCESS = os.getpid()
 
 
@@ -104,23 +78,19 @@ def rest_threads() -> None:
 
     For a thread that stops computing while another one goes on. Every thread that ran such a loop keeps threads of its own
     for the next, and once all of them are more than the processors, they sleep after each loop instead of waiting a moment:
-    a step of decoding, which has a thousand short loops, then takes much longer (`benchmarks/threads.py`)."""
-    for pause in _pauses(os.getpid()):
+    a step of decoding, which has a thousand short loops, then takes much longer (`benchmarks/threads.py`). Nothing happens
+    where torch has another OpenMP, nor in a forked process, where a pause would wait for its parent's threads for ever.
+    """
+    pause = _omp_pause()
+    if pause is not None and os.getpid() == PROCESS:
         pause(SOFT_PAUSE)
 
 
 @cache
-def _pauses(process: int) -> list[Callable[[int], int]]:
-    """`omp_pause_resource_all` of each GNU OpenMP that the process has loaded; none where OpenMP is another. A forked process
-    has none either: it has no threads but the one that forked, and a pause would wait for those of its parent for ever."""
-    try:
-        flags = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[6])
-        files = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_bytes().splitlines() if b"/" in line}
-    except OSError:
-        return []
-    found = []
-    for path in map(os.fsdecode, sorted(files)) if process == PROCESS and not flags & FORKED else ():
-        if os.path.basename(path).startswith("libgomp"):
-            with contextlib.suppress(OSError, AttributeError):  # no library, or replaced since; older than GCC 9
-                found.append(ctypes.CDLL(path).omp_pause_resource_all)
-    return found
+def _omp_pause() -> Callable[[int], int] | None:
+    """`omp_pause_resource_all` of the GNU OpenMP that torch brings or has loaded; None where there is none."""
+    packages = Path(torch.__file__).parents[1]
+    for path in (*packages.glob("torch/lib/libgomp*.so*"), *packages.glob("torch.libs/libgomp*.so*"), "libgomp.so.1"):
+        with contextlib.suppress(OSError, AttributeError):  # no such library, or older than GCC 9
+            return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).omp_pause_resource_all
+    return None

@@ -54,7 +54,7 @@ def test_rows_hold_their_prompts_also_after_moves(engine, kind):
     store.enter(0, [prompts[i] for i in order[:4]], 4 * PAGE)
     store.enter(4, [prompts[i] for i in order[4:]], 4 * PAGE)
     assert all(holds(store, row, prompts[i]) for row, i in enumerate(order))
-    store.leave(1, broken=False)
+    store.release(1, broken=False)
     store.move([1], [5], 3 * PAGE)
     assert holds(store, 1, prompts[1])
     store.move([0, 1, 2], [1, 2, 0], 3 * PAGE)  # at once, not one after the other
@@ -66,7 +66,7 @@ def test_a_moved_row_is_read_where_it_came_and_leaves_nothing_behind(engine):
     _, (gone, prompt) = prefilled(engine, [2 * PAGE, PAGE + 9])
     store.enter(0, [gone, prompt], 4 * PAGE)
     pages = store.table[1, :2].tolist()
-    store.leave(0, broken=False)
+    store.release(0, broken=False)
     assert store.reading(1, 2, 1)[0].max() < FIRST * engine.shape[1] * engine.shape[2], "an empty row reads zeros"
     store.move([0], [1], 2 * PAGE)
     read = store.reading(1, 2, 1)[0] // (engine.shape[1] * engine.shape[2])
@@ -83,7 +83,7 @@ def test_samples_of_a_prompt_share_its_full_pages_and_give_all_back(engine):
     store.fit(np.array([prompt.length] * 8 + [PAGE]), 10, 1, 4 * PAGE)
     assert store.table[8, 1] >= FIRST and store.users[store.table[8, 1]] == 1, "a row at a page's end gets the next"
     for row in range(9):
-        store.leave(row, broken=False)
+        store.release(row, broken=False)
     assert not store.users.any() and len(set(store.free)) == len(store.free) == len(store.users) - FIRST
 
 
@@ -94,9 +94,9 @@ def test_pages_of_a_broken_row_are_zeroed_once_nobody_reads_them(engine):
         t.fill_(torch.nan)
     store.enter(0, [prompt] * 2, 2 * PAGE)
     shared, own = store.table[0, :2]
-    store.leave(0, broken=True)
+    store.release(0, broken=True)
     assert torch.isnan(store.keys[:, shared]).any() and not store.keys[:, own].any()
-    store.leave(1, broken=True)
+    store.release(1, broken=True)
     assert not store.keys.any() and not store.values.any()
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from grpolab.decode.admission import admit
+from grpolab.decode.prefill import admit
 
 
 def cases(number=4000):

@@ -9,10 +9,10 @@ from test_losses import token_logps
 from transformers import AutoModelForCausalLM
 from transformers import models as families
 
-from grpolab.decode import sampler as sampling_worker
+from grpolab.decode import verify
 from grpolab.decode.audit import audit, recompute
 from grpolab.decode.engines import attention
-from grpolab.decode.engines.hf import GeneralEngine
+from grpolab.decode.engines.hf import HFEngine
 from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -31,10 +31,10 @@ FAMILIES = {  # name -> (config, the engine that auto takes)
     "qwen2": (lambda: families.qwen2.Qwen2Config(**SHAPE), "llama"),
     "qwen3": (lambda: families.qwen3.Qwen3Config(**SHAPE, head_dim=32), "llama"),
     "mistral": (lambda: families.mistral.MistralConfig(**SHAPE, sliding_window=None), "llama"),
-    "sliding mistral": (lambda: families.mistral.MistralConfig(**SHAPE, sliding_window=8), "general"),
-    "gemma2": (lambda: families.gemma2.Gemma2Config(**SHAPE, head_dim=16, sliding_window=8), "general"),
+    "sliding mistral": (lambda: families.mistral.MistralConfig(**SHAPE, sliding_window=8), "hf"),
+    "gemma2": (lambda: families.gemma2.Gemma2Config(**SHAPE, head_dim=16, sliding_window=8), "hf"),
     "gpt2": (lambda: families.gpt2.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=256,
-                                              bos_token_id=1, eos_token_id=2, initializer_range=0.2), "general"),
+                                              bos_token_id=1, eos_token_id=2, initializer_range=0.2), "hf"),
 }
 
 
@@ -83,17 +83,17 @@ def test_models_without_such_a_cache_are_refused_by_name(name):
         choose_engine(model.eval())
 
 
-def test_auto_takes_the_general_engine_when_the_check_fails(monkeypatch, caplog):
+def test_auto_takes_the_hf_engine_when_the_check_fails(monkeypatch, caplog):
     rotate = LlamaEngine._rotate
     monkeypatch.setattr(LlamaEngine, "_rotate", lambda self, h, rotation: (rotate(self, h, rotation), h.mul_(1.01)))
     with caplog.at_level(logging.WARNING):
-        assert isinstance(choose_engine(tiny_policy().model), GeneralEngine)
+        assert isinstance(choose_engine(tiny_policy().model), HFEngine)
     assert "logits differ by" in caplog.text
     with pytest.raises(ValueError, match="does not fit LlamaForCausalLM: logits differ"):
         choose_engine(tiny_policy().model, "llama")
 
 
-def test_a_general_engine_that_is_wrong_is_refused(monkeypatch):
+def test_an_hf_engine_that_is_wrong_is_refused(monkeypatch):
     true = attention.mask_bias
     monkeypatch.setattr(attention, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))
     with pytest.raises(ValueError, match="cached step is not its own forward"):
@@ -127,11 +127,25 @@ def test_exact_mode_equals_the_trainer_in_every_bit():
         with Sampler(policy, slots=8, exact=exact) as sampler:
             rollouts = flat(sampler.sample_sync(ragged_prompts(6), group_size=4,
                                                 params=SamplingParams(max_new_tokens=30, seed=0)))
-        logps, old_logps, mask = trainer_logps(policy, rollouts)
+            logps, old_logps, mask = trainer_logps(policy, rollouts)  # `close` gives the model its own attention back
         assert logps.requires_grad
         differs = (logps.detach() != old_logps)[mask.bool()]
         share[exact] = float(differs.float().mean())
     assert share[True] == 0.0 and share[False] > 0.5
+
+
+def test_exact_mode_ends_with_the_sampler():
+    """Also where a second sampler was in exact mode meanwhile, and where the model came with another attention."""
+    policy = tiny_policy(dtype=torch.bfloat16)
+    policy.model.set_attn_implementation("eager")
+    with Sampler(policy, exact=True) as first:
+        assert first.engine.name == "llama" and attention_of(policy.model) == attention.EXACT
+        with Sampler(policy, exact=True) as second:
+            assert second.engine.name == "llama"
+        assert attention_of(policy.model) == "eager"
+        first.sample_sync([[1, 2]])
+        assert attention_of(policy.model) == attention.EXACT
+    assert attention_of(policy.model) == "eager"
 
 
 def test_exact_mode_is_refused_where_the_probe_differs():
@@ -151,7 +165,7 @@ def test_exact_mode_of_a_model_that_no_engine_takes_leaves_its_attention(monkeyp
         raise ValueError("none fits")
 
     policy = tiny_policy()
-    monkeypatch.setattr(sampling_worker, "choose_engine", refuse)
+    monkeypatch.setattr(verify, "choose_engine", refuse)
     with pytest.raises(ValueError, match="none fits"):
         Sampler(policy, exact=True).engine  # noqa: B018
     assert attention_of(policy.model) == "sdpa"

@@ -1,5 +1,6 @@
 """Rates, pass@k, checks of any kind, and the fixed prompts."""
 
+import copy
 import itertools
 import math
 
@@ -232,3 +233,8 @@ def test_answers_stand_side_by_side_with_the_verdict_in_a_column_apart():
     assert list(table.index) == ["What is 1 + 2?", "What is 3 + 4?"]
     assert table["before: right"].tolist() == ["✗", "✓"] and table["before"].tolist() == ["3", "\\boxed{7}"]
     assert table["after: right"].tolist() == ["✓", "✗"] and len(side_by_side(before, after, n=1)) == 1
+
+
+def test_a_sampler_of_another_policy_is_refused(tiny):
+    with pytest.raises(ValueError, match="the sampler is of .* not of the"):
+        run_sync(evaluate(tiny, [Problem(1, 2, "+")], sampler=Parrot(copy.copy(tiny), "no")))

@@ -205,7 +205,7 @@ def test_weights_change_in_one_thread_that_holds_the_policy(tiny, tmp_path, monk
 
     class Watched(torch.optim.SGD):
         def step(self):
-            owners.append((threading.current_thread().name, policy.lock._owner == threading.get_ident()))
+            owners.append((threading.current_thread().name, policy.lock.held()))
             versions.append(policy.version)
             super().step()
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,7 +34,31 @@ def sampler(policy):
         yield sampler
 
 
+def in_a_thread(fn, *args) -> Future:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(fn, *args)
+    pool.shutdown(wait=False)
+    return future
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["callback", "run"])
+def test_stop_iteration_is_an_error_and_no_hang(sampler, where):
+    """asyncio refuses to carry it: the await would never end."""
+    def exhausted(*_):
+        next(iter(()))
+
+    async def main():
+        if where == "run":
+            return await asyncio.wait_for(sampler.run(exhausted), 5)
+        request = sampler.submit([[1, 2]], params=PARAMS, on_rollout=exhausted)
+        return await asyncio.wait_for(asyncio.wrap_future(request.future), 5)
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(main())
+    assert sampler.sample_sync([[1, 2]], params=PARAMS)
 
 
 @pytest.mark.parametrize("fault", [KeyError("mine"), SystemExit("mine")], ids=["an error", "an exit"])
@@ -50,7 +74,7 @@ def test_a_fault_in_one_request_never_touches_another(policy, sampler, expected,
         monkeypatch.setattr(policy.tokenizer, "decode", raises, raising=False)
         bad = sampler.submit(ragged_prompts(4), params=SamplingParams(max_new_tokens=9, stop_strings=("x",))).future
     else:
-        bad = sampler._queue((Future(), raises, ()))[0]
+        bad = in_a_thread(sampler.run_sync, raises)
     with pytest.raises(type(fault), match="mine"):
         bad.result(timeout=10)
     assert good.result(timeout=10) == expected
@@ -247,7 +271,7 @@ def test_what_changes_the_weights_holds_the_policy(policy):
         order.append("change")
 
     with Sampler(policy) as sampler:
-        changing = sampler._queue((Future(), change, ()))[0]
+        changing = in_a_thread(sampler.run_sync, change)
         assert inside.wait(10)
         threading.Timer(0.2, out.set).start()
         with policy.lock:

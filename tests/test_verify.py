@@ -1,6 +1,7 @@
 """The proof of an engine at its start: what it looks at, what it finds, and where it stops."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Mix
 from grpolab.decode import verify
 from grpolab.decode.audit import audit
 from grpolab.decode.engines import attention, hf
-from grpolab.decode.engines.hf import GeneralEngine
+from grpolab.decode.engines.hf import HFEngine
 from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.decode.verify import choose_engine, company_share, disagreement, thresholds
+from grpolab.decode.verify import batch_dependence, choose_engine, disagreement, thresholds
 from grpolab.models import load
 
 
@@ -48,7 +49,7 @@ def test_a_subclass_goes_through_its_own_forward():
     policy = tiny_policy()
     policy.model = Late(policy.model.config).eval()
     rollouts, sampler = rollouts_of(policy)
-    assert sampler.engine.name == "general"
+    assert sampler.engine.name == "hf"
     assert audit(policy, rollouts).max_error < 1e-4
 
 
@@ -56,7 +57,7 @@ def test_the_probe_itself_goes_past_position_80(monkeypatch):
     """Were the subclass taken for a plain model, its logits would tell."""
     late = Late(tiny_policy().model.config).eval()
     monkeypatch.setattr(verify, "llama_obstacle", lambda model: None)
-    assert choose_engine(late).name == "general"
+    assert choose_engine(late).name == "hf"
     assert "at 157 positions" in disagreement(LlamaEngine(late), late)
 
 
@@ -67,14 +68,14 @@ def test_an_engine_blind_to_a_window_is_refused(name, length, monkeypatch):
     kind, shape = FAMILIES[name]
     shape = {key: length if value == 24 else value for key, value in shape.items()}
     monkeypatch.setitem(FAMILIES, name, (kind, shape))
-    build = GeneralEngine.__init__
+    build = HFEngine.__init__
 
     def blind(self, *args):
         build(self, *args)
         self.sliding = self.chunk = 10**6
 
-    assert choose_engine(make(name).model).name == "general"
-    monkeypatch.setattr(GeneralEngine, "__init__", blind)
+    assert choose_engine(make(name).model).name == "hf"
+    monkeypatch.setattr(HFEngine, "__init__", blind)
     with pytest.raises(ValueError, match="not its own forward"):
         choose_engine(make(name).model)
 
@@ -138,34 +139,28 @@ def test_a_token_banned_on_one_side_alone_is_a_difference():
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3 window", "gpt2", "gpt_neo", "opt"])
-def test_rollouts_of_the_general_engine_do_not_depend_on_their_company(name):
+def test_rollouts_of_the_hf_engine_do_not_depend_on_their_batch(name):
     policy, params = make(name), SamplingParams(max_new_tokens=40, seed=4)
     prompts = ragged_prompts(5, 3, 60)
-    with Sampler(policy, slots=8, engine="general") as sampler:
+    with Sampler(policy, slots=8, engine="hf") as sampler:
         together = flat(sampler.sample_sync(prompts, params=params))
         for i, rollout in enumerate(together):
             alone = sampler.submit([prompts[i]], params=params, seeds=[[rollout.seed]]).future.result()
             assert alone[0][0] == rollout
-        assert sampler.run_sync(company_share, sampler.engine) == 0
+        assert sampler.run_sync(batch_dependence, sampler.engine) == 0
 
 
-def test_nor_on_two_threads():
-    """Where torch's own attention of a single query rounds by the row's place (see `_TwoQueries`)."""
-    with Sampler(make("gpt2"), slots=8, threads=2) as sampler:
-        assert sampler.run_sync(company_share, sampler.engine, 7, 1) == 0
-
-
-def test_company_is_seen_in_a_mixture_of_experts():
+def test_dependence_is_seen_in_a_mixture_of_experts():
     """Its rows are grouped by expert, so who claims independence asks first: this is how."""
     torch.manual_seed(0)
     shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     config = MixtralConfig(vocab_size=100, max_position_embeddings=256, num_local_experts=4, num_experts_per_tok=2, **shape)
-    assert company_share(choose_engine(AutoModelForCausalLM.from_config(config).eval())) > 0
+    assert batch_dependence(choose_engine(AutoModelForCausalLM.from_config(config).eval())) > 0
 
 
-def test_company_is_seen_where_rows_are_computed_as_they_come(monkeypatch):
+def test_dependence_is_seen_where_rows_are_computed_as_they_come(monkeypatch):
     monkeypatch.setattr(hf, "ROWS", 1)
-    assert company_share(GeneralEngine(make("gemma3").model)) > 0
+    assert batch_dependence(HFEngine(make("gemma3").model)) > 0
 
 
 def test_without_word_of_the_attention_nothing_changes(monkeypatch):
@@ -176,7 +171,7 @@ def test_without_word_of_the_attention_nothing_changes(monkeypatch):
     policy = make("gemma3")
     assert rollouts_of(policy, 40)[0] == expected
     policy.model.to(torch.bfloat16)
-    assert choose_engine(policy.model).name == "general"
+    assert choose_engine(policy.model).name == "hf"
 
 
 def test_a_model_without_torch_attention_gets_the_common_one():
@@ -189,7 +184,35 @@ def test_a_model_without_torch_attention_gets_the_common_one():
     assert load.attention_of(model) == "sdpa"
 
 
-def test_graphs_are_asked_for():
-    with Sampler(tiny_policy(), slots=4) as plain, Sampler(tiny_policy(), slots=4, cuda_graphs=True) as asked:
-        assert not plain._scheduler.cuda_graphs and asked._scheduler.cuda_graphs
-        assert plain._scheduler.static is None
+def test_a_second_sampler_of_an_unchanged_model_is_not_proved_again(monkeypatch):
+    """A changed module is."""
+    policy, proofs = tiny_policy(), []
+    honest = verify.disagreement
+    monkeypatch.setattr(verify, "disagreement", lambda *args: proofs.append(args) or honest(*args))
+    for _ in range(2):
+        assert choose_engine(policy.model).name == "llama" and len(proofs) == 1
+    policy.model.model.layers[0].register_forward_hook(lambda module, args, out: out)
+    assert choose_engine(policy.model).name == "hf" and len(proofs) == 2
+
+
+def test_an_error_of_a_thousandth_of_the_largest_logit_is_a_difference():
+    policy = tiny_policy()
+    engine = LlamaEngine(policy.model)
+    forward = engine.forward
+    engine.forward = lambda *args: (logits := forward(*args)) + 1e-3 * logits.abs().max()
+    assert "logits differ by" in disagreement(engine, policy.model)
+
+
+def test_fp32_is_proved_without_tf32():
+    policy, seen, before = tiny_policy(), [], torch.get_float32_matmul_precision()
+    policy.model.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    try:
+        torch.set_float32_matmul_precision("high")
+        disagreement(HFEngine(policy.model), policy.model)
+        assert seen[-1] == "highest" and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_the_length_of_chunks_is_a_threshold():
+    assert thresholds(SimpleNamespace(to_dict=lambda: {"attention_chunk_size": 24, "vocab_size": 100})) == [24]

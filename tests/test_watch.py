@@ -10,7 +10,7 @@ from torch import nn
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.decode.watch import Watch
+from grpolab.decode.verify import Snapshot
 
 GREEDY = SamplingParams(greedy=True, max_new_tokens=12, seed=0)
 PROMPTS = ragged_prompts(3)
@@ -90,8 +90,8 @@ def rotary(policy):
     policy.model.model.rotary_emb.inv_freq *= 2
 
 
-CHANGES = {"adapters": (inject, "general"), "a new head": (new_head, "llama"), "a new parameter": (new_parameter, "llama"),
-           "a hook": (hook, "general"), "a forward": (own_forward, "general"), "another model": (other_model, "llama"),
+CHANGES = {"adapters": (inject, "hf"), "a new head": (new_head, "llama"), "a new parameter": (new_parameter, "llama"),
+           "a hook": (hook, "hf"), "a forward": (own_forward, "hf"), "another model": (other_model, "llama"),
            ".data in place": (edit_data, "llama"), "rows of .data": (swap_rows, "llama"), "another .data": (move_data, "llama"),
            "a step": (count, "llama"), "another dtype": (double, "llama"), "rotary frequencies": (rotary, "llama")}
 
@@ -101,7 +101,7 @@ def sampled(sampler):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("engine", ["auto", "general"])
+@pytest.mark.parametrize("engine", ["auto", "hf"])
 def test_the_next_rollouts_are_the_changed_models(name, engine):
     change, then = CHANGES[name]
     policy = tiny_policy(tie_word_embeddings=False)
@@ -110,7 +110,7 @@ def test_the_next_rollouts_are_the_changed_models(name, engine):
         assert sampled(sampler) == before and sampler.stats.refreshes == 0
         change(policy)
         after = sampled(sampler)
-        assert sampler.engine.name == (then if engine == "auto" else "general") and sampler.stats.refreshes == 1
+        assert sampler.engine.name == (then if engine == "auto" else "hf") and sampler.stats.refreshes == 1
     assert [r.tokens for r in after] != [r.tokens for r in before]
     found = audit(policy, after)
     assert found.disagreements == 0 and found.raw_max_error < 1e-4
@@ -121,7 +121,7 @@ def test_merged_adapters_are_read_straight_again():
     with Sampler(policy, slots=4) as sampler:
         inject(policy)
         beside = sampled(sampler)
-        assert sampler.engine.name == "general"
+        assert sampler.engine.name == "hf"
         for layer in policy.model.model.layers:
             nn.init.zeros_(layer.self_attn.q_proj.up.bias)
             nn.init.zeros_(layer.self_attn.q_proj.down.bias)
@@ -143,7 +143,7 @@ def test_rows_in_progress_end_with_the_engine_they_began_with():
             pass
         sampler.run_sync(hook, policy)
         later = sampled(sampler)
-        assert ended == ["llama"] and sampler.engine.name == "general"
+        assert ended == ["llama"] and sampler.engine.name == "hf"
     assert flat(long.future.result())[0].tokens == expected[0].tokens
     assert audit(policy, later).disagreements == 0
 
@@ -199,7 +199,7 @@ def test_a_wrapped_model_is_sampled(adapted):
         inject(policy)
     policy.model = Wrapped(policy.model)
     with Sampler(policy, slots=4) as sampler:
-        assert sampler.engine.name == ("general" if adapted else "llama")
+        assert sampler.engine.name == ("hf" if adapted else "llama")
         rollouts = sampled(sampler)
     found = audit(policy, rollouts)
     assert found.disagreements == 0 and found.raw_max_error < 1e-4
@@ -238,7 +238,7 @@ def test_models_of_peft_are_sampled(inside):
 def test_looking_costs_little_beside_a_step():
     """Counted in calls: a module of the model costs a few dictionary look-ups, none of its tensors is read."""
     policy, calls = tiny_policy(), 0
-    watch = Watch(policy)
+    watch = Snapshot(policy)
 
     def trace(frame, event, arg):
         nonlocal calls

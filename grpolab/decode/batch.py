@@ -9,10 +9,10 @@ import numpy as np
 from grpolab.decode.sampling import uniforms
 
 AHEAD = 32  # steps whose uniforms are computed at once
-NOBODY = -1  # fills up the ids that end a row
+NO_ID = -1  # fills up the ids that end a row
 
 
-class Rows:
+class Batch:
     """Entries 0..n-1 are live. `position` is that of the newest token, which is drawn but not yet fed; `count` and `limit`
     are of the tokens drawn; `ends` holds the ids that end a row."""
 
@@ -21,7 +21,7 @@ class Rows:
     def __init__(self, capacity: int):
         self.n = 0
         self.token, self.position, self.count, self.limit = (np.zeros(capacity, np.int64) for _ in range(4))
-        self.seed, self.ends = np.zeros(capacity, np.uint64), np.full((capacity, 1), NOBODY)
+        self.seed, self.ends = np.zeros(capacity, np.uint64), np.full((capacity, 1), NO_ID)
         self.tokens = np.zeros((capacity, 64), np.int64)
         self.logps, self.raw_logps, self.mass = (np.ones((capacity, 64), np.float32) for _ in range(3))
         self._ahead = np.empty((0, 0))
@@ -36,8 +36,8 @@ class Rows:
         i, self.n = self.n, self.n + 1
         self.position[i], self.count[i], self.limit[i], self.seed[i] = length - 1, 0, limit, seed
         if len(ends) > self.ends.shape[1]:
-            self.ends = np.pad(self.ends, ((0, 0), (0, len(ends) - self.ends.shape[1])), constant_values=NOBODY)
-        self.ends[i], self.ends[i, : len(ends)] = NOBODY, list(ends)
+            self.ends = np.pad(self.ends, ((0, 0), (0, len(ends) - self.ends.shape[1])), constant_values=NO_ID)
+        self.ends[i], self.ends[i, : len(ends)] = NO_ID, list(ends)
         self._ahead = self._ahead[:0]
 
     def uniforms(self, first: int, steps: int) -> np.ndarray:

@@ -124,7 +124,7 @@ class Slots:
         """Rows `to` become what rows `of` were, of up to `width` positions."""
         self.cache.put(to, self.cache, of, width)
 
-    def leave(self, row: int, broken: bool) -> None:
+    def release(self, row: int, broken: bool) -> None:
         """The row is done; what a `broken` one leaves may be NaN."""
         if broken:
             for t in self.cache.tensors:
@@ -204,7 +204,7 @@ class Pages:
         self.table[list(of)] = ZEROS
         self.table[list(to)] = moved
 
-    def leave(self, row: int, broken: bool) -> None:
+    def release(self, row: int, broken: bool) -> None:
         pages = self.table[row][self.table[row] >= FIRST]
         self.users[pages] -= 1
         unused = pages[self.users[pages] == 0]

@@ -39,7 +39,6 @@ class Conversation:
 
         Raises ValueError where they leave no room for an answer (`room`), RuntimeError while another turn is sampled.
         """
-        self.sampler._check_may_wait()
         request = self._submit(ids, params)
         try:
             await self.sampler._awaited(request)
@@ -49,7 +48,6 @@ class Conversation:
 
     def sample_sync(self, ids: Sequence[int], params: SamplingParams | None = None) -> Rollout:
         """`sample` for scripts."""
-        self.sampler._check_may_wait()
         request = self._submit(ids, params)
         try:
             request.result()
@@ -76,7 +74,7 @@ class Conversation:
             raise ValueError(f"the conversation holds {len(self._ids)} of the context's {self.sampler.context} tokens, "
                              f"and {len(ids)} more leave no room for an answer; end it here, its rollout() is whole")
         request = self.sampler._request([(*self._ids, *ids)], [[self.seed]], params or SamplingParams(), None, self._kept, None)
-        self.sampler._queue(request)
+        self.sampler._enqueue(request)
         self._waiting = True
         return request
 

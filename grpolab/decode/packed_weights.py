@@ -22,7 +22,6 @@ class PackedLinear:
 
     def __init__(self, modules: list[nn.Linear], layout: str | None, norm: nn.Module | None = None, order=None):
         self.modules, self.layout, self.norm, self.order = modules, layout, norm, order
-        self.weight = self.bias = None
         self.refresh()
 
     @torch.no_grad()
@@ -34,10 +33,10 @@ class PackedLinear:
             weight, bias = weight[self.order], None if bias is None else bias[self.order]
         if self.norm is not None:
             weight = weight * self.norm.weight
-        self.bias, self.packed = renewed(self.bias, bias), None
+        self.bias, self.packed = bias, None
         if self.layout is not None:
             self.packed = Strips(weight) if self.layout == "strips" else _pack(weight)
-        self.weight = renewed(self.weight, weight) if self.packed is None else None
+        self.weight = weight if self.packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
@@ -70,13 +69,6 @@ class Strips:
 def weighted_sums(table: torch.Tensor, members: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """For each bag the sum of its table rows times their weights: `members` lists rows, `bags` where each begins in it."""
     return torch.embedding_bag(table, members, bags, False, 0, False, weights)[0]
-
-
-def renewed(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
-    """`new`, on a GPU at the address of `old`: captured graphs read there."""
-    if old is None or new is None or old.device.type != "cuda" or old.data_ptr() == new.data_ptr():
-        return new
-    return old.copy_(new)
 
 
 def private_operations():

@@ -1,9 +1,11 @@
-"""What is fed together before anything is drawn: prompts of one width, each once for all its samples."""
+"""Who enters the batch, and the feeding of what is new of their prompts, each once for all its samples."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,42 @@ from grpolab.decode.requests import Pending
 PREFILL_PAIRS = 2**22  # query-key pairs in one call: rows times width times window
 PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens
 BUCKET = 8  # prompts are padded to multiples of this, so that a row's width depends on its own length alone
+
+
+def admit(waiting: Iterable[tuple[int, int]], rows: int, longest: int, slots: int, memory: int) -> list[int]:
+    """How many samples of the first waiting prompts enter now, in the order of the queue: nobody overtakes.
+
+    waiting        (positions that a sample may come to occupy, samples that wait) of each prompt, both at least 1
+    rows, longest  those in progress, and the positions that the longest of them may come to occupy
+    slots, memory  the most rows, and the positions of all of them together if each becomes as long as the longest
+
+    Every prefill stalls the decode, so what is only a part of the queue enters an eighth of the batch at a time; but where
+    nothing runs at least one sample enters, even if it is too long for the memory.
+    """
+    counts = []
+    for room, samples in waiting:
+        longest = max(longest, room)
+        capacity = max(1, min(slots, memory // longest))
+        counts.append(max(0, min(samples, capacity - rows - sum(counts))))
+        if counts[-1] < samples:
+            return counts if sum(counts) >= max(1, capacity // 8) else []
+    return counts
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a cache could take; on a GPU this includes what torch's allocator holds in reserve."""
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
+    try:  # what the kernel can give: its count of free pages leaves out the page cache, which it would drop
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not every system counts its free pages
+        return 4 << 30
 
 
 def prefill_batches(prompts: Sequence[Pending], epoch: int) -> list[tuple[list[Pending], int, int]]:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from operator import index
 
 import torch
@@ -28,6 +28,13 @@ class Stats:
     decode_seconds: float = 0.0
     sample_seconds: float = 0.0
     refreshes: int = 0
+
+    def snapshot(self) -> Stats:
+        return replace(self)
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        """What was done since an earlier snapshot."""
+        return Stats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,7 @@ class Pending:
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """Whose row it is, and what the clocks showed when it entered: `before` holds the decode and sample seconds, the steps
-    and the row steps of the sampler at that time."""
+    """Whose row it is, and when it entered; `stats` is a snapshot of the sampler's at that time."""
 
     request: Request
     index: int
@@ -116,7 +122,7 @@ class Owner:
     epoch: int
     prefill_seconds: float
     entered: float
-    before: tuple[float, float, int, int]
+    stats: Stats
 
 
 def checked_prompt(prompt: Sequence[int], i: int, vocab: int, context: int) -> tuple[int, ...]:
@@ -187,6 +193,8 @@ def tell(request: Request, index: int, sample: int, tokens: list[int], logps: li
 
 def settle(future: Future, result=None, error: BaseException | None = None) -> None:
     """Resolve a future that its waiter may have cancelled meanwhile."""
+    if isinstance(error, StopIteration):  # asyncio cannot put it into a future: its waiter would never wake
+        error = RuntimeError("a callable given to the sampler raised StopIteration: give `next` a default")
     try:
         future.set_result(result) if error is None else future.set_exception(error)
     except InvalidStateError:

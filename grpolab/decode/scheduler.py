@@ -2,7 +2,7 @@
 
 A rollout in progress is a row; the rows in progress are always 0..n-1: the last row moves into the gap of a finished one
 (compaction), waiting rollouts are appended (refill). Where a row keeps its keys and values is the business of `cache.py`,
-who enters that of `admission.py`. A prompt is prefilled once for all its samples (`prefill.py`). Each row has its own
+who enters and how a prompt is fed, once for all its samples, that of `prefill.py`. Each row has its own
 position, so rows of any length sit side by side. No threads here: one caller a time.
 
 A fault fails whom it belongs to: of a callback, a tokenizer or NaN logits its request, of the model in a prefill or a step
@@ -19,14 +19,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from grpolab.decode.admission import admit, free_bytes
-from grpolab.decode.batch import Rows
+from grpolab.decode.batch import Batch
 from grpolab.decode.cache import Prefilled, round_up, store_for
-from grpolab.decode.graphs import static_step
-from grpolab.decode.prefill import prefill, prefill_batches, synchronize
+from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
 from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, no_room, pending, settle, tell
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed
-from grpolab.decode.watch import Watch
+from grpolab.decode.verify import Snapshot
 from grpolab.rollouts import Rollout
 
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
@@ -35,24 +33,23 @@ BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looki
 class Scheduler:
     """Slots, waiting prompts and the loop body `step()`. `slots` None: what a fifth of free memory holds, <= 512."""
 
-    def __init__(self, policy, choose: Callable, slots: int | None, stats: Stats, cuda_graphs: bool = False):
+    def __init__(self, policy, choose: Callable, slots: int | None, stats: Stats):
         """choose: () -> an engine for the policy's model as it is now."""
-        self.policy, self.choose, self.cuda_graphs = policy, choose, cuda_graphs
+        self.policy, self.choose = policy, choose
         self.engine = engine = choose()
         self.device = engine.device
         self.cache_bytes = free_bytes(self.device) // 5
         fitting = self.cache_bytes // (engine.bytes_per_token() * min(policy.context, 1024))
         self.slots = slots or 1 << (max(8, min(512, fitting)).bit_length() - 1)
         self.block = BLOCK if self.device.type == "cuda" else 1
-        self.static = static_step(engine) if cuda_graphs else None
         self.stats = stats
         self.requests: list[Request] = []  # that have unfinished rollouts
         self.waiting: deque[Pending] = deque()
-        self.epoch, self.watch = 0, Watch(policy)
+        self.epoch, self.snapshot = 0, Snapshot(policy)
         self._clear_rows()
 
     def _clear_rows(self) -> None:
-        self.rows, self.owners = Rows(self.slots + self.engine.min_rows), []
+        self.rows, self.owners = Batch(self.slots + self.engine.min_rows), []
         self.store = store_for(self.engine, self.slots)
         self._changed()
 
@@ -62,7 +59,7 @@ class Scheduler:
         self.listening = [i for i, o in enumerate(self.owners) if o.request.params.stop_strings]
         self.streamed = [i for i, o in enumerate(self.owners) if o.request.on_tokens is not None]
         self.budgets = Counter(o.request for o in self.owners if o.request.params.max_total_tokens)
-        self.watched = bool(self.listening or self.budgets)
+        self.single_steps = bool(self.listening or self.budgets)
 
     @property
     def context(self) -> int:
@@ -120,26 +117,23 @@ class Scheduler:
 
     def _refresh(self) -> bool:
         """Renew packed weight copies, or choose an engine anew for changed modules once no row is in progress: until then
-        rows end with what they began with and none is admitted (False). See `Watch` for what is noticed."""
-        idle, watch = self.rows.n == 0, self.watch
-        if not (idle or self.waiting) and watch.version == self.policy.version:
+        rows end with what they began with and none is admitted (False). See `Snapshot` for what is noticed."""
+        idle, snapshot = self.rows.n == 0, self.snapshot
+        if not (idle or self.waiting) and snapshot.version == self.policy.version:
             return True
-        again = watch.modules_changed(deep=idle)
-        if not again and not watch.weights_changed(deep=idle):
+        again = snapshot.structure_changed(deep=idle)
+        if not again and not snapshot.weights_changed(deep=idle):
             return True
         if again or not self.engine.proved:
             if not idle:
                 return False
             self.engine = self.choose()
             self.device = self.engine.device
-            self.static = static_step(self.engine) if self.cuda_graphs else None
             self._clear_rows()
             self._refuse_long(self.waiting)
         else:
             self.engine.refresh()
-            if self.static is not None:
-                self.static.refreshed()
-        watch.look()
+        snapshot.renew()
         self.epoch += 1
         self.stats.refreshes += 1
         for prompt in self.waiting:
@@ -198,11 +192,10 @@ class Scheduler:
 
     def _enter(self, entering: Sequence[tuple[Pending, int]]) -> None:
         """Give samples of prefilled prompts their rows and draw their first tokens."""
-        rows, stats, first, now = self.rows, self.stats, self.rows.n, time.perf_counter()
-        before = stats.decode_seconds, stats.sample_seconds, stats.steps, stats.row_steps
+        rows, stats, first, now = self.rows, self.stats.snapshot(), self.rows.n, time.perf_counter()
         for p, g in entering:
             request = p.request
-            self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch, p.prefill_seconds, now, before))
+            self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch, p.prefill_seconds, now, stats))
             ends = request.eos.union(request.params.stop_ids)
             rows.append(len(p.ids), p.limit(self.context), request.seeds[p.index][g], sorted(ends))
         self._changed()
@@ -217,7 +210,7 @@ class Scheduler:
         rows, n = self.rows, self.rows.n
         padded = self.engine.rows(n)
         rows.token[n:padded] = rows.position[n:padded] = 0
-        steps = 1 if self.watched else min(self.block, int((rows.limit - rows.count)[:n].min()))
+        steps = 1 if self.single_steps else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, self.store.unit)
         self.store.fit(rows.position[:n], padded, steps, rows.longest())
         u, kinds = torch.from_numpy(rows.next_uniforms(steps)).to(self.device), self.kinds
@@ -225,7 +218,7 @@ class Scheduler:
         drawn, forward_seconds, started = [], 0.0, time.perf_counter()
         for i in range(steps):
             before = time.perf_counter()
-            logits = self._forward(tokens, start, window)[:n]
+            logits = self.engine.forward(tokens[:, None], start, None, self.store.cache, window)[:n]
             forward_seconds += time.perf_counter() - before
             drawn.append(draw_mixed(logits, u[i], kinds))
             if i + 1 < steps:
@@ -239,11 +232,6 @@ class Scheduler:
         self.stats.decode_seconds += forward_seconds
         self.stats.sample_seconds += seconds - forward_seconds
         self._record(0, drawn)
-
-    def _forward(self, tokens: torch.Tensor, start: torch.Tensor, window: int) -> torch.Tensor:
-        if self.static is not None:
-            return self.static(tokens, start, self.store.cache, window)
-        return self.engine.forward(tokens[:, None], start, None, self.store.cache, window)
 
     def _record(self, first: int, drawn: list[Draw]) -> None:
         """Append drawn tokens, one Draw a step, to rows first.. and finish those that are done."""
@@ -312,7 +300,7 @@ class Scheduler:
                     length, epoch = int(rows.position[i]), self.epoch if owner.epoch == self.epoch else -1
                     request.kept = Kept(self.store.take(i, length), length, epoch)
                 finished.append((owner, self._rollout(i, done[i])))
-            self.store.leave(i, broken)
+            self.store.release(i, broken)
         moves = rows.compact(order)
         if moves:
             self.store.move(*zip(*moves), int(rows.position[: rows.n].max()))
@@ -325,18 +313,17 @@ class Scheduler:
         self.requests = [r for r in self.requests if r.left]
 
     def _rollout(self, i: int, reason: str) -> Rollout:
-        owner, stats = self.owners[i], self.stats
-        request, (decode, sample, steps, row_steps) = owner.request, owner.before
+        owner = self.owners[i]
+        request, spent = owner.request, self.stats - owner.stats
         tokens, logps, raw_logps, mass = (tuple(a.tolist()) for a in self.rows.taken(i))
-        steps = stats.steps - steps
-        mean_rows = (stats.row_steps - row_steps) / steps if steps else 0.0
+        mean_rows = spent.row_steps / spent.steps if spent.steps else 0.0
         timings = dict(
             queued_seconds=owner.entered - request.submitted,
             prefill_seconds=owner.prefill_seconds,
-            decode_seconds=stats.decode_seconds - decode,
-            sample_seconds=stats.sample_seconds - sample,
+            decode_seconds=spent.decode_seconds,
+            sample_seconds=spent.sample_seconds,
             total_seconds=time.perf_counter() - request.submitted,
-            steps=steps,
+            steps=spent.steps,
             mean_rows=mean_rows,
             slot_use=mean_rows / self.slots,
         )

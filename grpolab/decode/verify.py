@@ -1,13 +1,18 @@
-"""Which engine a model gets: the one that is proved, at the start, to compute the model's own forward."""
+"""The proofs of the sampler: which engine computes a model's own forward, and whether the model is still the one proved.
+
+Longer than 350 lines, since the choice, its probes and the snapshot of a model are one argument.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-import statistics
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
+from itertools import chain
+from operator import is_
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,63 +20,96 @@ from torch.nn import functional as F
 
 from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
 from grpolab.decode.engines import attention
-from grpolab.decode.engines.hf import GeneralEngine, takes
+from grpolab.decode.engines.attention import restore_attention, share_attention
+from grpolab.decode.engines.hf import HFEngine, takes
 from grpolab.decode.engines.llama import LlamaEngine
-from grpolab.models.load import attention_of, core, evaluating, llama_obstacle, steady_context
+from grpolab.models.load import attention_of, core, evaluating, llama_obstacle, steady_context, text_config
 
 log = logging.getLogger(__name__)
 
+BOUND = 1e-4  # fp32: of the largest logit
 STEPS = 3  # that a probe decodes after each of its prompts
 LONG = 160  # positions that a probe goes to even where the configuration names no length
 FLOPS = {"cpu": 2e12, "cuda": 4e14}  # that one forward of the probe may take: some ten seconds on a laptop
 SCORES = 2**30  # bytes that the attention of one forward of the probe may take
+PLAIN = (bool, int, float)  # values set on a module that its forward may read
 THRESHOLD = re.compile("window|sliding|chunk|local|original_max_position|floor_scale")  # names of lengths in configurations
 
 
 def choose_engine(model, engine: str = "auto", single: bool = False):
-    """The engine for a model: "llama", "general", or "auto" (llama where the model allows it and the check passes).
+    """The engine for a model: "llama", "hf", or "auto" (llama where the model allows it and the check passes).
 
-    Whatever is chosen has reproduced the model's own forward (`disagreement`) and does so up to `.context` positions.
+    Whatever is chosen has reproduced the model's own forward (`disagreement`) and does so up to `.context` positions. The
+    outcome is remembered for as long as the model's modules and configuration stay, so that it is proved once.
     ValueError where nothing does.
     """
-    if engine not in ("auto", "llama", "general"):
-        raise ValueError(f"engine must be 'auto', 'llama' or 'general', got {engine!r}")
-    if engine != "general":
+    if engine not in ("auto", "llama", "hf"):
+        raise ValueError(f"engine must be 'auto', 'llama' or 'hf', got {engine!r}")
+    structure, proofs = _proofs.get(model, (None, {}))
+    if structure is None or structure.changed(deep=True):
+        proofs = {}
+    key = engine, single, str(model.config)
+    if key in proofs:
+        build, context = proofs[key]
+        chosen = build()
+        chosen.context, chosen.proved = context, True
+        return chosen
+    chosen, build = _prove(model, engine, single)
+    if chosen.proved:
+        _proofs[model] = Structure(model), proofs | {key: (build, chosen.context)}
+    return chosen
+
+
+_proofs: WeakKeyDictionary = WeakKeyDictionary()  # model -> its Structure and (how to build the engine, context) by request
+
+
+def _prove(model, name: str, single: bool):
+    """An engine that was compared with the model, and a function that builds another like it."""
+    reference = weakref.ref(model)  # the builder is kept beside the model and may not keep it alive
+    if name != "hf":
         why = llama_obstacle(core(model))
         if why is None:
-            fast = LlamaEngine(core(model), single)
-            why = disagreement(fast, model)
+            build = lambda: LlamaEngine(core(reference()), single)  # noqa: E731
+            why = disagreement(engine := build(), model)
             if why is None:
-                return _limited(fast, model)
-        if engine == "llama":
+                return _limited(engine, model), build
+        if name == "llama":
             raise ValueError(f"the llama engine does not fit {type(model).__name__}: {why}; use engine='auto'")
-        log.warning("general engine for %s, since %s", type(model).__name__, why)
-    general, why = _general(model, single)
-    if why is not None:
-        raise ValueError(general._refusal(f"its cached step is not its own forward ({why})"))
-    return _limited(general, model)
-
-
-def _general(model, single: bool) -> tuple[GeneralEngine, str | None]:
-    """The general engine, with positions counted where that is what this model wants, and what is wrong with it."""
+        log.warning("hf engine for %s, since %s", type(model).__name__, why)
     reasons = []
-    for turned in (False, True):
-        general = GeneralEngine(model, single, turned)
+    for shifted in (False, True):  # some models take a query's position from the number of keys
+        build = lambda shifted=shifted: HFEngine(reference(), single, shifted)  # noqa: E731
+        engine = build()
         try:
-            why = disagreement(general, model)
+            why = disagreement(engine, model)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model that cannot take such masks fails in a way of its own
             why = f"{type(error).__name__}: {error}"
         if why is None:
-            return general, None
+            return _limited(engine, model), build
         reasons.append(why)
-    return general, reasons[0]
+    raise ValueError(engine.refusal(f"its cached step is not its own forward ({reasons[0]})"))
+
+
+def choose_exact_engine(model, engine: str = "auto", single: bool = False):
+    """As `choose_engine`, with the attention of the engine in the model itself (`restore_attention` undoes it); ValueError,
+    and the model as it was, where logps then differ in any bit."""
+    try:
+        share_attention(model)
+        chosen = choose_engine(model, engine, single)
+        if (share := inexact_share(chosen, model)) > 0:
+            raise ValueError(f"exact mode is impossible here: {share:.1%} of the probe's logps differ in some bit "
+                             f"({chosen.name} engine, {chosen.dtype}); use exact=False, or bfloat16 on a CPU")
+        return chosen
+    except BaseException:
+        restore_attention(model)
+        raise
 
 
 def _limited(engine, model):
     """The engine, its `context` within the lengths past which the model may act otherwise and the probe did not go."""
-    steady, named = steady_context(model.config), model.config.max_position_embeddings
+    steady, named = steady_context(model.config), text_config(model).max_position_embeddings
     if steady < named:
         log.warning("%s is used up to %d of its %d positions: past them its rotary positions change with the length of the "
                     "sequence", type(model).__name__, steady, named)
@@ -115,7 +153,7 @@ def _reach(model, engine) -> tuple[int, int | None]:
 
 def affordable(model, device) -> int:
     """The longest row that the probe may compute: by the products, by the attention, and by its memory."""
-    config, weights = model.config, sum(p.numel() for p in model.parameters())
+    config, weights = text_config(model), sum(p.numel() for p in model.parameters())
     layers, width, heads = (getattr(config, name, None) or 1 for name in ("num_hidden_layers", "hidden_size",
                                                                           "num_attention_heads"))
     flops, square = FLOPS.get(torch.device(device).type, FLOPS["cpu"]), 4 * layers * width
@@ -129,16 +167,17 @@ def disagreement(engine, model) -> str | None:
     """None when prompts of several lengths and 3 ragged steps give the logits of the model's own uncached forward.
 
     The longest goes past every `thresholds` of the configuration that can be afforded (`_reach`).
-    fp32: to 1e-4 of the largest logit. Lower precision: mean |difference of logps| within twice what the model differs
+    fp32: within BOUND, without TF32. Lower precision: mean |difference of logps| within twice what the model differs
     from itself by, with its own cache or its other attention, since there is no one right order of rounding. A banned
     token's -inf agrees with -inf alone.
     """
     engine.proved = True
-    for ids, lengths in _probes(model, engine):
-        why = _disagreement(engine, model, ids, lengths)
-        if why is not None:
-            return why
-    return None
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # TF32 rounds by more than the bound
+    try:
+        return next(filter(None, (_disagreement(engine, model, *probe) for probe in _probes(model, engine))), None)
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _probes(model, engine) -> Iterator[tuple[torch.Tensor, list[int]]]:
@@ -156,7 +195,7 @@ def _disagreement(engine, model, ids, lengths) -> str | None:
     if bool(own.isnan().any()) or not bool(own.isfinite().any()):
         engine.proved = False  # a broken policy says nothing about the engine; its rollouts report it
         return None
-    worst, bound = float(_distance(ours, own).max()), 1e-4 * float(own[own.isfinite()].abs().max())
+    worst, bound = float(_distance(ours, own).max()), BOUND * float(own[own.isfinite()].abs().max())
     if engine.dtype == torch.float32:
         return None if worst <= bound else f"logits differ by {worst:.2e}, bound {bound:.2e}, at {max(lengths)} positions"
     with evaluating(model):
@@ -234,12 +273,12 @@ def stepped(engine, ids: torch.Tensor, prompts: list[Prefilled], steps: int) -> 
 
 
 @torch.no_grad()
-def company_share(engine, rows: int = 7, steps: int = 2) -> float:
+def batch_dependence(engine, rows: int = 7, steps: int = 2) -> float:
     """Share of steps whose logits differ in any bit when the row is alone, in another place, or beside longer rows.
 
-    0 is what "a rollout does not depend on its company" rests on. It holds for the llama engine, and for the general one
-    where products round a row alike in all multiples of `min_rows` rows: on processors that we tried, not on GPUs, nor
-    for mixtures of experts, which group rows by expert.
+    0 is what "a rollout does not depend on its batch" rests on. It holds for the llama engine, and for the hf engine where
+    products round a row alike in all multiples of `min_rows` rows: on processors that we tried with one thread, not on GPUs,
+    nor for mixtures of experts, which group rows by expert.
     """
     lengths = [min(n, engine.context - steps) for n in ([9, 12, 15, 31, 50, 14, 90] * rows)[:rows]]
     generator = torch.Generator().manual_seed(2)
@@ -267,24 +306,6 @@ def _probe_lengths(model) -> list[int]:
 
 
 @torch.no_grad()
-def seconds_a_step(engine, rows: int, numbers: Sequence[int], rounds: int = 5) -> dict[int, float]:
-    """Number of torch threads -> median seconds of a step of `rows` rows; they take turns, so that drift hits all."""
-    last, store = 2 * PAGE - 1, store_for(engine, rows)
-    store.enter(0, [Prefilled(engine.allocate(1, 2 * PAGE), 0, last)] * rows, 2 * PAGE)
-    store.fit(np.full(rows, last), rows, 1, 2 * PAGE)
-    start = torch.full((rows,), last, device=engine.device)
-    tokens, seconds = torch.zeros(rows, 1, dtype=torch.long, device=engine.device), {n: [] for n in numbers}
-    common = torch.get_num_threads()
-    for n in [*numbers] * (rounds + 1):  # the first round warms up
-        torch.set_num_threads(n)
-        started = perf_counter()
-        engine.forward(tokens, start, None, store.cache, 2 * PAGE)
-        seconds[n].append(perf_counter() - started)
-    torch.set_num_threads(common)
-    return {n: statistics.median(times[1:]) for n, times in seconds.items()}
-
-
-@torch.no_grad()
 def inexact_share(engine, model) -> float:
     """Share of logps that differ in any bit between the engine's steps and the model's right-padded forward."""
     lengths, steps = _probe_lengths(model) * 2, STEPS
@@ -297,3 +318,91 @@ def inexact_share(engine, model) -> float:
     targets = torch.stack([row[length: length + steps] for row, length in zip(ids, lengths)])[..., None]
     a, b = (t[:, :-1].gather(2, targets) - t[:, :-1].logsumexp(-1, keepdim=True) for t in (ours, own))
     return float((a != b).float().mean())
+
+
+# --- is it still the model that was proved and read? --------------------------------------------------------------------
+
+
+class Structure:
+    """What a model is made of, as it is now; it does not keep the model itself alive.
+
+    `changed`  whether a module, buffer, hook, replaced forward or attention implementation is another one,
+               or parameters have another dtype or device: an engine must be chosen anew
+               `deep` also compares the plain numbers and switches that are set on modules (a scale, an adapter's)
+    """
+
+    def __init__(self, model):
+        self.config = model.config
+        self.spaces = [vars(m) for m in model.modules()]
+        names = ("_modules", "_buffers", "_parameters", "_forward_hooks", "_forward_pre_hooks")
+        children, buffers, parameters, *hooks = ([space[name] for space in self.spaces] for name in names)
+        self.tables, self.owned = [d for d in (*children, *buffers) if d], [d for d in parameters if d]
+        self.hooks = [*hooks[0], *hooks[1]]
+        self.parts, self.form, self.constants = self._parts(), self._form(), self._constants()
+
+    def changed(self, deep: bool) -> bool:
+        parts = self._parts()
+        if len(parts) != len(self.parts) or not all(map(is_, parts, self.parts)) or self._form() != self.form:
+            return True
+        return deep and self._constants() != self.constants
+
+    def parameters(self) -> list:
+        return [p for p in chain.from_iterable(map(dict.values, self.owned)) if p is not None]
+
+    def _parts(self) -> list:
+        return list(chain.from_iterable(map(dict.values, self.tables)))
+
+    def _form(self) -> tuple:
+        """Hooks by their number, which is never given twice; forwards that somebody set on a single module."""
+        replaced, parameters = [id(space["forward"]) for space in self.spaces if "forward" in space], self.parameters()
+        return (tuple(chain.from_iterable(self.hooks)), replaced, attention_of(self),
+                [p.dtype for p in parameters], [p.device for p in parameters])
+
+    def _constants(self) -> list:
+        return [(name, x) for space in self.spaces for name, x in space.items() if type(x) in PLAIN and name != "training"]
+
+
+class Snapshot:
+    """A policy's model as it was when its weights were last read (`renew`).
+
+    `structure_changed`  another model object, or what `Structure` sees
+    `weights_changed`    the policy's version, or a parameter replaced, moved or edited in place (torch counts those edits).
+                         `deep` also sums the bits of all weights, which sees edits through `.data`, that torch does not
+                         count; it reads every weight once, as a decode step does, so it is for when nothing runs.
+    """
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.renew()
+
+    def renew(self) -> None:
+        self.model, self.version, self.structure = self.policy.model, self.policy.version, Structure(self.policy.model)
+        self.stamp, self.sums = self._stamp(), checksum(self.model)
+
+    def structure_changed(self, deep: bool) -> bool:
+        return self.policy.model is not self.model or self.structure.changed(deep)
+
+    def weights_changed(self, deep: bool) -> bool:
+        return self._stamp() != self.stamp or (deep and checksum(self.model) != self.sums)
+
+    def _stamp(self) -> tuple:
+        parameters = self.structure.parameters()
+        return (self.policy.version, list(map(id, parameters)), [p._version for p in parameters],
+                [p.data_ptr() for p in parameters])
+
+
+@torch.no_grad()
+def checksum(model) -> list[int]:
+    """A number for each parameter and buffer: the sum of its bits as integers, a row of them times the row's number.
+
+    It changes with every change of a single entry and of the order of rows; not with the order inside a row.
+    """
+    sums = [_bits(t.detach()) for t in chain(model.parameters(), model.buffers()) if t.numel()]
+    return torch.stack([s.cpu() for s in sums]).tolist() if sums else []
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    rows = tensor.contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
+    wide = rows.shape[1] * rows.element_size() % 8 == 0 and rows.data_ptr() % 8 == 0
+    sums = rows.view(torch.int64 if wide else torch.uint8).sum(1, dtype=torch.int64)
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()

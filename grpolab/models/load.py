@@ -19,7 +19,7 @@ from grpolab.chat import CHAT_TEMPLATE
 from grpolab.files import atomic_folder, data_path
 from grpolab.models import lora
 from grpolab.models.lora import LoRA
-from grpolab.models.smollm2 import SMOLLM2, smollm2_source
+from grpolab.models.smollm2 import SMOLLM2, refuse_gaps, smollm2_source
 from grpolab.sync import FairLock
 
 PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
@@ -217,19 +217,6 @@ def read_provenance(name: str, source: str) -> dict:
     return {} if path.parent.is_dir() else {"from": "the Hugging Face hub"}
 
 
-def refuse_gaps(report: dict, source) -> None:
-    """ValueError naming the tensors that a checkpoint lacks, has beside the model's, or has in another shape; `report` is
-    transformers' loading info. It would fill the first at random and leave out the second, with a line in a log."""
-    wrong = {"lacks": report["missing_keys"], "also holds": report["unexpected_keys"],
-             "has in another shape": [key for key, *_ in report["mismatched_keys"]]}
-    found = "; it ".join(f"{verb} {len(keys)}: {', '.join(sorted(keys)[:4])}{', …' * (len(keys) > 4)}"
-                         for verb, keys in wrong.items() if keys)
-    if found:
-        lora = any("lora_" in key for key in report["unexpected_keys"])
-        remedy = "merge its adapter (peft: merge_and_unload) and save it again" if lora else "save it again, or load what it is"
-        raise ValueError(f"the checkpoint {source} is not that of its config.json: of tensors, it {found}; {remedy}")
-
-
 def in_own_memory(model: torch.nn.Module) -> torch.nn.Module:
     """The model with its parameters moved out of the mapped checkpoint, where each lies as it happened to fall: a product
     may sum in another order there, and a model saved and loaded would differ from itself in the last bit."""
@@ -301,10 +288,16 @@ def evaluating(model) -> Iterator[None]:
             m.training = True
 
 
+def text_config(model):
+    """The configuration of the language model inside one of text and images; else the model's own."""
+    return model.config.get_text_config(decoder=True)
+
+
 def steady_context(config) -> int:
     """The most positions over which the model is one function: its context, or under longrope, whose frequencies are other
     ones for a sequence longer than its original context, that one. Past it a token's logits depend on how long its
     sequence becomes later, so keys cannot be kept, nor rows of different lengths share a batch."""
+    config = config.get_text_config(decoder=True)
     limits = [getattr(config, "max_position_embeddings", None)]
     if limits == [None]:
         raise ValueError(f"the configuration of {config.model_type!r} names no context: set max_position_embeddings in it")

@@ -60,3 +60,16 @@ def dequantise_wheel(target: Path, hub_error: Exception, refuse_gaps: Callable[[
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
     return str(target)
+
+
+def refuse_gaps(report: dict, source) -> None:
+    """ValueError naming the tensors that a checkpoint lacks, has beside the model's, or has in another shape; `report` is
+    transformers' loading info. It would fill the first at random and leave out the second, with a line in a log."""
+    wrong = {"lacks": report["missing_keys"], "also holds": report["unexpected_keys"],
+             "has in another shape": [key for key, *_ in report["mismatched_keys"]]}
+    found = "; it ".join(f"{verb} {len(keys)}: {', '.join(sorted(keys)[:4])}{', …' * (len(keys) > 4)}"
+                         for verb, keys in wrong.items() if keys)
+    if found:
+        lora = any("lora_" in key for key in report["unexpected_keys"])
+        remedy = "merge its adapter (peft: merge_and_unload) and save it again" if lora else "save it again, or load what it is"
+        raise ValueError(f"the checkpoint {source} is not that of its config.json: of tensors, it {found}; {remedy}")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
+from grpolab.models.load import attention_of
+
 EXACT = "grpolab_exact"  # the attention implementation that sampler and trainer share in exact mode
+_replaced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> the attention that it had before exact mode
 
 
 def mask_bias(positions: torch.Tensor, window: int, dtype: torch.dtype, span: int | None = None) -> torch.Tensor:
@@ -44,14 +49,18 @@ def _exact_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 def share_attention(model) -> None:
     """Let the model's own forward, and so the trainer's, use the attention of the llama engine (exact mode)."""
+    if attention_of(model) != EXACT:
+        _replaced[model] = attention_of(model)
     AttentionInterface.register(EXACT, _exact_attention)
     AttentionMaskInterface.register(EXACT, eager_mask)
     model.set_attn_implementation(EXACT)
 
 
-def set_attention(model, name: str | None) -> None:
-    """Put an attention back by its name; torch's own where it had none that transformers says."""
-    model.set_attn_implementation(name) if name else set_common(model)
+def restore_attention(model) -> None:
+    """Undo `share_attention`; torch's own where the model had none that transformers names."""
+    if attention_of(model) == EXACT and model in _replaced:
+        name = _replaced.pop(model)
+        model.set_attn_implementation(name) if name else set_common(model)
 
 
 def set_common(model) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from grpolab.decode.cache import SlotCache, round_up
 from grpolab.decode.engines import attention
 from grpolab.decode.engines.attention import EXACT
-from grpolab.models.load import attention_of, core, evaluating, steady_context
+from grpolab.models.load import attention_of, core, evaluating, steady_context, text_config
 
 ROWS = 4  # rows are computed in multiples of this: MKL multiplies fewer in kernels that round otherwise
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -42,9 +40,9 @@ class _Rows(DynamicCache):
         super().__init__()
         self.tensors, self.order, self.window = cache.tensors, order, window
         self.rows = torch.arange(len(positions), device=positions.device)[:, None]
-        self.positions, self.turned = positions, None
+        self.positions, self.shifted = positions, None
         if shift is not None:
-            self.turned = (torch.arange(window, device=positions.device) - shift[:, None]).clamp(min=0)
+            self.shifted = (torch.arange(window, device=positions.device) - shift[:, None]).clamp(min=0)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         at = 2 * self.order[layer_idx]
@@ -53,45 +51,34 @@ class _Rows(DynamicCache):
     def _kept(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         by_time = slots.transpose(1, 2)
         by_time[self.rows, self.positions] = new.transpose(1, 2)
-        if self.turned is not None:
-            return by_time[self.rows, self.turned].transpose(1, 2)
+        if self.shifted is not None:
+            return by_time[self.rows, self.shifted].transpose(1, 2)
         return slots[: len(self.rows), :, : self.window]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.window - self.positions.shape[1]
 
 
-class _TwoQueries(TorchFunctionMode):
-    """`scaled_dot_product_attention` of one query is computed as that of two equal ones: on a processor the kernel for one
-    rounds by where the thread's memory happens to lie, which depends on the other rows."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and args and args[0].shape[-2] == 1 and args[0].dtype == torch.float32:
-            return func(args[0].expand(*args[0].shape[:-2], 2, -1), *args[1:], **kwargs)[..., :1, :]
-        return func(*args, **kwargs)
-
-
-class GeneralEngine:
+class HFEngine:
     """Any causal LM of transformers through its own forward: our cache, explicit positions and a 4-D mask.
 
     Sliding-window layers keep all their keys and mask those that they no longer see. Models that take a query's position
-    from the number of keys (GPT-Neo's local attention) want `turned`, see `_Rows`. ValueError for a model that does not
+    from the number of keys (GPT-Neo's local attention) want `shifted`, see `_Rows`. ValueError for a model that does not
     keep plain keys and values. `context`: the most positions that it computes; `proved`: whether it was compared with the
     model's own forward; `single`: there will be one row alone, which then need not be computed as several.
     """
 
-    name, proved = "general", False
+    name, proved = "hf", False
 
-    def __init__(self, model, single: bool = False, turned: bool = False):
-        self.model, config = core(model), model.config
-        self.turned, self.min_rows = turned, 1 if single else ROWS
+    def __init__(self, model, single: bool = False, shifted: bool = False):
+        self.model, config = core(model), text_config(model)
+        self.shifted, self.min_rows = shifted, 1 if single else ROWS
         weight = self.model.get_input_embeddings().weight
         self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
         taken = takes(self.model)
         missing = [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in taken]
-        if missing or config.is_encoder_decoder:
-            raise ValueError(self._refusal(f"its forward does not take {', '.join(missing) or 'decoder tokens alone'}"))
+        if missing or model.config.is_encoder_decoder:
+            raise ValueError(self.refusal(f"its forward does not take {', '.join(missing) or 'decoder tokens alone'}"))
         if attention_of(model) not in ("eager", "sdpa", EXACT):
             attention.set_common(self.model)
         self.context = steady_context(config)
@@ -104,9 +91,9 @@ class GeneralEngine:
         self.kinds = sorted(kinds) or ["sliding_attention" if self.sliding else "full_attention"]
         unknown = set(self.kinds) - set(KINDS)
         if unknown:
-            raise ValueError(self._refusal(f"its attention is of the kind {sorted(unknown)}"))
+            raise ValueError(self.refusal(f"its attention is of the kind {sorted(unknown)}"))
 
-    def _refusal(self, why: str) -> str:
+    def refusal(self, why: str) -> str:
         return (f"{type(self.model).__name__} cannot be sampled with a cache of keys and values: {why}. "
                 "Use a decoder-only model with full, sliding-window or chunked attention")
 
@@ -118,9 +105,9 @@ class GeneralEngine:
             with evaluating(self.model):
                 self.model(ids, past_key_values=cache, use_cache=True)
         except Exception as error:  # each kind of other state has its own way to miss what it expects in the cache
-            raise ValueError(self._refusal(f"some layers keep another kind of state ({error})")) from error
+            raise ValueError(self.refusal(f"some layers keep another kind of state ({error})")) from error
         if not cache.shapes:
-            raise ValueError(self._refusal("no layer keeps keys and values"))
+            raise ValueError(self.refusal("no layer keeps keys and values"))
         return cache.shapes
 
     def refresh(self) -> None:
@@ -145,9 +132,9 @@ class GeneralEngine:
         Padding may run past the context: it is computed at the last position, or left out where positions are counted.
         """
         (n, width), window = tokens.shape, min(window, self.context)
-        with evaluating(self.model), self._attention():
+        with evaluating(self.model):
             if width > 1:
-                if self.turned and bool((start + width > window).any()):
+                if self.shifted and bool((start + width > window).any()):
                     for i, end in enumerate((last + 1).tolist()):
                         self._run(tokens[i: i + 1, :end], start[i: i + 1], cache.row(i), window)
                 else:
@@ -160,7 +147,7 @@ class GeneralEngine:
     def _run(self, tokens, start, cache, window):
         width = tokens.shape[1]
         positions = start[:, None] + torch.arange(width, device=self.device)
-        shift = window - width - start if self.turned else None
+        shift = window - width - start if self.shifted else None
         masks = {kind: self._mask(kind, positions, window, shift) for kind in self.kinds}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         return self.model(tokens, attention_mask=mask, position_ids=positions.clamp(max=self.context - 1), use_cache=True,
@@ -179,11 +166,6 @@ class GeneralEngine:
         if kind == "chunked_attention":
             bias.masked_fill_(columns // self.chunk != positions[:, :, None] // self.chunk, -torch.inf)
         return bias[:, None]
-
-    def _attention(self):
-        """The context in which rows of one new token are attended alike in any company."""
-        several = self.device.type == "cpu" and self.min_rows > 1 and torch.get_num_threads() > 1
-        return _TwoQueries() if several and self.dtype == torch.float32 else nullcontext()
 
 
 def takes(model) -> set[str]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from grpolab.decode.cache import PAGE, Pages, SlotCache, round_up
 from grpolab.decode.engines import attention
 from grpolab.decode.engines.attention import EXACT, matmul_attention
-from grpolab.decode.packed_weights import SMALL, STRIP_BYTES, PackedLinear, renewed, weighted_sums
+from grpolab.decode.packed_weights import SMALL, STRIP_BYTES, PackedLinear, weighted_sums
 from grpolab.models.load import attention_of, steady_context
 
 
@@ -81,8 +81,7 @@ class LlamaEngine:
         """Read the parameters anew into the packed copies."""
         for product in (*(p for layer in self.products for p in layer), self.head):
             product.refresh()
-        if self.table is not None:
-            self.table = tuple(map(renewed, self.table, self._table(self.table[0].shape[0])))
+        self.table = None
 
     def rows(self, n: int) -> int:
         """How many rows a step of n rows is computed with."""
