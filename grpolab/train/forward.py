@@ -38,12 +38,21 @@ def _altered(module) -> bool:
 
 def states(decoder, ids: Tensor, positions: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
     """ids, positions: (M,) -> final hidden states (M, D), or those of the tokens `at` (K,) alone: (K, D)."""
-    x = decoder.embed_tokens(ids)
+    x = _embedded(decoder.embed_tokens, ids)
     cos, sin = (t[0, :, None, : t.shape[-1] // 2] for t in decoder.rotary_emb(x[None], positions[None]))
     for layer in decoder.layers:
         step = partial(checkpoint, _layer, use_reentrant=False) if "forward" in vars(layer) else _layer  # see forward_passes
         x = step(layer, x, cos, sin, attend, at if layer is decoder.layers[-1] else None)
     return norm(x, decoder.norm, products=False)
+
+
+def _embedded(embedding, ids: Tensor) -> Tensor:
+    """The embeddings of the tokens. On a processor torch adds the gradients of bf16 rows up in bf16, so that a token that is
+    seen often would lose most of its own; looked up in fp32 they add up in fp32."""
+    weight = embedding.weight
+    if type(embedding) is torch.nn.Embedding and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        return F.embedding(ids, weight.float(), embedding.padding_idx).to(weight.dtype)
+    return embedding(ids)
 
 
 def _layer(layer, x, cos, sin, attend, at):
