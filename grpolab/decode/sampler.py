@@ -1,4 +1,5 @@
-"""The sampler: every rollout comes from here, out of one decode batch that concurrent callers share.
+"""The sampler: every rollout comes from here, out of one decode batch that concurrent callers share. Longer than most files,
+since what may be asked of a sampler is in one class.
 
 Token ids in; token ids, logps and finish reasons out. One worker thread owns the model, from the choice of the engine on:
 event loops keep answering while it decodes, and what changes the weights runs in it (`run`). The loop itself is in
