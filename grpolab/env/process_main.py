@@ -85,7 +85,10 @@ def serve(descriptor: int) -> None:
 
 
 def main(descriptor: int) -> int:
-    from child_processes import fork, guard  # here, for `multiprocessing` imports this file once more, where its folder is on no path
+    from child_processes import (  # here, for `multiprocessing` imports this file once more, where its folder is on no path
+        fork,
+        guard,
+    )
 
     os.set_inheritable(descriptor, False)
     pid = fork()

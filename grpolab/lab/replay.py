@@ -112,7 +112,8 @@ def chosen(groups: Numbered, step: int, group: int | None, rollout: int | None) 
     places = groups if group is None else [group]
     size = max(len(groups[g].group) for g in places)
     if rollout is not None and not 0 <= rollout < size:
-        raise ValueError(f"group {group} of step {step} has rollouts 0 to {size - 1}, not {rollout}")
+        where = "the groups of step {} have" if group is None else f"group {group} of step {{}} has"
+        raise ValueError(f"{where.format(step)} rollouts 0 to {size - 1}, not {rollout}")
     found = [(g, i) for g in places for i in range(len(groups[g].group))
              if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]
     if not found:
