@@ -20,5 +20,5 @@ class Address:
         if self.token_file is not None:
             return check_token(self.token_file.read_text("utf-8", "replace").strip(), str(self.token_file))
         if not is_loopback(self.host):
-            raise UsageError(f"--host {self.host} is reachable from other machines: add --token-file FILE, or stay on 127.0.0.1")
+            raise UsageError(f"--host {self.host} is open to other machines: add --token-file FILE, or stay on 127.0.0.1")
         return None

@@ -16,7 +16,7 @@ from grpolab.runs.run import Run
 
 @dataclass(frozen=True)
 class Replay:
-    """Generate recorded rollouts again and compare them in every bit. Exits with 0 where all agree, with 1 where one differs."""
+    """Generate recorded rollouts again and compare them in every bit. Exits with 0 where all agree, else with 1."""
 
     source: Annotated[Positional[Path], arg(metavar="RUN")]  # a run's folder, or the file of a bundle
     steps: Annotated[Positional[tuple[int, ...]], arg(metavar="[STEP ...]")] = ()  # steps of the run; a bundle holds one

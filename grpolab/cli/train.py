@@ -118,7 +118,8 @@ class Training:
             return
         print(f"{run.shown(ready.model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}")
         if best := run.selected.best():
-            print(f"{run.shown(best['folder'])}: the best by what was measured, {best['value']:.4g} after {best['steps']} steps")
+            print(f"{run.shown(best['folder'])}: the best by what was measured, {best['value']:.4g} after "
+                  f"{best['steps']} steps")
 
     async def print_steps(self, rows: AsyncIterator[dict]) -> None:
         async for row in rows:
