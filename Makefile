@@ -5,7 +5,7 @@ FLAGS := --quiet --disable-pip-version-check
 PIP := $(PY) -m pip install $(FLAGS)
 PIP_INTO = $(PY) -m pip --python $(@D)/bin/python install $(FLAGS)
 
-.PHONY: install lab openenv atropos vllm run environments test test-lowest results notebooks badges lint clean
+.PHONY: install lab openenv atropos vllm run environments test test-full test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -71,7 +71,7 @@ LAB ?=
 
 lab: .venv/lab
 	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) \
-		--FileContentsManager.pre_save_hook=grpolab.lab.tidy.before_saving $(LAB)
+		--FileContentsManager.pre_save_hook=grpolab.lab.notebooks.before_saving $(LAB)
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Three workers for two cores, since many tests wait for servers and children.
@@ -81,19 +81,28 @@ NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:pyth
 	--nbval-cell-timeout=1200
 # 01 first, since 03, 04 and 05 start from its policy; beside it one that takes longer and needs nothing; then the longest first.
 ORDER := 01 07 04 05 11 03 10 09 08
-NOTEBOOKS = $(foreach n,$(ORDER),$(wildcard notebooks/$(n)_*.ipynb))
+FIRST = $(foreach n,$(ORDER),$(wildcard notebooks/$(n)_*.ipynb))
+NOTEBOOKS = $(FIRST) $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
+REQUIRED = REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1
 
 # What the tests need beside .venv/installed, two at a time.
 environments: .venv/installed
-	$(MAKE) --no-print-directory -j 2 .venv/lowest/installed .venv/smollm2 .venv/gym openenv atropos
+	$(MAKE) --no-print-directory -j 2 .venv/smollm2 .venv/gym openenv atropos
 
+# One fault a gate, and the long notebooks with their quick setting (GRPOLAB_QUICK).
 test: export OMP_NUM_THREADS = 1
 test: environments
-	$(MAKE) --no-print-directory test-lowest
-	REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 $(UNITS) tests
-	$(NBVAL) $(NOTEBOOKS) $(filter-out $(NOTEBOOKS),$(sort $(wildcard notebooks/*.ipynb)))
+	$(REQUIRED) $(UNITS) -m "not full" tests
+	GRPOLAB_QUICK=1 $(NBVAL) $(NOTEBOOKS)
 
-# The fast tests against the lowest versions that pyproject.toml promises, in an environment of their own.
+# Everything: all faults, the notebooks at full length, the fast tests on the minimum dependency versions.
+test-full: export OMP_NUM_THREADS = 1
+test-full: environments
+	$(MAKE) --no-print-directory test-lowest
+	$(REQUIRED) $(UNITS) tests
+	$(NBVAL) $(NOTEBOOKS)
+
+# The fast tests on the minimum dependency versions of pyproject.toml, in an environment of their own.
 .venv/lowest/installed: tests/lowest.py pyproject.toml .venv/installed
 	$(PY) -m venv --clear --without-pip $(@D)
 	$(PY) tests/lowest.py > $(@D)/requirements.txt
@@ -102,7 +111,7 @@ test: environments
 
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest: .venv/lowest/installed
-	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 3 --dist loadfile -m "not slow" $$($(PY) tests/lowest.py --tests)
+	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not full" $$($(PY) tests/lowest.py --tests)
 
 # RESULTS.md and the README's table from the records in benchmarks/results/.
 results: install

@@ -34,6 +34,10 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import records  # noqa: E402
+
 CELLS = [(m, d, k) for m, d in (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"))
          for k in ("grpo", "sft", "dpo")]
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
@@ -302,7 +306,7 @@ def main() -> None:
             row = compare(model, dtype, method, args.rounds, args.steps, args.micro)
             known[cell] = row | {"machine": machine(), "trl_micro_batch": args.micro or "all rows"}
             record = {"workload": workload, "rows": [known[c] for c in CELLS if c in known]}
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            records.write(args.out, record)
             a, b = row["grpolab"], row["trl"]
             print(f"{model:13} {dtype} {method:5} {a['step_s']:8.3f} s against {b['step_s']:8.3f} s: {row['speed']:.2f}x   "
                   f"peak {a['peak_gb']:.2f} GB against {b['peak_gb']:.2f} GB, above weights "

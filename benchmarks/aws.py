@@ -11,7 +11,6 @@ the steps and before the sessions close; `thread` and `process` say where a sess
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import shlex
@@ -27,9 +26,10 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import records  # noqa: E402
+
 from grpolab.env.aws.backend import accounts  # noqa: E402
 from grpolab.env.client import EnvSession  # noqa: E402
-from grpolab.files import atomic_write  # noqa: E402
 
 SESSIONS = (1, 8)
 TASK = "advanced-dead-letter"  # none of the lines below solves it
@@ -145,8 +145,8 @@ def main():
     for n, found in ratios.items():
         print(f"{n} sessions: {statistics.median(found):.0f} times one `aws` process a step "
               f"({min(found):.0f} to {max(found):.0f})")
-    atomic_write(args.out, json.dumps({"machine": described, "rounds": args.rounds, "steps": args.steps, "table": table,
-                                       "ratios": ratios, "command": "python benchmarks/aws.py"}, indent=1) + "\n")
+    records.write(args.out, {"command": "python benchmarks/aws.py", "machine": described, "rounds": args.rounds,
+                             "steps": args.steps, "table": table, "ratios": ratios})
 
 
 if __name__ == "__main__":

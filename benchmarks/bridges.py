@@ -28,10 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import records  # noqa: E402
 import torch  # noqa: E402
 
 from grpolab import SamplingParams, load_policy  # noqa: E402
-from grpolab.files import atomic_write  # noqa: E402
 from grpolab.models import lora  # noqa: E402
 from grpolab.models.lora import LoRA  # noqa: E402
 from grpolab.serve.http_client import RemoteError  # noqa: E402
@@ -200,7 +200,7 @@ def main() -> None:
     for case in cases:
         new = asyncio.run(measure(*case, args.rounds, args.tokens))
         rows = [r for r in rows if any(r[k] != new[k] for k in ("model", "server", "bridge"))] + [new]
-        atomic_write(args.out, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        records.write(args.out, about | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import statistics
 import time
 from pathlib import Path
 
+import records
 import torch
 import transformers
 from llama_peer import LlamaPeer, bf16_gguf
@@ -34,7 +35,6 @@ from llama_peer import obstacle as llama_obstacle
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.files import atomic_write
 from grpolab.models.load import load_policy
 
 MODELS = {"tiny": ("tiny", "float32"), "smollm2-fp32": ("smollm2-135m", "float32"),
@@ -264,7 +264,7 @@ def main() -> None:
             row = measure(name, label, policy, args, machine)
             print(line(row), flush=True)
             rows = [r for r in rows if (r["model"], r["workload"]) != (name, label)] + [row]
-            atomic_write(args.out, json.dumps({"rows": rows}, indent=2) + "\n")
+            records.write(args.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,21 +12,21 @@ exactly 1) from the same start: does it learn like fp32?
 Seeds that the record holds are kept. The number of threads changes the rounding and with it the path of a run.
 """
 
+import argparse
 import asyncio
 import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import records
 import torch
 
 from grpolab import Sampler, SamplingParams, load_policy
 from grpolab.arithmetic import Task, generate
 from grpolab.chat import encode_chat, prompt_ids, user
 from grpolab.evaluate import evaluate, evaluate_plain, improvement
-from grpolab.files import atomic_write
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, finished_and_correct, grpo, score, sft
 
 RESULTS = Path(__file__).parent / "results" / "grpo_seeds.json"
@@ -140,19 +140,21 @@ async def main(seeds: list[str]) -> None:
     if record.get("command") != COMMAND:
         record = {"command": COMMAND, "threads": torch.get_num_threads(), "held_out": len(HELD_OUT), "best": BEST,
                   "demonstrations": len(DEMOS), "practice": len(PRACTICE), "base": await base(), "seeds": {}}
-    for seed in seeds or ["0", "1", "2"]:
+    for seed in seeds:
         if seed not in record["seeds"]:
             record["seeds"][seed] = await one_seed(int(seed), whole_curve=not record["seeds"])
-            atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
+            records.write(RESULTS, record)
             print(seed, json.dumps(record["seeds"][seed]), flush=True)
         if "bf16" not in record["seeds"][seed]:
             record["seeds"][seed]["bf16"] = await in_bf16(int(seed))
-            atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
+            records.write(RESULTS, record)
             print(seed, json.dumps(record["seeds"][seed]["bf16"]), flush=True)
     if "four_times" not in record:  # what four times as many demonstrations would have given
         record["four_times"] = (await tuned(BEST, 0, demos=KNOWN[: 4 * DEMONSTRATIONS]))[1]
-        atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
+        records.write(RESULTS, record)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("seeds", nargs="*", default=["0", "1", "2"])
+    asyncio.run(main(parser.parse_args().seeds))

@@ -8,11 +8,11 @@ when the base model, the loops or the rows have changed. It prints, for each run
 what `diagnose` finds. All on the embedded model, with the questions of notebooks 04 and 07 and settings near theirs.
 """
 
+import argparse
 import asyncio
 import copy
 import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,4 +185,6 @@ async def main(wanted: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="*", help="those whose name begins so (default: all)")
+    asyncio.run(main(parser.parse_args().runs))

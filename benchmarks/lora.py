@@ -40,7 +40,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure(method: str, variant: str) -> dict:
+def measure(model: str, method: str, variant: str) -> dict:
     """One training in this process."""
     import torch
 
@@ -51,7 +51,7 @@ def measure(method: str, variant: str) -> dict:
 
     torch.set_num_threads(THREADS)
     adapter = LoRA() if variant == "lora" else None
-    policy = load_policy(MODEL, device="cpu", dtype="float32", adapter=adapter)
+    policy = load_policy(model, device="cpu", dtype="float32", adapter=adapter)
     problems, _ = generate(64, 0, seed=1, task=Task(ops="+-", max_operand=99))
     forget_peak()
     loaded, seconds = memory("VmRSS"), []
@@ -61,7 +61,7 @@ def measure(method: str, variant: str) -> dict:
     else:
         config = GRPOConfig(steps=STEPS, prompts_per_step=2, group_size=4, max_new_tokens=16, token_budget=640, lr=1e-6,
                             kl_coef=0.05)
-        reference = policy.without_adapter() if adapter else load_policy(MODEL, device="cpu", dtype="float32")
+        reference = policy.without_adapter() if adapter else load_policy(model, device="cpu", dtype="float32")
         steps = grpo(policy, reference, problems, config, reward=lambda text, row, rollout: float(len(text)))
 
     async def run():
@@ -75,8 +75,9 @@ def measure(method: str, variant: str) -> dict:
     return {"trained": trained, "loaded_gb": loaded, "peak_gb": memory("VmHWM"), "step_s": statistics.median(seconds[1:])}
 
 
-def child(method: str, variant: str) -> dict:
-    done = subprocess.run([sys.executable, __file__, "--measure", method, variant], capture_output=True, text=True, check=False)
+def child(model: str, method: str, variant: str) -> dict:
+    command = [sys.executable, __file__, "--model", model, "--measure", method, variant]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{method} {variant} failed:\n{done.stderr[-2000:]}")
     print(method, variant, found := json.loads(done.stdout.splitlines()[-1]), flush=True)
@@ -85,26 +86,27 @@ def child(method: str, variant: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--measure", nargs=2, metavar=("METHOD", "VARIANT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(*args.measure)))
+        print(json.dumps(measure(args.model, *args.measure)))
         return
-    from grpolab.files import atomic_write
+    import records  # here: what measures imports nothing that it does not need
 
     rows = []
     for method, workload in WORKLOAD.items():
         found = {variant: [] for variant in VARIANTS}
         for _ in range(ROUNDS):
             for variant in VARIANTS:
-                found[variant].append(child(method, variant))
+                found[variant].append(child(args.model, method, variant))
         rows.append({"method": method, "workload": workload} | {
             variant: {"trained": of[0]["trained"], "loaded_gb": max(x["loaded_gb"] for x in of),
                       "peak_gb": max(x["peak_gb"] for x in of), "step_s": [x["step_s"] for x in of]}
             for variant, of in found.items()})
-    content = {"command": COMMAND, "model": MODEL, "precision": "fp32", "steps": STEPS, "rounds": ROUNDS, "threads": THREADS,
-               "rows": rows}
-    print(atomic_write(HERE / "results" / "lora.json", json.dumps(content, indent=1) + "\n"))
+    content = {"command": COMMAND, "model": args.model, "precision": "fp32", "steps": STEPS, "rounds": ROUNDS,
+               "threads": THREADS, "rows": rows}
+    print(records.write(HERE / "results" / "lora.json", content))
 
 
 if __name__ == "__main__":

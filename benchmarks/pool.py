@@ -25,10 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import records  # noqa: E402
+
 from grpolab.env.client import EnvSession  # noqa: E402
 from grpolab.env.pool import GrpoPool  # noqa: E402
 from grpolab.env.protocol import StepResult  # noqa: E402
-from grpolab.files import atomic_write  # noqa: E402
 
 SESSIONS = {1: 2000, 8: 500, 64: 80}  # steps of each session
 
@@ -168,7 +169,7 @@ def main():
     print(f"group of {group['sessions']} x {group['turns']} turns of 50 ms: {1e3 * group['wall_s']:.0f} ms against "
           f"{1e3 * group['env_s']:.0f} ms, {100 * group['overhead']:.1f} % more; {group['speedup']:.1f}x one by one")
     result = {"machine": described, "rounds": args.rounds, "table": table, "ratios": ratios, "group": group}
-    atomic_write(args.out, json.dumps(result, indent=1) + "\n")
+    records.write(args.out, result)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from report_smollm2 import administration, arithmetic, gym, real_model, style  #
 from tables import points, rate, record, share, table, times  # noqa: E402
 
 from grpolab.files import atomic_write  # noqa: E402
-from grpolab.lab.format import readable  # noqa: E402
+from grpolab.lab.metrics import readable  # noqa: E402
 
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
 LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))

@@ -6,22 +6,23 @@ The README shows the first question on which SFT and GRPO differ.
 """
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import records  # noqa: E402
+
 from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
 from grpolab.arithmetic import Task, generate  # noqa: E402
 from grpolab.chat import prompt_ids  # noqa: E402
 from grpolab.checker import check_answer  # noqa: E402
-from grpolab.files import atomic_write  # noqa: E402
 
 RUNS = HERE.parent / "runs"
 POLICIES = {"base": "tiny", "SFT": RUNS / "01_sft" / "tiny" / "policy", "GRPO": RUNS / "04_grpo" / "tiny" / "policy"}
 COMMAND = "python benchmarks/rollouts.py"
+RESULTS = HERE / "results" / "rollouts.json"
 
 
 async def written(policy, problems) -> list[dict]:
@@ -38,8 +39,7 @@ def main(runs: dict = POLICIES) -> None:
     answers = {name: asyncio.run(written(load_policy(str(where), device="cpu"), problems)) for name, where in runs.items()}
     questions = [{"question": problem.question, "written": {name: given[i] for name, given in answers.items()}}
                  for i, problem in enumerate(problems)]
-    content = json.dumps({"command": COMMAND, "questions": questions}, indent=1, ensure_ascii=False)
-    print(atomic_write(HERE / "results" / "rollouts.json", content + "\n"))
+    print(records.write(RESULTS, {"command": COMMAND, "questions": questions}))
 
 
 if __name__ == "__main__":

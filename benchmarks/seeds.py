@@ -9,12 +9,14 @@ What the record already holds is kept, so it can be filled in several goes; to m
 changes the rounding and with it the path of a run; it stands beside each.
 """
 
+import argparse
 import json
 import os
 import sys
 from pathlib import Path
 
-from grpolab.files import atomic_write
+import records
+
 from grpolab.lab.notebooks import find, run_folders, run_series
 
 RESULTS = Path(__file__).parent / "results" / "seeds.json"
@@ -47,8 +49,10 @@ def keep(name: str, seed: str, found: dict) -> None:
     of[seed] = {"passed": found["passed"], "threads": threads and int(threads), "claims": claims}
     record["command"] = COMMAND
     record["notebooks"] = {name: dict(sorted(of.items())) for name, of in sorted(record["notebooks"].items())}
-    atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
+    records.write(RESULTS, record)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", nargs="*", help="numbers or names (default: those of the recorded command)")
+    sys.exit(main(parser.parse_args().notebooks))

@@ -31,12 +31,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import records  # noqa: E402
 import torch  # noqa: E402
 from openai import AsyncOpenAI  # noqa: E402
 
 from grpolab.decode.sampler import Sampler  # noqa: E402
 from grpolab.decode.sampling import SamplingParams  # noqa: E402
-from grpolab.files import atomic_write  # noqa: E402
 from grpolab.models.load import load_policy  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
 from grpolab.serve.service import serve_policy  # noqa: E402
@@ -160,7 +160,7 @@ def main() -> None:
         machine["load_after"] = os.getloadavg()[0]
         command = "OMP_NUM_THREADS=1 python benchmarks/service.py"
         result = {"command": command, "prompt": PROMPT, "new": NEW, "machine": machine, "rows": rows}
-        atomic_write(args.out, json.dumps(result, indent=1) + "\n")
+        records.write(args.out, result)
 
 
 if __name__ == "__main__":

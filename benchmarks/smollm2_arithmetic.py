@@ -153,7 +153,7 @@ async def reinforced(name: str, tuning: str, seed: int) -> dict:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    words = runs.words(__doc__)
     if words[:1] == ["--one"]:
         _, kind, name, tuning, *seed = words
         work = tuned(name, tuning) if kind == "sft" else reinforced(name, tuning, int(*seed))

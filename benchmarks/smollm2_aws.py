@@ -296,7 +296,7 @@ def gains(before: dict, after: dict) -> dict:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    words = runs.words(__doc__)
     if words[:1] == ["--one"]:
         known = {"base": base, "sft": tuned, "best": best, "best twice": best_twice}
         work = known.get(words[1]) or (lambda: reinforced(words[1], int(words[2])))

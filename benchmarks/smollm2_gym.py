@@ -136,7 +136,7 @@ async def one(name: str, seed: str) -> dict:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    words = runs.words(__doc__)
     if words[:1] == ["--one"]:
         work = {"looks": looks, "base": base, "grpo": one}[words[1]]
         print(json.dumps(asyncio.run(work(*words[2:]))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -16,17 +17,26 @@ for folder in (str(HERE.parent), str(HERE)):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
+import records  # noqa: E402
 import torch  # noqa: E402
 from lora import forget_peak, memory  # noqa: E402
 
 from grpolab import Sampler, SamplingParams  # noqa: E402
 from grpolab.chat import prompt_ids  # noqa: E402
 from grpolab.evaluate import mean_interval, wilson  # noqa: E402
-from grpolab.files import atomic_write  # noqa: E402
 from grpolab.tasks import prompt_of  # noqa: E402
 from grpolab.train import GRPOConfig, grpo  # noqa: E402
 
 MODEL, DTYPE = "smollm2-135m", "bfloat16"
+
+
+def words(doc: str) -> list[str]:
+    """The words of a command line: names of recipes and seeds, behind `--one` what a process of its own measures."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("words", nargs="*", help="a recipe and seeds, as above")
+    args = parser.parse_args()
+    return ["--one"] * args.one + args.words
 
 
 class Record:
@@ -46,7 +56,7 @@ class Record:
 
     def keep(self, name: str, entry: Any) -> None:
         self.content[name] = entry
-        atomic_write(self.path, json.dumps(self.content, indent=1) + "\n")
+        records.write(self.path, self.content)
         print(name, json.dumps(entry)[:400], flush=True)
 
 

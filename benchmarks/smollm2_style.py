@@ -132,7 +132,7 @@ async def one(variant: str, seed: str) -> dict:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    words = runs.words(__doc__)
     if words[:1] == ["--one"]:
         print(json.dumps(asyncio.run({"base": base, "grpo": one}[words[1]](*words[2:]))))
         return

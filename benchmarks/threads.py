@@ -11,6 +11,7 @@ they are kept, by turns first. The ratio is of the two in a round.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -21,10 +22,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import records  # noqa: E402
+import torch  # noqa: E402
+
 from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402, I001  (first: it says how long OpenMP's threads wait)
 from grpolab.decode import sampler as module  # noqa: E402
-from grpolab.files import atomic_write  # noqa: E402
-import torch  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=2 python benchmarks/threads.py"
 RESULTS = HERE / "results" / "threads.json"
@@ -43,14 +45,14 @@ def tokens_a_second(sampler: Sampler, rest: bool, prompts) -> float:
     return PROMPTS * GROUP * NEW_TOKENS / (time.perf_counter() - began)
 
 
-def measure(model: str, dtype: str) -> dict:
+def measure(model: str, dtype: str, rounds: int) -> dict:
     policy = load_policy(model, device="cpu", dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(policy.tokenizer.vocab_size // 2, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     found: dict[bool, list[float]] = {True: [], False: []}
     with Sampler(policy) as sampler:
         tokens_a_second(sampler, True, prompts)  # warm-up: the engine is chosen and proved
-        for i in range(ROUNDS):
+        for i in range(rounds):
             for rest in (True, False) if i % 2 else (False, True):
                 found[rest].append(tokens_a_second(sampler, rest, prompts))
     ratios = sorted(a / b for a, b in zip(found[True], found[False]))
@@ -59,13 +61,18 @@ def measure(model: str, dtype: str) -> dict:
 
 
 def main() -> None:
-    record = {"command": COMMAND, "threads": torch.get_num_threads(), "processors": os.cpu_count(), "rounds": ROUNDS,
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=[name for name, _ in MODELS])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    record = {"command": COMMAND, "threads": torch.get_num_threads(), "processors": os.cpu_count(), "rounds": args.rounds,
               "prompts": PROMPTS, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS,
               "rows": []}
-    for model, dtype in MODELS:
-        record["rows"].append(measure(model, dtype))
+    for model, dtype in (pair for pair in MODELS if pair[0] in args.models):
+        record["rows"].append(measure(model, dtype, args.rounds))
         print(json.dumps(record["rows"][-1]), flush=True)
-    atomic_write(RESULTS, json.dumps(record, indent=1) + "\n")
+    records.write(args.out, record)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def check_host(host: str, token: str | None) -> None:
     if token is not None:
         check_token(token)
     elif not is_loopback(host):
-        raise ValueError(f"host={host!r} is reachable from other machines: pass token=..., or stay on 127.0.0.1")
+        raise ValueError(f"host={host!r} is reachable from other machines: pass a token (token=... in Python, --token-file "
+                         "on the command line), or stay on 127.0.0.1")
 
 
 def shows(token: str, authorization: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpolab.env.action_format import MCP, TEXT, Dialect, Malformed, describe_tool, tool_call, tool_calls, tool_text
+from grpolab.env.action_format import MCP, TEXT, ActionFormat, Malformed, describe_tool, tool_call, tool_calls, tool_text
 from grpolab.env.protocol import InvalidAction, ServerError, SessionLost, StepResult
 
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_sent_is_no_action(action):
 ])
 def test_a_rule_that_says_too_little_or_too_much_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
-        Dialect(**options)
+        ActionFormat(**options)
 
 
 @pytest.mark.parametrize("text, name, arguments", [

@@ -14,31 +14,31 @@ import pytest
 from aws_hostile import commands as hostile_commands
 
 from grpolab.env.aws import clients, commands
-from grpolab.env.aws.allowed import OPERATIONS, SIMULATED
-from grpolab.env.aws.backend import LISTS, accounts, leftovers, loaded, scrub
-from grpolab.env.aws.command_parser import Refused, split
-from grpolab.env.aws.commands import Account, Output
+from grpolab.env.aws.backend import LISTINGS, accounts, inventory, scrub
+from grpolab.env.aws.clients import SIMULATED
+from grpolab.env.aws.command_parser import CommandRefused, split
+from grpolab.env.aws.commands import OPERATIONS, Account, Output
 
 TABLE = ("aws dynamodb create-table --table-name users --attribute-definitions AttributeName=id,AttributeType=S "
          "--key-schema AttributeName=id,KeyType=HASH --billing-mode PAY_PER_REQUEST")
 ALARM = ("aws cloudwatch put-metric-alarm --alarm-name a --metric-name m --namespace n --statistic Sum --period 60 "
          "--evaluation-periods 1 --threshold 1 --comparison-operator GreaterThanThreshold")
-# One thing in every listing of `backend.LISTS`.
+# One thing in every listing of `backend.LISTINGS`.
 MAKERS = {
-    "s3 ListBuckets": "aws s3 mb s3://one-bucket", "dynamodb ListTables": TABLE,
-    "sqs ListQueues": "aws sqs create-queue --queue-name q",
-    "sns ListTopics": "aws sns create-topic --name t", "iam ListUsers": "aws iam create-user --user-name u",
-    "iam ListGroups": "aws iam create-group --group-name g",
-    "iam ListRoles": "aws iam create-role --role-name r --assume-role-policy-document '{}'",
-    "iam ListPolicies": """aws iam create-policy --policy-name p --policy-document '{"Version":"2012-10-17","Statement":
+    "s3 list_buckets": "aws s3 mb s3://one-bucket", "dynamodb list_tables": TABLE,
+    "sqs list_queues": "aws sqs create-queue --queue-name q",
+    "sns list_topics": "aws sns create-topic --name t", "iam list_users": "aws iam create-user --user-name u",
+    "iam list_groups": "aws iam create-group --group-name g",
+    "iam list_roles": "aws iam create-role --role-name r --assume-role-policy-document '{}'",
+    "iam list_policies": """aws iam create-policy --policy-name p --policy-document '{"Version":"2012-10-17","Statement":
         [{"Effect":"Allow","Action":"s3:*","Resource":"*"}]}'""".replace("\n", " "),
-    "iam ListInstanceProfiles": "aws iam create-instance-profile --instance-profile-name p",
-    "ssm DescribeParameters": "aws ssm put-parameter --name a --value b --type String",
-    "secretsmanager ListSecrets": "aws secretsmanager create-secret --name s --secret-string x",
-    "kms ListKeys": "aws kms create-key", "logs DescribeLogGroups": "aws logs create-log-group --log-group-name g",
-    "monitoring DescribeAlarms": ALARM,
-    "events ListEventBuses": "aws events create-event-bus --name b",
-    "events ListRules": "aws events put-rule --name r --schedule-expression 'rate(5 minutes)'",
+    "iam list_instance_profiles": "aws iam create-instance-profile --instance-profile-name p",
+    "ssm describe_parameters": "aws ssm put-parameter --name a --value b --type String",
+    "secretsmanager list_secrets": "aws secretsmanager create-secret --name s --secret-string x",
+    "kms list_keys": "aws kms create-key", "logs describe_log_groups": "aws logs create-log-group --log-group-name g",
+    "monitoring describe_alarms": ALARM,
+    "events list_event_buses": "aws events create-event-bus --name b",
+    "events list_rules": "aws events put-rule --name r --schedule-expression 'rate(5 minutes)'",
 }
 CLI = """
 import contextlib, io, json, sys
@@ -163,6 +163,28 @@ def test_an_object_is_read_to_stdout(account):
     assert printed.startswith("hello\n{") and json.loads(printed[6:])["ContentLength"] == 6
 
 
+def test_removing_a_folder_spares_what_begins_like_it(account):
+    def held(*removals, keys=("app", "app/a", "app/b/c", "app.log", "apple", "other")):
+        account.run("aws s3 rb s3://box --force")
+        for line in ("aws s3 mb s3://box", *(f"aws s3api put-object --bucket box --key {key}" for key in keys), *removals):
+            assert account.run(line).ok, line
+        return [line.split()[-1] for line in account.run("aws s3 ls s3://box --recursive").stdout.splitlines()]
+
+    assert held("aws s3 rm s3://box/app --recursive") == ["app", "app.log", "apple", "other"]
+    assert held("aws s3 rm s3://box/app/ --recursive") == ["app", "app.log", "apple", "other"]
+    assert held("aws s3 rm s3://box/app/b --recursive") == ["app", "app.log", "app/a", "apple", "other"]
+    assert held("aws s3 rm s3://box --recursive") == held("aws s3 rm s3://box/ --recursive") == []
+
+
+def test_an_at_sign_is_no_file(account):
+    account.run("aws sqs create-queue --queue-name q")
+    assert account.run("aws sqs send-message --queue-url q --message-body 'user@=x'").ok
+    assert account.run("aws ssm put-parameter --name p --type String --value 'mail@=host'").ok
+    for line in ("aws sqs create-queue --queue-name r --attributes a@=file:///etc/passwd",
+                 "aws sqs create-queue --queue-name r --attributes 'a@=\"file:///etc/passwd\"'"):
+        assert "files are not available" in account.run(line).stderr
+
+
 def test_many_items_come_in_pages(account):
     good(account.run(TABLE))
     for n in range(12):
@@ -189,8 +211,9 @@ def test_words_are_split_as_by_a_shell(line):
 @pytest.mark.parametrize("line", ["a | b", "a;b", "a&b", "a>b", "a<b", "a $b", 'a "$b"', "a `b`", "(a)", "a\nb",
                                   "a\0", "'a", "a\\", "\ud800"])
 def test_what_only_a_shell_knows_is_refused(line):
-    with pytest.raises(Refused):
+    with pytest.raises(CommandRefused):
         split(line)
+    assert split('a "\\$b \\`c\\` \\d"') == ["a", "$b `c` \\d"]
     assert split("a 'b|c;d&e>f$g`h(i)'") == ["a", "b|c;d&e>f$g`h(i)"]
 
 
@@ -210,7 +233,7 @@ def test_hostile_commands_get_nothing(pool, endpoint, tmp_path, monkeypatch):
                             "AWS_SECRET_ACCESS_KEY": secret, "AWS_SESSION_TOKEN": secret, "AWS_CA_BUNDLE": str(canary),
                             "AWS_DATA_PATH": str(tmp_path), "AWS_CONFIG_FILE": str(canary)}.items():
             monkeypatch.setenv(name, value)
-        for cached in (clients._shared_session, commands._parser, commands.commands_of):
+        for cached in (clients._shared_session, commands._session, commands.commands_of):
             cached.cache_clear()
         neighbour = pool.acquire()
         other = Account(neighbour.resource)
@@ -254,7 +277,7 @@ def test_hostile_commands_get_nothing(pool, endpoint, tmp_path, monkeypatch):
             other.close()
             account.close()
             pool.release(neighbour)
-            for cached in (clients._shared_session, commands._parser, commands.commands_of):
+            for cached in (clients._shared_session, commands._session, commands.commands_of):
                 cached.cache_clear()
 
 
@@ -277,18 +300,24 @@ def test_an_account_is_on_loopback(endpoint):
 
 
 def test_a_wiped_account_is_shown_to_be_empty(account):
-    """What each listing is for is found by it, and by it alone; services that nobody used are not loaded by asking."""
-    listed = [(signing, what.split(" ")[0]) for rows in LISTS.values() for signing, _, what, *_ in rows]
-    assert set(MAKERS) == {f"{signing} {what.rpartition('.')[2].replace('/', 'ListBuckets')}" for signing, what in listed}
+    """What each listing is for is found by it, and by it alone."""
+    assert set(MAKERS) == {f"{service} {operation}" for service, operation, _ in LISTINGS}
     scrub(account.endpoint)
-    before = loaded(account.endpoint)
     for name, line in MAKERS.items():
         good(account.run(line))
-        assert name in leftovers(account.endpoint), name
-    assert leftovers(account.endpoint) and set(leftovers(account.endpoint)) == set(MAKERS)
-    assert "kms" in loaded(account.endpoint) and "ec2" not in loaded(account.endpoint)
-    assert scrub(account.endpoint) and leftovers(account.endpoint) == []
-    assert len(before) <= len(loaded(account.endpoint))
+        assert name in inventory(account.endpoint), name
+    assert set(inventory(account.endpoint)) == set(MAKERS)
+    assert scrub(account.endpoint) and inventory(account.endpoint) == {}
+
+
+def test_what_lies_in_another_region_is_found(account, monkeypatch):
+    """Also after a wipe that did not reach it."""
+    good(account.run("aws sqs create-queue --queue-name far --region eu-west-1"))
+    assert [name for name in inventory(account.endpoint) if name.endswith("eu-west-1")] == ["sqs list_queues eu-west-1"]
+    monkeypatch.setattr("grpolab.env.aws.backend.wipe", lambda address: None)
+    assert not scrub(account.endpoint)
+    monkeypatch.undo()
+    assert scrub(account.endpoint)
 
 
 def test_an_account_that_is_not_empty_counts_as_not_wiped(account, monkeypatch):

@@ -147,8 +147,8 @@ def test_a_setup_that_fails_is_an_error(account, monkeypatch):
         env.reset(seed=1, task="broken")
     with pytest.raises(RuntimeError, match="reset"):
         env.step({"command": LOOK})
-    monkeypatch.setattr(environment, "leftovers", lambda _: ["s3 ListBuckets"])
-    with pytest.raises(SetupError, match="not empty after it was wiped: s3 ListBuckets"):
+    monkeypatch.setattr(environment, "inventory", lambda _: {"s3 list_buckets": ["x"]})
+    with pytest.raises(SetupError, match="not empty after it was wiped: s3 list_buckets"):
         env.reset(seed=1, task="broken")
 
 
@@ -171,6 +171,47 @@ def test_criteria_and_solutions_stay_here(account):
     ({"text": "`aws s3 ls`", "metadata": {}}, "aws s3 ls")])
 def test_a_command_is_found_in_text(action, command):
     assert read_command(action) == command
+
+
+def rewards(env, task, *lines):
+    env.reset(task=task)
+    return [env.step({"command": line}).reward for line in lines]
+
+
+def test_an_episode_remembers_no_bucket_of_another(account):
+    """A client of S3 remembers in which region a bucket was, and the next episode has it elsewhere."""
+    env = AwsEnv(account)
+    here, there = "aws s3 mb s3://plum", "aws s3 mb s3://plum --region eu-west-1"
+    for _ in range(2):
+        assert rewards(env, "beginner-bucket-region/plum,eu-west-1", there) == [1.0]
+        assert rewards(env, "warmup-bucket/plum", here) == [1.0]
+    assert rewards(env, "intermediate-bucket-versioned/plum", there, "aws s3 rb s3://plum --region eu-west-1", here,
+                   "aws s3api put-bucket-versioning --bucket plum --versioning-configuration Status=Enabled")[-1] == 1.0
+    assert rewards(env, "warmup-bucket-delete/plum", "aws s3 rb s3://plum") == [1.0]  # its set-up makes the bucket
+    env.close()
+
+
+def test_the_grader_has_clients_of_its_own(account):
+    env = AwsEnv(account)
+    env.reset(task="warmup-queue/plum")
+    requests = []
+    env.account.client("sqs").meta.events.register_first("before-send", lambda **_: requests.append(1))
+    env.step({"command": "aws iam list-users"})  # after which the grader looks for the queue
+    assert requests == []
+    env.close()
+
+
+@pytest.mark.parametrize("action", [
+    {"command": "aws sqs create-queue \\\n  --queue-name plum"},
+    {"text": "Sure:\naws sqs create-queue \\\n  --queue-name plum\nDone."},
+    {"text": "```\n$ aws sqs \\\r\n create-queue \\\r\n --queue-name pl\\\r\num\r\n```"},
+    {"command": 'aws sqs create-queue --queue-name "pl\\\num"'}])
+def test_a_command_goes_on_after_a_backslash(account, action):
+    env = AwsEnv(account)
+    env.reset(task="warmup-queue/plum")
+    result = env.step(action)
+    assert result.reward == 1.0, result.observation
+    env.close()
 
 
 @pytest.mark.parametrize("action", [{}, {"command": 1}, {"text": None}, {"command": "x", "text": "y"}, {"line": "aws s3 ls"}])
@@ -284,8 +325,8 @@ def test_nothing_outlives_a_killed_server():
 
 
 @pytest.mark.parametrize("options, said", [
-    (("calculator", "--max-turns", "3"), "--max-turns is of `serve aws`"), (("aws", "--backend", "x"), "brings its own"),
-    (("aws", "--chaos", "2"), "chaos=2.0: a probability"), (("guess", "--no-drift"), "--no-drift is of `serve aws`")])
+    (("calculator", "--max-turns", "3"), "--max-turns is only of `serve aws`"), (("aws", "--backend", "x"), "brings its own"),
+    (("aws", "--chaos", "2"), "chaos=2.0: a probability"), (("guess", "--no-drift"), "--no-drift is only of `serve aws`")])
 def test_the_command_line_refuses(options, said):
     done = subprocess.run([sys.executable, "-m", "grpolab", "serve", *options], capture_output=True, text=True, timeout=60,
                           cwd=ROOT)

@@ -186,3 +186,8 @@ def test_latency_around_async_methods_is_refused_and_not_ignored():
     with pytest.raises(ValueError, match="Waiting has async methods"):
         Faulty(Waiting(), latency=1.0)
     assert Faulty(GuessEnv()).reset(seed=3).observation == GuessEnv().reset(seed=3).observation
+
+
+def test_the_fewest_guesses_of_many_numbers():
+    """More than Python's stack holds of frames."""
+    assert fewest_guesses(700) == sum(i.bit_length() for i in range(1, 701)) and 350 in best_first_guesses(700)

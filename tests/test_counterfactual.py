@@ -10,6 +10,7 @@ import torch
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.counterfactual import bisect, fork, futures, with_advantage, with_token, without_group
 from grpolab.lab.diagnose import diagnose
+from grpolab.lab.replay import replay
 from grpolab.lab.restore import rebuild
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run
@@ -90,7 +91,7 @@ def test_a_fork_is_forked_and_replayed_like_a_run(run):
     """Its own edited step included: the record holds the advantages that the update had."""
     twin = forked(run, 3, edit=with_advantage(1, 2, -7.0))
     assert twin.recorder.groups(3)[1].advantages[2] == -7.0
-    assert all(twin.replay(step).equal and not twin.replay(step).differs for step in (3, 4))
+    assert all(replay(twin, step).equal and not replay(twin, step).differs for step in (3, 4))
     again = forked(twin, 4, "again")
     assert content(again.recorder.folder) == content(twin.recorder.folder)
 
@@ -103,7 +104,7 @@ def test_the_steps_before_a_fork_keep_their_configuration(run):
         for step in steps:
             state = rebuild(fork_of, step)
             assert not state.notes and torch.equal(flat(state.policy), flat(rebuild(run, step).policy))
-        assert fork_of.replay(1).equal and rebuild(fork_of, 1).config.lr == 1e-3
+        assert replay(fork_of, 1).equal and rebuild(fork_of, 1).config.lr == 1e-3
     assert torch.equal(flat(rebuild(again, 4).policy), flat(rebuild(twin, 4).policy))
     assert [rebuild(again, step).config.lr for step in (3, 4)] == [5e-3, 1e-4]
     mended = forked(twin, 2, "mended", lr=1e-3)

@@ -11,6 +11,7 @@ from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serve
 from grpolab.lab.counterfactual import fork, unchanged, with_advantage, with_reward, with_token, without_group
+from grpolab.lab.replay import replay
 from grpolab.lab.restore import rebuild
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run
@@ -78,7 +79,7 @@ def test_without_a_pool_the_step_itself_is_done_again(run, capsys):
         "same": True, "a": True, "lr": False, "b": False, "c": False}
     same = twins["same"]
     assert content(same.recorder.folder) == [x for x in content(run.recorder.folder) if not x.startswith(b'{"step": 2')]
-    assert [row["step"] for row in same.metrics] == [0, 1] and same.replay(1).equal
+    assert [row["step"] for row in same.metrics] == [0, 1] and replay(same, 1).equal
     assert len(twins["c"].recorder.groups(1)) == 2
     later = played(twins["lr"], 1, "later", lr=1e-3)  # a fork of a fork, on the run's way again
     assert content(later.recorder.folder) == content(run.recorder.folder)

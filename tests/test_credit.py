@@ -1,4 +1,4 @@
-"""Values of prefixes where they are known, and sampled gradients against the exact one."""
+"""Values of prefixes where they are known."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ import torch
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.lab.credit import Credit, completions, credit, credit_of, exact_gradient, gradient_by_group_size
+from grpolab.lab.credit import Credit, credit, credit_of
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
 from tests.test_rollout_log import PROBLEMS, digits
@@ -75,41 +75,3 @@ def test_of_a_recorded_rollout_by_the_policy_that_wrote_it(tiny, tmp_path):
         credit_of(run, 1, 1, 4, digits)
     with pytest.raises(ValueError, match="continuations must be at least 2"):
         credit(tiny, g.group[2], digits, None, max_new_tokens=4, continuations=1)
-
-
-def test_every_completion_is_enumerated_once(tiny, asked):
-    vocab = tiny.model.config.vocab_size
-    ends = len(tiny.eos_ids)
-    assert len({r.tokens for r in completions(tiny, asked, 2)}) == (vocab - ends) * vocab + ends
-    with pytest.raises(ValueError, match=f"{vocab} tokens make {vocab**3} completions of 3, more than"):
-        completions(tiny, asked, 3)
-
-
-def test_the_exact_gradient_is_the_slope_of_the_expected_reward(tiny, asked):
-    gradient, value = exact_gradient(tiny, asked, first_is_a_digit, None)
-    assert value == pytest.approx(p_of_a_digit(tiny, asked), abs=1e-5)
-    assert all(p.grad is None for p in tiny.model.parameters())
-    step = 1e-3 * gradient / gradient.norm()
-    values = []
-    for sign in (1, -2):  # there, and as far to the other side
-        with torch.no_grad():
-            at = 0
-            for p in tiny.model.parameters():
-                p.add_(sign * step[at : at + p.numel()].view_as(p))
-                at += p.numel()
-        values.append(p_of_a_digit(tiny, asked))
-    assert (values[0] - values[1]) / 2e-3 == pytest.approx(gradient.norm().item(), rel=0.02)
-
-
-def test_larger_groups_are_less_noisy_and_leaving_one_out_has_no_bias(tiny, asked):
-    """With a reward that half of the answers earn, so that fifty groups tell the variance."""
-    def odd(text, problem, rollout):
-        return float(rollout.tokens[0] % 2)
-
-    table = gradient_by_group_size(tiny, asked, odd, None, sizes=(2, 16), groups=48).set_index("group_size")
-    assert table["variance"][16] < table["variance"][2] / 4 and table["cosine"][16] > table["cosine"][2]
-    assert (table["bias"] < 2.5 * (table["variance"] / 48) ** 0.5).all(), str(table)
-    centred = gradient_by_group_size(tiny, asked, odd, None, sizes=(16,), groups=48, kind="centred")
-    assert centred["variance"][0] / table["variance"][16] == pytest.approx((15 / 16) ** 2, rel=1e-3)
-    with pytest.raises(ValueError, match="the exact gradient is zero"):
-        gradient_by_group_size(tiny, asked, lambda *a: 0.0, None)

@@ -60,7 +60,7 @@ def test_a_value_outside_its_healthy_range_is_coloured():
     assert plots.WARNING not in live._repr_html_().split("mine")[0]
     live.update({"step": 1, "mixed": 0.05, "kl": 0.2, "mine": 1.5})
     mixed, kl, mine = live._repr_html_().split("<tr>")[1:]
-    assert plots.WARNING in mixed and "only these teach" in mixed and "usually at least 0.1" in mixed
+    assert plots.WARNING in mixed and "only these have a gradient" in mixed and "usually at least 0.1" in mixed
     assert plots.WARNING in kl and "usually at most 0.1" in kl and "nats a token" in kl
     assert plots.WARNING not in mine and "what I count; usually 1 to 2" in mine
     assert "mine 1.5" in repr(live) and repr(live) == str(live)

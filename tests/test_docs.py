@@ -53,17 +53,39 @@ def test_links_lead_somewhere(page):
 # --- Python -----------------------------------------------------------------------------------------------------------
 
 
+REINFORCED = {"grpolab.train": ("grpo", "grpo_from", "multi_turn_grpo"), "grpolab.serve.agents": ("agent_grpo",)}
+
+
+def recording(method, calls):
+    """The method, and a list of its rows in `calls` for each call."""
+    async def recorded(*args, **options):
+        calls.append(rows := [])
+        async for row in method(*args, **options):
+            rows.append(row)
+            yield row
+
+    return recorded
+
+
 @pytest.mark.parametrize(**named([page for page in PAGES if blocks(page, "python")]))
-def test_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
-    """A page's blocks in order, in one namespace and an empty folder, with `await` at the top as in a notebook."""
+def test_python_runs_from_top_to_bottom_and_learns(page, tmp_path, monkeypatch):
+    """A page's blocks in order, in one namespace and an empty folder, with `await` at the top as in a notebook. Whatever is
+    trained on rewards has groups in which they differ: an example that trains nothing teaches nothing."""
     monkeypatch.chdir(tmp_path)
-    namespace = {}
+    namespace, calls = {}, []
+    for module, names in REINFORCED.items():
+        for name in names:
+            monkeypatch.setattr(import_module(module), name, recording(getattr(import_module(module), name), calls))
     for number, source in enumerate(blocks(page, "python")):
         code = compile(source, f"{page.name}, block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         if code.co_flags & CO_COROUTINE:
             asyncio.run(eval(code, namespace))  # noqa: S307  (the repository's own page)
         else:
             exec(code, namespace)  # noqa: S102
+    assert all(any(row["uninformative"] < 1 for row in rows) for rows in calls), "an example whose rewards never differ"
+    if page.name == "README.md":
+        rewards = namespace["rewards"]
+        assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.25, rewards
 
 
 # --- shell ------------------------------------------------------------------------------------------------------------

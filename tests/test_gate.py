@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from grpolab.lab.format import readable
 from grpolab.lab.gate import GateError, gate, shortened
+from grpolab.lab.metrics import readable
 from grpolab.runs.run import Run
 
 

@@ -1,11 +1,10 @@
-"""Every check of the gate of notebook 12 can fail: good values pass, each bad one fails its own; and where accounts are shared,
-or the grader believes what it is told, the notebook's own cells stop."""
+"""The gate of notebook 12 under sabotage: where accounts are shared, or the grader believes claims, its own cells stop."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
-from test_gates import cells, fails_alone, failures_under
+from test_gates import cells, failures_under, one_fault
 
 from grpolab import gate
 from grpolab.env.aws import backend, environment
@@ -46,28 +45,6 @@ def values(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"strangers": 1}, "buckets that an account saw of another"),
-        ({"left_over": [{}, {"s3 ListBuckets": ["x"]}]}, "accounts that held something after a reset"),
-        ({"replayed": [1.0] * 59 + [0.0]}, "templates that their reference does not solve"),
-        ({"ignored": [0.0, 1.0]}, "tasks that a constant or an empty command solves"),
-        ({"paid": dict.fromkeys("abcd", 1.0) | dict.fromkeys("efgh", 0.0)}, "lines that only say it, paid for"),
-        ({"shared": {("noun", "apple")}}, "held-out values among those of training"),
-        ({"curriculum": SimpleNamespace(results=191)}, "groups that the curriculum was told of"),
-        ({"server": Closed(1)}, "sessions that the closed pool left, by the server's count"),
-        ({"first": said(31)}, "table, held out, before"),
-        ({"last": said(40)}, "table, held out, after"),
-        ({"rates": {"as it is": {"both": Interval(0.1, 0.06, 0.15)}}}, "SmolLM2 as it is"),
-        ({"added": Interval(0.03, 0.0, 0.06)}, "SmolLM2, GRPO over the best SFT"),
-        ({"compared": {"first set": {"lower": 0.05}, "third set": {"lower": 0.0}}}, "SmolLM2 in two turns, third set"),
-    ],
-)
-def test_every_check_of_the_aws_gate_can_fail(bad, name, tmp_path):
-    fails_alone("12_aws", values(tmp_path), bad, name)
-
-
 # --- the notebook itself, with one thing broken ------------------------------------------------------------------------
 
 
@@ -105,8 +82,7 @@ MEASURED = ("pool", "stack", "server", "strangers", "left_over", "replayed", "ig
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "failed"), [(None, set()), (one_account_for_all, None), (take_them_at_their_word, None)],
-    ids=["nothing", "one account for all", "a claim is paid"],
+    ("sabotage", "failed"), one_fault([(None, set()), (one_account_for_all, None), (take_them_at_their_word, None)]),
 )
 def test_the_notebook_stops_where_accounts_or_grader_are_broken(sabotage, failed, tmp_path, monkeypatch):
     """Its own cells up to the templates; None: one of its assertions stops it."""

@@ -1,5 +1,4 @@
-"""Every check of the gate of notebook 10 can fail: good values pass, each bad one fails its own; and the notebook's own cells
-fail the check of what is broken underneath them."""
+"""The gate of notebook 10 under sabotage: its own cells fail the check of what is broken underneath them."""
 
 import dataclasses
 import shutil
@@ -7,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_gates import fails_alone, failures_under, taught  # noqa: F401  (a fixture)
+from test_gates import failures_under, one_fault, taught  # noqa: F401  (a fixture)
 
 from grpolab import gate
 from grpolab.arithmetic import Task, generate
@@ -32,31 +31,6 @@ def values(tmp_path):
         "findings": {"healthy": (), "collapsed": (FALLEN,)}, "rate": {"collapsed": 0.0, "mended": 0.45}, "at_start": 0.47,
         "ends": {"mended": SimpleNamespace(exact=Interval(0.45, 0.4, 0.5))},
     }
-
-
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"again": SimpleNamespace(rollouts=[SAME, SimpleNamespace(equal=False)], differs=())},
-         "rollouts replayed in every bit"),
-        ({"again": SimpleNamespace(rollouts=[SAME], differs=("threads",))}, "what is not as it was recorded"),
-        ({"carried": SimpleNamespace(equal=False)}, "the step that was carried away agrees in every bit"),
-        ({"twice": (1, True)}, "fork without a change"),
-        ({"twice": (0, False)}, "fork without a change"),
-        ({"cured": (1, True)}, "fork without the fault"),
-        ({"cured": (0, False)}, "fork without the fault"),
-        ({"before": 1}, "rollouts before the fault's update that differ"),
-        ({"seeds": [[1, 2], [1, 3]]}, "seeds after it are the same"),
-        ({"after": 0}, "rollouts after it that differ"),
-        ({"culprit": SimpleNamespace(step=7)}, "step that the bisection finds − planted step"),
-        ({"findings": {"healthy": (FALLEN,), "collapsed": (FALLEN,)}}, "illnesses of the healthy run"),
-        ({"findings": {"healthy": (), "collapsed": ()}}, "the diagnosis says that the reward has fallen"),
-        ({"rate": {"collapsed": 0.3, "mended": 0.45}}, "held-out after the collapse, of what it was"),
-        ({"rate": {"collapsed": 0.0, "mended": 0.3}}, "held-out without the fault, of what it was"),
-    ],
-)
-def test_every_check_of_the_replay_gate_can_fail(bad, name, tmp_path):
-    fails_alone("10_replay", values(tmp_path), bad, name)
 
 
 # --- the notebook itself, with one thing broken ------------------------------------------------------------------------
@@ -123,8 +97,7 @@ def draw_anew_and_forget_the_optimiser(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sabotage", "expected"),
-    [(None, set()), (draw_anew_and_forget_the_optimiser, BITS | TWICE), (look_one_step_too_far, MISLED)],
-    ids=["nothing", "another draw and optimiser", "another step"],
+    one_fault([(None, set()), (draw_anew_and_forget_the_optimiser, BITS | TWICE), (look_one_step_too_far, MISLED)]),
 )
 def test_the_gate_sees_what_is_broken(taught, tmp_path, monkeypatch, sabotage, expected):  # noqa: F811
     """All of the notebook's own cells, on a run small enough for a test; its learning is not judged, the identities and the

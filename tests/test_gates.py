@@ -1,15 +1,13 @@
 """Sabotage: break what a notebook teaches, run its own cells, and its own gate must fail by the right name.
 
 The cells before the training loop are executed as they stand, with one function of the package broken; what training, and
-cells that a sabotage does not touch, would have measured is filled in with good values (or, in turn, with a bad one), so a
-gate is judged in seconds.
+cells that a sabotage does not touch, would have measured is filled in with good values, so a gate is judged in seconds.
 """
 
 import ast
 import asyncio
 import dataclasses
 import inspect
-import math
 import shutil
 import sys
 from importlib import import_module
@@ -33,7 +31,7 @@ from grpolab.decode.requests import Kept
 from grpolab.decode.sampler import Sampler
 from grpolab.env.client import EnvSession
 from grpolab.env.guess import GuessEnv
-from grpolab.env.pool import GrpoPool, Results, Seat
+from grpolab.env.pool import GrpoPool, Results, Slot
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
 from grpolab.train import episodes
@@ -86,12 +84,6 @@ def judge(name, namespace, runner=asyncio):
     return []
 
 
-def fails_alone(name, good, bad, check):
-    """The notebook's gate passes good values, and with the bad ones in their place this check fails and no other."""
-    assert judge(name, dict(good)) == []
-    assert judge(name, good | bad) == [check]
-
-
 def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch, filled=None, **parameters):
     """The failing checks of a notebook under sabotage; None where its own assertion stops it before the gate."""
     if sabotage:
@@ -104,6 +96,13 @@ def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch, filled=
         finally:
             plt.close("all")
         return set(judge(name, namespace | learned, runner))
+
+
+def one_fault(cases):
+    """Of (sabotage, names of the checks that must fail), `make test` runs the first fault and leaves the honest run to nbval;
+    the others wait for `make test-full`."""
+    honest, first, *others = cases
+    return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in (honest, *others))]
 
 
 class Rates:
@@ -160,13 +159,12 @@ def let_packed_examples_see_each_other(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [
+    one_fault([
         (None, set()),
         (drop_the_mask, {"pull on prompt tokens"}),
         (mask_everything_off_by_one, {"pull on prompt tokens"}),
         (let_packed_examples_see_each_other, {"packed loss / padded loss", "relative gradient difference, packed to padded"}),
-    ],
-    ids=["honest", "no mask", "shifted mask", "leaking packs"],
+    ]),
 )
 def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     filled = {"plain = await": ASKED}
@@ -177,37 +175,9 @@ def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
         assert failed == names if not names else names & failed
 
 
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"tuned": Rates(0.62, form=0.97)}, "SFT, format"),
-        ({"tuned": Rates(0.5)}, "SFT, exact match"),
-        ({"tuned": Rates(0.76), "plain": Plain(0.8)}, "SFT, exact match, not above"),
-        ({"tuned": Rates(0.73), "plain": Plain(0.72)}, "base in plain form, above SFT"),
-        ({"plain": Plain(0.69)}, "base, plain form"),
-        ({"plain": Plain(0.83)}, "base, plain form, not above"),
-        ({"base": Rates(0.0, 0.5)}, "base, format"),
-        ({"step_error": 0.1}, "step by hand − step of the package, of the way gone"),
-        ({"last": 5.0}, "loss, last / first"),
-        ({"answer_pull": 0.0}, "pull on answer tokens"),
-        ({"naive": float("nan")}, "naive loss / package loss"),
-    ],
-)
-def test_every_claim_of_the_sft_gate_can_fail(bad, name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    from grpolab import gate
-    from grpolab.runs.run import Run
-
-    measured = {"naive": 1.0, "ours": 1.0, "prompt_pull": 0.0, "answer_pull": 0.1, "loss_packed": 1.0, "loss_padded": 1.0,
-                "packing_error": 1e-6, "step_error": 1e-5, "tiny": True, "left_out": "",
-                "gate": gate, "run": Run("01_sft", root=tmp_path)} | SFT_LEARNED
-    fails_alone("01_sft", measured, bad, name)
-
-
 # --- 02 decode engine -------------------------------------------------------------------------------------------------
 
 RACES = {"sweep": pd.DataFrame({"tokens/s": [1.0]}), "read": 1e9, "arithmetic": 1e9}
-FOUND = {"disagreements": 0, "tokens": 2000, "margin": 9.0, "max_error": 1e-5, "mean_error": 1e-6, "after_stop": 0}
 CAUGHT = {"none": {"caught": False}} | {fault: {"caught": True} for fault in FAULTS}
 RACED = {  # the cells of races, of bf16 and of the faults, which take most of the notebook's time
     "def seconds_of": {"gain": 5.0}, "fig, ax = plt.subplots()\nfor column": {},
@@ -242,13 +212,12 @@ def report_other_logps_and_let_the_slot_decide(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [
+    one_fault([
         (None, set()),
         (report_other_logps_and_let_the_slot_decide,
          {"sampler's logps against the forward, largest", "rollouts changed by refill"}),
         (scale_the_attention_of_fp32, {"sampler's logps against the forward, largest"}),
-    ],
-    ids=["honest", "wrong logps and draw by slot", "wrong attention"],
+    ]),
 )
 def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "02_decode_engine", "def spent_on", RACES, tmp_path, monkeypatch, RACED,
@@ -257,51 +226,6 @@ def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
         assert sabotage is scale_the_attention_of_fp32  # stopped by the notebook's own comparison with the naive loop
     else:
         assert failed == names if not names else names <= failed
-
-
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"exact_tokens": [True, False]}, "greedy rollouts equal to full recompute"),
-        ({"fp32": SimpleNamespace(**FOUND | {"disagreements": 1})}, "greedy tokens off the forward's argmax"),
-        ({"fp32": SimpleNamespace(**FOUND | {"tokens": 1000})}, "tokens compared"),
-        ({"fp32": SimpleNamespace(**FOUND | {"margin": 1.5})}, "margin"),
-        ({"sampled_audit": SimpleNamespace(**FOUND | {"max_error": 2e-3})}, "sampler's logps against the forward, largest"),
-        ({"sampled_audit": SimpleNamespace(**FOUND | {"mean_error": 2e-5})}, "sampler's logps against the forward, mean"),
-        ({"sampled_audit": SimpleNamespace(**FOUND | {"after_stop": 1})}, "tokens after an end token"),
-        ({"dialogue_audit": SimpleNamespace(**FOUND | {"max_error": 1.0})}, "three turns"),
-        ({"rounding": 3.5}, "distance from float64, mean"),
-        ({"same_refilled": 59}, "rollouts changed by refill"),
-        ({"same_alone": 7}, "rollouts changed by company"),
-        ({"slot_same": 31}, "slot sampler"),
-        ({"last_step": {"compacted": 150, "refilled": 150}}, "steps, compacted − refilled"),
-        ({"bf16": SimpleNamespace(mean_error=4e-3)}, "bf16"),
-        ({"unequal": 1}, "exact mode"),
-        ({"chi_square": 200.0}, "chi-square of the draw"),
-        ({"fed": 70}, "tokens that three turns fed"),
-        ({"stalls": [5.0]}, "longest stall of the loop / time of the decode"),
-        ({"gain": 0.9}, "cached / recompute, tokens a second"),
-        ({"speed": {"static": 1.0, "refilled": 0.9}}, "refilled / static, tokens a second"),
-        ({"caught": CAUGHT | {FAULTS[0]: {"caught": False}}}, "faults caught"),
-        ({"caught": CAUGHT | {"none": {"caught": True}}}, "false alarm without a fault"),
-    ],
-)
-def test_every_claim_of_the_decode_gate_can_fail(bad, name, tmp_path):
-    from grpolab import gate
-    from grpolab.runs.run import Run
-
-    good = SimpleNamespace(**FOUND)
-    measured = {"exact_tokens": [True, True], "fp32": good, "sampled_audit": good, "dialogue_audit": good,
-                "bf16": SimpleNamespace(mean_error=3e-3), "own": 3e-3, "rounding": 1.2,
-                "same_refilled": 60, "same_alone": 8, "alone": [None] * 8, "prompts": [None] * 15, "unequal": 0, "on_cpu": True,
-                "independent": True, "wanted_from": [None] * 32, "slot_same": 32,
-                "last_step": {"compacted": 300, "refilled": 150},
-                "chi_square": 70.0, "chi_bound": 120.0, "fed": 71, "given": 69, "caught": CAUGHT, "FAULTS": FAULTS,
-                "stalls": [0.01], "elapsed": 1.0, "gain": 5.0, "speed": {"static": 1.0, "refilled": 2.0}, "tiny": True,
-                "gate": gate, "run": Run("02_decode_engine", root=tmp_path)} | RACES
-    fails_alone("02_decode_engine", measured, bad, name)
-    shared = measured | bad | {"independent": False}  # a mixture of experts: its rows may depend on their company
-    assert judge("02_decode_engine", shared) == ([] if name.startswith("rollouts changed") else [name])
 
 
 # --- 03 dpo -----------------------------------------------------------------------------------------------------------
@@ -387,14 +311,13 @@ def keep_reference_and_gradient(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [
+    one_fault([
         (None, set()),
         (swap_chosen_and_rejected, {"naive loss − package loss"}),
         (average_over_the_tokens_without_a_reference, {"naive loss − package loss", "policy = reference"}),
         (round_the_cache, {"weights that differ, resident to cached reference"}),
         (keep_reference_and_gradient, {"memory the cache saves, in models", "three steps by hand and by the package"}),
-    ],
-    ids=["honest", "swapped", "means for sums, no reference", "rounded cache", "kept reference and gradient"],
+    ]),
 )
 def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     from grpolab.train import preferences
@@ -404,42 +327,6 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
     counts = sabotage in (None, round_the_cache, keep_reference_and_gradient)
     failed = failures_under(sabotage, "03_dpo", "plain = await", DPO_LEARNED, tmp_path, monkeypatch, {} if counts else COUNTED)
     assert failed == names if not names else names <= failed
-
-
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"naive": 0.9}, "naive loss − package loss"),
-        ({"gradient_error": 0.01}, "relative gradient difference, naive to package"),
-        ({"checked": False}, "gradient of the loss equals finite differences"),
-        ({"at_reference": {"loss": 0.7, "reward_chosen": 0.0, "reward_rejected": 0.0}}, "policy = reference"),
-        ({"at_reference": {"loss": 0.693147, "reward_chosen": 0.01, "reward_rejected": 0.0}}, "policy = reference"),
-        ({"vanishing": 0.1}, "β → 0"),
-        ({"toy_error": 1e-3}, "toy"),
-        ({"dpo_error": 1e-3}, "toy"),
-        ({"reward_error": 1e-2}, "toy"),
-        ({"step_error": 0.1}, "three steps by hand and by the package"),
-        ({"over_sft": {"more demonstrations": Interval(0.01, -0.01, 0.03)}}, "sampled, over more demonstrations"),
-        ({"bits": 3}, "weights that differ, resident to cached reference"),
-        ({"resident_bytes": 4.0}, "memory the cache saves, in models"),
-        ({"last": dict(DPO_POINTS.iloc[0]) | {"margin": 1.0}}, "held-out pairs"),
-        ({"last": dict(DPO_POINTS.iloc[-1]) | {"margin": -0.1}}, "held-out pairs"),
-        ({"gain_sampled": Interval(0.0, -0.02, 0.02)}, "sampled gain"),
-        ({"after": Rates(0.5, form=0.9)}, "format after, of what it was"),
-    ],
-)
-def test_every_claim_of_the_dpo_gate_can_fail(bad, name, tiny, tmp_path):
-    from grpolab import gate
-    from grpolab.runs.run import Run
-
-    measured = {
-        "naive": 0.8, "ours": {"loss": 0.8}, "gradient_error": 1e-6, "checked": True, "vanishing": 1e-6, "bits": 0,
-        "at_reference": {"loss": math.log(2), "reward_chosen": 0.0, "reward_rejected": 0.0}, "policy": tiny, "tiny": True,
-        "math": math, "alone": 1.0, "toy_error": 1e-8, "dpo_error": 1e-8, "reward_error": 1e-7, "step_error": 1e-5,
-        "cached_bytes": 3.0, "resident_bytes": 4.01, "counts": {}, "gate": gate, "run": Run("03", root=tmp_path),
-    } | DPO_LEARNED
-    assert judge("03_dpo", dict(measured)) == []
-    assert judge("03_dpo", measured | bad | ({"cached_bytes": 3.5} if "resident_bytes" in bad else {})) == [name]
 
 
 # --- 04 grpo ----------------------------------------------------------------------------------------------------------
@@ -483,13 +370,12 @@ def move_the_policy_before_the_first_step(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [
+    one_fault([
         (None, set()),
         (report_logps_of_another_temperature, {"sampler − trainer, nats a token"}),
         (give_equal_groups_a_gradient, {"gradient of groups with equal rewards", "advantages of a group sum to"}),
         (move_the_policy_before_the_first_step, {"KL at step 0"}),
-    ],
-    ids=["honest", "wrong logps", "equal rewards", "moved policy"],
+    ]),
 )
 def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
@@ -498,42 +384,6 @@ def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypa
         assert sabotage is give_equal_groups_a_gradient
     else:
         assert failed == names if not names else names & failed
-
-
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"overfit_reward": 0.9}, "overfit, mean reward"),
-        ({"gain": Interval(0.12, 0.099, 0.14)}, "greedy gain, lower end of its 95 % interval"),
-        ({"gain_sampled": Interval(0.0, -0.02, 0.02)}, "sampled gain, lower end of its 95 % interval"),
-        ({"after": Rates(0.93, form=0.9)}, "format after"),
-        ({"after": Rates(0.8)}, "GRPO, greedy, lower end, against the base in plain form"),
-        ({"before": Rates(0.51)}, "best SFT, greedy"),
-        ({"before": Rates(0.76)}, "best SFT, greedy, not above"),
-        ({"survived": {"careful": 0.7, "step × 10": 0.4}}, "held-out after a step × 10, of what it was"),
-        ({"survived": {"careful": 0.45, "step × 10": 0.0}}, "held-out after the careful steps, of what it was"),
-        ({"pass_at": {"SFT": [Interval(0.8, 0.7, 0.9)], "GRPO": [Interval(0.85, 0.8, 0.9)]}}, "pass@1 gained"),
-        ({"ends": ENDS | {"1 epoch": {"largest ratio": 1.2}}}, "largest ratio with 1 epoch"),
-        ({"ends": ENDS | {"no clip": {"largest ratio": 8.0}}}, "largest ratio without clipping, of the careful run's"),
-        ({"step_error": 0.1}, "step by hand − step of the package, of the way gone"),
-        ({"trick_error": {"no baseline": 9.0}}, "sampled gradient, standard errors from the exact one"),
-        ({"noise_left": 1.2}, "variance left by the baseline"),
-        ({"kl_bias": {"k1": 9.0, "k2": 20.0, "k3": 1.0}}, "k1 and k3, standard errors from the exact KL"),
-        ({"equal_gradient": 1e-9}, "gradient of groups with equal rewards"),
-        ({"kl0": 1e-3}, "KL at step 0"),
-        ({"naive": 0.6}, "naive loss − package loss"),
-        ({"metrics": pd.DataFrame({"ratio": [1.2], "sampling_s": [1.0], "update_s": [1.0]})}, "ratio at step 0"),
-    ],
-)
-def test_every_claim_of_the_grpo_gate_can_fail(bad, name, tmp_path):
-    from grpolab import gate
-    from grpolab.runs.run import Run
-
-    measured = {"naive": 0.5, "ours": torch.tensor(0.5), "a": torch.zeros(2, 8), "equal_gradient": 0.0, "logp_error": 1e-6,
-                "kl0": 0.0, "tiny": True, "left_out": "", "step_error": 1e-3, "trick_error": {"no baseline": 1.0},
-                "noise_left": 0.6, "kl_bias": {"k1": 1.0, "k2": 20.0, "k3": 1.0},
-                "gate": gate, "run": Run("04_grpo", root=tmp_path)} | GRPO_LEARNED
-    fails_alone("04_grpo", measured, bad, name)
 
 
 # --- 05 reward model --------------------------------------------------------------------------------------------------
@@ -598,14 +448,13 @@ def rank_the_wrong_way_round(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [
+    one_fault([
         (None, set()),
         (read_the_reward_at_the_padding, {"naive loss − package loss"}),
         (begin_with_a_random_head, {"zero head"}),
         (judge_each_reward_alone, {"a constant added to every reward changes the loss by"}),
         (rank_the_wrong_way_round, {"naive loss − package loss"}),
-    ],
-    ids=["honest", "read at the padding", "random head", "no pairs", "wrong way round"],
+    ]),
 )
 def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     from grpolab.train import preferences
@@ -625,46 +474,7 @@ def another(name, **columns):
     return rewards_of(LOOKS | {name: LOOKS[name].assign(**columns)})
 
 
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"naive": 0.9}, "naive loss − package loss"),
-        ({"gradient_error": 0.01}, "relative gradient difference, naive to package"),
-        ({"checked": False}, "gradient of the loss equals finite differences"),
-        ({"at_zero": 0.7}, "zero head"),
-        ({"shift_error": 1e-3}, "a constant added to every reward changes the loss by"),
-        ({"swap_error": 1.0}, "swapped pairs"),
-        ({"reload_error": 1e-7}, "scores after saving and loading, largest difference"),
-        ({"accuracy": Interval(0.55, 0.49, 0.6)}, "held-out pairs"),
-        (another("no leash", learned=[0.0, 0.6, -0.1]), "no leash"),
-        (another("no leash", truth=[0.3, 0.35, 0.31]), "no leash"),
-        (another("no leash", kl=[0.1, 4.0, 9.0]), "start"),
-        (another("rule", truth=[0.3, 0.36, 0.31]), "rule"),
-        ({"bon_fall": Interval(0.01, -0.02, 0.04)}, "best of n"),
-        (another("leash 0.2", truth=[0.3, 0.2, 0.01]), "strongest leash"),
-        (another("leash 0.2", kl=[0.0, 4.0, 8.0]), "strongest leash"),
-    ],
-)
-def test_every_claim_of_the_reward_model_gate_can_fail(bad, name, tmp_path):
-    from grpolab import gate
-    from grpolab.runs.run import Run
-
-    measured = {
-        "naive": 0.8, "ours": 0.8, "gradient_error": 1e-6, "checked": True, "at_zero": math.log(2), "shift_error": 1e-16,
-        "swap_error": 1e-6, "math": math, "tiny": True, "pairs": [], "gate": gate, "run": Run("05", root=tmp_path),
-    } | REWARD_LEARNED
-    fails_alone("05_reward_model", measured, bad, name)
-
-
 # --- 06 environment pool ----------------------------------------------------------------------------------------------
-
-POOL_FOUND = {
-    "opened": 4, "size": 4, "isolated": True, "ninth": SimpleNamespace(active=4), "counts": [0] * 10, "rewards": [1.0] * 3,
-    "failure": SimpleNamespace(rollout=3), "tasks_left": 0, "replayed": [["higher"], ["higher"]],
-    "after": [SimpleNamespace(observation={"text": "42"})] * 4, "serial": 4.0, "one": 1.0, "group": 1.1, "turns": 6,
-    "latency": 0.05, "stale": "higher", "misled": 3, "leaked": 2, "misled_in_pool": 0,
-}
-
 
 def let_sessions_hear_each_other(monkeypatch):
     """The sessions of the first group are told about the guess that came before theirs, whoever made it."""
@@ -684,7 +494,7 @@ def let_sessions_hear_each_other(monkeypatch):
 
 def step_one_after_the_other(monkeypatch):
     """Each turn is handed on slowly: a busy machine that slows the serial runs alone would otherwise hide it."""
-    honest, lock = Seat.step, asyncio.Lock()
+    honest, lock = Slot.step, asyncio.Lock()
 
     async def in_turn(self, action):
         waits = lock.locked()
@@ -692,7 +502,7 @@ def step_one_after_the_other(monkeypatch):
             await asyncio.sleep(0.05 if waits else 0)
             return await honest(self, action)
 
-    monkeypatch.setattr(Seat, "step", in_turn)
+    monkeypatch.setattr(Slot, "step", in_turn)
 
 
 def leave_a_task_behind(monkeypatch):
@@ -706,14 +516,14 @@ def leave_a_task_behind(monkeypatch):
 
 
 def ask_the_question_of_another_seat(monkeypatch):
-    honest, before = Seat.reset, [None]
+    honest, before = Slot.reset, [None]
 
     async def mixed(self, *, task=None, **kw):
         if isinstance(task, dict) and "secret" in task:
             task, before[0] = before[0] or task, task
         return await honest(self, task=task, **kw)
 
-    monkeypatch.setattr(Seat, "reset", mixed)
+    monkeypatch.setattr(Slot, "reset", mixed)
 
 
 def forget_to_close(monkeypatch):
@@ -737,7 +547,7 @@ def make_up_a_reward_for_the_dead(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [
+    one_fault([
         (None, set()),
         (let_sessions_hear_each_other, {"transcripts equal to those of lone sessions"}),
         (step_one_after_the_other, {"serial / group wall clock"}),
@@ -745,8 +555,7 @@ def make_up_a_reward_for_the_dead(monkeypatch):
         (ask_the_question_of_another_seat, {"rollouts misled in the pool"}),
         (make_up_a_reward_for_the_dead, {"rewards after one death"}),
         (forget_to_close, {"most sessions left by a failed connect"}),
-    ],
-    ids=["honest", "shared words", "in turn", "stray task", "mixed questions", "made-up reward", "leak"],
+    ]),
 )
 def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "06_env_pool", "await stack.aclose", {}, tmp_path, monkeypatch, size=4,
@@ -754,43 +563,6 @@ def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     if failed is not None and sabotage is not step_one_after_the_other:
         failed -= {"serial / group wall clock", "wall clock of the group / of one session"}  # the clock's, on a busy machine
     assert failed == names if not names else names & failed
-
-
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"stale": "lower"}, "a reply after lost patience answers the wrong question"),
-        ({"misled": 0}, "rollouts misled on one shared session"),
-        ({"leaked": 0}, "sessions that gather leaves open"),
-        ({"misled_in_pool": 1}, "rollouts misled in the pool"),
-        ({"opened": 5}, "sessions opened, by the server's count"),
-        ({"isolated": False}, "transcripts equal to those of lone sessions"),
-        ({"ninth": SimpleNamespace(active=5)}, "the ninth"),
-        ({"counts": [0] * 9}, "failed connects"),
-        ({"counts": [0] * 9 + [1]}, "most sessions left by a failed connect"),
-        ({"rewards": [1.0] * 4}, "rewards after one death"),
-        ({"rewards": [1.0, 0.0, 1.0]}, "rewards after one death"),
-        ({"failure": SimpleNamespace(rollout=2)}, "the dead rollout"),
-        ({"tasks_left": 1}, "tasks left by an interrupted group"),
-        ({"after": [SimpleNamespace(observation={"text": "42"})] * 3}, "the group after it"),
-        ({"replayed": [["higher"], ["lower"]]}, "replayed = undisturbed"),
-        ({"serial": 2.1, "group": 1.1}, "serial / group wall clock"),
-        ({"group": 1.6}, "wall clock of the group / of one session"),
-        ({"left": 1}, "sessions at the end"),
-    ],
-)
-def test_every_claim_of_the_pool_gate_can_fail(bad, name, tmp_path):
-    from grpolab import gate
-    from grpolab.runs.run import Run
-
-    async def nothing(): ...
-
-    server = SimpleNamespace(status=lambda: {"sessions": bad.get("left", 0)})
-    measured = POOL_FOUND | {"stack": SimpleNamespace(aclose=nothing), "server": server, "games": server, "slow": server,
-                             "gate": gate, "run": Run("06_env_pool", root=tmp_path)}
-    if "left" not in bad:
-        assert judge("06_env_pool", dict(measured)) == []
-    assert judge("06_env_pool", measured | bad) == [name]
 
 
 # --- 07 multi-turn grpo -----------------------------------------------------------------------------------------------
@@ -846,14 +618,14 @@ def draw_from_what_is_at_hand(monkeypatch):
 
 def leave_sessions_open(monkeypatch):
     async def nothing(self):
-        self.seats = []
+        self.slots = []
 
     monkeypatch.setattr(GrpoPool, "close", nothing)
 
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [
+    one_fault([
         (None, set()),
         (report_logps_of_another_temperature, {"recorded − recomputed logps of whole episodes, nats"}),
         (count_the_environments_words_as_the_policys, {"episodes whose mask 0 is not the environment's words"}),
@@ -861,8 +633,7 @@ def leave_sessions_open(monkeypatch):
         (forget_the_cache_between_turns, {"tokens prefilled beyond the new ones"}),
         (draw_from_what_is_at_hand, {"episodes on one seat and on eight are the same"}),
         (leave_sessions_open, {"sessions that the closed pool left, by the server's count"}),
-    ],
-    ids=["honest", "wrong logps", "no mask", "other words", "no cache", "no seeds", "leak"],
+    ]),
 )
 def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sft", warmed_up)
@@ -873,34 +644,3 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
     assert failed == names if not names else names & failed
 
 
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"after": Interval(0.94, 0.9, 0.96)}, "success after"),
-        ({"after": Interval(0.96, 0.33, 0.99)}, "success after"),
-        ({"before": Interval(0.84, 0.8, 0.88)}, "success before"),
-        ({"head": Interval(0.08, 0.06, 0.11)}, "right in the head"),
-        ({"head_after": Interval(0.08, 0.06, 0.11)}, "right in the head after"),
-        ({"called_after": Interval(0.35, 0.3, 0.4)}, "tool calls after"),
-        ({"misplaced": 1}, "episodes whose mask 0 is not the environment's words"),
-        ({"same": False}, "episodes on one seat and on eight are the same"),
-        ({"kept": 101}, "tokens prefilled beyond the new ones"),
-        ({"anew": 110}, "prefilled with the cache kept / without"),
-        ({"together": 3.0}, "wall clock on eight seats / on one"),
-        ({"checked": SimpleNamespace(max_error=0.1)}, "recorded − recomputed logps of whole episodes, nats"),
-        ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(ratio=1.1)}, "ratio at step 0"),
-        ({"metrics": MULTI_TURN_LEARNED["metrics"].assign(lost=1)}, "episodes lost"),
-        ({"tries": pd.Series([30, 9])}, "groups that the curriculum was told of"),
-    ],
-)
-def test_every_claim_of_the_multi_turn_gate_can_fail(bad, name, tmp_path):
-    from grpolab import gate
-    from grpolab.runs.run import Run
-
-    async def nothing(): ...
-
-    measured = {"stack": SimpleNamespace(aclose=nothing), "pool": SimpleNamespace(close=nothing), "tiny": True, "gate": gate,
-                "server": SimpleNamespace(status=lambda: {"sessions": 0}), "run": Run("07_multi_turn_grpo", root=tmp_path),
-                "checked": SimpleNamespace(max_error=1e-6), "misplaced": 0, "same": True, "kept": 100, "needed": 100,
-                "anew": 200, "together": 1.0, "alone": 5.0, "left_out": ""} | MULTI_TURN_LEARNED
-    fails_alone("07_multi_turn_grpo", measured, bad, name)

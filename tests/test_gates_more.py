@@ -1,10 +1,10 @@
-"""Every claim of the gates of notebooks 08 and 09 can fail: good values pass, each bad one fails the check it belongs to."""
+"""The gates of notebooks 08 and 09 under sabotage."""
 
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from test_gates import fails_alone, failures_under, judge, leave_sessions_open, report_logps_of_another_temperature
+from test_gates import failures_under, leave_sessions_open, one_fault, report_logps_of_another_temperature
 
 from grpolab import gate, load_policy
 from grpolab.checker import check_answer
@@ -62,47 +62,18 @@ def guess_values(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("bad", "names"),
-    [
-        ({"depths": PERFECT[1:]}, {"optimum by trying all − sum of the depths"}),
-        ({"fewest_guesses": lambda n: 24}, {"optimum by trying all − the package's"}),
-        ({"between": 0.2}, {"variance − within − between secrets"}),
-        ({"checked": SimpleNamespace(max_error=0.1)}, {"recorded − recomputed logps, nats"}),
-        ({"metrics": {"ratio": 1.1}}, {"ratio at step 0"}),
-        ({"metrics": {"lost": 1}}, {"games lost"}),
-        ({"teacher": 3.6}, {"sampled guesses before"}),
-        ({"server": Closed(1)}, {"sessions that the closed pool left"}),
-        ({"before": (games([1, *PERFECT[:-1]])[0], games(AT_RANDOM)[1])}, {"greedy guesses for all secrets, before"}),
-        ({"after": (games([1, *PERFECT[:-1]])[0], games(PERFECT)[1])}, {"greedy guesses for all secrets, after"}),
-        ({"before": games([3] * 17 + [2])}, {"sampled guesses before"}),
-        ({"after": games(AT_RANDOM)}, {"sampled guesses before, lower end − after, upper end",
-          "sampled guesses above the optimum", "greedy guesses after / optimum"}),
-        ({"after": (games([4] * 9)[0], games(PERFECT)[1])}, {"greedy guesses after / optimum"}),
-        ({"after": (games(PERFECT)[0][:-1] + [game(4, reward=0.0)], games(PERFECT)[1])}, {"greedy games won after"}),
-        ({"after": games(PERFECT, first="1")}, {"first greedy guess is one of the best"}),
-    ],
-)
-def test_every_claim_of_the_guess_gate_can_fail(bad, names, tmp_path):
-    good = guess_values(tmp_path)
-    assert judge("08_guess", dict(good)) == []
-    changed = {k: good[k].assign(**v) if k == "metrics" else v for k, v in bad.items()}
-    assert {name.split(":")[0] for name in judge("08_guess", good | changed)} == names
-
-
 def stop_too_early(monkeypatch):
     monkeypatch.setattr("grpolab.env.guess.fewest_guesses", lambda n: max(0, n - 1))
 
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [
+    one_fault([
         (None, set()),
         (report_logps_of_another_temperature, {"recorded − recomputed logps, nats"}),
         (leave_sessions_open, {"sessions that the closed pool left"}),
         (stop_too_early, None),
-    ],
-    ids=["honest", "wrong logps", "leak", "wrong optimum"],
+    ]),
 )
 def test_the_guess_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     """The cells up to the training, of which the embedded model, without a warm-up, takes part; the claims are not judged."""
@@ -133,30 +104,6 @@ def longer_values(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("bad", "name"),
-    [
-        ({"smaller": [0.0, -0.1]}, "largest correlation with a smaller parity"),
-        ({"check_answer": lambda text, answer: "e" not in text}, "demonstrations that the checker calls wrong"),
-        ({"simulated": 0.28}, "advantage of a long answer − formula"),
-        ({"tables": {0.1: pd.DataFrame({"ratio": [0.9]})}}, "ratio at step 0 − 1, largest"),
-        ({"imitated": {0.1: 0.2}}, "π(long) after imitating 10%"),
-        ({"before": {0.0: (Answers(0.5, 9), None), 0.1: (Answers(0.63, 9), None)}}, "greedy before"),
-        ({"more": (Answers(0.7, 9), None)}, "greedy after twice the imitation"),
-        ({"after": {0.0: (Answers(0.5, 9), None), 0.1: (Answers(0.9, 26), None)}}, "greedy after GRPO"),
-        ({"after": {0.0: (Answers(0.5, 9), None), 0.1: (Answers(0.99, 16), None)}}, "length after / before"),
-        ({"together": 0.5}, "correlation of reward and length over the steps"),
-        ({"beyond": -0.1}, "reward above what the choice alone explains"),
-        ({"skill": Interval(0.6, 0.5, 0.7)}, "walks right before"),
-        ({"after": {0.0: (Answers(0.7, 9), None), 0.1: (Answers(0.99, 26), None)}},
-         "no long demonstrations"),
-        ({"after": {0.0: (Answers(0.5, 12), None), 0.1: (Answers(0.99, 26), None)}}, "no long demonstrations"),
-    ],
-)
-def test_every_claim_of_the_longer_answers_gate_can_fail(bad, name, tmp_path):
-    fails_alone("09_longer_answers", longer_values(tmp_path), bad, name)
-
-
 def forget_the_baseline(monkeypatch):
     monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind: rewards)
 
@@ -168,8 +115,9 @@ def box_the_other_parity(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
-    [(None, set()), (forget_the_baseline, None), (box_the_other_parity, {"demonstrations that the checker calls wrong"})],
-    ids=["honest", "no baseline", "wrong box"],
+    one_fault([
+        (None, set()), (box_the_other_parity, {"demonstrations that the checker calls wrong"}), (forget_the_baseline, None),
+    ]),
 )
 def test_the_longer_answers_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     """The cells up to the training, without the imitation; the claims are not judged."""

@@ -81,10 +81,12 @@ async def train(policy, env, problems=PROBLEMS, config=CONFIG, size=6, pool_opti
         return [row async for row in multi_turn_grpo(policy, reference, problems, config, pool, **options)]
 
 
-async def played(policy, env, tasks, limits=None, size=2, temperature=1.0, dialect=TEXT, max_new_tokens=24, **pool_options):
+async def played(policy, env, tasks, limits=None, size=2, temperature=1.0, action_format=TEXT, max_new_tokens=24,
+                 **pool_options):
     async with serve(env, max_sessions=size) as server, GrpoPool(server.url, size=size, **pool_options) as pool:
         async with Sampler(policy) as sampler:
-            return await play_all(pool, sampler, tasks, seeds=range(len(tasks)), limits=limits or Limits(), dialect=dialect,
+            return await play_all(pool, sampler, tasks, seeds=range(len(tasks)), limits=limits or Limits(),
+                                  action_format=action_format,
                                   params=SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens))
 
 
@@ -354,7 +356,7 @@ LARGE = [[a, b] for a in (2, 3) for b in (2, 3)]  # JSON lists as tasks; sums of
 
 
 def outcomes(policy, **rule):
-    found = run(played(policy, Numbers, LARGE * 5, Limits(max_turns=2), dialect=speaking(**rule)))
+    found = run(played(policy, Numbers, LARGE * 5, Limits(max_turns=2), action_format=speaking(**rule)))
     return found, [e for e in found if e.invalid], [e for e in found if not e.invalid and e.turns]
 
 
@@ -371,8 +373,8 @@ def test_a_malformed_action_is_told_to_the_policy(caller):
 
 
 def test_a_malformed_action_that_the_environment_refuses_is_told_too(caller):
-    dialect = replace(speaking(), to_action=lambda text: {"number": 9})
-    episode, = run(played(caller, Numbers, LARGE[:1], Limits(max_turns=2), dialect=dialect))
+    action_format = replace(speaking(), to_action=lambda text: {"number": 9})
+    episode, = run(played(caller, Numbers, LARGE[:1], Limits(max_turns=2), action_format=action_format))
     assert episode.invalid == 2 and episode.turns[0][1] == "error: data: {'number': 9}: a number up to 5"
 
 
@@ -387,7 +389,7 @@ def test_an_episode_with_a_malformed_action_abstains(caller, trained):
     _, wrong, right = outcomes(caller, on_invalid="abstain")
     assert wrong and right and all(e.rollout.reward is None and e.rollout.finish_reason == "invalid" for e in wrong)
     assert all(len(e.turns) == 1 for e in wrong)
-    row, = run(train(caller, Numbers, LARGE, limits=Limits(max_turns=2), dialect=speaking(on_invalid="abstain")))
+    row, = run(train(caller, Numbers, LARGE, limits=Limits(max_turns=2), action_format=speaking(on_invalid="abstain")))
     assert 0 < row["abstained"] < 1 and row["invalid"] == row["abstained"] and row["lost"] == 0
     absent = [r for group in trained[0] for r in group if r.reward is None]
     without = 3 - len(trained[0])  # groups of which every rollout abstained are left out
@@ -397,19 +399,19 @@ def test_an_episode_with_a_malformed_action_abstains(caller, trained):
 @pytest.mark.parametrize("on_failure", ["fail", "drop"])
 def test_training_goes_on_over_malformed_actions(caller, on_failure):
     """Under `drop` without losing a seat for it."""
-    rows = run(train(caller, Numbers, LARGE, config=replace(CONFIG, steps=2), limits=Limits(max_turns=2), dialect=speaking(),
-                     pool_options={"on_failure": on_failure}))
+    rows = run(train(caller, Numbers, LARGE, config=replace(CONFIG, steps=2), limits=Limits(max_turns=2),
+                     action_format=speaking(), pool_options={"on_failure": on_failure}))
     assert [row["lost"] for row in rows] == [0, 0] and all(row["invalid"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_where_every_episode_abstains_the_row_and_a_warning_say_so(caller, kl_coef):
     reference = Policy(copy.deepcopy(caller.model), caller.tokenizer, caller.name, caller.eos_ids)
-    dialect = replace(speaking(on_invalid="abstain"), to_action=lambda text: {"number": 9})
+    action_format = replace(speaking(on_invalid="abstain"), to_action=lambda text: {"number": 9})
     before = [p.clone() for p in caller.model.parameters()]
     with pytest.warns(UserWarning, match="every episode of this step abstained"):
-        row, = run(train(caller, Numbers, LARGE, config=replace(CONFIG, kl_coef=kl_coef, max_new_tokens=40), dialect=dialect,
-                         reference=reference))
+        row, = run(train(caller, Numbers, LARGE, config=replace(CONFIG, kl_coef=kl_coef, max_new_tokens=40),
+                         action_format=action_format, reference=reference))
     assert row["abstained"] == 1 and row["trained_tokens"] == 0
     assert all(torch.equal(p, q) for p, q in zip(before, caller.model.parameters()))
 
@@ -444,24 +446,24 @@ def test_a_task_is_any_json_value(caller, task, sent):
 
 
 def test_a_demonstration_speaks_the_dialect(caller):
-    shown = demonstrate(caller.tokenizer, Numbers(), [2, 3], ["2 + 3 = \\boxed{5}."], dialect=speaking(),
+    shown = demonstrate(caller.tokenizer, Numbers(), [2, 3], ["2 + 3 = \\boxed{5}."], action_format=speaking(),
                         introduction="Add.")
     assert caller.tokenizer.decode(shown.ids).startswith("User: Add.\nWhat is 2 + 3?\nAssistant: 2 + 3 = ")
     with pytest.raises(InvalidAction):
-        demonstrate(caller.tokenizer, Numbers(), [2, 3], ["five"], dialect=speaking())
+        demonstrate(caller.tokenizer, Numbers(), [2, 3], ["five"], action_format=speaking())
 
 
 def test_what_introduces_stands_before_the_question(caller):
     async def introduce(seat):
-        return f"Seat {seat.session.open}."
+        return f"Slot {seat.session.open}."
 
-    episode, = run(played(caller, CalculatorEnv, PROBLEMS[:1], dialect=replace(TEXT, introduce=introduce)))
-    assert episode.question == "Seat True.\nWhat is 0 + 0?"
+    episode, = run(played(caller, CalculatorEnv, PROBLEMS[:1], action_format=replace(TEXT, introduce=introduce)))
+    assert episode.question == "Slot True.\nWhat is 0 + 0?"
 
 
 def test_the_dialects_measures_stand_in_the_row(caller):
-    dialect = replace(TEXT, measure=lambda results: {"steps_heard": len(results), "calls": 0})
-    row, = run(train(caller, CalculatorEnv, dialect=dialect))
+    action_format = replace(TEXT, measure=lambda results: {"steps_heard": len(results), "calls": 0})
+    row, = run(train(caller, CalculatorEnv, action_format=action_format))
     assert row["steps_heard"] == row["turns"] > 0 and row["tool_rate"] == row["calls"] == 0
     row, = run(train(caller, CalculatorEnv))
     assert 0 < row["tool_rate"] <= row["calls"] and row["env_s"] > 0
@@ -481,9 +483,9 @@ def test_the_dialects_measures_stand_in_the_row(caller):
     ({"config": replace(CONFIG, prompts_per_step=1)}, lambda found: len(found) == 4),
     ({"config": replace(CONFIG, temperature=1e-4)}, lambda found: len({e.rollout.tokens for e in found}) == 3),
     ({"config": CONFIG}, lambda found: len({e.rollout.tokens for e in found}) > 3),
-    ({"dialect": replace(TEXT, to_text=lambda seen: seen["text"] + "!")}, lambda found: found[0].question.endswith("?!")),
+    ({"action_format": replace(TEXT, to_text=lambda seen: seen["text"] + "!")}, lambda found: found[0].question.endswith("?!")),
 ], ids=["default", "max_turns", "max_total_tokens", "max_new_tokens", "group_size", "prompts_per_step", "cold", "warm",
-        "dialect"])
+        "action_format"])
 @pytest.mark.filterwarnings("ignore:no turn of this step")
 def test_training_plays_by_its_options(options, holds, caller, monkeypatch):
     found, honest = [], multiturn.as_groups

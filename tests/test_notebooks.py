@@ -13,7 +13,7 @@ import pytest
 from grpolab.__main__ import main
 from grpolab.cli.run import literal
 from grpolab.lab import notebooks
-from grpolab.lab.tidy import before_saving
+from grpolab.lab.notebooks import before_saving
 from grpolab.runs.run import repository
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))
@@ -156,7 +156,7 @@ def test_quick_leaves_out_a_part_of_the_run_and_says_so(name, quick, tmp_path, m
     assert bool(done) == quick and all(a <= b / 3 for a, b in done)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_quick_run_passes_its_identities(tmp_path, monkeypatch, capsys):
     """One of them, the cheapest, as a whole."""
     (path,) = [path for path in SERIES if path.stem == "08_guess"]

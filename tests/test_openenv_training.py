@@ -108,20 +108,21 @@ def caller(_tiny):
     return taught(_tiny, conversations, 60, 6)
 
 
-async def trained(policy, url, dialect, steps=3, **options):
+async def trained(policy, url, action_format, steps=3, **options):
     config = GRPOConfig(steps=steps, prompts_per_step=2, group_size=SEATS, lr=1e-4, max_new_tokens=56)
     before = [p.clone() for p in policy.model.parameters()]
     async with GrpoPool(url, size=SEATS, queue=5) as pool:
-        rows = [row async for row in multi_turn_grpo(policy, None, [None], config, pool, dialect=dialect, **options)]
+        rows = [row async for row in multi_turn_grpo(policy, None, [None], config, pool,
+                                                     action_format=action_format, **options)]
     moved = any(not torch.equal(p, q) for p, q in zip(before, policy.model.parameters()))
     return rows, moved
 
 
-async def episodes(policy, url, dialect, n=8, limits=None):
+async def episodes(policy, url, action_format, n=8, limits=None):
     async with GrpoPool(url, size=SEATS, queue=5) as pool, Sampler(policy) as sampler:
         params = SamplingParams(max_new_tokens=56)
         return await play_all(pool, sampler, [None] * n, seeds=range(n), params=params, limits=limits or Limits(),
-                              dialect=dialect)
+                              action_format=action_format)
 
 
 def test_training_on_typed_actions(typed_url, answerer):
@@ -132,8 +133,8 @@ def test_training_on_typed_actions(typed_url, answerer):
 
 
 def test_a_malformed_typed_action_is_told_and_the_session_goes_on(typed_url, answerer):
-    dialect = replace(TYPED, to_action=lambda text: {"number": text})
-    found = run(episodes(answerer, typed_url, dialect, limits=Limits(max_turns=2)))
+    action_format = replace(TYPED, to_action=lambda text: {"number": text})
+    found = run(episodes(answerer, typed_url, action_format, limits=Limits(max_turns=2)))
     told = {t for e in found for _, t in e.turns}
     assert all(e.invalid == len(e.turns) for e in found) and len(told) == 1
     assert "number: Input should be a valid integer" in told.pop()
@@ -141,10 +142,10 @@ def test_a_malformed_typed_action_is_told_and_the_session_goes_on(typed_url, ans
 
 def test_a_value_that_their_validator_refuses_ends_their_session_and_not_ours(typed_url, answerer):
     """Their server cannot serialise the validator's error and hangs up; the rule says what becomes of the episode."""
-    dialect = replace(TYPED, to_action=lambda text: {"number": 10})
-    found = run(episodes(answerer, typed_url, dialect))
+    action_format = replace(TYPED, to_action=lambda text: {"number": 10})
+    found = run(episodes(answerer, typed_url, action_format))
     assert {(e.rollout.finish_reason, e.rollout.reward, e.invalid) for e in found} == {("invalid", None, 1)}
-    found = run(episodes(answerer, typed_url, replace(dialect, on_invalid="penalise", penalty=-0.5)))
+    found = run(episodes(answerer, typed_url, replace(action_format, on_invalid="penalise", penalty=-0.5)))
     assert {(e.rollout.finish_reason, e.rollout.reward, e.invalid) for e in found} == {("invalid", -0.5, 1)}
 
 

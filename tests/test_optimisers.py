@@ -7,7 +7,7 @@ import torch
 from loop_helpers import rows_of
 
 from grpolab.arithmetic import Task, generate
-from grpolab.lab.replay import replay_bundle
+from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.models.load import load_policy
 from grpolab.runs.run import Run
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
@@ -120,9 +120,9 @@ def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
     config = GRPOConfig(steps=3, prompts_per_step=2, group_size=4, max_new_tokens=48, lr=1e-3, warmup=0, exact=True)
     reward = lambda text, row, rollout: float(len(set(rollout.tokens)))  # noqa: E731
     rows_of(grpo(policy, None, PROBLEMS, config, reward=reward, run=run))
-    found = run.replay(2)
+    found = replay(run, 2)
     assert found.equal, str(found)
-    carried = replay_bundle(run.bundle(2, tmp_path / "step.zip"))
+    carried = replay_bundle(bundle(run, 2, tmp_path / "step.zip"))
     assert carried.equal, str(carried)
 
 

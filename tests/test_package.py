@@ -71,6 +71,7 @@ def test_the_wheel_holds_every_module_and_the_embedded_model(wheel):
     assert len(data) == 16 and modules | data | {"grpolab/py.typed"} <= names
 
 
+@pytest.mark.full
 def test_the_source_distribution_makes_the_same_wheel(source, wheel, tmp_path):
     pytest.importorskip("setuptools")
     copy = shutil.copytree(source, tmp_path / "copy", ignore=shutil.ignore_patterns("build", "*.egg-info"))
@@ -186,6 +187,7 @@ print(version("ipykernel"), version("ipywidgets"), "site-packages" in grpolab.__
 """
 
 
+@pytest.mark.full
 def test_the_setup_cell_installs_on_colab_twice(content):
     """Run, and run again, in one kernel from another folder: the second finds the clone. Torch, kernel and widgets stay."""
     cells = ["import google.colab", badges.setup("smollm2"), USE, badges.setup("smollm2"), USE]

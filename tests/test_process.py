@@ -481,7 +481,7 @@ def test_bad_numbers_and_tokens_are_refused_by_serve_itself():
 
     for options, said in (({"token": ""}, "empty"), ({"token": "a\nb"}, "line breaks"), ({"port": -1}, "port=-1"),
                           ({"step_timeout": 0}, "step_timeout=0"), ({"close_timeout": float("inf")}, "close_timeout=inf"),
-                          ({"queue_timeout": -1}, "queue_timeout=-1"), ({"max_message_bytes": 0}, "max_message_bytes=0")):
+                          ({"latency": -1}, "latency=-1"), ({"max_message_bytes": 0}, "max_message_bytes=0")):
         with pytest.raises(ValueError, match=said):
             run(opens(**options))
 

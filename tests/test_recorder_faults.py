@@ -14,7 +14,7 @@ import torch
 from grpolab import files
 from grpolab.lab.counterfactual import fork, without_group
 from grpolab.lab.credit import credit_of
-from grpolab.lab.replay import replay_bundle
+from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.lab.restore import rebuild
 from grpolab.models.load import Policy, load_policy
 from grpolab.models.lora import LoRA
@@ -40,10 +40,10 @@ def test_a_group_of_a_partial_record_has_the_number_of_its_table(tiny, tmp_path)
     last = [line for line in part.recorder.lines([1]) if line["group"] == 2]
     part.recorder.rewind(1)
     append_line_of(part, last)
-    found = part.replay(1, group=2, rollout=1)
+    found = replay(part, 1, group=2, rollout=1)
     assert found.equal and found.rollouts[0].group == 2 == part.rollouts(1)["group"].iloc[0]
     with pytest.raises(ValueError, match="step 1 has groups 2, not 0"):
-        part.replay(1, group=0)
+        replay(part, 1, group=0)
     assert credit_of(part, 1, 2, 1, digits, continuations=2).advantage == last[0]["advantage"][1]
 
 
@@ -56,8 +56,8 @@ def append_line_of(run, lines):  # noqa: F811
 
 def test_numbers_of_a_data_frame_are_numbers(run, tmp_path):  # noqa: F811
     step = np.int64(3)
-    assert len(run.rollouts(step)) == 12 and run.replay(step, np.int64(1), np.int64(0)).equal
-    assert replay_bundle(run.bundle(step, tmp_path / "b.zip")).equal
+    assert len(run.rollouts(step)) == 12 and replay(run, step, np.int64(1), np.int64(0)).equal
+    assert replay_bundle(bundle(run, step, tmp_path / "b.zip")).equal
     assert forked(run, step).recorder.steps() == [0, 1, 2, 3, 4]
 
 
@@ -70,10 +70,10 @@ def test_a_record_of_another_run_is_named(run, tiny, tmp_path):  # noqa: F811
     shutil.rmtree(run.recorder.folder)
     shutil.copytree(other.recorder.folder, run.recorder.folder)
     with pytest.raises(ValueError, match="the recorded rollouts of step 3 are not those of the weights kept"):
-        run.replay(4)
+        replay(run, 4)
     with pytest.raises(ValueError, match="the rollouts of step 3 are not those of its weights"):
         forked(run, 3, edit=without_group(0))
-    assert not run.replay(3).equal
+    assert not replay(run, 3).equal
 
 
 @pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors", "state.json"])
@@ -112,7 +112,7 @@ def test_a_changed_configuration_or_start_is_named(run):  # noqa: F811
 
 def test_a_damaged_bundle_is_a_value_error_or_the_bundle(run, tmp_path):  # noqa: F811
     """Whatever layer notices: the zip, JSON, base64, the configuration or the hash of the weights."""
-    draw, path = random.Random(0), run.bundle(3, tmp_path / "b.zip", with_weights=False)
+    draw, path = random.Random(0), bundle(run, 3, tmp_path / "b.zip", with_weights=False)
     policy, whole = rebuild(run, 3).policy, path.read_bytes()
     rollouts = [r.recorded for r in replay_bundle(path, policy=policy).rollouts]
     refused = 0
@@ -172,12 +172,12 @@ def test_a_change_of_the_optimiser_is_one(run):  # noqa: F811
     """Weight decay travels with an optimiser's state, and must be the fork's from its step on, and not before."""
     twin = forked(run, 2, "decay", weight_decay=0.5)
     assert not torch.equal(flat(rebuild(twin, 5).policy), flat(rebuild(run, 5).policy))
-    assert twin.replay(4).equal and not twin.replay(4).differs and not rebuild(twin, 5).notes
+    assert replay(twin, 4).equal and not replay(twin, 4).differs and not rebuild(twin, 5).notes
     assert torch.equal(flat(rebuild(twin, 2).policy), flat(rebuild(run, 2).policy))
     assert load_state(twin.kept()[3], fresh(rebuild(twin, 3).policy), rebuild(twin, 3).optimiser)["step"] == 3
     with pytest.raises(ValueError, match="'adafactor' cannot go on with the moments of 'adamw': fork from step 0"):
         forked(run, 2, "other", optimiser="adafactor")
-    assert forked(run, 0, "other", optimiser="adafactor").replay(4).equal
+    assert replay(forked(run, 0, "other", optimiser="adafactor"), 4).equal
 
 
 # --- other policies ---------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_a_run_of_an_adapter_comes_again(tiny, tmp_path):
     policy = load_policy(str(tmp_path / "base"), device="cpu", adapter=LoRA(), tell=False)
     train(policy, Run("x", root=tmp_path, replay_every=2), replace(CONFIG, save_every=20))
     found = Run(root=tmp_path / "x")
-    assert found.replay(3).equal and replay_bundle(found.bundle(3, tmp_path / "b.zip")).equal
+    assert replay(found, 3).equal and replay_bundle(bundle(found, 3, tmp_path / "b.zip")).equal
 
 
 def test_a_policy_with_dropout_comes_again(tiny, tmp_path):
@@ -201,5 +201,5 @@ def test_a_policy_with_dropout_comes_again(tiny, tmp_path):
     policy = Policy(GPT2LMHeadModel(config).train(), tiny.tokenizer, "gpt2", tiny.eos_ids)
     train(policy, Run("x", root=tmp_path, replay_every=3), replace(CONFIG, save_every=20, max_logp_diff=None))
     found = Run(root=tmp_path / "x")
-    replayed = found.replay(2)
-    assert replayed.equal and not replayed.differs and forked(found, 2, watch=None).replay(4).equal
+    replayed = replay(found, 2)
+    assert replayed.equal and not replayed.differs and replay(forked(found, 2, watch=None), 4).equal

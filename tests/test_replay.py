@@ -15,7 +15,7 @@ from grpolab.arithmetic import Task, generate
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serve
-from grpolab.lab.replay import bundle, replay_bundle, runs_of
+from grpolab.lab.replay import bundle, replay, replay_bundle, runs_of
 from grpolab.lab.restore import rebuild
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
@@ -69,27 +69,27 @@ def run(left, tmp_path):
 @pytest.mark.parametrize("step", range(5))
 def test_every_bit_comes_again(run, step):
     """Also two updates behind the kept weights, with a leash, two passes and two minibatches."""
-    found = run.replay(step)
+    found = replay(run, step)
     assert found.equal and len(found.rollouts) == 12 and found.kept == (0 if step < 3 else 3) and not found.differs
     assert str(found) == f"step {step}: 12 of 12 rollouts agree in every bit"
 
 
 def test_one_rollout_and_the_end_of_the_run(run, left):
-    one = run.replay(4, 2, 1)
+    one = replay(run, 4, 2, 1)
     assert str(one).startswith("step 4, group 2, rollout 1: all ")
     assert one.rollouts[0].recorded == run.recorder.groups(4)[2].group[1]
     end = rebuild(run, 5)
     assert torch.equal(flat(end.policy), flat(left[1])) and end.policy.version == left[1].version
     for group, rollout, text in ((3, 0, "groups 0 to 2, not 3"), (0, 4, "rollouts 0 to 3, not 4")):
         with pytest.raises(ValueError, match=text):
-            run.replay(4, group, rollout)
+            replay(run, 4, group, rollout)
 
 
 def test_an_interrupted_run_is_replayed_as_an_uninterrupted_one(tiny, tmp_path):
     run = Run("x", root=tmp_path, replay_every=2)
     train(fresh(tiny), run, stop=3)
     train(fresh(tiny), run)
-    assert sorted(run.kept()) == [0, 2, 4] and all(run.replay(step).equal for step in (1, 3, 4))
+    assert sorted(run.kept()) == [0, 2, 4] and all(replay(run, step).equal for step in (1, 3, 4))
 
 
 def test_a_run_that_starts_over_keeps_nothing_of_the_one_before(tiny, tmp_path, capsys):
@@ -97,7 +97,7 @@ def test_a_run_that_starts_over_keeps_nothing_of_the_one_before(tiny, tmp_path, 
     train(fresh(tiny), run)
     assert "weights and optimiser are kept for replay every 2 steps: 3 times up to " in capsys.readouterr().out
     train(fresh(tiny), run, GRPOConfig(**{**vars(CONFIG), "steps": 2, "lr": 1e-4}))
-    assert sorted(run.kept()) == [0, 2] and run.replay(1).equal
+    assert sorted(run.kept()) == [0, 2] and replay(run, 1).equal
 
 
 def test_episodes_come_again_with_what_the_environment_said(caller, tmp_path):  # noqa: F811
@@ -114,7 +114,7 @@ def test_episodes_come_again_with_what_the_environment_said(caller, tmp_path):  
     assert told["mask"].map(lambda m: 0 in m).any() and told["turns"].map(len).max() >= 2 and "calls" in told
     assert told.loc[told["turns"].map(len) > 1, "turns"].iloc[0][0][1] in told["turns"].map(str).str.cat()
     for step in range(3):
-        assert (found := run.replay(step)).equal, str(found)
+        assert (found := replay(run, step)).equal, str(found)
 
 
 def test_the_words_of_policy_and_environment_alternate():
@@ -143,7 +143,7 @@ def test_the_token_at_which_it_parts_is_named(run):
         lines[0]["finish_reason"][3] = "eos"
 
     rewrite(run, lambda lines: (change(lines), lines[0].update(logps=shorter(lines[0]))))
-    found = run.replay(0)
+    found = replay(run, 0)
     assert not found.equal and [r.token for r in found.rollouts[1:3]] == [3, 7]
     assert "step 0: 9 of 12 rollouts agree in every bit" in str(found)
     assert "group 0, rollout 1: parts at token 3" in str(found) and "rollout 2: 7 tokens recorded, 8 now" in str(found)
@@ -172,7 +172,7 @@ def test_other_bits_of_equal_tokens_are_told_with_their_size(run):
         lines[0]["logps"] = base64.b64encode(flat.tobytes()).decode()
 
     rewrite(run, change)
-    found = run.replay(0, 0)
+    found = replay(run, 0, 0)
     assert found.rollouts[1].token == 2 and found.rollouts[1].nats == pytest.approx(0.25)
     assert "the tokens agree; log-probs differ from token 2 on, by at most 0.25 nats" in str(found)
 
@@ -182,11 +182,11 @@ def test_what_is_not_as_recorded_is_named(run):
     sitting = json.loads(path.read_text())
     sitting[0] |= {"torch": "1.0", "threads": 2, "processor": "another"}
     path.write_text(json.dumps(sitting))
-    assert run.replay(0, 0, 0, threads=1).differs == (
+    assert replay(run, 0, 0, 0, threads=1).differs == (
         f"torch {torch.__version__!r}, recorded '1.0'", f"processor {computed('processor')!r}, recorded 'another'",
         "threads 1, recorded 2")
     path.unlink()
-    assert "not known: sittings.json is missing" in run.replay(0, 0, 0).differs[0]
+    assert "not known: sittings.json is missing" in replay(run, 0, 0, 0).differs[0]
 
 
 def computed(name):
@@ -197,7 +197,7 @@ def computed(name):
 def test_another_reference_is_noticed_by_the_rows(run, tiny):
     with torch.no_grad():
         next(tiny.model.parameters()).add_(0.1)
-    found = run.replay(2, reference=tiny)
+    found = replay(run, 2, reference=tiny)
     assert "the update of step 0 gives " in found.differs[0] and "where the run had" in found.differs[0]
 
 
@@ -207,18 +207,18 @@ def test_another_reference_is_noticed_by_the_rows(run, tiny):
 def test_without_kept_weights_there_is_no_way(run):
     shutil.rmtree(run.folder / "replay" / "step-00000000")
     with pytest.raises(ValueError, match="no way to step 2 of 5: weights are kept before steps 3"):
-        run.replay(2)
+        replay(run, 2)
     shutil.rmtree(run.folder / "replay")
     with pytest.raises(ValueError, match=r"no weights were kept: Run\(..., replay_every=10\)"):
-        run.replay(2)
+        replay(run, 2)
 
 
 def test_a_part_of_the_rollouts_reaches_a_kept_step_only(tiny, tmp_path):
     run = Run("x", root=tmp_path, replay_every=2, keep=5)
     train(fresh(tiny), run)
-    assert run.replay(2).equal and len(run.replay(2).rollouts) == 5
+    assert replay(run, 2).equal and len(replay(run, 2).rollouts) == 5
     with pytest.raises(ValueError, match="keeps 5 of the 12 rollouts of step 2, and an update needs all of them"):
-        run.replay(3)
+        replay(run, 3)
 
 
 def test_damaged_weights_are_named(run):
@@ -227,14 +227,14 @@ def test_damaged_weights_are_named(run):
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"step-00000003 cannot be read \(model.safetensors: not the bytes that were written"):
-        run.replay(4)
+        replay(run, 4)
     (path.parent / "sha256.json").unlink()  # the weights have a hash of their own, too
     with pytest.raises(ValueError, match="step-00000003 are not those that were written: their hash is another"):
-        run.replay(4)
+        replay(run, 4)
     path.write_bytes(data[:1000])
     with pytest.raises(ValueError, match="step-00000003 cannot be read"):
-        run.replay(4)
-    assert run.replay(2).equal
+        replay(run, 4)
+    assert replay(run, 2).equal
 
 
 def test_a_run_of_something_else_is_named(run):
@@ -242,10 +242,10 @@ def test_a_run_of_something_else_is_named(run):
     note = json.loads(path.read_text())
     path.write_text(json.dumps(note | {"config": {"lr": 1}}))
     with pytest.raises(ValueError, match="another method or version than GRPO.*group_size"):
-        run.replay(0)
+        replay(run, 0)
     path.write_text("{")
     with pytest.raises(ValueError, match="run.json cannot be read"):
-        run.replay(0)
+        replay(run, 0)
 
 
 def test_kept_weights_that_do_not_fit_the_disk_are_refused(tiny, tmp_path, monkeypatch):
@@ -258,7 +258,7 @@ def test_kept_weights_that_do_not_fit_the_disk_are_refused(tiny, tmp_path, monke
 
 
 def test_a_bundle_replays_without_its_run(run, tmp_path):
-    path = run.bundle(4, tmp_path / "step.zip")
+    path = bundle(run, 4, tmp_path / "step.zip")
     shutil.rmtree(run.folder)
     found = replay_bundle(path)
     assert found.equal and len(found.rollouts) == 12 and not found.differs and path.stat().st_size < 3.5e6

@@ -44,7 +44,7 @@ def data_of(page):
 
 
 def test_the_page_holds_what_the_record_holds(left, tmp_path):
-    page = left.browse(tmp_path / "a.html")
+    page = browse(left, tmp_path / "a.html")
     data, table = data_of(page), left.rollouts()
     assert page.path.read_text() == page.html and len(page.html) < 5e6 and page.note == "72 rollouts"
     assert [r["t"] for r in data["rows"]] == table["tokens"].tolist() and [r["o"]["length"] for r in data["rows"]]
@@ -61,13 +61,13 @@ def test_the_page_holds_what_the_record_holds(left, tmp_path):
 
 
 def test_nothing_is_asked_of_a_network(left, tmp_path):
-    page = left.browse(tmp_path / "a.html").html
+    page = browse(left, tmp_path / "a.html").html
     outside = page.replace(re.search(r'id="data">(.*?)</script>', page).group(1), "")
     assert "default-src 'none'" in page and not re.search(r"https?:|src=|href=|@import|fetch\(|url\(|innerHTML", outside)
 
 
 def test_a_page_stays_below_its_size_and_says_what_it_leaves_out(left, tmp_path):
-    page = left.browse(tmp_path / "a.html", biggest=18_000)
+    page = browse(left, tmp_path / "a.html", biggest=18_000)
     rows = data_of(page)["rows"]
     assert len(page.html) < 18_000 and 0 < len(rows) < 72
     assert page.note == f"{len(rows)} rollouts of 72, evenly spaced over the steps: the file stays below 0.018 MB"
@@ -75,7 +75,7 @@ def test_a_page_stays_below_its_size_and_says_what_it_leaves_out(left, tmp_path)
 
 
 def test_numbers_under_other_policies_and_their_answers(left, tiny, tmp_path):
-    page = left.browse(tmp_path / "a.html", now=3, reference=tiny, compare=(0, tiny), prompts=4)
+    page = browse(left, tmp_path / "a.html", now=3, reference=tiny, compare=(0, tiny), prompts=4)
     data, end = data_of(page), rebuild(left, 3).policy
     rollouts = [r for step in range(3) for g in left.recorder.groups(step) for r in g.group]
     for name, policy in (("now", end), ("ref", tiny)):
@@ -83,7 +83,7 @@ def test_numbers_under_other_policies_and_their_answers(left, tiny, tmp_path):
         assert [r[name] for r in data["rows"]] == [pytest.approx(row, abs=2e-3) for row in expected]
     assert data["diff_names"] == ["after 0 steps", "tiny"] and len(data["diff"]) == 4
     assert all(how == "=" for d in data["diff"] for how, _ in d["pieces"])  # the run started from it
-    other = data_of(left.browse(tmp_path / "a.html", compare=(0, 3)))["diff"]
+    other = data_of(browse(left, tmp_path / "a.html", compare=(0, 3)))["diff"]
     assert any(how != "=" for d in other for how, _ in d["pieces"])
 
 
@@ -133,7 +133,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium")
 
 @browser
 def test_it_opens_in_a_browser(left, tmp_path):
-    assert dom(left.browse(tmp_path / "a.html"), tmp_path)[0].count("<article>") == 60
+    assert dom(browse(left, tmp_path / "a.html"), tmp_path)[0].count("<article>") == 60
     shown, whole = dom(browse(evil_run(tmp_path)), tmp_path)
     assert shown.count("<article>") == 4 and "<title>hit" not in whole and "<img" not in whole
     assert shown.count('class="env"') == 4 and "onerror=document.title" in shown  # there, as text
@@ -142,7 +142,7 @@ def test_it_opens_in_a_browser(left, tmp_path):
 @browser
 def test_what_is_searched_is_found_and_marked(left, tmp_path):
     """In completions token by token, in prompts, and in the answers of two checkpoints."""
-    table, page = left.rollouts(), left.browse(tmp_path / "a.html", compare=(0, 3), prompts=4)
+    table, page = left.rollouts(), browse(left, tmp_path / "a.html", compare=(0, 3), prompts=4)
     data = data_of(page)
     needle = table["completion"][5][1:4]
     found = [needle.lower() in (c + "|" + p).lower() for c, p in zip(table["completion"], table["prompt"])]
@@ -191,7 +191,7 @@ def test_the_places_of_prompts_survive_what_is_left_out(left, tmp_path, monkeypa
     """Where the estimate of the size was too low, groups are dropped from the finished rows."""
     module = importlib.import_module("grpolab.lab.rollout_viewer")
     monkeypatch.setattr(module, "size_of", lambda line: 1)
-    page = left.browse(tmp_path / "a.html", biggest=16_000)
+    page = browse(left, tmp_path / "a.html", biggest=16_000)
     data, table = data_of(page), left.rollouts().set_index(["step", "group", "rollout"])
     assert len(page.html) <= 16_000 and 0 < len(data["rows"]) < 72
     for row in data["rows"]:

@@ -5,14 +5,14 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
-from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, get
+from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, get, server_process
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve as serve_websockets
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from grpolab.env import protocol
-from grpolab.env import server as server_module
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
 from grpolab.env.faults import Faulty
@@ -308,7 +308,7 @@ def test_a_reply_that_is_read_after_the_deadline_is_too_late():
     async def main():
         async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=0.2)) as session:
             step = asyncio.create_task(session.step({"sleep": 0.1}))
-            await eventually(lambda: session._asked and server.status()["session_list"][0]["busy"] == "step", SOON)
+            await eventually(lambda: server.status()["session_list"][0]["busy"] == "step", SOON)
             time.sleep(0.4)
             with pytest.raises(DeadlineExceeded):
                 await step
@@ -502,23 +502,11 @@ def test_a_trace_that_cannot_be_written_costs_no_step(caplog):
 
     async def main():
         async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=SOON)) as session:
-            server._trace_file = Full()
+            server.hosting.file = Full()
             await session.reset()
             assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(2)] == [1, 2]
         assert EchoEnv.live == 0 and [e["phase"] for e in server.trace][-4:] == ["reset", "step", "step", "close"]
         assert sum("No space left" in str(r.exc_info) for r in caplog.records) == 4
-
-    run(main())
-
-
-def test_the_trace_may_be_read_while_sessions_write_it():
-    async def main():
-        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
-            await session.reset()
-            (of_session,), before = server._sessions.values(), len(server.trace)
-            for _ in server.trace:
-                server.record("step", of_session, 0.0, "")
-            assert len(server.trace) == 2 * before
 
     run(main())
 
@@ -591,41 +579,45 @@ def test_a_long_episode_id_is_refused_and_kept_nowhere():
                 assert (await reset(name))["code"] == "VALIDATION_ERROR"
             for name in ("x" * 255, "é", 7, None):
                 assert (await reset(name))["reward"] is None
-            assert server._trace_bytes < 10_000 and len(json.dumps(server.status())) < 10_000
+            assert len(json.dumps(server.trace)) < 10_000 and len(json.dumps(server.status())) < 10_000
 
     run(main())
 
 
-def test_the_trace_is_bounded_in_bytes(monkeypatch):
-    monkeypatch.setattr(server_module, "TRACE_BYTES", 10_000)
-
+def test_small_messages_may_wait_behind_a_slow_step():
     async def main():
-        async with serve(EchoEnv) as server, EnvSession(server.url) as session:
-            for turn in range(200):
-                await session.reset(episode_id=f"{turn:255}")
-            kept = server.trace
-            assert 10 < len(kept) < 40 and kept[-1]["episode_id"] == f"{199:255}"
-            assert server._trace_bytes == sum(map(len, server._trace)) <= 10_000
-
-    run(main())
-
-
-def test_what_waits_behind_a_slow_step_is_bounded_and_small_messages_may_wait():
-    async def main():
-        async with serve(EchoEnv, max_message_bytes=100_000, ping_interval=0.2, ping_timeout=2) as server:
+        async with serve(EchoEnv, ping_interval=0.2, ping_timeout=2) as server:
             async with connect(server.url + "/ws", proxy=None) as raw:
                 await raw.send('{"type":"step","data":{"sleep":3}}')  # longer than a client without pongs would live
-                for number in range(100):  # more than websockets queues
+                for number in range(100):
                     await raw.send(f'{{"type":"step","data":{{"text":"{number}"}}}}')
                 echoes = [json.loads(await raw.recv())["data"]["observation"]["echo"] for _ in range(101)]
                 assert echoes == ["", *map(str, range(100))]
-            async with connect(server.url + "/ws", proxy=None, close_timeout=0.1) as raw:
-                await raw.send('{"type":"step","data":{"sleep":0.5}}')
-                for _ in range(4):
-                    await raw.send(json.dumps({"type": "step", "data": {"text": "x" * 40_000}}))
-                replies = [json.loads(text)["data"] async for text in raw]
-                assert [r.get("code") for r in replies] == [None, None, None, "SESSION_ERROR"]
-                assert "100000 bytes of messages wait" in replies[-1]["message"]
+
+    run(main())
+
+
+def test_large_messages_behind_a_slow_step_wait_with_the_client_and_not_in_the_server():
+    """Four clients that sent frames of 15 MB behind a slow step took the server to 1.2 GB; now it stops reading."""
+    frame = json.dumps({"type": "step", "data": {"text": "x" * 15_000_000}})
+
+    async def main():
+        with server_process("env_harness:EchoEnv", "--isolate", "thread") as (process, url):
+            server, sent = psutil.Process(process.pid), []
+            before = server.memory_info().rss
+
+            async def client():
+                async with connect(url + "/ws", proxy=None, ping_interval=None, close_timeout=0.1) as raw:
+                    await raw.send('{"type":"step","data":{"sleep":60}}')
+                    while True:
+                        await raw.send(frame)
+                        sent.append(len(frame))
+
+            sending = asyncio.create_task(client())
+            await eventually(lambda: sent, SOON)
+            await asyncio.sleep(3)
+            assert len(sent) <= 4 and server.memory_info().rss - before < 100_000_000
+            sending.cancel()
 
     run(main())
 
@@ -664,6 +656,23 @@ def test_health_status_and_unknown_paths():
             _, _, body = await asyncio.to_thread(get, server.url + "/status")
             assert body["sessions"] == 1 and body["session_list"][0]["episode_id"] == "e1"
             assert (await asyncio.to_thread(get, server.url + "/nothing"))[0] == 404
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/health", "/status", "/nothing"])
+def test_a_get_under_the_name_of_another_site_is_refused(path):
+    """DNS rebinding: a page of evil.example whose name leads to 127.0.0.1 must not read what this server knows."""
+    async def main():
+        async with serve(EchoEnv) as server:
+            for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+                code, _, body = await asyncio.to_thread(get, server.url + path, {"Host": host})
+                assert code == 403 and "Host" in body["error"]
+            for host in ("localhost:1", "127.0.0.1", "[::1]:8000"):
+                assert (await asyncio.to_thread(get, server.url + path, {"Host": host}))[0] != 403
+        async with serve(EchoEnv, token="secret") as server:  # whoever has the token may come by any name
+            headers = {"Host": "lab.example", "Authorization": "Bearer secret"}
+            assert (await asyncio.to_thread(get, server.url + path, headers))[0] != 403
 
     run(main())
 

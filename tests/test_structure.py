@@ -1,8 +1,9 @@
-"""The house: which room may import which, what an environment server must not load, how long a file may be."""
+"""Which room may import which, that no two files import each other, what must not load torch, how long a file may be."""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,35 +12,42 @@ import grpolab
 
 HOME = Path(grpolab.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
-# Importer -> the rooms it may import beside its own. `__main__` is the door to all of them.
+# Importer -> the rooms it may import beside its own. The package's own `__init__` and `__main__` lead to all of them.
 ARROWS = {
-    "flat": {"decode", "models"},  # evaluate asks the sampler
+    "flat": set(),
     "models": {"flat"},
     "decode": {"flat", "models"},
-    "runs": {"flat", "models", "lab"},
-    "train": {"flat", "models", "decode", "runs", "env", "lab"},
+    "evaluate": {"flat", "models", "decode"},
+    "runs": {"flat", "models"},
     "env": {"flat"},
-    "serve": {"flat", "models", "decode", "runs", "train", "env"},
-    "lab": {"flat", "models", "decode", "runs", "train", "env"},
-    "cli": {"flat", "models", "decode", "runs", "train", "env", "serve", "lab"},
+    "train": {"flat", "models", "decode", "evaluate", "runs", "env"},
+    "serve": {"flat", "models", "decode", "evaluate", "runs", "env", "train"},
+    "lab": {"flat", "models", "decode", "evaluate", "runs", "env", "train", "serve"},
+    "cli": {"flat", "models", "decode", "evaluate", "runs", "env", "train", "serve", "lab"},
 }
 LONGEST = 360  # lines; a longer file says at its top why ("Longer than ...")
 
 
 def room(module: str) -> str:
-    """The room of a dotted module: decode, train, env, lab, or flat for the files above them."""
+    """The room of a dotted module: its folder, `evaluate`, which stands on decode, or flat for the other files above."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and (HOME / parts[1]).is_dir() else "flat"
+    return parts[1] if len(parts) > 1 and ((HOME / parts[1]).is_dir() or parts[1] == "evaluate") else "flat"
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("grpolab", *path.relative_to(HOME).with_suffix("").parts))
 
 
 def imported(path: Path) -> set[str]:
-    """The grpolab modules that a file names in an import statement, wherever it stands."""
+    """The grpolab modules that a file imports, wherever the statement stands, or that it names to `import_module`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "grpolab":
             found |= {f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Import):
             found |= {name.name for name in node.names if name.name.split(".")[0] == "grpolab"}
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            found |= {a.value for a in node.args if isinstance(a, ast.Constant) and str(a.value).startswith("grpolab.")}
     return found
 
 
@@ -47,9 +55,19 @@ def imported(path: Path) -> set[str]:
 def test_imports_go_one_way(path):
     if path.name in ("__main__.py", "__init__.py") and path.parent == HOME:
         return
-    mine = room(".".join(("grpolab", *path.relative_to(HOME).parts)).removesuffix(".py"))
+    mine = room(name_of(path))
     others = {room(module) for module in imported(path)} - {mine}
     assert others <= ARROWS[mine], f"{mine} imports {sorted(others - ARROWS[mine])}"
+
+
+def test_no_files_import_each_other():
+    """Not through others either; graphlib names the circle."""
+    modules = {name_of(path): path for path in FILES if path.name != "__init__.py"}
+    graph = {}
+    for name, path in modules.items():
+        named = {m if m in modules else m.rpartition(".")[0] for m in imported(path)}
+        graph[name] = {m for m in named if m in modules and m != name}
+    assert len(tuple(TopologicalSorter(graph).static_order())) == len(modules)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))

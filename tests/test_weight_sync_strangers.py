@@ -21,7 +21,7 @@ from grpolab.decode.audit import audit  # noqa: E402
 from grpolab.decode.sampler import Sampler  # noqa: E402
 from grpolab.decode.sampling import SamplingParams  # noqa: E402
 from grpolab.models.load import Policy  # noqa: E402
-from grpolab.serve import service as service_module  # noqa: E402
+from grpolab.serve import state as service_module  # noqa: E402
 from grpolab.serve import weight_sync
 from grpolab.serve.http_client import RemoteError  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402

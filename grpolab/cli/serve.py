@@ -49,7 +49,6 @@ class Limits:
     reset_timeout: float = 60.0  # longest reset
     step_timeout: float = 60.0  # longest step
     close_timeout: float = 5.0  # longest closing of an environment
-    queue_timeout: float = 10.0  # longest time that a client may ask to wait for a session
     ping_interval: float | None = 5.0  # between heartbeats; 0 turns them off
     ping_timeout: float = 10.0  # without an answer before a client counts as gone
 

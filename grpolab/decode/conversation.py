@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from grpolab.decode.requests import Kept, Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
-
-if TYPE_CHECKING:
-    from grpolab.decode.sampler import Sampler
 
 
 class Conversation:
@@ -26,7 +22,7 @@ class Conversation:
     "context" and is the last: `room` is then 0.
     """
 
-    def __init__(self, sampler: Sampler, seed: int):
+    def __init__(self, sampler, seed: int):
         self.sampler, self.seed, self.turns = sampler, seed, []
         self._kept: Kept | None = Kept()
         self._waiting = False

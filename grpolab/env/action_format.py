@@ -1,7 +1,7 @@
-"""How a policy's text meets an environment: a `Dialect` turns what it wrote into an action and what was observed into
-text, and rules what an action that the environment cannot read costs.
+"""How a policy's text meets an environment: an `ActionFormat` turns what it wrote into an action and what was observed
+into text, and rules what an action that the environment cannot read costs.
 
-`TEXT` is the dialect of grpolab's own environments: {"text": ...} both ways. `MCP` speaks to OpenEnv's environments with
+`TEXT` is the format of grpolab's own environments: {"text": ...} both ways. `MCP` speaks to OpenEnv's environments with
 tools: the question comes with their list, a turn is one call written as JSON. Others are made by `replace`:
 
     typed = replace(TEXT, to_action=lambda text: {"number": int(text)}, to_text=lambda seen: seen["message"])
@@ -36,7 +36,7 @@ def text_observation(observation: dict) -> str:
     said = observation.get("text")
     if not isinstance(said, str):
         raise ValueError(f"an observation with the keys {sorted(observation)} has no string 'text': say how it reads, with "
-                         "dialect=replace(TEXT, to_text=lambda observation: ...)")
+                         "action_format=replace(TEXT, to_text=lambda observation: ...)")
     return said
 
 
@@ -55,12 +55,12 @@ class Malformed:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ActionFormat:
     """The hooks between a policy's text and one kind of environment.
 
     to_action   the text of a turn -> the action, a JSON object; raises ValueError or LookupError where the text is none
     to_text     an observation, its `metadata` inside where it has any -> the text that the policy reads
-    introduce   async (seat) -> text that stands before the question, asked for after each reset; None for none
+    introduce   async (slot) -> text that stands before the question, asked for after each reset; None for none
     measure     the results of an episode's steps -> numbers by name; their means over episodes stand in the row
     on_invalid  what becomes of an action that `to_action` or the environment refuses (a VALIDATION_ERROR): "tell" answers
                 with the reason in place of an observation; "penalise" does so too and pays `penalty`, once for each;
@@ -101,10 +101,10 @@ class Dialect:
             raise InvalidAction(str(fault) or repr(fault)) from fault
         return action
 
-    async def act(self, seat: Any, text: str) -> StepResult | Malformed:
-        """Do on the seat what the text says. Malformed where that is no action; whatever else fails is raised."""
+    async def act(self, slot: Any, text: str) -> StepResult | Malformed:
+        """Do on the slot what the text says. Malformed where that is no action; whatever else fails is raised."""
         try:
-            return await seat.step(self.action(text))
+            return await slot.step(self.action(text))
         except InvalidAction as fault:
             return Malformed(_reason(str(fault)))
         except SessionLost as fault:
@@ -170,9 +170,9 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-async def list_tools(seat: Any) -> str:
+async def list_tools(slot: Any) -> str:
     """The environment's tools, a line each, and the form of a call. Asking is no step of the episode."""
-    tools = (await seat.mcp("tools/list")).get("tools")
+    tools = (await slot.mcp("tools/list")).get("tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and "name" in tool for tool in tools):
         raise SessionLost(f"tools/list was answered with {tools!r:.200}, which is no list of tools")
     return "\n".join(["Tools:", *map(describe_tool, tools), f"Call one of them: {CALL_FORM}"])
@@ -193,5 +193,5 @@ def tool_calls(results: Sequence[StepResult]) -> dict[str, float]:
     return {"calls": sum("tool_name" in r.observation and not r.observation.get("error") for r in results)}
 
 
-TEXT = Dialect()
-MCP = Dialect(to_action=tool_call, to_text=tool_text, introduce=list_tools, measure=tool_calls)
+TEXT = ActionFormat()
+MCP = ActionFormat(to_action=tool_call, to_text=tool_text, introduce=list_tools, measure=tool_calls)

@@ -16,18 +16,12 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.protocol import State
 
+from grpolab.access import check_token
 from grpolab.env import protocol
-from grpolab.env.protocol import (
-    CapacityError,
-    ConnectError,
-    DeadlineExceeded,
-    ServerError,
-    SessionLost,
-    StepResult,
-)
+from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, ServerError, SessionLost, StepResult
 
 TRACE_SPANS = 100_000  # how many spans a trace keeps, the last ones: some 20 MB
 EPISODE_SHOWN = 255  # characters of an episode's name in a span; our server takes no longer ones
@@ -37,9 +31,9 @@ EPISODE_SHOWN = 255  # characters of an episode's name in a span; our server tak
 class Deadlines:
     """Seconds that each phase may take. All are finite, so everything that fails, fails in bounded time.
 
-    connect: TCP and handshake; for a pool also the wait for a free slot when it replaces a lost session.
-    admit: from the handshake to the proof that an environment stands behind it. close: the goodbye.
-    episode and group belong to the pool: one rollout, and all of a group's.
+    connect: TCP and handshake; for a pool also the wait for a free place when it replaces a lost session.
+    admit: from the handshake to the proof that an environment stands behind it. step: also a state or an MCP request.
+    close: the goodbye. episode and group belong to the pool: one rollout, and all of a group's.
     """
 
     connect: float = 10.0
@@ -102,16 +96,6 @@ def _seconds(wait: str) -> float | None:
     return float(wait) if wait.isascii() and wait.isdigit() and len(wait) < 6 else None
 
 
-def _checked(token: str) -> str:
-    """The token, if an HTTP header can hold it. The error does not show it."""
-    if not (token and all("!" <= character <= "~" for character in token)):
-        at = next((i for i, character in enumerate(token) if not "!" <= character <= "~"), 0)
-        what = f"has a character that no HTTP header can hold, at position {at} of {len(token)}" if token else "is empty"
-        raise ValueError(f"the token {what}: read it with .strip(), for a file mostly ends in a newline, and pass None for a "
-                         "server that asks for none")
-    return token
-
-
 def _cut(connection: ClientConnection) -> None:
     """End a connection at once, with no word to the other side. `websockets` itself only closes with a handshake, which
     takes time and a task; `transport` is asyncio's own object."""
@@ -124,29 +108,23 @@ class EnvSession:
     `connect` returns only when the server has answered on this session, so an admitted session is a real one (an
     OpenEnv server accepts the handshake and refuses afterwards). After `lost` is set, every call raises SessionLost.
     `trace` has a Span a phase, the last TRACE_SPANS; a pool passes its own for all sessions to write to.
-    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off. `wait` is how many whole seconds a
-    full server may keep us in its line, beyond `deadlines.connect`; `party`, "NAME COUNT", asks for the places of COUNT
-    sessions together. A server without a line ignores both.
+    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
     """
 
     def __init__(self, url: str, *, token: str | None = None, deadlines: Deadlines | None = None,
                  ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0,
-                 trace: deque[Span] | None = None, index: int = 0, wait: int = 0, party: str = ""):
+                 trace: deque[Span] | None = None, index: int = 0):
         self.url = socket_url(url)
         self.deadlines = deadlines or Deadlines()
         self.index = index
         self.episode_id = ""
         self.turn = 0
         self.lost: BaseException | None = None
-        self.exchanged = 0  # characters of the last request and its reply
-        self._wait = wait
-        asked = {"Authorization": f"Bearer {_checked(token)}" if token is not None else "", "X-Session-Group": party,
-                 "Prefer": f"wait={wait}" if wait else ""}
-        self._headers = {name: text for name, text in asked.items() if text}
+        self._headers = {} if token is None else {"Authorization": f"Bearer {check_token(token)}"}
         self._pings = {"ping_interval": ping_interval, "ping_timeout": ping_timeout}
         self._spans: deque[Span] = deque(maxlen=TRACE_SPANS) if trace is None else trace
         self._socket: ClientConnection | None = None
-        self._asked: str | None = None  # the phase of the request in flight
+        self._in_flight = False  # a request
 
     async def __aenter__(self) -> EnvSession:
         await self.connect()
@@ -208,7 +186,7 @@ class EnvSession:
         self._socket = handshake.result()
 
     async def _handshake(self):
-        seconds = self.deadlines.connect + self._wait
+        seconds = self.deadlines.connect
         local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         try:
             async with asyncio.timeout(seconds):
@@ -219,6 +197,9 @@ class EnvSession:
             raise DeadlineExceeded("connect", seconds, self.url) from fault
         except InvalidStatus as fault:
             raise _refused(fault, self.url) from fault
+        except InvalidURI as fault:
+            raise ConnectError(f"{self.url} redirects to {fault.uri!r:.200}, which is no WebSocket address: pass the address "
+                               "that it leads to, as ws:// or wss://") from fault
         except (OSError, InvalidHandshake, EOFError) as fault:
             raise ConnectError(f"no environment server answers at {self.url}: {fault}") from fault
 
@@ -251,8 +232,8 @@ class EnvSession:
         if kind != "mcp" or not isinstance(data.get("result", {}), dict):
             raise self._drop(SessionLost(f"{method} was answered with {kind!r} {data!r:.200}: the connection is out of step"))
         if fault := data.get("error"):
-            said = fault if isinstance(fault, dict) else {"message": fault}
-            raise ServerError(f"{method}: {said.get('message', 'refused')}", str(said.get("code", "")))
+            reason = fault if isinstance(fault, dict) else {"message": fault}
+            raise ServerError(f"{method}: {reason.get('message', 'refused')}", str(reason.get("code", "")))
         return data.get("result", {})
 
     async def close(self) -> None:
@@ -308,19 +289,19 @@ class EnvSession:
             raise RuntimeError("this session is not connected: use `async with EnvSession(url) as session`")
         if self.lost is not None:
             raise SessionLost(f"this session is over ({self.lost}); open a new one") from self.lost
-        if self._asked is not None:
+        if self._in_flight:
             raise RuntimeError("a request is in flight on this session; one at a time, or open a session for each task")
-        self._asked = phase
+        self._in_flight = True
         start, ended_by = perf_counter(), ""
         try:
             try:
                 async with asyncio.timeout(seconds):
                     reply = await self._exchange(phase, text)
             except TimeoutError as fault:
-                raise DeadlineExceeded(phase, seconds, f"session {self.index} at {self.url}") from fault
+                limit = phase if phase in vars(self.deadlines) else "step"
+                raise DeadlineExceeded(phase, seconds, f"session {self.index} at {self.url}", limit=limit) from fault
             except ConnectionClosed as fault:
                 raise SessionLost(f"{self.url} closed the connection during {phase}: {fault}") from fault
-            self.exchanged = len(text) + len(reply)
             return protocol.parse_reply(reply, self.url)
         except BaseException as fault:
             ended_by = type(fault).__name__
@@ -329,7 +310,7 @@ class EnvSession:
                 self._drop(fault)
             raise
         finally:
-            self._asked = None
+            self._in_flight = False
             self._record(phase, start, ended_by)
 
     async def _exchange(self, phase: str, text: str) -> str | bytes:

@@ -16,40 +16,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PATIENCE = 10  # times the results that passing a tier takes at least; then the next one opens all the same
+LONGEST = 32  # times `interval`: the longest pause of a mastered or hopeless task
+NOVELTY, REVIEW, RECENCY = 2.0, 1.5, 0.5  # what a new task, a due one and one long not seen weigh beside a weak one's 1
+
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Rates are between 0 and 1; ages and intervals count recorded groups.
+    """Rates are between 0 and 1; intervals count recorded groups.
 
     A task's rate is the mean of its last `window` results; it is mastered at `mastery` or above with `min_tries` results,
-    and hopeless (for now) with `window` results and no success in any. A tier is passed when a share `coverage` of its
-    tasks was tried `min_tries` times and the mean rate of those that are not hopeless is at least `promote`; it is taken
-    back when the mean of the one below falls under `demote`. A tier that is not passed after `patience` times the results
-    that passing takes at least opens the next one all the same, for good. A mastered or hopeless task is due again after
-    `interval`, twice as long each time it is still so, at most `longest_interval`; a miss of a mastered one starts over.
+    and hopeless (for now) with `window` results and no success in any. A tier is passed when each of its tasks was tried
+    `min_tries` times and the mean rate of those that are not hopeless is at least `promote`; it is taken back when the mean
+    of the one below falls under `demote`. A tier that is not passed for long opens the next one all the same, for good. A
+    mastered or hopeless task is due again after `interval`, and after twice as long each time that it is still so; a miss of
+    a mastered one starts over.
     """
 
     window: int = 5
-    mastery: float = 0.85
     min_tries: int = 2
-    coverage: float = 1.0
+    mastery: float = 0.85
     promote: float = 0.7
     demote: float = 0.5
-    patience: float = 10.0
     interval: int = 8
-    longest_interval: int = 256
-    novelty: float = 2.0
-    weakness: float = 1.0
-    review: float = 1.5
-    recency: float = 0.5
 
     def __post_init__(self):
         if not 0 <= self.demote < self.promote <= 1:
             raise ValueError(f"demote={self.demote}, promote={self.promote}: need 0 <= demote < promote <= 1")
-        for name in ("mastery", "coverage"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a share, more than 0 and at most 1")
-        for name in ("window", "min_tries", "interval", "patience"):
+        if not 0 < self.mastery <= 1:
+            raise ValueError(f"mastery={self.mastery}: a share, more than 0 and at most 1")
+        for name in ("window", "min_tries", "interval"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
         if self.min_tries > self.window:
@@ -104,7 +100,7 @@ class Curriculum:
         self.tier = 0
         self.results = 0
         self._since = 0  # the result with which the newest tier opened
-        self._kept = 0  # tiers up to this one stay open: patience ended below it
+        self._permanent = 0  # tiers up to this one stay open: patience ended below
         self._progress = [self._blank() for _ in self._tasks]
 
     @property
@@ -146,33 +142,28 @@ class Curriculum:
         elif self._mastered(progress) and rate < config.mastery:
             progress.interval = config.interval
         else:
-            progress.interval = min(2 * progress.interval, config.longest_interval) or config.interval
+            progress.interval = min(2 * progress.interval, LONGEST * config.interval) or config.interval
         self._follow()
 
     def _follow(self) -> None:
         """Open or take back a tier, at most one a result."""
-        least = self.config.coverage * self.config.min_tries * len(self._members[self.tier])
-        waited = self.results - self._since >= self.config.patience * least
-        move = 0
-        if self.tier + 1 < len(self._members) and (waited or self._passed(self.tier)):
-            move = 1
-            if waited and not self._passed(self.tier):
-                self._kept = self.tier + 1
-        elif self.tier > self._kept and self._lost(self.tier - 1):
-            move = -1
-        if move:
-            self.tier, self._since = self.tier + move, self.results
+        passed = self._passed(self.tier)
+        waited = self.results - self._since >= PATIENCE * self.config.min_tries * len(self._members[self.tier])
+        if self.tier + 1 < len(self._members) and (waited or passed):
+            self.tier, self._since = self.tier + 1, self.results
+            if not passed:
+                self._permanent = self.tier
+        elif self.tier > self._permanent and self._hopeful_rate(self.tier - 1) < self.config.demote:
+            self.tier, self._since = self.tier - 1, self.results
 
     def _passed(self, level: int) -> bool:
-        members = [self._progress[i] for i in self._members[level]]
-        tried = sum(p.tries >= self.config.min_tries for p in members)
-        hopeful = [p.rate for p in members if p.tries and not self._hopeless(p)]
-        return tried >= self.config.coverage * len(members) and (
-            not hopeful or sum(hopeful) / len(hopeful) >= self.config.promote)
+        tried = all(self._progress[i].tries >= self.config.min_tries for i in self._members[level])
+        return tried and self._hopeful_rate(level) >= self.config.promote
 
-    def _lost(self, level: int) -> bool:
-        hopeful = [p.rate for p in (self._progress[i] for i in self._members[level]) if p.tries and not self._hopeless(p)]
-        return bool(hopeful) and sum(hopeful) / len(hopeful) < self.config.demote
+    def _hopeful_rate(self, level: int) -> float:
+        """The mean rate of a tier's tasks that were tried and are not hopeless; 1.0 where there is none."""
+        rates = [p.rate for p in (self._progress[i] for i in self._members[level]) if p.tries and not self._hopeless(p)]
+        return sum(rates) / len(rates) if rates else 1.0
 
     def rate(self, task: Any) -> float:
         """Mean of the task's last `window` results; 0.0 when it was never tried."""
@@ -186,16 +177,6 @@ class Curriculum:
         """Whether it was tried `window` times and never succeeded; undone by its first success."""
         return self._hopeless(self._progress[self._place(task)])
 
-    def due(self, task: Any) -> bool:
-        """Whether a mastered or hopeless task is to be tried again now."""
-        progress = self._progress[self._place(task)]
-        return self._settled(progress) and self._due(progress)
-
-    def tier_rate(self, level: int) -> float:
-        """Mean rate of the tasks of a tier that were tried; 0.0 when none was."""
-        rates = [p.rate for p in (self._progress[i] for i in self._members[level]) if p.tries]
-        return sum(rates) / len(rates) if rates else 0.0
-
     def table(self) -> list[dict]:
         """One row a task: task, tier, open, tries, rate, mastered, hopeless, due, interval."""
         return [{"task": task, "tier": level, "open": level <= self.tier, "tries": p.tries, "rate": p.rate,
@@ -205,7 +186,7 @@ class Curriculum:
     def state(self) -> dict:
         """All that the next tasks depend on beside tiers and config, as plain JSON; its size does not grow with the run."""
         return {"seed": self.seed, "tiers": self._digest(), "results": self.results, "tier": self.tier,
-                "since": self._since, "kept": self._kept,
+                "since": self._since, "kept": self._permanent,
                 "tasks": [[list(p.rates), p.tries, p.last, p.interval, p.best] for p in self._progress]}
 
     def load(self, state: dict) -> None:
@@ -213,7 +194,7 @@ class Curriculum:
         if state["tiers"] != self._digest():
             raise ValueError("this state belongs to other tiers: build the curriculum from the tasks that it was saved with")
         self.seed, self.results, self.tier = state["seed"], state["results"], state["tier"]
-        self._since, self._kept = state["since"], state["kept"]
+        self._since, self._permanent = state["since"], state["kept"]
         self._progress = [_Progress(deque(rates, self.config.window), *rest) for rates, *rest in state["tasks"]]
 
     def _digest(self) -> str:
@@ -247,13 +228,13 @@ class Curriculum:
         config, progress = self.config, self._progress[place]
         age = self.results - progress.last
         recency = min(age / (2 * self._members[self.tier].stop), 1.0) if age else -1.0  # long not seen; none twice in a row
-        score = config.recency * recency + 0.1 * self._levels[place] / len(self._members)
+        score = RECENCY * recency + 0.1 * self._levels[place] / len(self._members)
         if progress.tries < config.min_tries:
-            return score + config.novelty * (1 - progress.tries / config.min_tries)
+            return score + NOVELTY * (1 - progress.tries / config.min_tries)
         if self._settled(progress):  # all know it or none does: a group on it has no gradient
-            return score + (config.review if self._due(progress) else -config.review)
+            return score + (REVIEW if self._due(progress) else -REVIEW)
         # Weak, but not hopeless: what hardly ever succeeds waits behind what sometimes does.
-        return score + config.weakness * (1 - progress.rate) * min(0.3 + 2 * progress.rate, 1.0)
+        return score + (1 - progress.rate) * min(0.3 + 2 * progress.rate, 1.0)
 
 
 def _key(task: Any) -> str:

@@ -47,22 +47,24 @@ class GuessEnv:
         if self._done:
             raise RuntimeError("the episode is over: reset before the next step")
         self._turn += 1
-        said = self._compare(int(guesses[-1])) if guesses else "write a number"
-        found = said == "correct"
+        answer = self._compare(int(guesses[-1])) if guesses else "write a number"
+        found = answer == "correct"
         if self.notes and not found:
-            said = f"{said}: {self._note(said, int(guesses[-1]) if guesses else 0)}"
+            answer = f"{answer}: {self._note(answer, int(guesses[-1]) if guesses else 0)}"
         self._done = found or self._turn >= self.max_turns
         reward = 1.0 - self.price * (self._turn - 1) if found else 0.0
-        return StepResult({"text": said}, reward if self._done else None, self._done)
+        return StepResult({"text": answer}, reward if self._done else None, self._done)
 
     def _compare(self, guess: int) -> str:
         return "correct" if guess == self._secret else "higher" if guess < self._secret else "lower"
 
-    def _note(self, said: str, guess: int) -> str:
+    def _note(self, answer: str, guess: int) -> str:
         """What is still possible after an answer."""
         low, high = self._possible
-        self._possible = (max(low, guess + 1) if said == "higher" else low, min(high, guess - 1) if said == "lower" else high)
-        return f"{self._possible[0]} to {self._possible[1]}"
+        low = max(low, guess + 1) if answer == "higher" else low
+        high = min(high, guess - 1) if answer == "lower" else high
+        self._possible = low, high
+        return f"{low} to {high}"
 
     def state(self) -> dict:
         return {"turn": self._turn, "max_turns": self.max_turns, "highest": self.highest, "done": self._done}
@@ -71,15 +73,23 @@ class GuessEnv:
 
 
 @cache
+def _fewest(n: int) -> tuple[int, ...]:
+    """`fewest_guesses` of 0 to n numbers, by Bellman's equation in whole numbers: every secret costs this guess, and those
+    below and above it what is best there."""
+    totals = [0]
+    for m in range(1, n + 1):
+        totals.append(m + min(totals[k - 1] + totals[m - k] for k in range(1, m + 1)))
+    return tuple(totals)
+
+
 def fewest_guesses(n: int) -> int:
-    """The guesses that the best strategy needs for n numbers, summed over all n secrets (Bellman's equation, in whole
-    numbers): every secret costs this guess, and those below and above it what is best there."""
+    """The guesses that the best strategy needs for n numbers, summed over all n secrets."""
     if n < 0:
         raise ValueError(f"n={n} numbers to guess from: give 0 or more")
-    return n + min((fewest_guesses(k - 1) + fewest_guesses(n - k) for k in range(1, n + 1)), default=0)
+    return _fewest(n)[n]
 
 
 def best_first_guesses(highest: int) -> list[int]:
     """The first guesses from which `fewest_guesses(highest)` can be reached; the middle is always one of them."""
-    return [k for k in range(1, highest + 1)
-            if highest + fewest_guesses(k - 1) + fewest_guesses(highest - k) == fewest_guesses(highest)]
+    totals = _fewest(highest)
+    return [k for k in range(1, highest + 1) if highest + totals[k - 1] + totals[highest - k] == totals[highest]]

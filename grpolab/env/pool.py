@@ -2,15 +2,17 @@
 
     async with GrpoPool(server.url, size=8) as pool:
         await pool.reset_group(task)
-        rewards = await pool.run_group(rollout)             # rollout: async (session) -> anything
+        rewards = await pool.run_group(rollout)             # rollout: async (slot) -> anything
 
-A seat is one place of the group; behind it stands a session, which is replaced when it is lost, never repaired. What
+A slot is one place of the group; behind it stands a session, which is replaced when it is lost, never repaired. What
 fails is an error or a `Failure` record: no reward is ever made up, no rollout stands in for another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -21,13 +23,13 @@ from typing import Any
 from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
 from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, FactoryError, StepResult
-from grpolab.env.slot import Failure, Seat, rollout_seed
-from grpolab.env.waits import Waits
+from grpolab.env.slot import Failure, Slot, rollout_seed
 
-POLICIES = ("fail", "drop", "retry")
-KEPT_FAILURES = 100  # how many of the last failures, and of the last retries, a pool keeps
+ON_FAILURE = ("fail", "drop")
+LAST_FAILURES = 100  # how many failures a pool remembers
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # s between two attempts at a server that does not say when to ask again
 
-__all__ = ["Failure", "GroupFailed", "GrpoPool", "Results", "Seat", "rollout_seed"]
+__all__ = ["Failure", "GroupFailed", "GrpoPool", "Results", "Slot", "rollout_seed"]
 
 
 class GroupFailed(EnvError):
@@ -50,43 +52,37 @@ class Results(list):
 class GrpoPool:
     """`size` sessions of one server for the rollouts of a group.
 
-    on_failure: `fail` (the first failure cancels the group and is raised), `drop` (finish with the others, at least
-    `min_group` of them), `retry` (replace a lost or failed session, waiting up to `deadlines.connect` for a server that
-    restarts, and replay its episode, up to `retries` times a call; for deterministic environments). Deadlines are finite;
-    see Deadlines. `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, or each with
-    its own under `distinct=True`; the rollouts of group g have `rollout_seed(seed, g, i)`. `queue` is how many seconds
-    `connect` may wait at a full server (0: raise CapacityError at once): our server keeps a line, in which whole pools are
-    served in order, and a lost session's replacement first; at one that keeps none the pool asks again and again. `trace`
-    has a Span for each phase of each session, the last TRACE_SPANS; `failures` and `retried` the last KEPT_FAILURES.
+    on_failure: `fail` (the first failure cancels the group and is raised) or `drop` (finish with the others, at least
+    `min_group` of them). `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, or each
+    with its own under `distinct=True`; the rollouts of group g have `rollout_seed(seed, g, i)`. `queue` is how many seconds
+    `connect` may ask a full server again, all or nothing each time (0: raise CapacityError at once). `trace` has a Span for
+    each phase of each session, the last TRACE_SPANS; `failures` the last LAST_FAILURES.
     """
 
     def __init__(self, url: str, size: int = 8, *, deadlines: Deadlines | None = None, on_failure: str = "fail",
-                 min_group: int = 2, retries: int = 2, seed: int = 0, queue: float = 0.0, curriculum: Any = None,
-                 token: str | None = None, ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0,
-                 name: str = ""):
+                 min_group: int = 2, seed: int = 0, queue: float = 0.0, curriculum: Any = None, token: str | None = None,
+                 ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0, name: str = ""):
         if size < 1:
             raise ValueError(f"size={size}: a pool has at least one session")
-        if on_failure not in POLICIES:
-            raise ValueError(f"on_failure={on_failure!r}: use one of {', '.join(POLICIES)}")
+        if on_failure not in ON_FAILURE:
+            raise ValueError(f"on_failure={on_failure!r}: use one of {', '.join(ON_FAILURE)}")
         if on_failure == "drop" and not 1 <= min_group <= size:
             raise ValueError(f"min_group={min_group}: of size={size} rollouts, between 1 and all can be required")
+        if not 0 <= queue < math.inf:
+            raise ValueError(f"queue={queue}: the seconds that connect may ask a full server again, 0 or more and finite")
         self.url, self.size, self.deadlines = url, size, deadlines or Deadlines()
         self.on_failure, self.min_group, self.seed = on_failure, min_group, seed
         self.name = name or f"pool-{uuid.uuid4().hex[:6]}"
-        self.retries = retries if on_failure == "retry" else 0
         self.queue, self.curriculum = queue, curriculum
         self.group = -1
-        self.seats: list[Seat] = []
+        self.slots: list[Slot] = []
         self._options = {"token": token, "ping_interval": ping_interval, "ping_timeout": ping_timeout}
         self._trace: deque[Span] = deque(maxlen=TRACE_SPANS)
-        self.waits = Waits(self._trace)
-        self._failures: deque[Failure] = deque(maxlen=KEPT_FAILURES)
-        self._retried: deque[Failure] = deque(maxlen=KEPT_FAILURES)
-        self._party = ""  # our name in the server's line
-        self._episodes = 0
+        self._failures: deque[Failure] = deque(maxlen=LAST_FAILURES)
+        self._jitter = random.Random()  # of pauses only; nothing that a result depends on
         self._running = False
         self._was_reset = False
-        self._session(0)  # which checks url and token, so that a mistake is told where it was made
+        self._session(0)  # which checks url and token, so that a mistake is reported where it was made
 
     async def __aenter__(self) -> GrpoPool:
         await self.connect()
@@ -110,44 +106,29 @@ class GrpoPool:
         """The last rollouts that gave no result."""
         return list(self._failures)
 
-    @property
-    def retried(self) -> list[Failure]:
-        """The last failures that `retry` got over, or tried to."""
-        return list(self._retried)
-
-    def note_retry(self, failure: Failure) -> None:
-        """Put a failure that is about to be retried on record."""
-        self._retried.append(failure.lightened())
-
-    def _session(self, index: int, wait: int = 0, together: int = 1) -> EnvSession:
-        return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, wait=wait,
-                          party=self._party and f"{self._party} {together}", **self._options)
-
-    def next_episode(self) -> int:
-        """A number that no other episode of this pool has."""
-        self._episodes += 1
-        return self._episodes
+    def _session(self, index: int) -> EnvSession:
+        return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
 
     async def connect(self) -> None:
         """Open every session, or none: on any failure the others are cancelled, awaited and closed before it is raised.
 
-        `seats` is published only when each session has been admitted. Raises CapacityError, ConnectError, FactoryError
+        `slots` is published only when each session has been admitted. Raises CapacityError, ConnectError, FactoryError
         or DeadlineExceeded. Does nothing on a connected pool.
         """
-        if self.seats:
+        if self.slots:
             return
-        self._party, end = uuid.uuid4().hex, perf_counter() + self.queue
 
         def may_end(refused: ConnectError) -> bool:
             return isinstance(refused, CapacityError) and (refused.max_sessions or self.size) >= self.size
 
         # All or nothing also while waiting: two pools that each held half a server would wait for ever.
         with _interruptible():
-            sessions = await self.waits.again(lambda: self._open_all(int(max(end - perf_counter(), 0))), end, may_end)
-        self.seats = [Seat(self, i, session) for i, session in enumerate(sessions)]
+            sessions = await self._ask_again(self._open_all, self.queue, may_end)
+        self.slots = [Slot(i, session, self._reopen, pool_seed=self.seed, pool_name=self.name)
+                      for i, session in enumerate(sessions)]
 
-    async def _open_all(self, wait: int) -> list[EnvSession]:
-        sessions = [self._session(i, wait, self.size if wait else 1) for i in range(self.size)]
+    async def _open_all(self) -> list[EnvSession]:
+        sessions = [self._session(i) for i in range(self.size)]
         try:
             async with asyncio.TaskGroup() as group:
                 for session in sessions:
@@ -161,20 +142,10 @@ class GrpoPool:
             raise
         raise failed  # out here, so that its traceback says what happened and not how it was handled
 
-    async def close(self) -> None:
-        """Close every session and wait until the server has freed it, at most `deadlines.close` s (one that was lost was
-        cut then, and the server frees it by itself). Idempotent."""
-        seats, self.seats = self.seats, []
-        await _close_all([seat.session for seat in seats])
-
-    async def replace(self, seat: Seat) -> None:
-        """A new session for a seat whose session was lost or in doubt; waits for a slot at most `deadlines.connect` s, and
-        under `retry` also for a server that does not answer."""
-        await seat.session.close()
-        end = perf_counter() + self.deadlines.connect
-
+    async def _reopen(self, index: int) -> EnvSession:
+        """A new session in place of a lost one; waits for a free place at most `deadlines.connect` s."""
         async def open_one() -> EnvSession:
-            session = self._session(seat.index, int(max(end - perf_counter(), 0)))
+            session = self._session(index)
             try:
                 await session.connect()
             except BaseException:
@@ -182,64 +153,86 @@ class GrpoPool:
                 raise
             return session
 
-        seat.session = await self.waits.again(open_one, end, self._passing, seat.index)
+        def may_end(refused: ConnectError) -> bool:
+            # The lost session's place or backend may be on its way back (FACTORY_ERROR: OpenEnv frees places too early).
+            return isinstance(refused, CapacityError | FactoryError)
 
-    def _passing(self, refused: ConnectError) -> bool:
-        """Whether a refusal of a replacement may end by itself. The lost session's slot or backend may be on its way back
-        (FACTORY_ERROR, since OpenEnv frees slots too early); a restarting server does not answer, its proxy says 50x."""
-        return isinstance(refused, CapacityError | FactoryError) or (
-            self.on_failure == "retry" and (refused.status is None or refused.status >= 500))
+        return await self._ask_again(open_one, self.deadlines.connect, may_end, index)
+
+    async def _ask_again(self, attempt: Callable[[], Awaitable], seconds: float, may_end: Callable[[ConnectError], bool],
+                         index: int = -1) -> Any:
+        """`await attempt()`, again after each refusal that `may_end` by itself, for up to `seconds`: when the server's
+        Retry-After says, without one later each time. A pause is a `queue` span of the trace."""
+        end, wait = perf_counter() + seconds, FIRST_PAUSE
+        while True:
+            try:
+                return await attempt()
+            except ConnectError as refused:
+                # Those who were refused together come back apart.
+                pause = (getattr(refused, "retry_after", None) or wait) * self._jitter.uniform(0.5, 1.5)
+                start = perf_counter()
+                if not may_end(refused) or start >= end:
+                    raise
+            await asyncio.sleep(min(pause, end - start))
+            self._trace.append(Span("queue", start, perf_counter(), index))
+            wait = min(2 * wait, LONGEST_PAUSE)
+
+    async def close(self) -> None:
+        """Close every session and wait until the server has freed it, at most `deadlines.close` s (one that was lost was
+        cut then, and the server frees it by itself). Idempotent."""
+        slots, self.slots = self.slots, []
+        await _close_all([slot.session for slot in slots])
 
     async def reset_group(self, task: Any = None, *, seed: int | None = None,
                           distinct: bool = False) -> list[StepResult]:
         """Start the next group: one episode of the same task on every session, lost ones replaced first.
 
         All get the same seed (default: this group's) and so face the same question; under `distinct` each its own.
-        Fails as a whole, whatever the policy; under `drop`, let the rollout itself `reset(seed=seat.group_seed)`.
+        Fails as a whole, whatever the policy; under `drop`, let the rollout itself `reset(seed=slot.group_seed)`.
         """
         with self._exclusive():
             self._next_group()
             self._was_reset = True
 
-            def start(seat: Seat) -> Coroutine:
-                shared = seat.group_seed if seed is None else seed
-                return seat.reset(seed=seat.seed if distinct else shared, task=task)
+            def start(slot: Slot) -> Coroutine:
+                shared = slot.group_seed if seed is None else seed
+                return slot.reset(seed=slot.seed if distinct else shared, task=task)
 
             return await self._all(start)
 
     def _next_group(self) -> None:
         self.group += 1
-        for seat in self.seats:
-            seat.group = self.group
+        for slot in self.slots:
+            slot.group = self.group
 
     async def run_group_step(self, actions: Sequence[dict]) -> list[StepResult]:
-        """One step on every session at once: `actions[i]` on seat i. Fails as a whole, whatever the policy."""
+        """One step on every session at once: `actions[i]` on slot i. Fails as a whole, whatever the policy."""
         if len(actions) != self.size:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
         with self._exclusive():
             self._was_reset = False  # these are the group's rollouts: the next ones are another group's
-            return await self._all(lambda seat: seat.step(actions[seat.index]))
+            return await self._all(lambda slot: slot.step(actions[slot.index]))
 
-    async def run_group(self, rollout: Callable[[Seat], Awaitable[Any]], *, rounds: int = 1) -> Results:
-        """`rollout(seat)` on every seat at once; the results in order, and under `drop` those that there are.
+    async def run_group(self, rollout: Callable[[Slot], Awaitable[Any]], *, rounds: int = 1) -> Results:
+        """`rollout(slot)` on every slot at once; the results in order, and under `drop` those that there are.
 
         A rollout has `deadlines.episode` s, all together `deadlines.group` s; `rounds` times that where it plays several
-        episodes one after another. When this returns or raises, no rollout
-        runs any more. Raises the first failure (`fail`, `retry`), GroupFailed (`drop`), DeadlineExceeded (`group`).
+        episodes one after another. When this returns or raises, no rollout runs any more. Raises the first failure (`fail`),
+        GroupFailed (`drop`), DeadlineExceeded (`group`).
         """
         failures: list[Failure] = []
         finished: dict[int, Any] = {}
 
-        async def run(seat: Seat) -> None:
+        async def run(slot: Slot) -> None:
             try:
-                finished[seat.index] = await within(
-                    rollout(seat), rounds * self.deadlines.episode, f"rollout {seat.index}")
+                finished[slot.index] = await within(
+                    rollout(slot), rounds * self.deadlines.episode, f"rollout {slot.index}")
             except Exception as cause:
-                failure = Failure(seat.group, seat.index, seat.turn, seat.session.episode_id, cause)
+                failure = Failure(slot.group, slot.index, slot.turn, slot.session.episode_id, cause)
                 if self.on_failure != "drop" or not isinstance(cause, EnvError):
                     failures.append(failure)
                     raise
-                failures.append(failure.lightened())
+                failures.append(failure.without_frames())
 
         with self._exclusive():
             if not self._was_reset:  # the rollouts reset by themselves
@@ -269,7 +262,7 @@ class GrpoPool:
     @contextmanager
     def _exclusive(self):
         """One group at a time: two would interleave on the same sockets."""
-        if not self.seats:
+        if not self.slots:
             raise RuntimeError("the pool is not connected: use `async with GrpoPool(url) as pool`, or pool.connect()")
         if self._running:
             raise RuntimeError("this pool runs a group already; await it first, or open a second pool")
@@ -280,11 +273,11 @@ class GrpoPool:
         finally:
             self._running = False
 
-    async def _all(self, work: Callable[[Seat], Coroutine], rounds: int = 1) -> list:
-        """`work(seat)` for every seat, concurrently, under the group's deadline; the first failure cancels the rest."""
+    async def _all(self, work: Callable[[Slot], Coroutine], rounds: int = 1) -> list:
+        """`work(slot)` for every slot, concurrently, under the group's deadline; the first failure cancels the rest."""
         try:
             async with asyncio.timeout(rounds * self.deadlines.group) as scope, asyncio.TaskGroup() as group:
-                tasks = [group.create_task(work(seat)) for seat in self.seats]
+                tasks = [group.create_task(work(slot)) for slot in self.slots]
             return [task.result() for task in tasks]
         except TimeoutError as fault:
             if not scope.expired():

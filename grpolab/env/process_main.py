@@ -85,10 +85,8 @@ def serve(descriptor: int) -> None:
 
 
 def main(descriptor: int) -> int:
-    from child_processes import (  # here, for `multiprocessing` imports this file once more, where its folder is on no path
-        fork,
-        guard,
-    )
+    # Imported here, for `multiprocessing` imports this file once more, where its folder is on no path.
+    from child_processes import fork, guard
 
     os.set_inheritable(descriptor, False)
     pid = fork()

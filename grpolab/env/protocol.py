@@ -90,11 +90,12 @@ class SessionLost(EnvError):
     """The session is gone, and with it the episode: the connection dropped, or a request on it was abandoned."""
 
 class DeadlineExceeded(SessionLost, TimeoutError):
-    """A phase (connect, admit, reset, step, state, episode, group) outlasted its deadline of `seconds`."""
+    """A phase (connect, admit, reset, step, state, mcp, episode, group) took longer than `seconds`. `limit` is the field of
+    `Deadlines` that bounds it, where that has another name."""
 
-    def __init__(self, phase: str, seconds: float, who: str = "session"):
+    def __init__(self, phase: str, seconds: float, who: str = "session", limit: str = ""):
         super().__init__(f"{phase} of {who} took longer than its deadline of {seconds:g} s; its connection is dropped. "
-                         f"If that is a normal time, raise Deadlines({phase}=...)")
+                         f"If that is a normal time, raise Deadlines({limit or phase}=...)")
         self.phase, self.seconds = phase, seconds
 
 

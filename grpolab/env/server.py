@@ -3,10 +3,11 @@
     async with serve(CalculatorEnv, max_sessions=8) as server:    # in a notebook or a script: server.url, .status()
     python -m grpolab serve calculator --port 0 --max-sessions 8    # a process of its own, and one for each session
 
-What a session costs stays with that session. It holds a slot from the handshake until its environment has closed and
-its leased backend is back; over capacity the handshake is answered with HTTP 503. An environment that raises gets an
-error reply; one that hangs past its deadline loses its session, its backend is killed, and so is its process under
-`isolate="process"`. A thread cannot be killed: it is left behind and counted (`abandoned`), at most `max_sessions` of them.
+What a session costs stays with that session. It holds a place from the handshake until its environment has closed and
+its leased backend is back; over capacity the handshake is answered with HTTP 503 and Retry-After. An environment that
+raises gets an error reply; one that hangs past its deadline loses its session, its backend is killed, and so is its process
+under `isolate="process"`. A thread cannot be killed: it is left behind and counted (`abandoned`), at most `max_sessions`
+of them.
 """
 
 from __future__ import annotations
@@ -16,117 +17,97 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import signal
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from http import HTTPStatus
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 from urllib.parse import urlsplit
 
 from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websockets
+from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
-from grpolab.access import check_host, is_loopback
-from grpolab.env import protocol
-from grpolab.env.admission import Places
-from grpolab.env.backends import BackendError, BackendPool
-from grpolab.env.handshake import asked_group, asked_wait, is_told, json_response
-from grpolab.env.process import Isolation, check, importable
-from grpolab.env.session import Session
+from grpolab.access import is_loopback, shows
+from grpolab.env.backends import BackendError
+from grpolab.env.options import ServeOptions
+from grpolab.env.process import check, importable
+from grpolab.env.session import Hosting, Session
 from grpolab.env.worker import load_factory
 
-log = logging.getLogger("grpolab.env.server")
 _wire_log = logging.getLogger("grpolab.env.wire")
 _wire_log.setLevel(logging.CRITICAL)  # refused handshakes and dropped peers are no errors here
 
 CLOSE_HANDSHAKE = 1.0  # s; how long a client may take to answer the close frame before its connection is cut
 HANDSHAKE = 10.0  # s; how long a client may take to finish its HTTP request
-LEAVING = 1.0  # s; how long a handshake waits for the slot of a session that is closing
-TRACE_BYTES = 16 * 2**20  # of the trace that is kept in memory
+LEAVING = 1.0  # s; how long a handshake waits for the place of a session that is closing
+RETRY_AFTER = 1  # s; when a refused client is to ask again
+
+
+def json_response(status: int, body: dict, **headers: str) -> Response:
+    """An answer in place of a WebSocket handshake, after which the connection is closed. Retry_After means Retry-After."""
+    text = json.dumps(body).encode()
+    fields = Headers([("Content-Type", "application/json"), ("Content-Length", str(len(text))), ("Connection", "close"),
+                      *((name.replace("_", "-"), value) for name, value in headers.items())])
+    return Response(status, HTTPStatus(status).phrase, fields, text)
 
 
 class EnvServer:
     """What `serve` yields. `url` is what clients connect to; `status()` is the server's own count of everything."""
 
-    def __init__(self, factory: Callable[..., Any] | str, name: str, *, max_sessions: int, isolation: Isolation | None,
-                 backends: BackendPool | None, token: str | None, reset_timeout: float, step_timeout: float,
-                 close_timeout: float, queue_timeout: float, patience: float | None, max_message_bytes: int, latency: float):
-        self.factory, self.env_name, self.max_sessions, self.isolation = factory, name, max_sessions, isolation
-        self.backends, self.token = backends, token
-        self.reset_timeout, self.step_timeout, self.close_timeout = reset_timeout, step_timeout, close_timeout
-        self.queue_timeout, self.patience = queue_timeout, patience
-        self.max_message_bytes, self.latency = max_message_bytes, latency
+    def __init__(self, hosting: Hosting):
+        self.hosting, self.options = hosting, hosting.options
         self.url = ""
-        self.abandoned = 0
-        self.stopping = False
-        self._places = Places(max_sessions)
         self._sessions: dict[int, Session] = {}
         self._admitted: dict[ServerConnection, tuple[Session, asyncio.Task]] = {}  # their handlers have not begun
         self._numbers = itertools.count()
         self._counts: Counter = Counter()
         self._started = time.monotonic()
-        self._trace: deque[str] = deque()
-        self._trace_bytes = 0
-        self._trace_file: TextIO | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def trace(self) -> list[dict]:
-        """The last calls, oldest first, as many as TRACE_BYTES hold (some 60,000)."""
-        return [json.loads(line) for line in self._trace]
+        """The last calls, oldest first; (episode_id, turn) identifies a step in the client's trace, too."""
+        return list(self.hosting.trace)
 
     def status(self) -> dict:
-        """Slots, sessions, leases and generations, as JSON-able numbers. `sessions` are the slots that are taken."""
-        now = time.monotonic()
+        """Sessions, leases and generations, as JSON-able numbers. `sessions` are the places that are taken."""
+        now, options = time.monotonic(), self.options
         return {
-            "environment": self.env_name,
-            "isolate": "thread" if self.isolation is None else "process",
+            "environment": self.hosting.name,
+            "isolate": "thread" if options.isolation is None else "process",
             "sessions": len(self._sessions),
-            "max_sessions": self.max_sessions,
-            "waiting": self._places.waiting,
-            "abandoned": self.abandoned,
+            "max_sessions": options.max_sessions,
+            "abandoned": self.hosting.abandoned,
             "opened": self._counts["opened"],
             "closed": self._counts["closed"],
             "refused": self._counts["refused"],
             "most_sessions": self._counts["most"],
-            "stopping": self.stopping,
+            "stopping": self.hosting.stopping,
             "uptime_s": now - self._started,
             "session_list": [
                 {"session": s.number, "episode_id": s.episode_id, "steps": s.steps, "busy": s.busy,
                  "age_s": now - s.opened, "backend": s.lease and s.lease.name,
                  "pid": getattr(s.worker, "pid", None)} for s in self._sessions.values()
             ],
-            "backends": None if self.backends is None else self.backends.status(),
+            "backends": None if options.backends is None else options.backends.status(),
         }
-
-    def record(self, phase: str, session: Session, start: float, error: str) -> None:
-        """One line of the server's trace; (episode_id, turn) is the id that the client's trace carries too."""
-        line = protocol.dumps({"time": start, "phase": phase, "seconds": time.time() - start, "session": session.number,
-                           "episode_id": session.episode_id, "turn": session.steps, "error": error,
-                           "backend": session.lease and session.lease.name})
-        self._trace.append(line)
-        self._trace_bytes += len(line)
-        while self._trace_bytes > TRACE_BYTES:
-            self._trace_bytes -= len(self._trace.popleft())
-        if self._trace_file is not None:
-            try:
-                self._trace_file.write(line + "\n")
-            except (OSError, ValueError):  # a full disk, a closed file: it costs the trace its line, not a client its reply
-                log.exception("session %d: a %s could not be written to the trace", session.number, phase)
 
     def answer_http(self, connection: ServerConnection, request: Request) -> Response | None:
         """Plain HTTP paths and refusals; None lets the WebSocket handshake go on."""
-        path = request.path.partition("?")[0]
+        path, token = request.path.partition("?")[0], self.options.token
+        if token is None and not _names_loopback(request.headers):
+            return json_response(403, {"error": "the Host header names another server: without a token this one answers only "
+                                                "to 127.0.0.1, ::1 and localhost"})
         if path == "/health":
             return json_response(200, {"status": "healthy"})
-        if self.token and not is_told(self.token, request.headers):
+        if token and not shows(token, request.headers.get_all("Authorization")):
             return json_response(401, {"error": "this server needs its bearer token: pass token=..."},
-                                  ("WWW-Authenticate", "Bearer"))
+                                 WWW_Authenticate="Bearer")
         if path == "/status":
             return json_response(200, self.status())
         if path != "/ws":
@@ -134,66 +115,59 @@ class EnvServer:
         return None
 
     async def admit(self, connection: ServerConnection, request: Request, response: Response) -> Response | None:
-        """Take a slot for a valid handshake, or refuse it with 503.
-
-        Who waits for one: a client that says so (`Prefer: wait=SECONDS`), and for a moment every client while a session is
-        closing. After `queue_timeout` it is sent away, and under `X-Session-Group: NAME COUNT`, which asks for the slots of
-        COUNT sessions at once, it finds its place in line again if it comes back when Retry-After says.
-        """
+        """Take a place for a valid handshake, or refuse it with 503. While a session is closing, a handshake waits a moment
+        for its place, so that a client which closes and opens again is let in."""
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             return None
-        try:
-            key, size = asked_group(request.headers, connection)
-        except ValueError as fault:
-            return json_response(400, {"error": str(fault)})
-        wanted = asked_wait(request.headers)
-        seconds, returns = min(wanted, self.queue_timeout), wanted > self.queue_timeout and key is not connection
-        if any(session.leaving for session in self._sessions.values()):
-            seconds = max(seconds, LEAVING)
-        closed = asyncio.ensure_future(connection.wait_closed())
-        if self._usable() and await self._places.take(key, size, seconds, closed, returns):
-            if self._usable() and not closed.done():
-                self._take(connection, closed, key)
-                return None
-            self._places.give_back(key)
-        closed.cancel()
-        self._counts["refused"] += 1
-        active = len(self._sessions)
-        reason = ("the server is shutting down" if self.stopping else
-                  f"{self.abandoned} environments hang; restart the server, or serve with isolate='process', which can end them"
-                  if not self._usable() else
-                  f"{size} sessions asked for, and the server has {self.max_sessions}" if size > self.max_sessions else
-                  f"Server at capacity: {active}/{self.max_sessions} sessions active")
-        body = {"error": reason, "active_sessions": active, "max_sessions": self.max_sessions}
-        return json_response(503, body, ("Retry-After", "1"))
+        end = time.monotonic() + LEAVING
+        while self._full and any(s.leaving for s in self._sessions.values()) and time.monotonic() < end:
+            await asyncio.sleep(0.005)
+        if refusal := self._refusal():
+            self._counts["refused"] += 1
+            body = {"error": refusal, "active_sessions": len(self._sessions), "max_sessions": self.options.max_sessions}
+            return json_response(503, body, Retry_After=str(RETRY_AFTER))
+        self._take(connection)
+        return None
 
-    def _usable(self) -> bool:
-        return not self.stopping and self.abandoned < self.max_sessions
+    @property
+    def _full(self) -> bool:
+        return len(self._sessions) >= self.options.max_sessions
 
-    def _take(self, connection: ServerConnection, closed: asyncio.Task, key: Any) -> None:
-        session = Session(next(self._numbers), self, connection, key)
+    def _refusal(self) -> str:
+        """Why no session can be opened now; empty if one can."""
+        if self.hosting.stopping:
+            return "the server is shutting down"
+        if self.hosting.abandoned >= self.options.max_sessions:
+            return (f"{self.hosting.abandoned} environments hang; restart the server, or serve with isolate='process', which "
+                    "can end them")
+        if self._full:
+            return f"Server at capacity: {len(self._sessions)}/{self.options.max_sessions} sessions active"
+        return ""
+
+    def _take(self, connection: ServerConnection) -> None:
+        session = Session(next(self._numbers), self.hosting, connection)
         self._sessions[session.number] = session
         self._idle.clear()
         self._counts["opened"] += 1
         self._counts["most"] = max(self._counts["most"], len(self._sessions))
+        closed = asyncio.ensure_future(connection.wait_closed())
         self._admitted[connection] = session, closed
         closed.add_done_callback(lambda _: self._handshake_died(connection))
 
     def _handshake_died(self, connection: ServerConnection) -> None:
-        """The connection is closed: if that was before its handler began, nobody else gives its slot back."""
+        """The connection is closed: if that was before its handler began, nobody else gives its place back."""
         if (admitted := self._admitted.pop(connection, None)) is not None:
             self._free(admitted[0])
 
     def _free(self, session: Session) -> None:
-        """Give a session's slot back."""
+        """Give a session's place back."""
         if self._sessions.pop(session.number, None) is not None:
             self._counts["closed"] += 1
-            self._places.give_back(session.key)
         if not self._sessions:
             self._idle.set()
 
     async def host(self, connection: ServerConnection) -> None:
-        """Serve one session until it ends; its slot is free before the close frame leaves."""
+        """Serve one session until it ends; its place is free before the close frame leaves."""
         admitted = self._admitted.pop(connection, None)
         if admitted is None:  # it was closed before we came to it
             return
@@ -207,90 +181,59 @@ class EnvServer:
             closing.add_done_callback(lambda _: self._free(session))
             await asyncio.shield(closing)
 
-    async def stop(self, listener: Any, drain: float) -> None:
+    async def stop(self, listener: Any) -> None:
         """Refuse newcomers, give requests in flight `drain` s, then end every session and wait for it."""
-        self.stopping = True
-        self._places.close()
-        finished = time.monotonic() + drain
+        self.hosting.stopping = True
+        finished = time.monotonic() + self.options.drain
         while any(s.busy for s in self._sessions.values()) and time.monotonic() < finished:
             await asyncio.sleep(0.01)
         for session in self._sessions.values():
             session.hurry()
         listener.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * self.close_timeout + CLOSE_HANDSHAKE):
+            async with asyncio.timeout(2 * self.options.close_timeout + CLOSE_HANDSHAKE):
                 await self._idle.wait()
                 await listener.wait_closed()
 
 
-def _check_numbers(port: int, max_sessions: int, max_message_bytes: int, **seconds: float | None) -> None:
-    """Raise ValueError with the first number that makes no sense."""
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port={port}: a port is 0 (any free one) to 65535")
-    if max_sessions < 1:
-        raise ValueError(f"max_sessions={max_sessions}: a server holds at least one session")
-    if max_message_bytes < 1:
-        raise ValueError(f"max_message_bytes={max_message_bytes}: a message has at least one")
-    for name, value in seconds.items():
-        if value is None and name.startswith("ping"):
-            continue
-        at_least_zero = name in ("drain", "latency", "queue_timeout")
-        if not (value is not None and (0 <= value if at_least_zero else 0 < value) and math.isfinite(value)):
-            raise ValueError(f"{name}={value}: seconds, {'0 or more' if at_least_zero else 'more than 0'} and finite"
-                             + ("; None turns it off" if name.startswith("ping") else ""))
+def _names_loopback(headers: Headers) -> bool:
+    """Whether the Host header is one address of this machine. A page of another site whose name was made to lead here (DNS
+    rebinding) has that name in it."""
+    named = headers.get_all("Host")
+    return len(named) == 1 and is_loopback(urlsplit(f"//{named[0]}").hostname or "")
 
 
 @contextlib.asynccontextmanager
-async def serve(env_factory: Callable[..., Any] | str, *, max_sessions: int = 8, host: str = "127.0.0.1", port: int = 0,
-                isolate: str | Isolation = "thread", backends: BackendPool | None = None, token: str | None = None,
-                reset_timeout: float = 60.0, step_timeout: float = 60.0, close_timeout: float = 5.0,
-                queue_timeout: float = 10.0, ping_interval: float | None = 5.0, ping_timeout: float | None = 10.0,
-                max_message_bytes: int = protocol.MAX_MESSAGE_BYTES, latency: float = 0.0, drain: float = 2.0,
-                trace: str | Path | None = None) -> AsyncIterator[EnvServer]:
+async def serve(env_factory: Callable[..., Any] | str, options: ServeOptions | None = None,
+                **changes: Any) -> AsyncIterator[EnvServer]:
     """Serve `env_factory()` (or `env_factory(resource)` with `backends`) to at most `max_sessions` sessions at once.
 
-    `env_factory` may be the name of one: "package.module:Class". `isolate` says where a session's environment lives:
-    "thread", in one of its own here (an `async` one with an event loop of its own); or "process", one that can be killed and
-    inherits no secrets (`Isolation(env=, cwd=, memory_mib=)` for more), for which it must be importable.
-    Times in seconds. `port=0` takes a free one. A client that answers no ping for `ping_interval + ping_timeout` is
-    gone, however long its step takes, and so is one that reads nothing of a reply for that long; None turns both off.
-    `token` asks every client for it, and is required on an address that other machines reach. `queue_timeout` is how long a
-    client that asks for it may wait in line for a slot; `drain` is what a request in flight gets at shutdown. `latency` is
-    added to every reset and step. `trace` is a JSONL file. Browsers are refused (a page of any site could connect to a
-    loopback address): clients must send no Origin.
+    `env_factory` may be the name of one: "package.module:Class". Keyword arguments are the fields of `ServeOptions`, such as
+    `serve(CalculatorEnv, max_sessions=8)`, and change those of `options`. Browsers are refused (a page of any site could
+    connect to a loopback address): clients must send no Origin.
     """
-    _check_numbers(port, max_sessions, max_message_bytes, reset_timeout=reset_timeout, step_timeout=step_timeout,
-                   close_timeout=close_timeout, queue_timeout=queue_timeout, ping_interval=ping_interval,
-                   ping_timeout=ping_timeout, latency=latency, drain=drain)
-    check_host(host, token)
-    if backends is not None and backends.size < max_sessions:
-        raise ValueError(f"{backends.size} backends for max_sessions={max_sessions}: each session leases one")
-    if isinstance(isolate, str) and isolate not in ("thread", "process"):
-        raise ValueError(f"isolate={isolate!r}: use 'thread', 'process' or an Isolation(...)")
-    isolation = None if isolate == "thread" else isolate if isinstance(isolate, Isolation) else Isolation()
-    if isolation is not None:
+    options = replace(options or ServeOptions(), **changes)
+    if options.isolation is not None:
         factory: Any = importable(env_factory)
         name = factory.partition(":")[2]
-        await check(factory, isolation, reset_timeout)
+        await check(factory, options.isolation, options.reset_timeout)
     else:
         factory = load_factory(env_factory) if isinstance(env_factory, str) else env_factory
         name = getattr(factory, "__name__", type(factory).__name__)
-    server = EnvServer(factory, name, max_sessions=max_sessions, isolation=isolation, backends=backends, token=token,
-                       reset_timeout=reset_timeout, step_timeout=step_timeout, close_timeout=close_timeout,
-                       queue_timeout=queue_timeout, max_message_bytes=max_message_bytes, latency=latency,
-                       patience=None if ping_interval is None or ping_timeout is None else ping_interval + ping_timeout)
+    server = EnvServer(Hosting(factory, name, options))
     async with contextlib.AsyncExitStack() as stack:
-        if trace is not None:
-            server._trace_file = stack.enter_context(open(trace, "a", buffering=1))
-        if backends is not None:
-            stack.push_async_callback(asyncio.to_thread, backends.close)  # also of those that are about to start
-            await asyncio.to_thread(backends.start)
+        if options.trace is not None:
+            server.hosting.file = stack.enter_context(open(options.trace, "a", buffering=1))
+        if options.backends is not None:
+            stack.push_async_callback(asyncio.to_thread, options.backends.close)  # also of those that are about to start
+            await asyncio.to_thread(options.backends.start)
+        # max_queue: one message is buffered while the session does not read; the rest stays with the client.
         listener = await serve_websockets(
-            server.host, host, port, process_request=server.answer_http, process_response=server.admit,
-            origins=[None], compression=None, open_timeout=HANDSHAKE + queue_timeout,
-            close_timeout=CLOSE_HANDSHAKE, ping_interval=ping_interval, ping_timeout=ping_timeout,
-            max_size=max_message_bytes, server_header=None, logger=_wire_log)
-        stack.push_async_callback(server.stop, listener, drain)
+            server.host, options.host, options.port, process_request=server.answer_http, process_response=server.admit,
+            origins=[None], compression=None, open_timeout=HANDSHAKE, close_timeout=CLOSE_HANDSHAKE,
+            ping_interval=options.ping_interval, ping_timeout=options.ping_timeout, max_size=options.max_message_bytes,
+            max_queue=0, server_header=None, logger=_wire_log)
+        stack.push_async_callback(server.stop, listener)
         bound = listener.sockets[0].getsockname()
         server.url = f"ws://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
         _loops[bound[1]] = asyncio.get_running_loop()
@@ -307,9 +250,9 @@ def serving_loop(url: str) -> asyncio.AbstractEventLoop | None:
     return _loops.get(parts.port) if parts.hostname and is_loopback(parts.hostname) else None
 
 
-async def serve_forever(env_factory: Callable[..., Any] | str, *,
+async def serve_forever(env_factory: Callable[..., Any] | str, options: ServeOptions | None = None, *,
                         beside: Callable[[EnvServer], contextlib.AbstractAsyncContextManager] | None = None,
-                        **options: Any) -> None:
+                        **changes: Any) -> None:
     """`serve` until SIGTERM or SIGINT, then shut down in order; a start that is under way is given up. Prints the URL once
     it listens; `beside` is entered then, and left first."""
     stop = asyncio.Event()
@@ -318,7 +261,7 @@ async def serve_forever(env_factory: Callable[..., Any] | str, *,
         loop.add_signal_handler(number, stop.set)
     stopped = asyncio.ensure_future(stop.wait())
     async with contextlib.AsyncExitStack() as stack:
-        starting = asyncio.ensure_future(stack.enter_async_context(serve(env_factory, **options)))
+        starting = asyncio.ensure_future(stack.enter_async_context(serve(env_factory, options, **changes)))
         await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
@@ -326,7 +269,7 @@ async def serve_forever(env_factory: Callable[..., Any] | str, *,
             if starting.cancelled() or isinstance(starting.exception(), BackendError):  # which were stopped as they started
                 return
         server = starting.result()
-        print(f"serving {server.env_name} at {server.url} to at most {server.max_sessions} sessions", flush=True)
+        print(f"serving {server.hosting.name} at {server.url} to at most {server.options.max_sessions} sessions", flush=True)
         if beside is not None:
             await stack.enter_async_context(beside(server))
         await stopped

@@ -7,8 +7,10 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TextIO
 
 from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
@@ -16,17 +18,40 @@ from websockets.protocol import State
 
 from grpolab.env import protocol
 from grpolab.env.backends import Lease
+from grpolab.env.options import ServeOptions
 from grpolab.env.process import Child
 from grpolab.env.protocol import InvalidRequest
 from grpolab.env.worker import Worker, start_thread
 
-if TYPE_CHECKING:
-    from grpolab.env.server import EnvServer
-
 log = logging.getLogger("grpolab.env.server")
 
 MAX_EPISODE_ID = 255  # characters; OpenEnv's limit. It stands in every line of the trace
+MAX_WAITING = 2**20  # bytes of messages that may wait for a reply before the session stops reading
 MESSAGE_COST = 256  # bytes; what a waiting message costs beside its text
+TRACE_CALLS = 50_000  # how many calls the server's trace holds, the last ones
+
+
+@dataclass
+class Hosting:
+    """What all sessions of a server share."""
+
+    factory: Callable[..., Any] | str
+    name: str
+    options: ServeOptions
+    stopping: bool = False
+    abandoned: int = 0  # threads that hang and were left behind
+    trace: deque[dict] = field(default_factory=lambda: deque(maxlen=TRACE_CALLS))
+    file: TextIO | None = None  # where every call of the trace is appended to
+
+    def record(self, call: dict) -> None:
+        """Add a call to the trace."""
+        self.trace.append(call)
+        if self.file is None:
+            return
+        try:
+            self.file.write(protocol.dumps(call) + "\n")
+        except (OSError, ValueError):  # a full disk, a closed file: it costs the trace its line, not a client its reply
+            log.exception("session %d: a %s could not be written to the trace", call["session"], call["phase"])
 
 
 class Hung(Exception):
@@ -41,9 +66,8 @@ class Session:
     """One connection's environment. `serve` ends when the client leaves, the session is over or the server stops; `close`
     has then to be awaited."""
 
-    def __init__(self, number: int, server: EnvServer, connection: ServerConnection, key: Any):
-        self.number, self.server, self.connection = number, server, connection
-        self.key = key  # whose place it has
+    def __init__(self, number: int, hosting: Hosting, connection: ServerConnection):
+        self.number, self.hosting, self.options, self.connection = number, hosting, hosting.options, connection
         self.opened = time.monotonic()
         self.busy: str | None = None
         self.episode_id: str | int | None = None
@@ -51,10 +75,10 @@ class Session:
         self.lease: Lease | None = None
         self.over = False  # no further request is served
         self.worker: Worker | Child | None = None
-        self._left = False  # the client, or what it sends cannot be read any more
-        self._inbox: deque[str | bytes | InvalidRequest] = deque()
-        self._size = 0  # of what waits there, in bytes
-        self._news = asyncio.Event()
+        self._left = False  # the client
+        self._inbox: asyncio.Queue[str | bytes | None] = asyncio.Queue()
+        self._waiting = 0  # bytes of the messages in the inbox
+        self._room = asyncio.Event()
         self._scope: asyncio.Timeout | None = None
         self._hung = False
         self._abandoned = False  # its thread was left behind
@@ -87,36 +111,27 @@ class Session:
             watching.cancel()
 
     async def _read(self) -> None:
-        """Take messages as they come, so that pongs are always read and a client that leaves is noticed."""
-        try:
+        """Take messages as they come, so that pongs are always read and a client that leaves is noticed; but none while more
+        than MAX_WAITING bytes wait: a client is to send its next request when the last one is answered."""
+        with contextlib.suppress(ConnectionClosed):
             async for message in self.connection:
-                self._size += len(message) + MESSAGE_COST
-                if self._size > self.server.max_message_bytes + MESSAGE_COST:
-                    self._inbox.append(InvalidRequest(
-                        f"more than {self.server.max_message_bytes} bytes of messages wait for a reply: "
-                        "send the next one when the last is answered", "SESSION_ERROR"))
-                    self._news.set()
-                    return
-                self._inbox.append(message)
-                self._news.set()
-        except ConnectionClosed:
-            pass
+                self._waiting += len(message) + MESSAGE_COST
+                self._inbox.put_nowait(message)
+                while self._waiting > MAX_WAITING:
+                    self._room.clear()
+                    await self._room.wait()
         self._left = True
-        self._news.set()
+        self._inbox.put_nowait(None)
         if self.worker is not None:
             self.worker.cancel()  # nobody waits for what it does
 
     async def _next(self) -> str | bytes | None:
-        """The next message, or None if there is no more to be answered. Raises InvalidRequest where too much waited."""
-        while not (self._inbox or self._left or self.server.stopping):
-            self._news.clear()
-            await self._news.wait()
-        if self._left or self.server.stopping:
+        """The next message, or None if there is no more to be answered."""
+        message = None if self.hosting.stopping else await self._inbox.get()
+        if message is None or self._left or self.hosting.stopping:
             return None
-        message = self._inbox.popleft()
-        if isinstance(message, InvalidRequest):
-            raise message
-        self._size -= len(message) + MESSAGE_COST
+        self._waiting -= len(message) + MESSAGE_COST
+        self._room.set()
         return message
 
     async def _send(self, text: str) -> None:
@@ -126,7 +141,7 @@ class Session:
     async def _watch_reader(self) -> None:
         """Abort the connection once its client takes nothing for as long as it may leave a ping unanswered: pings would wait
         behind what it does not read, for ever."""
-        patience = self.server.patience
+        patience = self.options.patience
         if patience is None:
             return
         before, moved = (0, 0), time.monotonic()
@@ -142,27 +157,26 @@ class Session:
 
     async def _open(self) -> None:
         """Lease a backend if there are any, and make the environment; raises InvalidRequest(FACTORY_ERROR)."""
-        server = self.server
+        options, name = self.options, self.hosting.name
         try:
-            if server.backends is not None:
-                self.lease = await asyncio.to_thread(server.backends.acquire)
+            if options.backends is not None:
+                self.lease = await asyncio.to_thread(options.backends.acquire)
             self.worker = await self._start(() if self.lease is None else (self.lease.resource,))
-            said, fault = await self._call("create", server.reset_timeout)
+            reason, fault = await self._call("create", options.reset_timeout)
         except Exception as raised:
-            log.exception("session %d: %s could not be made", self.number, server.env_name)
-            said, fault = str(raised), type(raised).__name__
+            log.exception("session %d: %s could not be made", self.number, name)
+            reason, fault = str(raised), type(raised).__name__
         if fault:
             self.over = True
             if fault == "ProcessEnded":
-                said = "its process ended; what it printed is in the server's log"
-            raise InvalidRequest(f"Environment factory '{server.env_name}' failed to create instance: {said}", "FACTORY_ERROR")
+                reason = "its process ended; what it printed is in the server's log"
+            raise InvalidRequest(f"Environment factory '{name}' failed to create instance: {reason}", "FACTORY_ERROR")
 
     async def _start(self, arguments: tuple) -> Worker | Child:
-        server = self.server
-        if server.isolation is not None:
-            return await Child.start(server.factory, server.isolation, server.env_name, arguments=arguments,
-                                     latency=server.latency)
-        worker = Worker(lambda: server.factory(*arguments), server.env_name, server.latency)
+        factory, name, options = self.hosting.factory, self.hosting.name, self.options
+        if options.isolation is not None:
+            return await Child.start(factory, options.isolation, name, arguments=arguments, latency=options.latency)
+        worker = Worker(lambda: factory(*arguments), name, options.latency)
         loop = asyncio.get_running_loop()
         start_thread(worker, f"env-session-{self.number}", partial(loop.call_soon_threadsafe, self._thread_ended))
         return worker
@@ -186,15 +200,15 @@ class Session:
                      "msg": f"an episode_id is text of at most {MAX_EPISODE_ID} characters, got {str(name)[:40]!r}..."}
             raise InvalidRequest("Invalid message", "VALIDATION_ERROR", [fault])
         self.episode_id, self.steps = name, 0
-        return await self._call_env("reset", self.server.reset_timeout, options)
+        return await self._call_env("reset", self.options.reset_timeout, options)
 
     async def _step(self, action: dict) -> str:
         self.steps += 1
-        return await self._call_env("step", self.server.step_timeout, action)
+        return await self._call_env("step", self.options.step_timeout, action)
 
     async def _state(self, _: dict) -> str:
         known = {"episode_id": self.episode_id, "step_count": self.steps}
-        return await self._call_env("state", self.server.step_timeout, known)
+        return await self._call_env("state", self.options.step_timeout, known)
 
     async def _mcp(self, request: dict) -> str:
         return protocol.no_mcp(request)
@@ -218,41 +232,44 @@ class Session:
         except TimeoutError as raised:
             ended_by = "timeout"
             self._hung = self.over = True
-            raise Hung(phase, f"{phase} of {self.server.env_name} took longer than {seconds:g} s; the session is over"
+            raise Hung(phase, f"{phase} of {self.hosting.name} took longer than {seconds:g} s; the session is over"
                        ) from raised
         except BaseException as raised:
             ended_by = type(raised).__name__
             raise
         finally:
             self.busy = None
-            self.server.record(phase, self, start, ended_by)
+            self.hosting.record({
+                "time": start, "phase": phase, "seconds": time.time() - start, "session": self.number,
+                "episode_id": self.episode_id, "turn": self.steps, "error": ended_by,
+                "backend": self.lease and self.lease.name})
 
     def hurry(self) -> None:
         """End the request in flight now, as if its deadline had passed."""
-        self._news.set()
+        self._inbox.put_nowait(None)
         if self.busy in ("create", "reset", "step", "state"):
             with contextlib.suppress(RuntimeError):  # the call has just ended by itself
                 self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         """Close the environment, then give the backend back; bounded, and complete when it returns."""
-        server, poisoned = self.server, self._hung
+        backends, poisoned = self.options.backends, self._hung
         if self._hung and self.lease is not None:
             # Killing what the environment waits for is what makes most hung threads return.
-            await asyncio.to_thread(server.backends.kill, self.lease)
+            await asyncio.to_thread(backends.kill, self.lease)
         if self.worker is not None:
             poisoned |= not await self._close_env()
         if self.lease is not None:
-            await asyncio.to_thread(server.backends.release, self.lease, poisoned=poisoned)
+            await asyncio.to_thread(backends.release, self.lease, poisoned=poisoned)
 
     async def _close_env(self) -> bool:
         """Close the environment and end its worker; whether all went as it should."""
         self.worker.cancel()  # a hung `async` call
         self._hung = False
         try:
-            said, fault = await self._call("close", self.server.close_timeout)
+            reason, fault = await self._call("close", self.options.close_timeout)
             if fault:
-                log.warning("session %d: closing %s failed: %s", self.number, self.server.env_name, said)
+                log.warning("session %d: closing %s failed: %s", self.number, self.hosting.name, reason)
         except Hung as hung:
             fault = "timeout"
             log.warning("session %d: %s", self.number, hung)
@@ -261,13 +278,13 @@ class Session:
         else:
             self.worker.stop()
             if self._hung:  # the thread does not return: leave it behind, and count it until it does
-                self.server.abandoned += 1
+                self.hosting.abandoned += 1
                 self._abandoned = True
         return not fault
 
     def _thread_ended(self) -> None:
         if self._abandoned:
-            self.server.abandoned -= 1
+            self.hosting.abandoned -= 1
 
 
 def _settle(future: asyncio.Future, text: str, fault: str) -> None:

@@ -11,7 +11,7 @@ from grpolab.env.client import Span
 from grpolab.env.pool import GrpoPool, Results
 from grpolab.env.protocol import StepResult
 from grpolab.env.server import serving_loop
-from grpolab.env.slot import Seat
+from grpolab.env.slot import Slot
 
 
 class MultiTurnEnvPool:
@@ -26,7 +26,6 @@ class MultiTurnEnvPool:
         self.pool = GrpoPool(url, size, **options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._over: asyncio.Event | None = None
 
     def __enter__(self) -> MultiTurnEnvPool:
         self.start()
@@ -40,38 +39,32 @@ class MultiTurnEnvPool:
         if self._loop is not None:
             return
         self._refuse_own_loop()
-        ready = threading.Event()
-        self._thread = threading.Thread(target=asyncio.run, args=(self._live(ready),), daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        ready.wait()
         try:
-            self._call(self.pool.connect())
+            self._call(self.pool.connect)
         except BaseException:
             self._end()
             raise
-
-    async def _live(self, ready: threading.Event) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        ready.set()
-        await self._over.wait()
 
     def close(self) -> None:
         """Close every session and end the thread; bounded by `deadlines.close`. Idempotent."""
         if self._loop is not None:
             self._refuse_own_loop()
             try:
-                self._call(self.pool.close())
+                self._call(self.pool.close)
             finally:
                 self._end()
 
     def reset_group(self, task: Any = None, *, seed: int | None = None, distinct: bool = False) -> list[StepResult]:
-        return self._call(self.pool.reset_group(task, seed=seed, distinct=distinct))
+        return self._call(self.pool.reset_group, task, seed=seed, distinct=distinct)
 
     def run_group_step(self, actions: Sequence[dict]) -> list[StepResult]:
-        return self._call(self.pool.run_group_step(actions))
+        return self._call(self.pool.run_group_step, actions)
 
-    def run_group(self, rollout: Callable[[Seat], Awaitable[Any]]) -> Results:
-        return self._call(self.pool.run_group(rollout))
+    def run_group(self, rollout: Callable[[Slot], Awaitable[Any]]) -> Results:
+        return self._call(self.pool.run_group, rollout)
 
     def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
         return self.pool.record_group_result(task, rewards, success=success)
@@ -80,31 +73,28 @@ class MultiTurnEnvPool:
     def trace(self) -> list[Span]:
         return self.pool.trace
 
-    def _call(self, work: Coroutine) -> Any:
-        """Run a coroutine over there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
-        try:
-            if self._loop is None:
-                raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
-            self._refuse_own_loop()
-        except RuntimeError:
-            work.close()
-            raise
-        loop, done = self._loop, threading.Event()
-        task: list[asyncio.Task] = []
+    def _call(self, work: Callable[..., Coroutine], *arguments: Any, **options: Any) -> Any:
+        """Run a method of the pool over there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
+        if self._loop is None:
+            raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
+        self._refuse_own_loop()
+        ended = threading.Event()
 
-        def begin() -> None:
-            task.append(loop.create_task(work))
-            task[0].add_done_callback(lambda _: done.set())
+        async def run() -> Any:
+            try:
+                return await work(*arguments, **options)
+            finally:
+                ended.set()
 
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
-            loop.call_soon_threadsafe(begin)
-            while not done.wait(0.1):  # in short waits, so that an interrupt gets in on every platform
+            while not ended.wait(0.1):  # in short waits, so that an interrupt gets in on every platform
                 pass
+            return future.result()
         except BaseException:
-            loop.call_soon_threadsafe(lambda: task[0].cancel())
-            done.wait(self.pool.deadlines.close + 1.0)
+            future.cancel()
+            ended.wait(self.pool.deadlines.close + 1.0)
             raise
-        return task[0].result()
 
     def _refuse_own_loop(self) -> None:
         """Raise RuntimeError where waiting would keep the server from answering."""
@@ -120,5 +110,6 @@ class MultiTurnEnvPool:
     def _end(self) -> None:
         thread, loop = self._thread, self._loop
         self._thread = self._loop = None
-        loop.call_soon_threadsafe(self._over.set)
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()

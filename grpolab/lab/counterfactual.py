@@ -23,7 +23,7 @@ import torch
 from grpolab.arithmetic import Problem
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.action_format import TEXT, Dialect
+from grpolab.env.action_format import TEXT, ActionFormat
 from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
@@ -45,7 +45,7 @@ Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
 
 async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, reward: Reward = finished_and_correct,
                edit: Edit | None = None, watch=None, reference: Policy | None = None, pool: GrpoPool | None = None,
-               limits: Limits | None = None, dialect: Dialect = TEXT, success: float = 1.0, **changes: Any) -> Run:
+               limits: Limits | None = None, action_format: ActionFormat = TEXT, success: float = 1.0, **changes: Any) -> Run:
     """The run once more from `step` on, into the folder fork-<name> below its own; returns that Run, whose metrics and record
     begin with what both have in common.
 
@@ -54,9 +54,9 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     update: `without_group`, `with_advantage`, `with_reward`, `with_token`, or a function of your own. The `reference` is the
     run's start unless another is given.
 
-    Episodes need their environment again: a `pool` of it, with the run's `limits` and `dialect`. Without a pool, `step` is
-    done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is changed
-    by `edit=with_reward(...)` at `step`, or in the environment.
+    Episodes need their environment again: a `pool` of it, with the run's `limits` and `action_format`. Without a pool, `step`
+    is done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is
+    changed by `edit=with_reward(...)` at `step`, or in the environment.
 
     A warning tells where the rollouts of `step` are not the run's, which they are whatever its update is going to be, and a
     printed line where they are paid otherwise. ValueError as in `rebuild`, and for what the run's kind has no use for."""
@@ -79,7 +79,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     if played and pool is None:
         print(f"step {step} was done again from its recorded episodes; those of the steps after it have to be played: pool=...")
     elif done < config.steps:
-        rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, dialect=dialect,
+        rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, action_format=action_format,
                                success=success, run=twin) if played else grpo(
             state.policy, reference, problems, config, reward=reward, watch=watch, run=twin, success=success)
         async for row in rows:
@@ -109,7 +109,7 @@ def _tell_apart(run: Run, twin: Run, step: int) -> None:
     paid = sum(then[k][1] != now[k][1] for k in both if then[k][0] == now[k][0])
     if other:
         warnings.warn(f"{other} of {len(both)} rollouts of step {step} are not the run's, which no change of its update makes: "
-                      "were problems, limits, dialect, environment and torch threads the run's?", stacklevel=3)
+                      "were problems, limits, action_format, environment and torch threads the run's?", stacklevel=3)
     if paid:
         print(f"{paid} of {len(both)} rollouts of step {step} are paid otherwise than in the run")
 

@@ -1,4 +1,4 @@
-"""The credit microscope: what each token of a rollout was worth, and how far a sampled gradient is from the exact one.
+"""Credit: what each token of a rollout was worth.
 
 GRPO gives every token of a rollout the same advantage. The value of a prefix, V(prefix) = E[reward | prefix], tells where
 the answer was won or lost; it is estimated by letting the same policy go on from every prefix many times.
@@ -7,7 +7,6 @@ the answer was won or lost; it is estimated by letting the same policy go on fro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +25,7 @@ from grpolab.lab.tokens import shown
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
-from grpolab.train.advantages import advantages
-from grpolab.train.layout import lay_out
-from grpolab.train.logps import rollout_logps
 from grpolab.train.rewards import Reward, ask_any
-
-MOST = 20_000  # completions that are enumerated at most
 
 
 @dataclass(frozen=True)
@@ -128,80 +122,3 @@ def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, 
                       continuations=continuations, seed=seed, threads=threads)
 
     return with_threads(threads, work)
-
-
-# --- the sampled gradient against the exact one -----------------------------------------------------------------------
-
-
-def completions(policy: Policy, prompt: Sequence[int], new_tokens: int) -> list[Rollout]:
-    """Every completion of up to `new_tokens` tokens: shorter where an end token ends it. ValueError beyond MOST of them."""
-    vocab, ends = policy.model.get_output_embeddings().weight.shape[0], set(policy.eos_ids)
-    if vocab**new_tokens > MOST:
-        raise ValueError(f"{vocab} tokens make {vocab**new_tokens} completions of {new_tokens}, more than the {MOST} that are "
-                         "enumerated: ask for fewer new_tokens")
-    found, open_ = [], [()]
-    for _ in range(new_tokens):
-        longer = [head + (v,) for head in open_ for v in range(vocab)]
-        found += [tokens for tokens in longer if tokens[-1] in ends]
-        open_ = [tokens for tokens in longer if tokens[-1] not in ends]
-    zeros = lambda tokens: (0.0,) * len(tokens)  # noqa: E731
-    return [Rollout(tuple(prompt), t, (1,) * len(t), zeros(t), zeros(t), "eos" if t[-1] in ends else "length")
-            for t in found + open_]
-
-
-def exact_gradient(policy: Policy, prompt: Sequence[int], reward: Reward, problem: Any, *, new_tokens: int = 1
-                   ) -> tuple[torch.Tensor, float]:
-    """The gradient of E[reward] over all completions (one vector of all parameters), and E[reward], by enumeration."""
-    everything = completions(policy, prompt, new_tokens)
-    rewards = torch.tensor([float(reward(policy.decode(r.tokens), problem, r) or 0.0) for r in everything])
-    policy.model.zero_grad()
-    value = 0.0
-    for start in range(0, len(everything), 512):
-        part = everything[start : start + 512]
-        expected = (_sequence_logps(policy, part).exp() * rewards[start : start + 512].to(policy.device)).sum()
-        expected.backward()
-        value += expected.item()
-    return _taken(policy), value
-
-
-def gradient_by_group_size(policy: Policy, prompt: Sequence[int], reward: Reward, problem: Any, *, new_tokens: int = 1,
-                           sizes: Sequence[int] = (2, 4, 8, 16, 32), groups: int = 32, seed: int = 0,
-                           kind: str = "leave_one_out") -> pd.DataFrame:
-    """How a group's gradient, the mean of A_i grad log p(y_i), compares with the exact one, by group size: its mean `cosine`,
-    its `variance` (E |g - mean|^2 / |exact|^2), and the `bias` of the mean over the groups (|mean - exact| / |exact|, of
-    which sqrt(variance / groups) is noise). "leave_one_out" has none; "centred" is (G - 1) / G of it."""
-    exact, _ = exact_gradient(policy, prompt, reward, problem, new_tokens=new_tokens)
-    if not exact.norm() > 0:
-        raise ValueError("the exact gradient is zero: every completion of this prompt has the same reward")
-    rows = []
-    with Sampler(policy) as sampler:
-        for size in sizes:
-            params = SamplingParams(max_new_tokens=new_tokens, seed=fold_seed(seed, size))
-            found = []
-            for group in sampler.sample_sync([prompt] * groups, group_size=size, params=params):
-                rewards = [float(reward(policy.decode(r.tokens), problem, r) or 0.0) for r in group]
-                a = advantages(torch.tensor([rewards]), kind)[0].to(policy.device)
-                with policy.lock:
-                    policy.model.zero_grad()
-                    (_sequence_logps(policy, list(group)) * a).mean().backward()
-                    found.append(_taken(policy))
-            g = torch.stack(found)
-            cosine = torch.nn.functional.cosine_similarity(g, exact[None]).mean().item()
-            variance = ((g - g.mean(0)).square().sum(1).mean() * groups / (groups - 1) / exact.square().sum()).item()
-            bias = ((g.mean(0) - exact).norm() / exact.norm()).item()
-            rows.append({"group_size": size, "cosine": cosine, "variance": variance, "bias": bias})
-    return pd.DataFrame(rows)
-
-
-def _sequence_logps(policy: Policy, rollouts: Sequence[Rollout]) -> torch.Tensor:
-    """The log-probability of each completion (N,), with gradient."""
-    shape = (len(rollouts), max(len(r.tokens) for r in rollouts))
-    logps, _ = rollout_logps(policy, lay_out(rollouts, pad_id=policy.pad_id), shape, 1.0)
-    return logps.sum(1)
-
-
-def _taken(policy: Policy) -> torch.Tensor:
-    """The gradient that lies in the parameters as one vector, which are then without."""
-    g = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.model.parameters()]).cpu()
-    policy.model.zero_grad()
-    return g

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import linecache
-import signal
-import socket
-import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
-from functools import cache
 from html import escape
 
 from grpolab.lab.diagnose import diagnose
-from grpolab.lab.format import readable
-from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric
+from grpolab.lab.interrupts import report_interrupts
+from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric, readable, short
 from grpolab.lab.plots import POLICY, WARNING
 from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
 from grpolab.runs.selection import PREFIX
@@ -55,7 +48,7 @@ class Dashboard:
         self._ask_after, self._asks = 0.0, 0
         self._shell = get_ipython()
         self._handle = display(self, display_id=True) if self._shell is not None else None
-        _watch_interrupts(self)
+        report_interrupts(self)
 
     def update(self, row: dict) -> None:
         """Take one row of metrics, which holds `step`."""
@@ -64,7 +57,7 @@ class Dashboard:
             self._earlier = len(self.rows)
         self.rows.append(row)
         self._seen = time.monotonic()
-        _watch_interrupts(self)
+        report_interrupts(self)
         if self._handle is not None:
             if self.done >= self.steps or self._seen - self._drawn > 1:
                 self._draw()
@@ -146,7 +139,7 @@ class Dashboard:
 
     def _questions(self) -> str:
         rows = "".join(
-            f"<tr><td {CELL}>{escape(question)}</td><td {CELL}>{marks[-20:]}</td><td {CELL}><code>{escape(_short(text))}</code>"
+            f"<tr><td {CELL}>{escape(question)}</td><td {CELL}>{marks[-20:]}</td><td {CELL}><code>{escape(short(text))}</code>"
             "</td></tr>" for question, (marks, text) in self.asked.items()
         )
         return f"<table style='margin:0'>{rows}</table>" if rows else ""
@@ -156,11 +149,6 @@ def _metric(column: str, healthy: tuple | None, meaning: str | None) -> Metric:
     known = METRICS.get(column, MEASURED if column.startswith(PREFIX) else UNKNOWN)
     known = known if meaning is None else known._replace(meaning=meaning)
     return known if healthy is None else known._replace(low=healthy[0], high=healthy[1])
-
-
-def _short(text: str, most: int = 120) -> str:
-    text = text.replace("\n", "↵")
-    return text if len(text) <= most else text[:most] + "…"
 
 
 def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> str:
@@ -177,76 +165,3 @@ def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> st
     image = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}'>{line}</svg>"
     data = base64.b64encode(image.encode()).decode()
     return f"<img width='{width}' height='{height}' alt='' src='data:image/svg+xml;base64,{data}'>"
-
-
-# --- interrupts -------------------------------------------------------------------------------------------------------
-
-INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
-_unfinished: weakref.WeakSet[Dashboard] = weakref.WeakSet()  # of the cell that runs
-
-
-def quiet_interrupts(shell) -> None:
-    """From now on an interrupt of a cell is said in one line, in place of a page of CancelledError."""
-    shell.set_custom_exc(INTERRUPTS, _say)
-    _wake_at_signals()
-
-
-@cache  # once a process, and the sockets are kept
-def _wake_at_signals() -> tuple[socket.socket, ...]:
-    """ipykernel tells its loop of an interrupt without waking it, so a cell that only waits would wait to its end."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return ()
-    if threading.current_thread() is not threading.main_thread():
-        return ()
-    heard, said = ends = socket.socketpair()
-    for end in ends:
-        end.setblocking(False)
-    before = signal.set_wakeup_fd(said.fileno(), warn_on_full_buffer=False)
-    if before != -1:  # somebody is woken already
-        signal.set_wakeup_fd(before)
-        for end in ends:
-            end.close()
-        return ()
-    loop.add_reader(heard, heard.recv, 4096)
-    return ends
-
-
-def _watch_interrupts(live: Dashboard) -> None:
-    """Until the cell ends, an interrupt of it is told by the dashboard too."""
-    shell = live._shell
-    if shell is None:
-        return
-    if live.done >= live.steps:
-        _unfinished.discard(live)
-        return
-    if not _unfinished and shell.custom_exceptions in ((), INTERRUPTS):
-        always = shell.custom_exceptions == INTERRUPTS
-        quiet_interrupts(shell)
-
-        def end_of_cell(*_):
-            shell.events.unregister("post_run_cell", end_of_cell)
-            if not always:
-                shell.set_custom_exc((), None)
-            _unfinished.clear()
-
-        shell.events.register("post_run_cell", end_of_cell)
-    _unfinished.add(live)
-
-
-def _say(shell, kind, error, traceback, tb_offset=None) -> None:
-    for live in list(_unfinished):
-        print(live.stopped())
-    if not _unfinished:
-        print(_stopped_at(shell, traceback))
-
-
-def _stopped_at(shell, traceback) -> str:
-    """The line of the cell that was interrupted, for people; the frames below it are the package's."""
-    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return "stopped; a rerun starts this cell over"
-    line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
-    return f"stopped at line {traceback.tb_lineno} ({_short(line, 60)}); a rerun starts this cell over"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from grpolab.lab.format import readable
+from grpolab.lab.metrics import readable
 
 if TYPE_CHECKING:  # torch stays out of a dashboard
     from grpolab.runs.run import Run

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from grpolab.files import atomic_write
-from grpolab.lab.format import readable
+from grpolab.lab.metrics import readable
 
 
 class GateError(AssertionError):

@@ -1,7 +1,8 @@
-"""What the columns of a run mean, in one line each, and the range in which a run is usually well."""
+"""What the columns of a run mean, the range in which a run is usually healthy, and numbers as people read them."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -24,7 +25,7 @@ class Metric(NamedTuple):
 # The ranges are rules of thumb: outside them a run is worth a look, not wrong. logp_diff has the bounds of GRPOConfig.
 METRICS = {
     "reward": Metric("mean reward of the sampled completions"),
-    "mixed": Metric("share of groups whose rewards differ: only these teach from the reward", low=0.1),
+    "mixed": Metric("share of groups whose rewards differ: only these have a gradient from the reward", low=0.1),
     "all_wrong": Metric("share of groups without a right completion", high=0.9),
     "all_right": Metric("share of groups with right completions only", high=0.9),
     "kl": Metric("distance to the reference, nats a token", high=0.5),
@@ -62,4 +63,27 @@ METRICS = {
     "pairs_per_s": Metric("pairs trained on in a second"),
 }
 UNKNOWN = Metric("")
-MEASURED = Metric("measured on the way, every so many steps (`Selection`)")
+MEASURED = Metric("evaluated during training, every so many steps (`Selection`)")
+
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def readable(value, digits: int = 4) -> str:
+    """`digits` significant digits: 0.9876, 11,660, 5.629·10⁻⁷, 10⁻⁶. What is not a number is its text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    if value and not 1e-4 <= abs(value) < 1e9:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        mantissa = f"{float(mantissa):g}"
+        power = f"10{str(int(exponent)).translate(SUPERSCRIPT)}"
+        return power if mantissa == "1" else f"{mantissa}·{power}"
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def short(text: str, most: int = 120) -> str:
+    """Text on one line, at most so many characters of it."""
+    text = text.replace("\n", "↵")
+    return text if len(text) <= most else text[:most] + "…"

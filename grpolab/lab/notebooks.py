@@ -1,10 +1,17 @@
-"""Executing the notebook series in batch, through papermill."""
+"""The notebook series: executing it in batch through papermill, and the form in which git keeps it.
+
+A front end writes the name and the version of its own kernel into every notebook that it opens. The server that `make lab`
+starts calls `before_saving`, so that opening a notebook of the series changes nothing for git:
+
+    jupyter lab --FileContentsManager.pre_save_hook=grpolab.lab.notebooks.before_saving
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from grpolab.files import atomic_folder, atomic_write
-from grpolab.lab.tidy import tidy, written
+from grpolab.runs.figures import fewer_colours
 from grpolab.runs.run import repository
 
 
@@ -213,8 +220,6 @@ def clean(notebook: dict) -> dict:
     """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
     the kernel's display name and Python version; and without widgets, which need a kernel: their static page stays. Pictures
     in 64 colours."""
-    from grpolab.lab.plots import fewer_colours
-
     for key in ("papermill", "widgets"):
         tidy(notebook)["metadata"].pop(key, None)
     for cell in notebook["cells"]:
@@ -231,3 +236,24 @@ def clean(notebook: dict) -> dict:
                     image = fewer_colours(base64.b64decode("".join(data["image/png"])))
                     data["image/png"] = base64.b64encode(image).decode() + "\n"
     return notebook
+
+
+def tidy(notebook: dict) -> dict:
+    """The notebook with the plain kernel's name and no version of Python; changed in place."""
+    notebook["metadata"]["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook["metadata"]["language_info"] = {"name": "python"}
+    return notebook
+
+
+def written(notebook: dict) -> str:
+    """The text of a notebook as Jupyter writes it: sorted keys, one space a level, an end of line at its end."""
+    return json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def before_saving(*, model: dict, path: str = "", **_) -> None:
+    """Jupyter's hook: tidy what is saved, if it is a notebook of the series with a kernel of Python's usual name."""
+    name = path.split("/")[-1]
+    if model.get("type") != "notebook" or not re.fullmatch(r"\d\d_\w+\.ipynb", name):
+        return
+    if model["content"]["metadata"].get("kernelspec", {}).get("name") == "python3":
+        tidy(model["content"])

@@ -11,17 +11,19 @@ from io import BytesIO
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from IPython import get_ipython
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 from PIL import Image  # matplotlib brings it
 
-from grpolab.lab.format import readable
+from grpolab.lab.interrupts import quiet_interrupts
+from grpolab.lab.metrics import readable
+from grpolab.runs.figures import DPI, png
 
 POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
 CHOSEN, REJECTED, HELD_OUT, SKY, PURPLE = "#0072B2", "#E69F00", "#000000", "#56B4E9", "#CC79A7"
 
-DPI = 100  # at which a figure has its nominal size in pixels
 STYLE = {
     "figure.figsize": (6.4, 3.2), "figure.dpi": DPI, "figure.constrained_layout.use": True,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3,
@@ -31,33 +33,15 @@ STYLE = {
 
 
 def use_style() -> None:
-    """Apply the house style to the figures that follow; a notebook shows them at double resolution, tables for people, and an
-    interrupt as one line."""
+    """Apply the package's style to the figures that follow. A notebook then shows figures at double resolution, tables with
+    rounded numbers, and an interrupt as one line."""
     plt.rcParams.update(STYLE)
-    from IPython import get_ipython
-
     shell = get_ipython()
     if getattr(shell, "kernel", None):
         plt.close(plt.figure())  # at its first use the inline backend puts in a formatter of its own
         shell.display_formatter.formatters["image/png"].for_type(Figure, _for_notebook)
         shell.display_formatter.formatters["text/html"].for_type(pd.DataFrame, table)
-        from grpolab.lab.dashboard import quiet_interrupts  # here, since it draws with this module's colours
-
         quiet_interrupts(shell)
-
-
-def png(figure: Figure) -> bytes:
-    """A figure at twice its size in 64 colours, a quarter of the bytes of all colours."""
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=2 * DPI, bbox_inches="tight", facecolor="white")
-    return fewer_colours(drawn.getvalue())
-
-
-def fewer_colours(image: bytes) -> bytes:
-    """A PNG in 64 colours; as it was where that is smaller."""
-    small = BytesIO()
-    Image.open(BytesIO(image)).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
-    return min(image, small.getvalue(), key=len)
 
 
 def table(frame: pd.DataFrame) -> str:
@@ -256,19 +240,4 @@ def calibration(points: Sequence[tuple[float, object]], *, title: str, xlabel: s
     ax.plot([low, 1], [low, 1], color=REFERENCE, linestyle="--", linewidth=1)
     held_out(points, ax)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    return ax
-
-
-def paths(runs: dict[str, pd.DataFrame], x: str, y: str, *, title: str, xlabel: str, ylabel: str, colors: dict[str, str],
-          window: int = 10, ax=None):
-    """Two metrics against each other as a run goes on: means of `window` steps, from the dot to the arrow's head."""
-    ax = _axes(ax)
-    for name, metrics in runs.items():
-        smooth = running_mean(metrics[[x, y]], window)
-        a, b = smooth[x].to_numpy(), smooth[y].to_numpy()
-        ax.plot(a, b, color=colors[name], label=name)
-        ax.plot(a[0], b[0], "o", color=colors[name], markersize=5)
-        ax.annotate("", (a[-1], b[-1]), (a[-2], b[-2]), arrowprops={"arrowstyle": "-|>", "color": colors[name], "lw": 1.8})
-    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    ax.legend()
     return ax

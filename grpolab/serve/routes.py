@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 import h11
 import uvicorn
@@ -21,9 +20,7 @@ from grpolab.access import shows
 from grpolab.serve.completions import Answer
 from grpolab.serve.openai_schema import Refused, read_json, read_request, sampled_as
 from grpolab.serve.sessions import Session
-
-if TYPE_CHECKING:
-    from grpolab.serve.service import Service
+from grpolab.serve.state import Service
 
 HEAD = 30.0  # s; how long a client may take to send the head of a request
 IDLE = 75  # s; how long a connection stays open for the next request. Clients give theirs up after some 5 s: were it as many

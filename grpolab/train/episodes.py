@@ -1,4 +1,4 @@
-"""Episodes: a policy in the seats of a pool.
+"""Episodes: a policy in the slots of a pool.
 
 An episode is one token sequence: the question, then in turn what the policy wrote (mask 1, with its sampling logps) and
 what the environment answered (mask 0). Nothing is decoded and tokenised again, so what is trained is what was sampled.
@@ -16,8 +16,8 @@ from typing import Any
 from grpolab.chat import LONG_TEXT, Example, encode_chat, longest_token, observation_ids, prompt_ids, tokenising, user
 from grpolab.decode.sampler import Conversation, Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.action_format import TEXT, Dialect, Malformed
-from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Seat, rollout_seed, within
+from grpolab.env.action_format import TEXT, ActionFormat, Malformed
+from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Slot, rollout_seed, within
 from grpolab.env.protocol import ConnectError, EnvError, Environment, StepResult
 from grpolab.models.load import Policy
 from grpolab.rollouts import CUT, Group, Rollout
@@ -47,7 +47,7 @@ class Episode:
     `abstain` its reward is None. A lost session is not the policy's doing and gives no episode.
 
     `heard` are the observations that stand in the rollout's tokens, `invalid` counts the actions that could not be read,
-    `measures` are the numbers of the dialect's `measure`, `env_s` the seconds spent waiting for the environment.
+    `measures` are the numbers of the action format's `measure`, `env_s` the seconds spent waiting for the environment.
     """
 
     rollout: Rollout
@@ -60,7 +60,7 @@ class Episode:
 
     @property
     def calls(self) -> float:
-        """Tool calls, by the dialect's measure of that name."""
+        """Tool calls, by the action format's measure of that name."""
         return self.measures.get("calls", 0)
 
     @property
@@ -77,29 +77,29 @@ def as_task(task: Any) -> Any:
     return asdict(task) if is_dataclass(task) and not isinstance(task, type) else task
 
 
-def demonstrate(tokenizer, env: Environment, task: Any, turns: Sequence[str], *, dialect: Dialect = TEXT,
+def demonstrate(tokenizer, env: Environment, task: Any, turns: Sequence[str], *, action_format: ActionFormat = TEXT,
                 introduction: str = "") -> Example:
     """`turns` said in an environment whose methods are plain, as a conversation to imitate: mask 1 on the turns alone.
 
-    `introduction` stands before the question, as `dialect.introduce` puts it there in an episode.
+    `introduction` stands before the question, as `action_format.introduce` puts it there in an episode.
     """
-    said = user(_introduced(introduction, dialect.read(env.reset(task=as_task(task)))))
+    said = user(_introduced(introduction, action_format.read(env.reset(task=as_task(task)))))
     for wrote in turns:
-        told = dialect.read(env.step(dialect.action(wrote)))
+        told = action_format.read(env.step(action_format.action(wrote)))
         said += [{"role": "assistant", "content": wrote}, *user(told)]
     return encode_chat(tokenizer, said[:-1])
 
 
-async def play(seat: Seat, sampler: Sampler, task: Any, *, seed: int, params: SamplingParams, limits: Limits,
-               dialect: Dialect = TEXT, reset_seed: int | None = None) -> Episode:
-    """One episode of `task` on a seat. `params.max_new_tokens` bounds each turn; `seed` makes its draws.
+async def play(slot: Slot, sampler: Sampler, task: Any, *, seed: int, params: SamplingParams, limits: Limits,
+               action_format: ActionFormat = TEXT, reset_seed: int | None = None) -> Episode:
+    """One episode of `task` on a slot. `params.max_new_tokens` bounds each turn; `seed` makes its draws.
 
     `reset_seed` (default: `seed`) is the environment's: rollouts of a group share it, so that they get one question.
     """
     check_limits(sampler.policy, limits)
     conversation = sampler.conversation(seed=seed)
     try:
-        return await _Play(seat, sampler.policy, conversation, params, limits, dialect).run(
+        return await _Play(slot, sampler.policy, conversation, params, limits, action_format).run(
             as_task(task), seed if reset_seed is None else reset_seed)
     finally:
         conversation.close()
@@ -108,9 +108,10 @@ async def play(seat: Seat, sampler: Sampler, task: Any, *, seed: int, params: Sa
 class _Play:
     """One episode while it is played."""
 
-    def __init__(self, seat: Seat, policy: Policy, conversation: Conversation, params, limits: Limits, dialect: Dialect):
-        self.seat, self.policy, self.conversation = seat, policy, conversation
-        self.params, self.limits, self.dialect = params, limits, dialect
+    def __init__(self, slot: Slot, policy: Policy, conversation: Conversation, params, limits: Limits,
+                 action_format: ActionFormat):
+        self.slot, self.policy, self.conversation = slot, policy, conversation
+        self.params, self.limits, self.action_format = params, limits, action_format
         self.turns: list[tuple[str, str]] = []
         self.heard: list[str] = []
         self.results: list[StepResult] = []
@@ -128,25 +129,25 @@ class _Play:
         rollout = self.conversation.rollout()
         if reason == "done" and not self.paid:
             raise ValueError(f"the environment ended the episode {question!r:.200} without any reward, and none is made up")
-        reward = None if reason == "invalid" and self.dialect.on_invalid != "penalise" else sum(self.paid, 0.0)
+        reward = None if reason == "invalid" and self.action_format.on_invalid != "penalise" else sum(self.paid, 0.0)
         return Episode(replace(rollout, reward=reward, finish_reason=reason), question, tuple(self.turns),
-                       tuple(self.heard), self.invalid, dict(self.dialect.measure(self.results)), self.env_s)
+                       tuple(self.heard), self.invalid, dict(self.action_format.measure(self.results)), self.env_s)
 
     async def _ask(self, task: Any, seed: int) -> str:
-        result = await self.seat.reset(task=task, seed=seed)
+        result = await self.slot.reset(task=task, seed=seed)
         if result.done:
             raise ValueError(f"the environment ended its episode as it was reset (task {task!r:.100}), so no turn of it "
                              "earns anything: give it a task that is still to be done")
         self.paid += [result.reward] if result.reward else []
-        before = await self.dialect.introduce(self.seat) if self.dialect.introduce else ""
-        return _introduced(before, self.dialect.read(result))
+        before = await self.action_format.introduce(self.slot) if self.action_format.introduce else ""
+        return _introduced(before, self.action_format.read(result))
 
     async def _turns(self, ids: list[int]) -> str:
         """Turn by turn until the episode is over; returns why it is."""
         used = 0
         while True:
             room = self.limits.max_total_tokens - used - len(ids)
-            with self.seat.span("generate"):
+            with self.slot.span("generate"):
                 turn = await self.conversation.sample(
                     ids, replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room)))
             used = len(turn.prompt) + len(turn.tokens)
@@ -163,15 +164,15 @@ class _Play:
 
     async def _say(self, wrote: str) -> tuple[str, str]:
         """Act on a turn of the policy: (why the episode is over, or "", what the policy is told)."""
-        result = await self._timed(self.dialect.act(self.seat, wrote))
+        result = await self._timed(self.action_format.act(self.slot, wrote))
         if isinstance(result, Malformed):
             self.invalid += 1
-            self.paid += [self.dialect.penalty] if self.dialect.on_invalid == "penalise" else []
-            over, told = result.ended or self.dialect.on_invalid == "abstain", result.why
+            self.paid += [self.action_format.penalty] if self.action_format.on_invalid == "penalise" else []
+            over, told = result.ended or self.action_format.on_invalid == "abstain", result.why
         else:
             self.results.append(result)
             self.paid += [] if result.reward is None else [result.reward]
-            over, told = result.done, self.dialect.read(result)
+            over, told = result.done, self.action_format.read(result)
         self.turns.append((wrote, told))
         if over:
             return "invalid" if isinstance(result, Malformed) else "done", told
@@ -211,13 +212,13 @@ def _beginning(text: str) -> str:
 
 
 async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, seeds: Sequence[int], params: SamplingParams,
-                   limits: Limits, dialect: Dialect = TEXT, reset_seeds: Sequence[int] | None = None
+                   limits: Limits, action_format: ActionFormat = TEXT, reset_seeds: Sequence[int] | None = None
                    ) -> list[Episode | None]:
-    """An episode of each task: every seat takes the next one as it gets free. `reset_seeds` (default: `seeds`) are the
+    """An episode of each task: every slot takes the next one as it gets free. `reset_seeds` (default: `seeds`) are the
     environments', equal within a group. Each episode has `deadlines.episode` s of its own.
 
-    Under the pool's `drop`, an episode that was lost is None and stands in `pool.failures`; its seat goes on. Raises
-    GroupFailed where fewer than `min_group` are left, or no seat has a session any more. Which seat plays which episode
+    Under the pool's `drop`, an episode that was lost is None and stands in `pool.failures`; its slot goes on. Raises
+    GroupFailed where fewer than `min_group` are left, or no slot has a session any more. Which slot plays which episode
     depends on timing; the episode does not, for its draws come from its own seed.
     """
     check_limits(sampler.policy, limits)
@@ -225,37 +226,37 @@ async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, se
     todo = iter(range(len(tasks)))
     failures: list[Failure] = []
 
-    async def work(seat: Seat) -> None:
+    async def work(slot: Slot) -> None:
         for i in todo:
             reset_seed = None if reset_seeds is None else reset_seeds[i]
-            episode = play(seat, sampler, tasks[i], seed=seeds[i], params=params, limits=limits, dialect=dialect,
+            episode = play(slot, sampler, tasks[i], seed=seeds[i], params=params, limits=limits, action_format=action_format,
                            reset_seed=reset_seed)
             try:
                 episodes[i] = await within(episode, pool.deadlines.episode, f"episode {i}")
             except EnvError as fault:
                 if pool.on_failure != "drop":
                     raise
-                failures.append(Failure(seat.group, i, seat.turn, seat.session.episode_id, fault))
-                if isinstance(fault, ConnectError):  # no session is to be had: the other seats take what is left
+                failures.append(Failure(slot.group, i, slot.turn, slot.session.episode_id, fault))
+                if isinstance(fault, ConnectError):  # no session is to be had: the other slots take what is left
                     return
 
     try:
-        # No seat works longer than one episode beyond its even share.
+        # No slot works longer than one episode beyond its even share.
         await pool.run_group(work, rounds=len(tasks) // pool.size + 1)
     finally:
         pool.note_failures(failures)
     finished = len(tasks) - episodes.count(None)
-    if failures and (finished < pool.min_group or next(todo, None) is not None):  # or no seat had a session any more
+    if failures and (finished < pool.min_group or next(todo, None) is not None):  # or no slot had a session any more
         raise GroupFailed(f"{finished} of {len(tasks)} episodes finished", tuple(failures))
     return episodes
 
 
 async def evaluate_episodes(pool: GrpoPool, sampler: Sampler, problems: Sequence[Any], *, limits: Limits,
-                            max_new_tokens: int = 32, seed: int = 0, dialect: Dialect = TEXT) -> list[Episode]:
+                            max_new_tokens: int = 32, seed: int = 0, action_format: ActionFormat = TEXT) -> list[Episode]:
     """One greedy episode of each problem; a lost one raises, for an evaluation is of all its questions."""
     params = SamplingParams(greedy=True, max_new_tokens=max_new_tokens)
     seeds = [rollout_seed(seed, 0, i) for i in range(len(problems))]
-    episodes = await play_all(pool, sampler, problems, seeds=seeds, params=params, limits=limits, dialect=dialect)
+    episodes = await play_all(pool, sampler, problems, seeds=seeds, params=params, limits=limits, action_format=action_format)
     if None in episodes:
         raise RuntimeError(f"{episodes.count(None)} of {len(episodes)} evaluation episodes were lost; run it again")
     return episodes

@@ -1,4 +1,4 @@
-"""GRPO on episodes: groups of them from the seats of a pool, their rewards from the environment (`episodes.py`)."""
+"""GRPO on episodes: groups of them from the slots of a pool, their rewards from the environment (`episodes.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.action_format import TEXT, Dialect
+from grpolab.env.action_format import TEXT, ActionFormat
 from grpolab.env.pool import GrpoPool, rollout_seed
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run
@@ -35,7 +35,7 @@ __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes",
 
 
 async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, pool: GrpoPool, *,
-                          limits: Limits | None = None, dialect: Dialect = TEXT, success: float = 1.0,
+                          limits: Limits | None = None, action_format: ActionFormat = TEXT, success: float = 1.0,
                           run: Run | None = None) -> AsyncIterator[dict]:
     """GRPO (arXiv 2402.03300) on episodes; `config` as for one turn, where `max_new_tokens` now bounds each turn.
 
@@ -44,9 +44,9 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     `state()` and `load(state)` too, a run that was interrupted goes on exactly, and one whose cell is run again begins with
     the curriculum as it was when it first began. An
     environment may also draw its question from the seed: the rollouts of a group are reset with one, their draws have
-    their own. `dialect` says how text becomes actions and observations text.
+    their own. `action_format` says how text becomes actions and observations text.
 
-    Rows hold what `grpo` yields, and: turns, tool_rate (share of episodes with a call), calls and what else the dialect
+    Rows hold what `grpo` yields, and: turns, tool_rate (share of episodes with a call), calls and what else the action format
     measures, invalid (actions an episode that could not be read), abstained, unheard (share of the episodes in which no
     turn reached the environment), lost, env_s (mean seconds that an episode waited for its environment); with a
     curriculum, its tier and, as JSON, what it was told.
@@ -58,7 +58,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
         raise ValueError(f"refills={config.refills}: dynamic sampling is grpo's; leave it 0 for episodes")
     sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     tasks = Tasks(problems, config, run, success)
-    source = played(pool, sampler, tasks, config, limits, dialect)
+    source = played(pool, sampler, tasks, config, limits, action_format)
     steps = grpo_from(policy, reference, source, config, longest=limits.max_total_tokens, run=run,
                       content=lambda: map(as_task, tasks.content()))
     async with sampler, aclosing(steps) as rows:
@@ -66,8 +66,9 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
             yield row
 
 
-def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, limits: Limits, dialect: Dialect) -> Source:
-    """The source of `multi_turn_grpo`: episodes of the tasks on the seats of a pool."""
+def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, limits: Limits,
+           action_format: ActionFormat) -> Source:
+    """The source of `multi_turn_grpo`: episodes of the tasks on the slots of a pool."""
     told: list[str] = []  # the warnings that were given
 
     async def source(step: int) -> Drawn:
@@ -75,7 +76,7 @@ def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, l
         asked = [as_task(row) for row in tasks.tasks(step)]
         mine = distributed.mine(range(len(asked)))
         episodes = await play_all(
-            pool, sampler, [asked[g] for g in mine for _ in range(size)], limits=limits, dialect=dialect,
+            pool, sampler, [asked[g] for g in mine for _ in range(size)], limits=limits, action_format=action_format,
             params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
             seeds=[_draws_of(config.seed, step, g * size + i) for g in mine for i in range(size)],
             reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in mine for _ in range(size)])

@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,12 +25,10 @@ from grpolab.rollouts import Rollout
 from grpolab.runs.checkpoints import weights_hash
 from grpolab.runs.rollout_log import Recorder, recorded
 from grpolab.runs.run import Run
+from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import off_loop
 from grpolab.train.recorded import as_recorded
 from grpolab.train.sources import Drawn
-
-if TYPE_CHECKING:
-    from grpolab.train.grpo import GRPOConfig
 
 
 def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None, *, max_age: int | None = None) -> Recorded:

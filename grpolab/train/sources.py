@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,12 +25,10 @@ from grpolab.rollouts import Group, RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.train import distributed
 from grpolab.train.advantages import informative, reward_tensor
+from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import epoch_batches, off_loop, shuffled
 from grpolab.train.recorded import as_recorded
 from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_and_score, watched
-
-if TYPE_CHECKING:
-    from grpolab.train.grpo import GRPOConfig
 
 
 @dataclass(frozen=True)

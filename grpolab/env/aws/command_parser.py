@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from argparse import Namespace
 from typing import Any
 
 from grpolab.env.aws.clients import check_region
 from grpolab.env.aws.query import compile_query
 
-GLOBALS = ("--region", "--output", "--query")
+GLOBAL_OPTIONS = ("--region", "--output", "--query")
 OUTPUTS = ("json", "text", "table")
 MAX_CHARACTERS = 16_384  # of one command; the longest policy that AWS takes is shorter
 
@@ -17,89 +18,82 @@ MAX_CHARACTERS = 16_384  # of one command; the longest policy that AWS takes is 
 # the answers that hold it, the grader no more than the policy.
 _UNWRITABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-_SPECIAL = {"|": "pipes", "&": "background jobs", ";": "several commands", "<": "redirections", ">": "redirections",
-            "(": "subshells", ")": "subshells", "`": "command substitution", "$": "variables"}
+_SHELL_SYNTAX = {"|": "pipes", "&": "background jobs", ";": "several commands", "<": "redirections", ">": "redirections",
+                 "(": "subshells", ")": "subshells", "`": "command substitution", "$": "variables"}
+# '...', "...", a character after a backslash, what is between those, and quotes that do not end.
+_PARTS = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^'"\\]+|.""", re.DOTALL)
 
 
-class Refused(Exception):
+class CommandRefused(Exception):
     """The command is not carried out; the text says why, and what to write instead."""
 
 
 def split(line: str) -> list[str]:
-    """The words of a line, quoted as in a POSIX shell ('...' literal, "..." with backslashes, \\ before one character).
+    """The words of a line, quoted as in a POSIX shell; a backslash at the end of a line continues it.
 
-    Raises Refused for what only a shell would understand (pipes, variables, redirections), for control characters, for
+    Raises CommandRefused for what only a shell would understand (pipes, variables, redirections), for control characters, for
     quotes that do not end and for more than MAX_CHARACTERS.
     """
     if len(line) > MAX_CHARACTERS:
-        raise Refused(f"the command has {len(line)} characters; at most {MAX_CHARACTERS} are read")
-    words, word, quote, escaped = [], None, "", False
-    for at, c in enumerate(line.strip()):
-        if (ord(c) < 32 and c != "\t") or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF:
-            raise Refused(f"character {at} is {c!r}: write one line of text, without control characters")
-        if escaped:
-            word = (word or "") + ("" if quote != '"' or c in '"\\$`' else "\\") + c
-            escaped = False
-        elif c == "\\" and quote != "'":
-            escaped = True
-        elif quote:
-            if quote == '"' and c in "$`":
-                raise Refused(f"{_SPECIAL[c]} ({c}) are not available: there is no shell; put it between single quotes")
-            if c == quote:
-                quote, word = "", word or ""
-            else:
-                word = (word or "") + c
-        elif c in "'\"":
-            quote, word = c, word or ""
-        elif c in " \t":
-            if word is not None:
-                words.append(word)
-            word = None
-        elif c in _SPECIAL:
-            raise Refused(f"{_SPECIAL[c]} ({c}) are not available: there is no shell; write one aws command, "
-                          "and such characters between single quotes")
-        else:
-            word = (word or "") + c
-    if quote or escaped:
-        raise Refused("No closing quotation" if quote else "No escaped character")
-    return words if word is None else [*words, word]
+        raise CommandRefused(f"the command has {len(line)} characters; at most {MAX_CHARACTERS} are read")
+    line = "".join(_checked_part(part) for part in _PARTS.findall(line.strip().replace("\\\r\n", "\\\n")))
+    if match := re.search("[\0-\x08\n-\x1f\x7f\ud800-\udfff]", line):
+        raise CommandRefused(f"character {match.start()} is {match[0]!r}: write one line of text, without control characters")
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise CommandRefused(str(error)) from error
 
 
-def take_globals(words: list[str]) -> tuple[list[str], Namespace]:
+def _checked_part(part: str) -> str:
+    """A part of a line as shlex reads it like a shell: without the line breaks that a backslash takes away, and in "..."
+    without the backslash before $ and `. Raises CommandRefused for syntax of a shell."""
+    if part.startswith("'"):
+        return part
+    for c in re.sub(r"\\.", "", part, flags=re.DOTALL):
+        if c in ("$`" if part.startswith('"') else _SHELL_SYNTAX):
+            raise CommandRefused(f"{_SHELL_SYNTAX[c]} ({c}) are not available: there is no shell; write one aws command, "
+                                 "and such characters between single quotes")
+    if part.startswith('"'):
+        part = re.sub(r"\\(.)", lambda escape: escape[1] if escape[1] in "$`" else escape[0], part)
+    return re.sub(r"\\(\n|.)", lambda escape: "" if escape[1] == "\n" else escape[0], part)
+
+
+def parse_global_options(words: list[str]) -> tuple[list[str], Namespace]:
     """The words without the global options, and those as a namespace that awscli's handlers read."""
-    chosen = Namespace(command="", region=None, output="json", query=None, paginate=True, v2_debug=False, debug=False,
-                       endpoint_url=None, profile=None)
-    kept, at = [], 0
+    options = Namespace(command="", region=None, output="json", query=None, paginate=True, v2_debug=False, debug=False,
+                        endpoint_url=None, profile=None)
+    others, at = [], 0
     while at < len(words):
         name, equals, value = words[at].partition("=")
         at += 1
         if name == "--no-paginate" and not equals:
-            chosen.paginate = False
-        elif name in GLOBALS:
+            options.paginate = False
+        elif name in GLOBAL_OPTIONS:
             if not equals:
                 if at == len(words):
-                    raise Refused(f"argument {name}: expected one argument")
+                    raise CommandRefused(f"argument {name}: expected one argument")
                 value, at = words[at], at + 1
-            setattr(chosen, name[2:], value)
+            setattr(options, name[2:], value)
         else:
-            kept.append(words[at - 1])
-    if chosen.output not in OUTPUTS:
-        raise Refused(f"argument --output: {chosen.output:.40} is none of {', '.join(OUTPUTS)}")
+            others.append(words[at - 1])
+    if options.output not in OUTPUTS:
+        raise CommandRefused(f"argument --output: {options.output:.40} is none of {', '.join(OUTPUTS)}")
     try:
-        if chosen.region is not None:
-            check_region(chosen.region)
-        chosen.query = None if chosen.query is None else compile_query(chosen.query)
-    except (ValueError, RecursionError) as fault:
-        raise Refused(str(fault)) from fault
-    return kept, chosen
+        if options.region is not None:
+            check_region(options.region)
+        options.query = None if options.query is None else compile_query(options.query)
+    except (ValueError, RecursionError) as error:
+        raise CommandRefused(str(error)) from error
+    return others, options
 
 
 def check_writable(value: Any) -> None:
-    """Raise Refused for a parameter, or a part of one, with a character that no answer could hold."""
+    """Raise CommandRefused for a parameter, or a part of one, with a character that no answer could hold."""
     if isinstance(value, str):
-        if found := _UNWRITABLE.search(value):
-            raise Refused(f"character {found.start()} of {value[:40]!r} is {found[0]!r}: leave out control characters and the "
-                          "like")
+        if match := _UNWRITABLE.search(value):
+            raise CommandRefused(f"character {match.start()} of {value[:40]!r} is {match[0]!r}: leave out control characters "
+                                 "and the like")
     elif isinstance(value, dict):
         for name, part in value.items():
             check_writable(name)

@@ -5,8 +5,8 @@ CLI prints.
     account.run("aws s3api create-bucket --bucket logs")     # Output(ok=True, stdout='{\\n    "Location": "/logs"\\n}\\n', ...)
 
 The parser reads files (file://, --body), fetches addresses and knows commands that never come back here, so what it may see
-is checked first: the words of the line, the (service, operation) against `allowed.OPERATIONS`, every option by its full name.
-No awscli session is initialised, so its handlers for file:// and http:// values are not even registered.
+is checked first: the words, the (service, operation) against OPERATIONS, every option by its full name. No awscli session is
+initialised, so its handlers for file:// and http:// values are not even registered.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from grpolab.env.aws import s3
-from grpolab.env.aws.allowed import OPERATIONS
-from grpolab.env.aws.clients import (
-    AccountGone,
-    broken,
-    check_region,
-    isolated_session,
-    make_client,
-    missing,
-    said,
-)
-from grpolab.env.aws.command_parser import Refused, check_writable, split, take_globals
+from awscli.argparser import ArgTableArgParser
+from awscli.clidriver import ServiceCommand, ServiceOperation
+from awscli.formatter import get_formatter
+from awscli.plugin import load_plugins
+from botocore import xform_name
 
+from grpolab.env.aws import s3
+from grpolab.env.aws.clients import CONNECTION_ERRORS, AccountGone, check_region, error_text, isolated_session, make_client
+from grpolab.env.aws.command_parser import CommandRefused, check_writable, parse_global_options, split
+from grpolab.env.aws.differences import adapted
+from grpolab.files import data_path
+
+# {service: operations} as `aws SERVICE OPERATION` names them. Nothing that runs code or containers on the host (lambda, ecs,
+# codebuild), that calls addresses which a command names (cloudformation, apigateway, firehose, states), or that only a real
+# account has (configure, sso, support).
+OPERATIONS = {service: frozenset(" ".join(lines).split())
+              for service, lines in json.loads(data_path("aws", "operations.json").read_text(encoding="utf-8")).items()}
 BODY_CHARACTERS = 65_536  # of an object that get-object prints
-MESSAGE_WAIT = 1  # s that receive-message waits at most: nobody else sends to the account meanwhile
 # Options of every operation that read files, or print what is no result of it.
 UNAVAILABLE = ("--cli-input-json", "--cli-input-yaml", "--generate-cli-skeleton")
 
-_FILES = re.compile(r"fileb?:/|@=", re.IGNORECASE)
+_FILES = re.compile(r"fileb?:/", re.IGNORECASE)
 _parsing = threading.Lock()  # awscli's argument tables are shared, and its handlers change them
 
 
@@ -54,6 +57,11 @@ class Call:
     query: Any = None
     paginate: bool = True
     payload: str | None = None  # the member of the result that is a stream
+
+    @property
+    def moves_bucket(self) -> bool:
+        """Whether a bucket may lie elsewhere afterwards: a client of S3 remembers in which region it found one."""
+        return self.operation in ("CreateBucket", "DeleteBucket")
 
 
 @dataclass(frozen=True)
@@ -80,43 +88,40 @@ class Account:
         check_region(self.region)
 
     def client(self, service: str, region: str | None = None) -> Any:
-        """The account's botocore client of a service ("s3", "dynamodb"), made once for each region."""
+        """The account's botocore client of a service ("s3", "dynamodb") in a region, made once until `close`."""
         key = service, region or self.region
         if key not in self._clients:
             self._clients[key] = make_client(service, self.endpoint, key[1])
         return self._clients[key]
+
+    def close(self, *services: str) -> None:
+        """Close the clients of these services, or all; they are made anew when they are next needed."""
+        for key in [key for key in self._clients if not services or key[0] in services]:
+            self._clients.pop(key).close()
 
     def run(self, line: str) -> Output:
         """Carry out one command line. A command that is refused or fails gives Output(ok=False); raises AccountGone when
         the account does not answer."""
         call = None
         try:
-            words, chosen = take_globals(checked(split(line)))
+            words, options = parse_global_options(checked(split(line)))
             if words[:1] == ["s3"]:
-                asked = s3.parse(words[1:])
-                call = Call("s3", asked.operation, {"Bucket": asked.bucket}, chosen.region)
-                return Output(True, s3.run(asked, self.client("s3", chosen.region)), "", call)
+                command = s3.parse(words[1:])
+                call = Call("s3", command.operation, {"Bucket": command.bucket}, options.region)
+                return Output(True, s3.run(command, self.client("s3", options.region)), "", call)
             if "help" in words[:3]:
                 return Output(True, usage(words), "")
-            call = parse(words, chosen)
+            call = parse(words, options)
             return Output(True, self.call(call), "", call)
-        except Refused as refusal:
+        except CommandRefused as refusal:
             return Output(False, "", f"{refusal}\n", call)
-
-    def close(self) -> None:
-        """Close the clients' connections."""
-        for client in self._clients.values():
-            client.close()
-        self._clients.clear()
+        finally:
+            if call is not None and call.moves_bucket:
+                self.close("s3")
 
     def call(self, call: Call) -> str:
-        """Send a parsed command and print its result. Raises Refused with the service's error, AccountGone."""
-        from awscli.formatter import get_formatter
-        from botocore import xform_name
-
-        printed, parameters = io.StringIO(), call.parameters
-        if call.operation == "ReceiveMessage":  # given always, since a queue may have a longer wait of its own
-            parameters = parameters | {"WaitTimeSeconds": min(parameters.get("WaitTimeSeconds", 0), MESSAGE_WAIT)}
+        """Send a parsed command and print its result. Raises CommandRefused with the service's error, AccountGone."""
+        printed, parameters = io.StringIO(), adapted(call.operation, call.parameters)
         try:
             client = self.client(call.service, call.region)
             name = xform_name(call.operation)
@@ -128,88 +133,88 @@ class Account:
                 printed.write(result.pop(call.payload).read(BODY_CHARACTERS).decode("utf-8", "replace"))
             shape = Namespace(query=call.query, output=call.output, color="off")
             get_formatter(call.output, shape)(call.operation, result, printed)
-        except broken() as fault:
-            raise AccountGone(f"the account at {self.endpoint} does not answer: {fault}") from fault
-        except Exception as fault:  # noqa: BLE001  a made-up token or query ends paginators and formatters in many ways
-            raise Refused(said(fault)) from fault
+        except CONNECTION_ERRORS as error:
+            raise AccountGone(f"the account at {self.endpoint} does not answer: {error}") from error
+        except Exception as error:  # noqa: BLE001  a made-up token or query ends paginators and formatters in many ways
+            raise CommandRefused(error_text(error)) from error
         return printed.getvalue().encode("utf-8", "replace").decode()  # a query can write half of a surrogate pair
 
 
 def checked(words: list[str]) -> list[str]:
-    """The words after `aws`; raises Refused for what may not reach the parser."""
+    """The words after `aws`; raises CommandRefused for what may not reach the parser."""
     if not words or words[0] != "aws":
-        raise Refused("a command here starts with aws, for example: aws s3api list-buckets")
+        raise CommandRefused("a command here starts with aws, for example: aws s3api list-buckets")
     for word in words:
         if _FILES.search(word):
-            raise Refused(f"{word:.60}: files are not available here; write the value itself")
+            raise CommandRefused(f"{word:.60}: files are not available here; write the value itself")
     return words[1:]
 
 
-def parse(words: list[str], chosen: Namespace) -> Call:
-    """The call that the words after `aws` ask for, by awscli's own parser; raises Refused with what is wrong. `chosen` are
-    the global options (`words.take_globals`)."""
-    service, operation = _named(words)
-    chosen.command = service
+def parse(words: list[str], options: Namespace) -> Call:
+    """The call that the words after `aws` ask for, by awscli's own parser; raises CommandRefused with what is wrong. `options`
+    are the global ones (`parse_global_options`)."""
+    service, operation = _service_and_operation(words)
+    options.command = service
     with _parsing:
-        return _parse(service, operation, words[2:], chosen)
+        return _parse(service, operation, words[2:], options)
 
 
-def _named(words: list[str]) -> tuple[str, str]:
+def _service_and_operation(words: list[str]) -> tuple[str, str]:
     """The service and the operation, if they may be used."""
     service = words[0] if words else ""
     if service not in OPERATIONS:
-        raise Refused(f"argument command: {service!r:.40} is not available; there are: s3, {', '.join(OPERATIONS)}")
+        raise CommandRefused(f"argument command: {service!r:.40} is not available; there are: s3, {', '.join(OPERATIONS)}")
     operation = words[1] if len(words) > 1 else ""
     if operation not in OPERATIONS[service]:
         near = [name for name in sorted(OPERATIONS[service]) if operation and name.startswith(operation.split("-")[0] + "-")]
-        raise Refused(f"argument operation: {operation!r:.60} is not available in {service}; "
-                      f"there are: {', '.join(near or sorted(OPERATIONS[service]))}")
+        raise CommandRefused(f"argument operation: {operation!r:.60} is not available in {service}; "
+                             f"there are: {', '.join(near or sorted(OPERATIONS[service]))}")
     return service, operation
 
 
-def _parse(service: str, operation: str, words: list[str], chosen: Namespace) -> Call:
+def _parse(service: str, operation: str, words: list[str], options: Namespace) -> Call:
     command, model = commands_of(service)[operation]
-    session, quiet = _parser()
+    session = _session()
     table = command.arg_table
     _check_options(words, table)
     try:
         # The events and steps are those of awscli.clidriver.ServiceOperation, which would end in a call of its own client.
         session.emit(f"before-building-argument-table-parser.{service}.{operation}", argument_table=table, args=words,
-                     session=session, parsed_globals=chosen)
-        found, extra = quiet(table).parse_known_args(words)
+                     session=session, parsed_globals=options)
+        values, extra = _RaisingParser(table).parse_known_args(words)
         if extra:
-            raise Refused(f"Unknown options: {', '.join(extra)}")
-        session.emit(f"operation-args-parsed.{service}.{operation}", parsed_args=found, parsed_globals=chosen)
+            raise CommandRefused(f"Unknown options: {', '.join(extra)}")
+        session.emit(f"operation-args-parsed.{service}.{operation}", parsed_args=values, parsed_globals=options)
         parameters: dict = {}
         for argument in table.values():
-            if argument.py_name != "outfile" and hasattr(found, argument.py_name):
-                argument.add_to_params(parameters, getattr(found, argument.py_name))
+            if argument.py_name != "outfile" and hasattr(values, argument.py_name):
+                argument.add_to_params(parameters, getattr(values, argument.py_name))
         check_writable(parameters)
         if where := parameters.get("CreateBucketConfiguration", {}).get("LocationConstraint"):
             check_region(where)  # botocore asks a bucket where it lies, so of another one nothing could be read
-    except Refused:
+    except CommandRefused:
         raise
-    except Exception as fault:  # noqa: BLE001  shorthand, JSON and its customisations raise whatever they meet
-        raise Refused(str(fault) or type(fault).__name__) from fault
+    except Exception as error:  # noqa: BLE001  shorthand, JSON and its customisations raise whatever they meet
+        raise CommandRefused(error_text(error)) from error
     payload = model.output_shape.serialization["payload"] if model.has_streaming_output else None
-    return Call(model.service_model.service_name, model.name, parameters, chosen.region, chosen.output, chosen.query,
-                chosen.paginate, payload)
+    return Call(model.service_model.service_name, model.name, parameters, options.region, options.output, options.query,
+                options.paginate, payload)
 
 
 def _check_options(words: list[str], table: dict) -> None:
-    """Raise Refused for an option that is not one of the operation's by its full name, or that would read or write a file."""
+    """Raise CommandRefused for an option that is none of the operation's by its full name, or would read or write a file."""
     known = {argument.cli_name: argument for argument in table.values()}
     for word in words:
         name = word.partition("=")[0]
         if not name.startswith("--"):
             continue
         if name in UNAVAILABLE or name not in known:
-            raise Refused(f"Unknown options: {word:.60} (abbreviations, files and other endpoints are not available here)")
+            raise CommandRefused(f"Unknown options: {word:.60} (abbreviations, files and other endpoints are not available)")
         model = known[name].argument_model
         if model is not None and model.type_name == "blob" and model.serialization.get("streaming"):
-            raise Refused(f"{name} reads a local file, and there are none here: leave it out for empty content")
+            raise CommandRefused(f"{name} reads a local file, and there are none here: leave it out for empty content")
     if "outfile" in table and words[-1:] != ["/dev/stdout"]:
-        raise Refused("an object is written to /dev/stdout alone here: end the command with it")
+        raise CommandRefused("an object is written to /dev/stdout alone here: end the command with it")
 
 
 def usage(words: list[str]) -> str:
@@ -219,9 +224,9 @@ def usage(words: list[str]) -> str:
         return f"aws SERVICE OPERATION [--option value ...]\nservices: s3, {', '.join(OPERATIONS)}\n"
     if len(names) == 1:
         if names[0] not in OPERATIONS:
-            _named(names)
+            _service_and_operation(names)
         return f"aws {names[0]} OPERATION [--option value ...]\noperations: {', '.join(sorted(OPERATIONS[names[0]]))}\n"
-    service, operation = _named(names)
+    service, operation = _service_and_operation(names)
     with _parsing:
         table = commands_of(service)[operation][0].arg_table
         options = [argument.cli_name if argument.required else f"[{argument.cli_name}]" for argument in table.values()
@@ -229,38 +234,26 @@ def usage(words: list[str]) -> str:
     return f"aws {service} {operation} {' '.join(options)}\n"
 
 
+class _RaisingParser(ArgTableArgParser):
+    """awscli's parser of arguments, made to raise instead of to print and exit."""
+
+    def error(self, message: str) -> None:
+        raise CommandRefused(message)
+
+
 @cache
-def _parser() -> tuple[Any, Any]:
-    """awscli's session with its customisations, and its parser of arguments, made to raise instead of to print and exit."""
-    try:
-        from awscli.argparser import ArgTableArgParser
-        from awscli.plugin import load_plugins
-    except ModuleNotFoundError as fault:
-        raise missing(fault) from fault
-
-    class Quiet(ArgTableArgParser):
-        def error(self, message: str) -> None:
-            raise Refused(message)
-
+def _session() -> Any:
+    """awscli's session with its customisations."""
     session = isolated_session()
     load_plugins({}, event_hooks=session.get_component("event_emitter"))
-    return session, Quiet
+    return session
 
 
 @cache
 def commands_of(service: str) -> dict[str, tuple[Any, Any]]:
-    """{operation: (awscli's command, botocore's model)} of an allowed service."""
-    from awscli.clidriver import ServiceCommand, ServiceOperation
-    from botocore import xform_name
-
-    known = ServiceCommand(service, _parser()[0], "s3" if service == "s3api" else service)
-    models = {xform_name(name, "-"): known.service_model.operation_model(name) for name in known.service_model.operation_names}
-    found = known.create_help_command().command_table
-    return {name: (found[name], models[name]) for name in OPERATIONS[service] if isinstance(found.get(name), ServiceOperation)}
-
-
-def read_json(output: Output) -> Any:
-    """The JSON that a command printed, None for nothing; raises ValueError with its error if it failed."""
-    if not output.ok:
-        raise ValueError(output.stderr.strip())
-    return json.loads(output.stdout) if output.stdout.strip() else None
+    """{operation: (awscli's command, botocore's model)} of a service in OPERATIONS."""
+    command = ServiceCommand(service, _session(), "s3" if service == "s3api" else service)
+    model = command.service_model
+    models = {xform_name(name, "-"): model.operation_model(name) for name in model.operation_names}
+    table = command.create_help_command().command_table
+    return {name: (table[name], models[name]) for name in OPERATIONS[service] if isinstance(table.get(name), ServiceOperation)}

@@ -12,12 +12,13 @@ import contextlib
 import json
 import random
 import re
+import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from grpolab.env.aws.backend import inventory, leftovers, wipe
-from grpolab.env.aws.chaos import undoing
-from grpolab.env.aws.commands import Account, Output
+from grpolab.env.aws.backend import inventory, wipe
+from grpolab.env.aws.commands import Account, Call, Output
 from grpolab.env.aws.grader import Grade, grade
 from grpolab.env.aws.tasks import TIERS, Task, load_tasks, pick_drifts, play, templates
 from grpolab.env.calculator import check_counts
@@ -26,85 +27,122 @@ from grpolab.env.protocol import InvalidAction, StepResult
 HINT = "aws hint"  # the action that asks for one, where hints are on
 HINT_FACTOR = 0.85  # of the reward, for each hint taken
 
+# (service, operation) -> the command that destroys what it made, with the call's own parameters in the slots.
+_DELETING_COMMANDS = {
+    ("s3", "CreateBucket"): "aws s3 rb s3://{Bucket} --force",
+    ("s3", "PutObject"): "aws s3api delete-object --bucket {Bucket} --key {Key}",
+    ("dynamodb", "CreateTable"): "aws dynamodb delete-table --table-name {TableName}",
+    ("sqs", "CreateQueue"): "aws sqs delete-queue --queue-url http://localhost:4566/000000000000/{QueueName}",
+    ("sns", "CreateTopic"): "aws sns delete-topic --topic-arn arn:aws:sns:us-east-1:000000000000:{Name}",
+    ("iam", "CreateUser"): "aws iam delete-user --user-name {UserName}",
+    ("iam", "CreateGroup"): "aws iam delete-group --group-name {GroupName}",
+    ("iam", "CreateRole"): "aws iam delete-role --role-name {RoleName}",
+    ("ssm", "PutParameter"): "aws ssm delete-parameter --name {Name}",
+    ("secretsmanager", "CreateSecret"): "aws secretsmanager delete-secret --secret-id {Name} --force-delete-without-recovery",
+    ("logs", "CreateLogGroup"): "aws logs delete-log-group --log-group-name {logGroupName}",
+    ("events", "PutRule"): "aws events delete-rule --name {Name}",
+    ("cloudwatch", "PutMetricAlarm"): "aws cloudwatch delete-alarms --alarm-names {AlarmName}",
+}
+
 
 class SetupError(RuntimeError):
     """The account could not be brought to where the task begins; the episode has not started."""
 
 
-class AwsEnv:
-    """One task an episode, in an account of its own. `account` is its endpoint, as a `backend.Simulator` hands it over.
+@dataclass(frozen=True)
+class AwsOptions:
+    """How episodes go.
 
-    An action is {"command": "aws ..."}, or {"text": ...} of which the first line that starts with aws is taken. The
-    observation is {"text": ..., "ok": whether the command went well}; its text is the output without JSON's indentation, cut
-    to `observation_characters` in its middle. The task is given to `reset` as its id (or {"id": ...}), or drawn from the seed,
-    of one tier if `tier` is set.
-
-    `hints`: the action `aws hint` tells a task's next hint for a turn and HINT_FACTOR of the reward. `chaos`: the chance after
-    each turn that something which the agent has made is destroyed, unannounced. `drift`: tasks of that tier begin with some of
-    what they ask for spoilt; False leaves those as they were set up. Both draw from seeds of their own, `chaos_seed` and
-    `drift_seed`, or else from the episode's seed.
+    `observation_characters`: an output is cut to so many in its middle. `tier`: of the tasks that are drawn from the seed.
+    `hints`: the action `aws hint` gives a task's next hint for a turn and HINT_FACTOR of the reward. `chaos`: the chance
+    after each turn that something which the agent has made is destroyed, unannounced. `drift`: tasks of that tier begin with
+    some of what they ask for spoilt; False leaves those as they were set up. Both draw from seeds of their own, `chaos_seed`
+    and `drift_seed`, or else from the episode's seed.
 
     `shaping` w pays w * (gamma * P(s') - P(s)) each turn, with P the share of the criteria that hold, and 0 in the state after
     the last turn, so that which policies are best stays as it is (Ng, Harada and Russell, 1999): with gamma 1 an episode's sum
     is the terminal reward less w * P(s0), whatever was done in between, and stalling earns nothing.
     """
 
-    def __init__(self, account: str | Mapping[str, Any] | None = None, *, max_turns: int = 8, tier: str | None = None,
-                 hints: bool = False, chaos: float = 0.0, drift: bool = True, shaping: float = 0.0, gamma: float = 1.0,
-                 chaos_seed: int | None = None, drift_seed: int | None = None, observation_characters: int = 800):
+    max_turns: int = 8
+    tier: str | None = None
+    hints: bool = False
+    chaos: float = 0.0
+    drift: bool = True
+    shaping: float = 0.0
+    gamma: float = 1.0
+    chaos_seed: int | None = None
+    drift_seed: int | None = None
+    observation_characters: int = 800
+
+    def __post_init__(self):
+        check_counts(max_turns=self.max_turns, observation_characters=self.observation_characters)
+        if self.tier is not None and self.tier not in TIERS:
+            raise ValueError(f"tier={self.tier!r}: there are {', '.join(TIERS)}")
+        if not 0 <= self.chaos <= 1:
+            raise ValueError(f"chaos={self.chaos}: a probability, from 0 to 1")
+        if not 0 <= self.shaping <= 1 or not 0 < self.gamma <= 1:
+            raise ValueError(f"shaping={self.shaping}, gamma={self.gamma}: shaping is from 0 to 1, gamma above 0 and at most 1")
+
+
+class AwsEnv:
+    """One task an episode, in an account of its own. `account` is its endpoint, or a mapping {"account": endpoint, **options}
+    as a `backend.Simulator` with options hands it over; the options are those of `AwsOptions`.
+
+    An action is {"command": "aws ..."}, or {"text": ...} of which the first line that starts with aws is taken. The
+    observation is {"text": ..., "ok": whether the command went well}; its text is the output without JSON's indentation. The
+    task is given to `reset` as its id (or {"id": ...}), or drawn.
+    """
+
+    def __init__(self, account: str | Mapping[str, Any] | None = None, **options: Any):
         if isinstance(account, Mapping):
-            options = dict(account)
-            self.__init__(options.pop("account", None), **options)
-            return
+            options = {**account, **options}
+            account = options.pop("account", None)
         if account is None:
             raise ValueError("AwsEnv needs an account: serve(AwsEnv, max_sessions=8, backends=accounts(8)), with accounts from "
                              "grpolab.env.aws.backend, or python -m grpolab serve aws")
-        check_counts(max_turns=max_turns, observation_characters=observation_characters)
-        if tier is not None and tier not in TIERS:
-            raise ValueError(f"tier={tier!r}: there are {', '.join(TIERS)}")
-        if not 0 <= chaos <= 1:
-            raise ValueError(f"chaos={chaos}: a probability, from 0 to 1")
-        if not 0 <= shaping <= 1 or not 0 < gamma <= 1:
-            raise ValueError(f"shaping={shaping}, gamma={gamma}: shaping is from 0 to 1, gamma above 0 and at most 1")
-        self.account, self.max_turns, self.tier = Account(account), max_turns, tier
-        self.hints, self.chaos, self.drift, self.shaping, self.gamma = hints, chaos, drift, shaping, gamma
-        self.chaos_seed, self.drift_seed, self.observation_characters = chaos_seed, drift_seed, observation_characters
+        self.options = AwsOptions(**options)
+        self.account = Account(account)
+        self._grader = Account(account)  # with clients of its own, which nothing that is typed can change
         self._task: Task | None = None
         self._begin(0)
 
     def _begin(self, seed: int) -> None:
         self._turn = self._hinted = 0
         self._done, self._achieved, self._progress = True, False, 0.0
-        self._given: set[str] = set()  # commands that would destroy what the task has set up
-        self._made: list[str] = []  # commands that destroy what the agent has made
-        self._destroyed: list[str] = []
-        self._drifts: tuple[int, ...] = ()
-        self._luck = random.Random(f"chaos:{seed if self.chaos_seed is None else self.chaos_seed}")
+        self._protected: set[str] = set()  # commands that would destroy what the task has set up
+        self._destructible: list[str] = []  # commands that destroy what the agent has made
+        self._destroyed = 0
+        chaos_seed = self.options.chaos_seed
+        self._chaos_random = random.Random(f"chaos:{seed if chaos_seed is None else chaos_seed}")
 
     def reset(self, seed: int | None = None, task: Any = None) -> StepResult:
         """Start an episode in an account that holds the task's set-up and nothing else. Raises SetupError, AccountGone."""
         seed = random.Random().randrange(2**32) if seed is None else seed
-        chosen = draw_task(seed, self.tier) if task is None else read_task(task)
+        chosen = draw_task(seed, self.options.tier) if task is None else read_task(task)
         self._task = None
         self._begin(seed)
         wipe(self.account.endpoint)
-        if left := leftovers(self.account.endpoint):
-            raise SetupError(f"the account is not empty after it was wiped: {', '.join(left)}")
+        self.account.close("s3")  # which may remember buckets that are gone
+        self._grader.close("s3")
+        if leftovers := inventory(self.account.endpoint):
+            raise SetupError(f"the account is not empty after it was wiped: {', '.join(leftovers)}")
         self._prepare(chosen, chosen.setup)
-        if self.drift and chosen.drifts:
-            self._drifts = pick_drifts(chosen, seed if self.drift_seed is None else self.drift_seed)
-            self._prepare(chosen, tuple(chosen.drifts[i] for i in self._drifts))
+        if self.options.drift and chosen.drifts:
+            drift_seed = self.options.drift_seed
+            drifts = pick_drifts(chosen, seed if drift_seed is None else drift_seed)
+            self._prepare(chosen, tuple(chosen.drifts[i] for i in drifts))
         self._task = chosen
         self._progress = self._grade().progress
         self._done = False
         return StepResult({"text": chosen.description, "ok": True}, metadata={"task": chosen.shown()})
 
     def _prepare(self, task: Task, lines: tuple[str, ...]) -> None:
-        for line, output in play(lines, self.account.run):
+        for line, output in play(lines, self._run):
             if not output.ok:
                 raise SetupError(f"task {task.id}: {line!r:.200} failed: {output.stderr.strip():.200}")
-            if undo := undoing(output.call):
-                self._given.add(undo)
+            if deleting := deleting_command(output.call):
+                self._protected.add(deleting)
 
     def step(self, action: dict) -> StepResult:
         """Carry out one command. Raises InvalidAction, and AccountGone where the account does not answer: then the episode
@@ -113,39 +151,47 @@ class AwsEnv:
         if self._done:
             raise RuntimeError("the episode is over: reset before the next step")
         self._turn += 1
-        before = self._progress
-        output = self._hint() if command == HINT else self.account.run(command)
+        options, before = self.options, self._progress
+        output = self._hint() if command == HINT else self._run(command)
         self._after(output)
-        self._done = self._achieved or self._turn >= self.max_turns
-        reward = self._terminal() if self._done else 0.0 if self.shaping else None
-        if self.shaping:
-            reward += self.shaping * (self.gamma * (0.0 if self._done else self._progress) - before)
-        shown = {"text": shorten(output, self.observation_characters), "ok": output.ok}
-        return StepResult(shown, reward, self._done, {"achieved": self._achieved, "progress": self._progress,
-                                                      "hints": self._hinted, "chaos": len(self._destroyed)})
+        self._done = self._achieved or self._turn >= options.max_turns
+        reward = self._terminal_reward() if self._done else 0.0 if options.shaping else None
+        if options.shaping:
+            reward += options.shaping * (options.gamma * (0.0 if self._done else self._progress) - before)
+        observation = {"text": shorten(output, options.observation_characters), "ok": output.ok}
+        return StepResult(observation, reward, self._done, {"achieved": self._achieved, "progress": self._progress,
+                                                            "hints": self._hinted, "chaos": self._destroyed})
 
     def _after(self, output: Output) -> None:
-        """Grade the account, and let chaos at what is not done yet."""
+        """Grade the account, and destroy something of what is not done yet if it comes to that."""
         if output.call is not None:
             grade = self._grade()
             self._achieved, self._progress = grade.achieved, grade.progress
-            undo = undoing(output.call) if output.ok else None
-            if undo is not None and undo not in self._given:
-                self._made.append(undo)
-        if not self._achieved and self._turn < self.max_turns and self._made and self._luck.random() < self.chaos:
-            command = self._made.pop(self._luck.randrange(len(self._made)))
-            if self.account.run(command).ok:
-                self._destroyed.append(command)
-                self._progress = self._grade().progress
+            deleting = deleting_command(output.call) if output.ok else None
+            if deleting is not None and deleting not in self._protected:
+                self._destructible.append(deleting)
+        over = self._achieved or self._turn >= self.options.max_turns
+        if over or not self._destructible or self._chaos_random.random() >= self.options.chaos:
+            return
+        command = self._destructible.pop(self._chaos_random.randrange(len(self._destructible)))
+        if self._run(command).ok:
+            self._destroyed += 1
+            self._progress = self._grade().progress
 
-    def _terminal(self) -> float:
+    def _run(self, command: str) -> Output:
+        output = self.account.run(command)
+        if output.call is not None and output.call.moves_bucket:
+            self._grader.close("s3")
+        return output
+
+    def _terminal_reward(self) -> float:
         return HINT_FACTOR**self._hinted if self._achieved else 0.0
 
     def _grade(self) -> Grade:
-        return grade(self._task, self.account.client)
+        return grade(self._task, self._grader.client)
 
     def _hint(self) -> Output:
-        if not self.hints:
+        if not self.options.hints:
             return Output(False, "", "there are no hints here\n")
         if self._hinted >= len(self._task.hints):
             return Output(False, "", "there are no more hints\n")
@@ -154,13 +200,29 @@ class AwsEnv:
 
     def state(self) -> dict:
         """What anybody may know of the episode, what its account holds included: neither its criteria nor its solution."""
-        shown = None if self._task is None else self._task.shown()
-        account = {} if self._task is None else inventory(self.account.endpoint)
-        return {"task": shown, "account": account, "turn": self._turn, "max_turns": self.max_turns, "hints": self._hinted,
-                "chaos": len(self._destroyed), "progress": self._progress, "achieved": self._achieved, "done": self._done}
+        task, account = None, {}
+        if self._task is not None:
+            task, account = self._task.shown(), inventory(self.account.endpoint)
+        return {"task": task, "account": account, "turn": self._turn, "max_turns": self.options.max_turns,
+                "hints": self._hinted, "chaos": self._destroyed, "progress": self._progress, "achieved": self._achieved,
+                "done": self._done}
 
     def close(self) -> None:
         self.account.close()
+        self._grader.close()
+
+
+def deleting_command(call: Call) -> str | None:
+    """The command that destroys what this call has made; None for one that makes nothing of its own."""
+    command = _DELETING_COMMANDS.get((call.service, call.operation))
+    if command is None:
+        return None
+    values = {name: shlex.quote(str(value)) for name, value in call.parameters.items()}
+    try:
+        command = command.format_map(values)
+    except KeyError:
+        return None
+    return f"{command} --region {call.region}" if call.region else command
 
 
 def read_command(action: dict) -> str:
@@ -169,7 +231,8 @@ def read_command(action: dict) -> str:
     if keys == {"command"} and isinstance(action["command"], str):
         return action["command"].strip()
     if keys == {"text"} and isinstance(action["text"], str):
-        lines = (line.lstrip(" \t`$>").rstrip(" \t`") for line in re.split(r"[\r\n]+", action["text"]))
+        text = action["text"].replace("\\\r\n", "\\\n")  # a \ at the end of a line continues it
+        lines = (line.lstrip(" \t`$>").rstrip(" \t`") for line in re.split(r"(?<!\\)[\r\n]+", text))
         return next((line for line in lines if line.startswith(("aws ", "aws\t"))), action["text"].strip())
     raise InvalidAction(f'an action here is {{"command": "aws ..."}} or {{"text": "..."}}, got the keys {sorted(keys)}')
 
@@ -186,14 +249,16 @@ def read_task(task: Any) -> Task:
     name = task.get("id") if isinstance(task, Mapping) else task
     if not isinstance(name, str):
         raise InvalidAction(f"a task here is its id, or {{\"id\": ...}}, got {task!r:.100}")
-    template, slash, values = name.partition("/")
-    for known in templates():
-        if known.id == template:
-            filled = values.split(",") if slash else [value for _, value in known.slots.values()]
-            if len(filled) != len(known.slots):
-                raise InvalidAction(f"task {name!r:.100}: {template} has {len(known.slots)} slots, got {len(filled)} values")
-            return known.task(dict(zip(known.slots, filled)), None if slash else template)
-    raise InvalidAction(f"there is no task {name!r:.100}; grpolab.env.aws.tasks.load_tasks() lists them")
+    id, slash, text = name.partition("/")
+    template = next((template for template in templates() if template.id == id), None)
+    if template is None:
+        raise InvalidAction(f"there is no task {name!r:.100}; grpolab.env.aws.tasks.load_tasks() lists them")
+    if not slash:
+        return template.own_task()
+    values = text.split(",")
+    if len(values) != len(template.slots):
+        raise InvalidAction(f"task {name!r:.100}: {id} has {len(template.slots)} slots, got {len(values)} values")
+    return template.task(dict(zip(template.slots, values)))
 
 
 def shorten(output: Output, characters: int) -> str:
@@ -209,5 +274,5 @@ def shorten(output: Output, characters: int) -> str:
     if len(text) <= characters:
         return text
     cut = f" ... {len(text) - characters} characters ... "
-    kept = max(characters - len(cut), 2)
-    return (text[:kept - kept // 3] + cut + text[-(kept // 3):])[:characters]
+    shown = max(characters - len(cut), 2)
+    return (text[:shown - shown // 3] + cut + text[-(shown // 3):])[:characters]

@@ -6,29 +6,19 @@ on held-out instances, it does with names it was never trained on.
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-from grpolab.env.aws.tasks import TIERS, Task, Template, templates
+from grpolab.env.aws.tasks import TIERS, Task, Template, templates, words
 from grpolab.env.curriculum import Curriculum
-from grpolab.files import data_path
 
 SPLITS = ("train", "held_out")
 
 
-@cache
-def words() -> Mapping[str, Any]:
-    """Kind -> split -> values, and under `patterns` kind -> texts that are put together, such as "<noun>.txt"."""
-    return json.loads(data_path("aws", "words.json").read_text(encoding="utf-8"))
-
-
 def draw(kind: str, split: str, rng: random.Random) -> str:
-    """One value of a kind; KeyError for a kind that words.json does not have."""
+    """One value of a kind; KeyError for a kind that words.json lacks."""
     patterns = words()["patterns"]
     if kind in patterns:
         return re.sub("<([a-z]+)>", lambda part: draw(part[1], split, rng), rng.choice(patterns[kind]))
@@ -40,10 +30,10 @@ def instance(template: str | Template, seed: int | str, split: str = "train") ->
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: the splits are {', '.join(SPLITS)}")
     if isinstance(template, str):
-        found = next((t for t in templates() if t.id == template), None)
-        if found is None:
+        known = {t.id: t for t in templates()}
+        if template not in known:
             raise ValueError(f"there is no template {template!r}; `tasks.template_ids()` lists them")
-        template = found
+        template = known[template]
     rng = random.Random(f"{template.id}:{split}:{seed}")
     values: dict[str, str] = {}
     for name, (kind, _) in template.slots.items():
@@ -60,23 +50,23 @@ def instances(tier: str, n: int, seed: int, split: str = "train") -> list[Task]:
         raise ValueError(f"tier={tier!r}, n={n}: the tiers are {', '.join(TIERS)}, and n is at least 0")
     rng = random.Random(f"{tier}:{split}:{seed}")
     of_tier = [t for t in templates() if t.tier == tier]
-    found: dict[str, Task] = {}
-    while len(found) < n:
-        before = len(found)
-        for template in rng.sample(of_tier, len(of_tier))[: n - len(found)]:
+    tasks: dict[str, Task] = {}
+    while len(tasks) < n:
+        before = len(tasks)
+        for template in rng.sample(of_tier, len(of_tier))[: n - len(tasks)]:
             tries = (instance(template, f"{seed}:{rng.random()}", split) for _ in range(50))
-            fresh = next((task for task in tries if task.id not in found), None)
+            fresh = next((task for task in tries if task.id not in tasks), None)
             if fresh:
-                found[fresh.id] = fresh
-        if len(found) == before:
+                tasks[fresh.id] = fresh
+        if len(tasks) == before:
             raise ValueError(f"n={n}: the tier {tier!r} gave only {before} different instances; ask for fewer, or add words")
-    return list(found.values())
+    return list(tasks.values())
 
 
 @dataclass
 class FreshTasks:
     """A curriculum of templates as the tasks of `multi_turn_grpo`: what is played is a fresh instance of each template that it
-    wants, by its id, and what came of it is told to the curriculum under the template's name.
+    wants, by its id, and its result is recorded in the curriculum under the template's name.
 
     `make(template, seed)` gives the instance. It is asked with a function of `seed` and of the results so far, on which the
     wanted templates depend too, so that a run that was interrupted asks for the same again."""
@@ -96,8 +86,8 @@ class FreshTasks:
         return [self.curriculum.config, self.seed]
 
     def next_tasks(self, n: int) -> list[str]:
-        told = self.curriculum.results
-        return [self.make(template, f"{self.seed}:{told}:{i}").id
+        results = self.curriculum.results
+        return [self.make(template, f"{self.seed}:{results}:{i}").id
                 for i, template in enumerate(self.curriculum.next_tasks(n))]
 
     def record_result(self, task: str, rate: float) -> None:

@@ -6,15 +6,17 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from grpolab.env.aws.clients import AccountGone, OutsideRequest, broken, said
-from grpolab.env.aws.command_parser import Refused
+from botocore import exceptions
+
+from grpolab.env.aws.clients import CONNECTION_ERRORS, AccountGone, OutsideRequest, error_text
+from grpolab.env.aws.command_parser import CommandRefused
 
 _FLAGS = {"ls": {"--recursive"}, "mb": set(), "rb": {"--force"}, "rm": {"--recursive"}}
 _OPERATIONS = {"ls": "ListObjectsV2", "mb": "CreateBucket", "rb": "DeleteBucket", "rm": "DeleteObject"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class S3Command:
     """One such command. `all` is --recursive or --force; without a bucket, `ls` lists the buckets."""
 
     verb: str
@@ -28,87 +30,86 @@ class Asked:
         return _OPERATIONS[self.verb] if self.bucket else "ListBuckets"
 
 
-def parse(words: list[str]) -> Asked:
-    """The command in the words after `aws s3`; raises Refused."""
+def parse(words: list[str]) -> S3Command:
+    """The command in the words after `aws s3`; raises CommandRefused."""
     verb, *rest = words or [""]
     if verb not in _FLAGS:
-        raise Refused(f"aws s3 {verb:.20}: not available; there are: aws s3 ls, mb, rb, rm (s3://... only), and aws s3api")
+        raise CommandRefused(f"aws s3 {verb:.20}: not available; use aws s3 ls, mb, rb, rm (s3://... only) or aws s3api")
     flags = {word for word in rest if word.startswith("-")}
     if flags - _FLAGS[verb]:
-        raise Refused(f"Unknown options: {', '.join(sorted(flags - _FLAGS[verb])):.100}")
+        raise CommandRefused(f"Unknown options: {', '.join(sorted(flags - _FLAGS[verb])):.100}")
     targets = [word for word in rest if not word.startswith("-")]
     if len(targets) > 1 or (not targets and verb != "ls"):
-        raise Refused(f"aws s3 {verb} takes one s3://bucket, got {len(targets)}")
+        raise CommandRefused(f"aws s3 {verb} takes one s3://bucket, got {len(targets)}")
     bucket, key = _location(targets[0], verb) if targets else ("", "")
-    return Asked(verb, bucket, key, bool(flags))
+    return S3Command(verb, bucket, key, bool(flags))
 
 
-def run(asked: Asked, client: Any) -> str:
-    """What the command prints, carried out with a botocore client of S3. Raises Refused, AccountGone."""
-    from botocore import exceptions
-
+def run(command: S3Command, client: Any) -> str:
+    """What the command prints, carried out with a botocore client of S3. Raises CommandRefused, AccountGone."""
     try:
-        return {"ls": _ls, "mb": _mb, "rb": _rb, "rm": _rm}[asked.verb](client, asked)
-    except broken() as fault:
-        raise AccountGone(f"the account does not answer: {fault}") from fault
-    except (exceptions.ClientError, exceptions.BotoCoreError, OutsideRequest) as fault:
-        failed = {"mb": "make_bucket", "rb": "remove_bucket", "rm": "delete"}.get(asked.verb)
-        target = f"s3://{asked.bucket}" + (f"/{asked.key}" if asked.key else "")
-        raise Refused(f"{failed} failed: {target} {said(fault)}" if failed else said(fault)) from fault
+        return {"ls": _ls, "mb": _mb, "rb": _rb, "rm": _rm}[command.verb](client, command)
+    except CONNECTION_ERRORS as error:
+        raise AccountGone(f"the account does not answer: {error}") from error
+    except (exceptions.ClientError, exceptions.BotoCoreError, OutsideRequest) as error:
+        failed = {"mb": "make_bucket", "rb": "remove_bucket", "rm": "delete"}.get(command.verb)
+        target = f"s3://{command.bucket}" + (f"/{command.key}" if command.key else "")
+        raise CommandRefused(f"{failed} failed: {target} {error_text(error)}" if failed else error_text(error)) from error
 
 
 def _location(target: str, verb: str) -> tuple[str, str]:
     """(bucket, key) of s3://bucket/key; `ls` takes it without its s3:// too, as the CLI does."""
     text = target.removeprefix("s3://")
     if text == target and verb != "ls":
-        raise Refused(f"{target:.60}: local paths are not available here; write s3://bucket")
+        raise CommandRefused(f"{target:.60}: local paths are not available here; write s3://bucket")
     bucket, _, key = text.partition("/")
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", bucket):
-        raise Refused(f"{target:.60}: write s3://bucket, the name in letters, digits, dots and hyphens")
+        raise CommandRefused(f"{target:.60}: write s3://bucket, the name in letters, digits, dots and hyphens")
     if key and verb in ("mb", "rb"):
-        raise Refused(f"{target:.60}: aws s3 {verb} takes a bucket without a key")
+        raise CommandRefused(f"{target:.60}: aws s3 {verb} takes a bucket without a key")
     return bucket, key
 
 
-def _ls(client: Any, asked: Asked) -> str:
-    if not asked.bucket:
+def _ls(client: Any, command: S3Command) -> str:
+    if not command.bucket:
         return "".join(f"{b['CreationDate']:%Y-%m-%d %H:%M:%S} {b['Name']}\n" for b in client.list_buckets().get("Buckets", []))
     lines = []
-    request = {"Bucket": asked.bucket, "Prefix": asked.key} | ({} if asked.all else {"Delimiter": "/"})
+    request = {"Bucket": command.bucket, "Prefix": command.key} | ({} if command.all else {"Delimiter": "/"})
     for page in client.get_paginator("list_objects_v2").paginate(**request):
-        lines += [f"{'PRE':>30} {_shown(p['Prefix'], asked)}\n" for p in page.get("CommonPrefixes", [])]
-        lines += [f"{o['LastModified']:%Y-%m-%d %H:%M:%S} {o['Size']:>10} {_shown(o['Key'], asked)}\n"
+        lines += [f"{'PRE':>30} {_shown(p['Prefix'], command)}\n" for p in page.get("CommonPrefixes", [])]
+        lines += [f"{o['LastModified']:%Y-%m-%d %H:%M:%S} {o['Size']:>10} {_shown(o['Key'], command)}\n"
                   for o in page.get("Contents", [])]
-    if not lines and asked.key:
-        raise Refused(f"nothing is under s3://{asked.bucket}/{asked.key:.100}")
+    if not lines and command.key:
+        raise CommandRefused(f"nothing is under s3://{command.bucket}/{command.key:.100}")
     return "".join(lines)
 
 
-def _shown(name: str, asked: Asked) -> str:
+def _shown(name: str, command: S3Command) -> str:
     """A key, without the folders of the prefix that was asked for unless all below it was."""
-    return name if asked.all else name[asked.key.rfind("/") + 1:]
+    return name if command.all else name[command.key.rfind("/") + 1:]
 
 
-def _mb(client: Any, asked: Asked) -> str:
+def _mb(client: Any, command: S3Command) -> str:
     region = client.meta.region_name
     where = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
-    client.create_bucket(Bucket=asked.bucket, **where)
-    return f"make_bucket: {asked.bucket}\n"
+    client.create_bucket(Bucket=command.bucket, **where)
+    return f"make_bucket: {command.bucket}\n"
 
 
-def _rb(client: Any, asked: Asked) -> str:
-    gone = _rm(client, asked) if asked.all else ""
-    client.delete_bucket(Bucket=asked.bucket)
-    return f"{gone}remove_bucket: {asked.bucket}\n"
+def _rb(client: Any, command: S3Command) -> str:
+    deleted = _rm(client, command) if command.all else ""
+    client.delete_bucket(Bucket=command.bucket)
+    return f"{deleted}remove_bucket: {command.bucket}\n"
 
 
-def _rm(client: Any, asked: Asked) -> str:
-    keys = [asked.key]
-    if asked.all:
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=asked.bucket, Prefix=asked.key)
-        keys = [found["Key"] for page in pages for found in page.get("Contents", [])]
-    elif not asked.key:
-        raise Refused(f"aws s3 rm s3://{asked.bucket} needs a key, or --recursive")
+def _rm(client: Any, command: S3Command) -> str:
+    keys = [command.key]
+    if command.all:  # below a folder: to the CLI, app is app/, and apple is no part of it
+        folder = f"{command.key}/" if command.key and not command.key.endswith("/") else command.key
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=command.bucket, Prefix=folder)
+        keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
+    elif not command.key:
+        raise CommandRefused(f"aws s3 rm s3://{command.bucket} needs a key, or --recursive")
     for key in keys:
-        client.delete_object(Bucket=asked.bucket, Key=key)
-    return "".join(f"delete: s3://{asked.bucket}/{key}\n" for key in keys)
+        client.delete_object(Bucket=command.bucket, Key=key)
+    return "".join(f"delete: s3://{command.bucket}/{key}\n" for key in keys)

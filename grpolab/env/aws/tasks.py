@@ -1,7 +1,8 @@
 """Tasks in an AWS account: what is asked, how the account is prepared, and what must hold in the end.
 
 They lie in `data/aws/TIER.jsonl`, one template a line, with `<slots>` in its texts; a template filled with values is a
-`Task`. `load_tasks` fills each with the values that stand beside it, `generate.instances` with fresh ones.
+`Task`. `load_tasks` fills each with the values that stand beside it, `generate.instances` with fresh ones, drawn from
+`data/aws/words.json`. `criteria` describes what a criterion is.
 
 A template has id, description, services, setup, criteria and solution (a reference), and `slots`: name -> [kind, value].
 A line of a solution may take an id from the JSON that an earlier line printed: `<1:Keys|0|KeyId>` is the first line's
@@ -18,11 +19,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from grpolab.env.aws.criteria import check_criterion
 from grpolab.files import data_path
 
 TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert", "drift")
 _SLOT = re.compile(r"<([a-z][a-z0-9_]*)>")
-_TAKEN = re.compile(r"<([0-9]+):([^<>]+)>")  # an id from an earlier output
+_REFERENCE = re.compile(r"<([0-9]+):([^<>]+)>")  # to an id in an earlier output
 _NEEDS = {"id", "description", "services", "setup", "criteria", "solution", "slots"}
 
 
@@ -74,15 +76,20 @@ class Template:
                     tuple(row["setup"]), hints_of(self.row["services"], self.row["solution"]),
                     tuple(_filled(self.row.get("drifts", []), values)), tuple(row["criteria"]), tuple(row["solution"]))
 
+    def own_task(self) -> Task:
+        """The task with the values that stand in the data, under the template's id."""
+        return self.task({name: value for name, (_, value) in self.slots.items()}, self.id)
+
 
 def hints_of(services: Iterable[str], solution: Iterable[str]) -> tuple[str, ...]:
     """Three hints out of a template's solution: its services, its operations, its commands with the slots in place of names."""
-    solution = [_TAKEN.sub(lambda taken: f"<{taken[2].split('|')[-1]}>", _inner(line)) for line in solution]
+    solution = [_REFERENCE.sub(lambda reference: f"<{reference[2].split('|')[-1]}>", _without_inner_slots(line))
+                for line in solution]
     operations = dict.fromkeys(" ".join(line.split()[:3]) for line in solution)
     return (f"Services: {', '.join(services)}.", f"Operations: {'; '.join(operations)}.", "\n".join(solution))
 
 
-def _inner(line: str) -> str:
+def _without_inner_slots(line: str) -> str:
     """A line without the slots that stand inside a taken id, so that this one can be read."""
     return re.sub(r"<([0-9]+:[^<>]*)<[^<>]*>([^<>]*)>", r"<\1\2>", line)
 
@@ -97,43 +104,57 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
 
 
 @cache
+def words() -> Mapping[str, Any]:
+    """Kind of slot -> split -> values, and under `patterns` kind -> texts that are put together, such as "<noun>.txt"."""
+    return json.loads(data_path("aws", "words.json").read_text(encoding="utf-8"))
+
+
+@cache
 def templates() -> tuple[Template, ...]:
     """All templates, tier by tier; ValueError that names the file and the line of one that is wrong."""
-    found: dict[str, Template] = {}
+    by_id: dict[str, Template] = {}
     for tier in TIERS:
         path = data_path("aws", f"{tier}.jsonl")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             try:
                 row = json.loads(line)
-                wrong = _wrong(row) or (f"the id {row['id']!r} is there twice" if row["id"] in found else "")
-            except (ValueError, TypeError) as error:
-                wrong = str(error)
-            if wrong:
-                raise ValueError(f"{path}, line {number}: not a template ({wrong})")
+                check_template(row)
+                if row["id"] in by_id:
+                    raise ValueError(f"the id {row['id']!r} is there twice")
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: not a template ({error})") from error
             slots = {name: (kind, value) for name, (kind, value) in row["slots"].items()}
-            found[row["id"]] = Template(row["id"], tier, slots, row)
-    return tuple(found.values())
+            by_id[row["id"]] = Template(row["id"], tier, slots, row)
+    return tuple(by_id.values())
 
 
-def _wrong(row: Any) -> str:
-    """What is wrong with a row of data/aws; "" where nothing is."""
+def check_template(row: Any) -> None:
+    """Raise ValueError for what is wrong with a row of data/aws."""
     if not isinstance(row, dict) or set(row) - {"drifts"} != _NEEDS:
-        return f"it needs {sorted(_NEEDS)}, and may have drifts"
+        raise ValueError(f"it needs {sorted(_NEEDS)}, and may have drifts")
     texts = json.dumps([row["description"], row["setup"], row["criteria"], row["solution"], row.get("drifts", [])])
     if set(_SLOT.findall(texts)) != set(row["slots"]):
-        return f"its texts use {sorted(set(_SLOT.findall(texts)))}, its slots are {sorted(row['slots'])}"
-    if not row["criteria"] or not row["solution"]:
-        return "it has no criteria or no solution"
-    lines = [*row["setup"], *row["solution"], *row.get("drifts", [])]
-    return next((f"{line!r} is no 'aws …' line" for line in lines if not line.startswith("aws ")), "")
+        raise ValueError(f"its texts use {sorted(set(_SLOT.findall(texts)))}, its slots are {sorted(row['slots'])}")
+    kinds = {*words(), *words()["patterns"]} - {"patterns"}
+    for name, (kind, _) in row["slots"].items():
+        if kind not in kinds:
+            raise ValueError(f"the slot {name!r} is of the unknown kind {kind!r}; words.json has {', '.join(sorted(kinds))}")
+    for criterion in row["criteria"]:
+        check_criterion(criterion)
+    if all(criterion.get("keep") for criterion in row["criteria"]):
+        raise ValueError("it has no criterion to reach: each has keep, or there is none")
+    if not row["solution"]:
+        raise ValueError("it has no solution")
+    for line in [*row["setup"], *row["solution"], *row.get("drifts", [])]:
+        if not line.startswith("aws "):
+            raise ValueError(f"{line!r} is no 'aws …' line")
 
 
 def load_tasks(tier: str | None = None) -> tuple[Task, ...]:
     """The tasks as they stand in the data, of one tier or of all: each template with its own values, its id the template's."""
     if tier is not None and tier not in TIERS:
         raise ValueError(f"tier={tier!r}: the tiers are {', '.join(TIERS)}")
-    return tuple(t.task({name: value for name, (_, value) in t.slots.items()}, t.id)
-                 for t in templates() if tier in (None, t.tier))
+    return tuple(t.own_task() for t in templates() if tier in (None, t.tier))
 
 
 def template_ids(*tiers: str) -> list[list[str]]:
@@ -159,17 +180,17 @@ def play(lines: Iterable[str], run: Callable[[str], Any]) -> Iterator[tuple[str,
     """
     printed: list[str] = []
     for line in lines:
-        line = _TAKEN.sub(lambda taken: _taken(taken, printed), line)
+        line = _REFERENCE.sub(lambda reference: _resolve(reference, printed), line)
         output = run(line)
         printed.append(output.stdout)
         yield line, output
 
 
-def _taken(taken: re.Match, printed: list[str]) -> str:
+def _resolve(reference: re.Match, printed: list[str]) -> str:
     """What `<N:path>` stands for after these outputs."""
     try:
-        value = json.loads(printed[int(taken[1]) - 1])
-        for step in taken[2].split("|"):
+        value = json.loads(printed[int(reference[1]) - 1])
+        for step in reference[2].split("|"):
             name, equals, wanted = step.partition("=")
             if equals:
                 value = next(item for item in value if item.get(name) == wanted)
@@ -177,4 +198,4 @@ def _taken(taken: re.Match, printed: list[str]) -> str:
                 value = value[int(step)] if isinstance(value, list) else value[step]
         return str(value)
     except (ValueError, LookupError, TypeError, StopIteration) as error:
-        raise ValueError(f"{taken[0]} is not in the output of line {taken[1]}: {printed[-1:]}") from error
+        raise ValueError(f"{reference[0]} is not in the output of line {reference[1]}: {printed[-1:]}") from error

@@ -1,0 +1,72 @@
+"""The records in results/: each carries the commit and a hash of the code that it measures.
+
+    python benchmarks/records.py     # lists the records whose code has changed since they were made
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from grpolab.files import atomic_write
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TRAINING = ("models", "decode", "train")
+MEASURES = {  # record -> the rooms of the package whose code decides what it says
+    "aws": ("env",), "bridges": ("models", "decode", "serve"), "decode": ("models", "decode"), "grpo_seeds": TRAINING,
+    "lora": TRAINING, "pool": ("env",), "rollouts": TRAINING, "seeds": (*TRAINING, "env"), "series": (*TRAINING, "env", "lab"),
+    "service": ("models", "decode", "serve"), "threads": ("models", "decode"), "trl": TRAINING,
+    "smollm2_aws": (*TRAINING, "env"),
+}
+
+
+def measured(name: str) -> tuple[str, ...]:
+    """The rooms that the record of this name is about; those on SmolLM2 are about training."""
+    if name not in MEASURES and not name.startswith("smollm2_"):
+        raise ValueError(f"record {name!r} is not in MEASURES of {Path(__file__).name}: say there which rooms it measures")
+    return MEASURES.get(name, TRAINING)
+
+
+def code_hash(room: Path) -> str:
+    """Of the syntax of a room's modules without docstrings, so that prose and comments do not count."""
+    whole = hashlib.sha256()
+    for path in sorted(room.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
+                node.body = node.body[1:]
+        whole.update(f"{path.relative_to(room)}\n{ast.dump(tree)}\n".encode())
+    return whole.hexdigest()[:12]
+
+
+def provenance(rooms: Iterable[str]) -> dict:
+    """The commit, with a + where the tree differs from it, and the hash of each room."""
+    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {"commit": commit or None, "code": {room: code_hash(ROOT / "grpolab" / room) for room in rooms}}
+
+
+def write(path: Path, content: dict) -> Path:
+    """Write a record with its provenance; its name says what it measures."""
+    return atomic_write(path, json.dumps(content | {"provenance": provenance(measured(path.stem))}, indent=1) + "\n")
+
+
+def stale(results: Path = RESULTS) -> dict[str, str]:
+    """Record -> why it no longer speaks of the present code."""
+    found = {}
+    for path in sorted(results.glob("*.json")):
+        made = json.loads(path.read_text()).get("provenance")
+        if made is None:
+            found[path.stem] = "made before records carried a hash"
+        elif changed := [room for room, code in made["code"].items() if code_hash(ROOT / "grpolab" / room) != code]:
+            found[path.stem] = f"{', '.join(changed)} changed since {made['commit']}"
+    return found
+
+
+if __name__ == "__main__":
+    print("\n".join(f"{name}: {why}" for name, why in stale().items()) or "every record is of the present code")

@@ -1,0 +1,192 @@
+"""What a task asks of an account, as plain data: a read, its arguments, a path into the answer, and one comparison.
+
+    {"service": "s3", "read": "get_bucket_tagging", "args": {"Bucket": "apple"},
+     "path": ["TagSet", {"Key": "team"}, "Value"], "equals": "blue"}
+
+A step of the path is a name (that entry of every mapping), a mapping (keep the mappings that have all of its entries), a list
+of mappings (keep those that have all entries of one of them), or one of STEPS, which read a text. Lists are opened at every
+step and at the end, and a list of one is the same as its item, so a single action and a list with that action are the same.
+
+`exists` and `absent` are true alone; `equals` takes a value or a list in any order; `contains` asks for one value among those
+at the end of the path, and `count` for how many there are. `allows` and `allows_only` take a request, or a list of them, and
+ask the IAM policies at the end of the path: whether these allow every request, from any network and at any time, and whether
+they allow nothing else (`policies.Request`). A criterion with `keep` holds from the start and must go on holding. An
+argument {"found": {"service", "read", "args", "path"}} is the one value that another read finds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from grpolab.env.aws.policies import Request, allows, allows_only
+
+# Service -> the error codes that say that there is nothing to read. Any other error is the backend's.
+NOTHING_THERE: dict[str, tuple[str, ...]] = {
+    "s3": ("404", "NoSuchBucket", "NoSuchTagSet", "NoSuchBucketPolicy", "ServerSideEncryptionConfigurationNotFoundError",
+           "NoSuchLifecycleConfiguration", "NoSuchWebsiteConfiguration", "NoSuchPublicAccessBlockConfiguration"),
+    "sqs": ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"),
+    "sns": ("NotFound", "ResourceNotFoundException"),
+    # Of a table with another key; of tags where there is no table.
+    "dynamodb": ("ResourceNotFoundException", "TableNotFoundException", "ValidationException", "AccessDeniedException"),
+    "iam": ("NoSuchEntity",),
+    "ssm": ("ParameterNotFound",),
+    "secretsmanager": ("ResourceNotFoundException", "InvalidRequestException"),  # the second: it waits for its deletion
+    "logs": ("ResourceNotFoundException",),
+    "events": ("ResourceNotFoundException",),
+    "kms": ("NotFoundException", "KMSInvalidStateException"),  # the second: it waits for its deletion
+    "cloudwatch": (),
+}
+COMPARISONS = ("exists", "absent", "equals", "contains", "count", "allows", "allows_only")
+# Networks and times under which a policy has to allow what is asked of it.
+SITUATIONS = tuple({"aws:SourceIp": address, "aws:CurrentTime": time, "aws:SecureTransport": "true",
+                    "aws:SourceAccount": "000000000000", "aws:RequestedRegion": "us-east-1"}
+                   for address, time in (("203.0.113.7", "2020-01-01T00:00:00Z"), ("10.1.2.3", "2040-01-01T00:00:00Z")))
+_PARTS = {"service", "read", "args", "path", "keep"}
+
+
+def check_criterion(criterion: Mapping[str, Any]) -> str:
+    """The name of a criterion's comparison; ValueError for one that is outside the vocabulary."""
+    compared = [name for name in COMPARISONS if name in criterion]
+    if len(compared) != 1 or set(criterion) - _PARTS != set(compared):
+        raise ValueError(f"a criterion has one of {COMPARISONS} beside {sorted(_PARTS)}: {json.dumps(criterion)[:200]}")
+    if compared[0] in ("exists", "absent") and criterion[compared[0]] is not True:
+        raise ValueError(f"{compared[0]!r} is true or left out: {json.dumps(criterion)[:200]}")
+    if compared[0].startswith("allows"):
+        requests(criterion[compared[0]])
+    _check_read(criterion)
+    return compared[0]
+
+
+def _check_read(criterion: Mapping[str, Any]) -> None:
+    """ValueError for a read or a path outside the vocabulary, in the criterion or in an argument that another read finds."""
+    service, read = criterion.get("service"), str(criterion.get("read"))
+    if service not in NOTHING_THERE or not read.startswith(("get_", "list_", "describe_", "head_")):
+        raise ValueError(f"{service}.{read} is no read; the services are {', '.join(NOTHING_THERE)}, and a read starts with "
+                         "get_, list_, describe_ or head_")
+    for step in criterion.get("path", ()):
+        if not isinstance(step, (str, Mapping)) and not (isinstance(step, list) and all(isinstance(s, Mapping) for s in step)):
+            raise ValueError(f"a step of a path is a name, a mapping or a list of mappings: {criterion['path']}")
+    for value in criterion.get("args", {}).values():
+        if isinstance(value, Mapping) and set(value) == {"found"}:
+            _check_read(value["found"])
+
+
+def requests(rows: Any) -> tuple[Request, ...]:
+    """The requests of a criterion, which are one or a list; ValueError for what is none."""
+    try:
+        return tuple(Request(**row) for row in (rows if isinstance(rows, list) else [rows]))
+    except TypeError as error:
+        raise ValueError(f"a request has action, resource, principal and context: {json.dumps(rows)[:200]}") from error
+
+
+def holds(comparison: str, wanted: Any, values: list) -> bool:
+    """Whether a comparison is true of the values at the end of a path."""
+    if comparison in ("exists", "absent"):
+        return bool(values) == (comparison == "exists")
+    if comparison == "count":
+        return _same(len(values), wanted)
+    if comparison == "contains":
+        return any(_same(value, wanted) for value in values)
+    if comparison == "allows":
+        return all(allows(values, r.action, r.resource, situation | dict(r.context), r.principal)
+                   for r in requests(wanted) for situation in SITUATIONS)
+    if comparison == "allows_only":
+        return bool(values) and allows_only(values, requests(wanted))
+    unmatched = list(values)
+    for value in wanted if isinstance(wanted, list) else [wanted]:
+        place = next((i for i, other in enumerate(unmatched) if _same(other, value)), None)
+        if place is None:
+            return False
+        del unmatched[place]
+    return not unmatched
+
+
+def follow(values: list, path: Any) -> list:
+    """The values at the end of a path that starts at each of `values`."""
+    for step in path:
+        values = _step(values, step)
+    return values
+
+
+def _step(values: list, step: str | Mapping[str, Any] | list[Mapping[str, Any]]) -> list:
+    if isinstance(step, str) and step in STEPS:
+        return _opened([STEPS[step](text) for text in values if isinstance(text, str) and text])
+    mappings = [value for value in values if isinstance(value, Mapping)]
+    if isinstance(step, str):
+        return _opened([value[step] for value in mappings if step in value])
+    ways = step if isinstance(step, list) else [step]
+    return [value for value in mappings
+            if any(all(holds("contains", wanted, _opened([value.get(name)])) for name, wanted in way.items()) for way in ways)]
+
+
+def _json(text: str) -> Any:
+    """A text of the account read as JSON; nothing where it is none, since a policy may have written it."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+
+
+def _term(pattern: str) -> str | list:
+    """The one term that a filter pattern of CloudWatch Logs asks for: ERROR, "ERROR" and ?ERROR are the same.
+    https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/FilterAndPatternSyntax.html"""
+    term = re.fullmatch(r'\??(?:"([^"\\]+)"|([A-Za-z0-9_]+))', pattern.strip())
+    return (term[1] or term[2]) if term else []
+
+
+def _minutes(expression: str) -> int | list:
+    """The minutes between two times of a schedule expression of EventBridge: any rate(...), and cron(...) that names minutes
+    alone. Nothing for another one, and nothing where the minutes between are not always the same.
+    https://docs.aws.amazon.com/eventbridge/latest/userguide/eb-scheduled-rule-pattern.html"""
+    if rate := re.fullmatch(r"rate\(([0-9]{1,9}) (minute|hour|day)s?\)", expression):
+        return int(rate[1]) * {"minute": 1, "hour": 60, "day": 1440}[rate[2]]
+    cron = re.fullmatch(r"cron\(([0-9*/,]{1,200}) \* (?:\* \* \?|\? \* \*) \*\)", expression)
+    if cron is None:
+        return []
+    times: set[int] = set()
+    for part in cron[1].split(","):
+        place = re.fullmatch(r"(\*|[0-5]?[0-9])(?:/([1-9][0-9]?))?", part)
+        if place is None:
+            return []
+        first = 0 if place[1] == "*" else int(place[1])
+        every = int(place[2]) if place[2] else 1 if place[1] == "*" else 60
+        times.update(range(first, 60, every))
+    gaps = {(b - a) % 60 or 60 for a, b in zip(sorted(times), [*sorted(times)[1:], min(times)])}
+    return gaps.pop() if len(gaps) == 1 else []
+
+
+STEPS = {"@json": _json, "@minutes": _minutes, "@term": _term}
+
+
+def _opened(values: list) -> list:
+    """Values with every list among them replaced by its items."""
+    opened = []
+    for value in values:
+        opened.extend(_opened(value)) if isinstance(value, list) else opened.append(value)
+    return opened
+
+
+def _plain(value: Any) -> Any:
+    """A value with every list of one in it replaced by its item."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return _plain(value[0]) if len(value) == 1 else [_plain(part) for part in value]
+    return value
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Equality of plain JSON, where a number is the same as its text: services differ in how they write one."""
+    if isinstance(value, bool) or isinstance(wanted, bool):
+        return value is wanted
+    if _plain(value) == _plain(wanted):
+        return True
+    if isinstance(value, (dict, list, type(None))) or isinstance(wanted, (dict, list, type(None))):
+        return False
+    try:
+        return float(value) == float(wanted)
+    except (TypeError, ValueError, OverflowError):
+        return False

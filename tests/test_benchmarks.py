@@ -1,0 +1,153 @@
+"""Every script of benchmarks/ does its work, in seconds: the smallest race, the smallest run; and records know their code."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from grpolab.runs.run import repository
+
+ROOT = repository()
+BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(BENCHMARKS))
+import grpo_seeds  # noqa: E402
+import illnesses  # noqa: E402
+import records  # noqa: E402
+import rollouts  # noqa: E402
+import smollm2_arithmetic as sums  # noqa: E402
+import smollm2_runs as runs  # noqa: E402
+import smollm2_style as style  # noqa: E402
+
+from grpolab.train import GRPOConfig, SFTConfig  # noqa: E402
+
+
+def script(name, *arguments):
+    """A script's output, from a process of its own."""
+    done = subprocess.run([sys.executable, BENCHMARKS / f"{name}.py", *map(str, arguments)], capture_output=True, text=True,
+                          timeout=240, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+SMALLEST = {  # script -> the arguments of its smallest race, and a list in the record that it must leave
+    "aws": (["--rounds", 1, "--steps", 2, "--processes", 1], "table"),
+    "bridges": (["--models", "tiny", "--kinds", "shared memory", "--rounds", 1, "--tokens", 2], "rows"),
+    "decode": (["--models", "tiny", "--workloads", "single", "--rounds", 1], "rows"),
+    "pool": (["--rounds", 1], "table"),
+    "service": (["--models", "tiny", "--callers", 1, "--rounds", 1, "--requests", 2], "rows"),
+    "threads": (["--models", "tiny", "--rounds", 1], "rows"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_the_smallest_race_leaves_a_record_of_this_code(name, tmp_path):
+    arguments, table = SMALLEST[name]
+    path = tmp_path / f"{name}.json"
+    script(name, *arguments, "--out", path)
+    record = json.loads(path.read_text())
+    assert record[table] and all(record["provenance"]["code"].values()) and records.stale(tmp_path) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "sft", "dpo"])
+def test_our_side_of_the_comparison_with_trl_measures_a_step(method):
+    found = json.loads(script("against_trl", "--one", "grpolab", "tiny", "fp32", method, "--steps", 2).splitlines()[-1])
+    assert len(found["seconds"]) == 1 and found["seconds"][0] > 0 and found["peak_gb"] >= found["loaded_gb"] > 0
+
+
+@pytest.mark.slow
+def test_memory_of_an_adapter_is_measured():
+    pytest.importorskip("peft")
+    found = json.loads(script("lora", "--model", "tiny", "--measure", "sft", "lora").splitlines()[-1])
+    assert found["trained"] > 0 and found["step_s"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(p.stem for p in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in p.read_text()))
+def test_asking_for_help_measures_nothing(name):
+    if name not in ("report", "records", "rollouts"):  # these take no arguments and only read or take a moment
+        assert script(name, "--help").startswith("usage:")
+
+
+# --- the long runs, in this process and as short as they get ------------------------------------------------------------
+
+
+def test_grpo_over_seeds(monkeypatch, tmp_path):
+    """All of a seed's rows: the curve of SFT, rejection sampling, GRPO, bf16."""
+    few = {"HELD_OUT": 4, "DEMOS": 8, "PRACTICE": 4, "CHOOSING": 4}
+    for name, n in few.items():
+        monkeypatch.setattr(grpo_seeds, name, getattr(grpo_seeds, name)[:n])
+    monkeypatch.setattr(grpo_seeds, "RESULTS", tmp_path / "grpo_seeds.json")
+    monkeypatch.setattr(grpo_seeds, "CURVE", (1, grpo_seeds.BEST))
+    monkeypatch.setattr(grpo_seeds, "sft_config", lambda steps, seed, batch_size=4: SFTConfig(steps=2, batch_size=4, seed=seed))
+    short = GRPOConfig(steps=1, prompts_per_step=2, group_size=2, max_new_tokens=4)
+    monkeypatch.setattr(grpo_seeds, "grpo_config", lambda seed: replace(short, seed=seed))
+    monkeypatch.setattr(grpo_seeds, "NEW_TOKENS", 4)
+    asyncio.run(grpo_seeds.main(["0"]))
+    record = json.loads((tmp_path / "grpo_seeds.json").read_text())
+    assert set(record["seeds"]["0"]) == {"sft", "rejection", "grpo", "bf16"} and record["provenance"]["code"]["train"]
+
+
+def test_an_illness_is_recorded(monkeypatch, tmp_path, tiny):
+    async def untaught(seed):
+        return tiny
+
+    monkeypatch.setattr(illnesses, "RECORD", tmp_path / "runs.json")
+    (tmp_path / "runs.json").write_text("{}")
+    monkeypatch.setattr(illnesses, "taught", untaught)
+    monkeypatch.setattr(illnesses, "PLAIN", replace(illnesses.PLAIN, prompts_per_step=2, group_size=2, max_new_tokens=4))
+    monkeypatch.setattr(illnesses, "replace", lambda config, **changes: replace(config, **changes | {"steps": 2}))
+    asyncio.run(illnesses.main(["gamed"]))
+    (run,) = json.loads((tmp_path / "runs.json").read_text()).values()
+    assert run["ill"] == ["reward up while the judge falls"] and len(run["rows"]["step"]) == 2
+
+
+def test_answers_of_policies_are_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(rollouts, "RESULTS", tmp_path / "rollouts.json")
+    rollouts.main({"base": "tiny"})
+    questions = json.loads((tmp_path / "rollouts.json").read_text())["questions"]
+    assert len(questions) == 20 and set(questions[0]["written"]) == {"base"}
+
+
+def test_arithmetic_and_style_measure_a_policy(monkeypatch, tiny):
+    """The recipes' own functions on the embedded model in SmolLM2's place."""
+    monkeypatch.setattr(runs, "MODEL", "tiny")
+    monkeypatch.setattr(runs, "DTYPE", "float32")
+    monkeypatch.setattr(sums, "HELD", sums.HELD[:3])
+    monkeypatch.setattr(sums, "ASKED", sums.ASKED[:3])
+    monkeypatch.setattr(style, "HELD_OUT", style.HELD_OUT[:3])
+    for found in (asyncio.run(sums.measure(tiny)), asyncio.run(style.measure(tiny))):
+        assert any(len(v) == 3 for v in found.values() if isinstance(v, str | list))
+
+
+# --- provenance -------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_stale_once_its_code_changes_and_not_for_prose(tmp_path, monkeypatch):
+    room = tmp_path / "grpolab" / "env"
+    room.mkdir(parents=True)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    (room / "a.py").write_text('"""Says."""\nx = 1\n')
+    records.write(tmp_path / "pool.json", {"rows": []})
+    (room / "a.py").write_text('"""Says otherwise."""\n# a remark\nx = 1\n')
+    assert records.stale(tmp_path) == {}
+    (room / "a.py").write_text("x = 2\n")
+    assert records.stale(tmp_path)["pool"].startswith("env changed since ")
+    (tmp_path / "lora.json").write_text("{}")
+    assert records.stale(tmp_path)["lora"] == "made before records carried a hash"
+    with pytest.raises(ValueError, match="record 'other' is not in MEASURES"):
+        records.write(tmp_path / "other.json", {})
+
+
+def test_stale_records_are_listed():
+    """Not a failure: to record again takes hours. `python benchmarks/records.py` prints the same list."""
+    assert {path.stem for path in RESULTS.glob("*.json")} >= set(records.stale())
+    for path in RESULTS.glob("*.json"):
+        assert records.measured(path.stem)
+    for name, why in records.stale().items():
+        print(f"{name}: {why}")
