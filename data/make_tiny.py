@@ -197,6 +197,8 @@ def main(arguments: list[str] | None = None) -> None:
         tok.save_pretrained(folder)
         record = {k: v for k, v in vars(args).items() if k not in ("out", "every", "ask")}
         record |= {"plain_accuracy": accuracy, "torch": torch.__version__}
+        if (args.out / "README.md").is_file():  # the model card is written by hand
+            (folder / "README.md").write_text((args.out / "README.md").read_text())
         (folder / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n")
     print(f"plain accuracy {accuracy:.3f} on {args.ask} statements; wrote {args.out}")
 

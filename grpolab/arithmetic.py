@@ -41,9 +41,9 @@ class Problem:
 class Task:
     """Which problems exist: the operators, and the largest operand of + and - (`max_operand`) and of * (`max_factor`)."""
 
-    ops: str = "+-*"
-    max_operand: int = 999
-    max_factor: int = 99
+    ops: str = "+-*"  # operators, some of +-*
+    max_operand: int = 999  # largest operand of + and -
+    max_factor: int = 99  # largest operand of *
 
     def __post_init__(self):
         if not self.ops or set(self.ops) - set(_COMPUTE) or len(set(self.ops)) != len(self.ops):

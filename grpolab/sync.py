@@ -24,7 +24,10 @@ def run_sync(coroutine: Coroutine[object, object, T]) -> T:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    import nest_asyncio
+    try:
+        import nest_asyncio2 as nest_asyncio  # the maintained successor
+    except ImportError:
+        import nest_asyncio
 
     nest_asyncio.apply(loop)
     return loop.run_until_complete(coroutine)

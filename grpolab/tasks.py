@@ -134,6 +134,12 @@ def wanted_number(row: Any, where: str = "the row") -> Decimal:
     return wanted
 
 
+def check_answers(rows: Iterable[Any], source: str | Path) -> None:
+    """ValueError that names the first row of a file whose `answer` holds no number."""
+    for number, row in enumerate(rows, start=1):
+        wanted_number(row, f"{source}, row {number}")
+
+
 def right_number(text: str, row: Any, rollout: Rollout) -> float:
     """A reward: 1.0 where the final number of a completion that the policy ended itself is the row's `answer`, else 0.0."""
     wanted = wanted_number(row)

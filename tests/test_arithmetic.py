@@ -4,7 +4,6 @@ import pytest
 
 from grpolab.arithmetic import Problem, Task, generate, read_jsonl, write_jsonl
 from grpolab.checker import check_answer
-from grpolab.files import data_path
 
 
 def test_question_and_target_are_the_ones_of_the_task():
@@ -88,9 +87,3 @@ def test_an_empty_file_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [])
     with pytest.raises(ValueError, match="no problems"):
         read_jsonl(path)
-
-
-def test_the_shipped_files_are_what_the_command_writes():
-    train, held_out = generate(20_000, 500, seed=1)
-    assert read_jsonl(data_path("arithmetic", "train.jsonl")) == train
-    assert read_jsonl(data_path("arithmetic", "eval.jsonl")) == held_out

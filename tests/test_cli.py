@@ -42,10 +42,47 @@ def test_eval_takes_rows_of_a_file(tmp_path, capsys):
 def test_an_unknown_model_is_an_error_not_a_traceback(monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["eval", "./nothing/here"]) == 1
-    assert "grpolab: './nothing/here' has no config.json" in capsys.readouterr().err
+    assert "grpolab eval: './nothing/here' has no config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "data", "eval", "serve"])
 def test_every_command_explains_itself(command):
     done = subprocess.run([sys.executable, "-m", "grpolab", command, "-h"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and f"usage: grpolab {command}" in done.stdout
+
+
+def test_a_mistyped_command_gets_a_suggestion(capsys):
+    assert main(["evil"]) == 2
+    assert "did you mean 'eval'" in capsys.readouterr().err
+
+
+def test_help_and_the_parser_of_an_environment_server_do_not_import_torch():
+    code = ("import sys; from grpolab.__main__ import main; main(['--help'])\n"
+            "import grpolab.cli.serve; print('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "serve-policy" in done.stdout and done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize("command, resumes", [(["eval", "tiny"], False), (["sft", "tiny"], True)])
+def test_an_interrupt_speaks_of_a_checkpoint_where_there_is_one(monkeypatch, capsys, command, resumes):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for module in ("eval", "train"):
+        monkeypatch.setattr(f"grpolab.cli.{module}.load_policy", interrupt)
+    assert main(command) == 130
+    assert ("checkpoint" in capsys.readouterr().err) is resumes
+
+
+@pytest.mark.parametrize("command", [["serve", "calculator"], ["serve-policy", "tiny"]])
+def test_an_open_address_names_the_option_that_it_needs(capsys, command):
+    assert main([*command, "--host", "0.0.0.0"]) == 2
+    assert "--token-file" in capsys.readouterr().err
+
+
+def test_a_console_script_finds_modules_of_the_current_folder(tmp_path):
+    (tmp_path / "nearby.py").write_text("Env = 3\n")
+    code = ("import sys; sys.path.remove(''); from grpolab.__main__ import main\n"
+            "main(['serve', 'nearby:Env', '--isolate', 'thread'])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert "'nearby:Env' is a int" in done.stderr

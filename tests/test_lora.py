@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -185,3 +187,18 @@ def test_without_peft_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ImportError, match=r"grpolab\[lora\]"):
         load_policy("tiny", adapter=ADAPTER)
+
+
+def test_an_adapter_of_a_short_name_is_saved_with_its_hub_id(tmp_path):
+    policy = load_policy("tiny", tell=False)
+    lora.inject(policy.model, LoRA(rank=2), "smollm2-135m")
+    lora.save(policy.model, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == (
+        "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert lora.base_of(tmp_path) == "smollm2-135m"
+
+
+def test_an_adapter_prints_no_warning_of_a_kernel_that_is_not_used():
+    code = "from grpolab import load_policy; from grpolab.models.lora import LoRA; load_policy('tiny', adapter=LoRA(rank=2))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "gemm_4bit" not in done.stderr, done.stderr

@@ -10,7 +10,8 @@ import badges
 import nbformat
 import pytest
 
-from grpolab.__main__ import _literal, main
+from grpolab.__main__ import main
+from grpolab.cli.run import literal
 from grpolab.lab import notebooks
 from grpolab.lab.notebooks import before_saving
 from grpolab.runs.run import repository
@@ -339,7 +340,7 @@ LITERALS = [("3", 3), ("1e-4", 1e-4), ("True", True), ("smollm2-135m", "smollm2-
 
 @pytest.mark.parametrize(("text", "value"), LITERALS)
 def test_parameters_are_read_as_literals(text, value):
-    assert _literal(text) == value
+    assert literal(text) == value
 
 
 def test_the_conda_environment_agrees_with_the_lock():

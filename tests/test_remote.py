@@ -421,7 +421,7 @@ def test_a_wrong_token_and_the_command(tiny, elsewhere, capsys, tmp_path):
     (tmp_path / "empty").write_text("")
     for wrong, said in ((["--token-file", str(tmp_path / "empty")], "empty"), (["--host", "0.0.0.0"], "token"),
                         (["--token-file", str(tmp_path / "none")], "none")):
-        assert door.main(["serve-policy", "tiny", *wrong]) == 1
+        assert door.main(["serve-policy", "tiny", *wrong]) == (2 if "--host" in wrong else 1)
         assert said in capsys.readouterr().err
 
 

@@ -295,8 +295,12 @@ def test_the_command_line(run, tmp_path, capsys):
     assert "step 3, group 1, rollout 2: all" in capsys.readouterr().out
     rewrite(run, lambda lines: lines[0]["tokens"][0].__setitem__(0, 1))
     assert main(["replay", str(run.folder), "0"]) == 1 and "parts at token 0" in capsys.readouterr().out
+    for more in (["0"], ["--bundle", "x.zip"]):  # a bundle holds one step, and is not made from another
+        assert main(["replay", str(tmp_path / "b.zip"), *more]) == 2 and "leave it out" in capsys.readouterr().err
+    assert main(["replay", str(run.folder), "0", "--rollout", "99"]) == 1
+    assert "step 0 has groups of rollouts 0 to" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "nowhere"), "0"]) == 1 and "neither a run's folder" in capsys.readouterr().err
-    assert main(["replay", str(run.folder)]) == 1 and "name the steps" in capsys.readouterr().err
+    assert main(["replay", str(run.folder)]) == 2 and "name the steps" in capsys.readouterr().err
 
 
 # --- runs whose rollouts are not drawn from seeds ---------------------------------------------------------------------

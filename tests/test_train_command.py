@@ -1,14 +1,14 @@
 """The training commands: their flags are the configurations' fields, and they train what they say."""
 
-import argparse
 import dataclasses
 import json
 
 import pytest
 import safetensors.torch
 
-from grpolab.__main__ import TRAINING, _task_options, main
-from grpolab.cli.train import CONFIGS, add_arguments, config_from, function, read_held_out, read_task
+from grpolab.__main__ import COMMANDS, main, parse
+from grpolab.cli import train as commands
+from grpolab.cli.train import load_function
 from grpolab.models.load import load_policy
 
 OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
@@ -18,15 +18,16 @@ OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16",
          "exact": True}
 
 
-def parsed(method, *flags):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, method)
+def command(method, *flags):
     data = ["--data", "x.jsonl"] if method in ("dpo", "reward") else []
-    return config_from(parser.parse_args(["tiny", *data, *flags]), CONFIGS[method])
+    return parse(method, getattr(commands, COMMANDS[method][1]), ["tiny", *data, *flags])
 
 
-def test_every_method_has_a_command():
-    assert set(TRAINING) == set(CONFIGS)
+def parsed(method, *flags):
+    return command(method, *flags).config
+
+
+CONFIGS = {method: type(parsed(method)) for method in ("sft", "grpo", "dpo", "reward")}
 
 
 @pytest.mark.parametrize("method, name", [(m, f.name) for m, c in CONFIGS.items() for f in dataclasses.fields(c)])
@@ -45,19 +46,21 @@ def test_none_is_a_value_where_the_field_allows_it():
     assert parsed("grpo", "--sampler-cap", "none").sampler_cap is None
 
 
-@pytest.mark.parametrize("flags, says", [(["--clip-eps", "0.2"], "--clip-eps takes 2 numbers, got 1"), (["--lr", "-1"], "lr"),
-                                         (["--schedule", "step"], "schedule must be")])
+@pytest.mark.parametrize("flags, says", [(["--clip-eps", "0.2"], "'--clip-eps'. Expected 2"), (["--lr", "-1"], "lr"),
+                                         (["--kl-kind", "foo"], "Expected one of ('k1', 'k2',"),
+                                         (["--stepz", "3"], "--steps")])
 def test_a_value_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys, flags, says):
     monkeypatch.chdir(tmp_path)
-    assert main(["grpo", "./no/such/model", *flags]) == 1
-    assert says in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    with pytest.raises(SystemExit) as exit:
+        main(["grpo", "./no/such/model", *flags])
+    assert exit.value.code == 2 and says in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("flags", [["--no-such-field", "3"], ["--steps", "many"]])
 def test_an_unknown_flag_or_type_is_a_usage_error(capsys, flags):
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit:
         main(["sft", "tiny", *flags])
-    assert left.value.code == 2 and flags[0] in capsys.readouterr().err
+    assert exit.value.code == 2 and flags[0] in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, capsys):
@@ -99,17 +102,15 @@ def test_rows_and_rewards_that_do_not_fit_are_refused_first(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    assert main(["grpo", "./no/such/model", "--data", "rows.jsonl", *flags]) == 1
+    assert main(["grpo", "./no/such/model", "--data", "rows.jsonl", *flags]) == (2 if "--gym" in flags else 1)
     assert re.search(says, capsys.readouterr().err) and not (tmp_path / "runs").exists()
 
 
-def test_a_reward_is_looked_up_in_the_working_folder_alone_while_it_is_imported(tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.chdir(tmp_path)
+def test_a_reward_is_a_function_of_a_file(tmp_path):
     (tmp_path / "own_reward.py").write_text("def one(text, row, rollout):\n    return 1.0\n")
-    before = list(sys.path)
-    assert function("own_reward:one")("", {}, None) == 1.0 and sys.path == before
+    assert load_function(f"{tmp_path}/own_reward.py:one")("", {}, None) == 1.0
+    with pytest.raises(ValueError, match="there is no file"):
+        load_function(f"{tmp_path}/other.py:one")
 
 
 @pytest.mark.parametrize("method", ["dpo", "reward"])
@@ -148,12 +149,8 @@ def test_sft_holds_out_problems_reports_their_loss_and_keeps_the_best(tmp_path, 
 
 def test_what_is_held_out_is_not_trained_on_and_does_not_change_what_is(monkeypatch):
     def rows_of(*more):
-        parser = argparse.ArgumentParser()
-        add_arguments(parser, "grpo")
-        _task_options(parser)
-        args = parser.parse_args(["tiny", *SMALL[:6], *more])
-        rows, reward = read_task(args)
-        return rows, read_held_out(args, rows, reward)
+        rows = command("grpo", *SMALL[:6], *more).read()
+        return rows.train, rows.held_out
 
     (bare, none), (rows, held_out) = rows_of(), rows_of("--held-out", "30")
     assert bare == rows and not none and len(held_out) == 30 and not set(held_out) & set(rows)
@@ -183,7 +180,7 @@ def test_grpo_is_selected_by_its_own_reward(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--select-every", "5"], "say --held-out-data FILE or --held-out N"), (["--fixed-prompts"], "needs --select-every"),
+    (["--select-every", "5"], "add --held-out-data FILE or --held-out N"), (["--fixed-prompts"], "needs --select-every"),
     (["--held-out", "3", "--held-out-data", "x.jsonl"], "not both"), (["--select-every", "-1"], "start at 0"),
     (["--held-out", "3", "--data", "rows.jsonl"], "give --held-out-data"),
     (["--held-out", "5000", "--ops", "+", "--max-operand", "9"], "key space"),
@@ -195,5 +192,19 @@ def test_what_cannot_be_held_out_is_refused(tmp_path, monkeypatch, capsys, flags
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}')
     (tmp_path / "rows2.jsonl").write_text('{"prompt": "a", "answer": "x"}')
-    assert main(["grpo", "tiny", *flags]) == 1
+    assert main(["grpo", "tiny", *flags]) == (1 if "5000" in flags or "rows2.jsonl" in flags else 2)
     assert re.search(says, capsys.readouterr().err) and not (tmp_path / "runs").exists()
+
+
+def test_a_start_without_reward_says_that_demonstrations_come_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["grpo", "tiny", *SMALL, "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "2"]
+    assert main([*asked, "--replay-every", "1"]) == 0
+    assert capsys.readouterr().out.count("grpolab sft tiny") == 1
+    assert main(["replay", str(tmp_path / "runs" / "cli_grpo" / "tiny"), "1"]) == 0
+
+
+def test_the_default_number_of_problems_fits_a_small_task():
+    assert len(command("grpo", "--ops", "+", "--max-operand", "9").read().train) == 50
+    with pytest.raises(ValueError, match="at most 4/5"):
+        command("grpo", "--ops", "+", "--max-operand", "9", "--problems", "90").read()

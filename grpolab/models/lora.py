@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # names that peft reads from the hub
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's own names of its files
 PREFIX = "base_model.model."  # of tensors' names in such a file: a PeftModel holds the model there
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -37,6 +39,8 @@ class LoRA:
 
 
 def _peft():
+    # peft imports bitsandbytes where it is installed, which warns on some CPUs about a 4-bit kernel that nothing here uses.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -57,7 +61,7 @@ def inject(model: nn.Module, adapter: LoRA, base: str) -> None:
         raise ValueError(f"rank {adapter.rank} is more than the projection {small[0]!r} of shape "
                          f"{tuple(linear[small[0]].weight.shape)} has: lower it, or train that projection whole")
     config = peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.target),
-                             base_model_name_or_path=base, task_type="CAUSAL_LM")
+                             base_model_name_or_path=HUB_IDS.get(base, base), task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(adapter.seed)
         _put(peft, config, model)
@@ -128,7 +132,8 @@ def save(model: nn.Module, folder: Path) -> None:
 def base_of(folder: Path) -> str:
     """The name of the model that a saved adapter stands beside; ValueError where it is not said."""
     try:
-        return str(json.loads((folder / CONFIG).read_text())["base_model_name_or_path"])
+        base = str(json.loads((folder / CONFIG).read_text())["base_model_name_or_path"])
+        return next((name for name, hub_id in HUB_IDS.items() if hub_id == base), base)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / CONFIG} does not say which model the adapter is for (base_model_name_or_path)") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -23,12 +24,12 @@ class DPOConfig(Optimisation):
     """`batch_size` pairs a step; `beta`, `kind` and `label_smoothing` as in `losses.dpo_loss`, `length_normalised` divides
     each completion's log-prob by its kept tokens. `row_width` > 0 lets chosen and rejected share their prompt."""
 
-    batch_size: int = 32
-    beta: float = 0.1
-    kind: str = "sigmoid"
-    label_smoothing: float = 0.0
-    length_normalised: bool = False
-    row_width: int = 512
+    batch_size: int = 32  # pairs a step
+    beta: float = 0.1  # strength of the tie to the reference
+    kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # the loss
+    label_smoothing: float = 0.0  # probability that a pair's sides are mislabelled
+    length_normalised: bool = False  # divide each log-prob by the completion's length
+    row_width: int = 512  # chosen and rejected share rows of so many tokens; 0: one completion a row
 
     def __post_init__(self):
         super().__post_init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from grpolab.train.loop import Optimisation
 
@@ -32,25 +33,25 @@ class GRPOConfig(Optimisation):
     bit. That needs a processor and bf16 parameters; elsewhere the sampler's probe refuses it.
     """
 
-    prompts_per_step: int = 64
-    group_size: int = 8
-    inner_epochs: int = 1
-    minibatches: int = 1
-    temperature: float = 1.0
-    max_new_tokens: int = 32
-    advantage_kind: str = "centred"
-    aggregation: str = "token"
-    clip_eps: tuple[float, float] = (0.2, 0.2)
-    objective: str = "ppo"
-    ratio: str = "token"
-    dual_clip: float | None = None
-    refills: int = 0
-    kl_coef: float = 0.0
-    kl_kind: str = "unbiased"
-    row_width: int = 512
-    max_logp_diff: tuple[float, float] | None = (0.1, 5.0)
-    sampler_cap: float | None = None
-    exact: bool = False
+    prompts_per_step: int = 64  # questions a step
+    group_size: int = 8  # rollouts of each question
+    inner_epochs: int = 1  # passes over a step's rollouts
+    minibatches: int = 1  # optimiser steps a pass
+    temperature: float = 1.0  # sampling temperature
+    max_new_tokens: int = 32  # longest completion
+    advantage_kind: Literal["centred", "standardised", "leave_one_out", "batch_standardised"] = "centred"  # of the rewards
+    aggregation: Literal["token", "sequence", "constant"] = "token"  # what the loss is averaged over
+    clip_eps: tuple[float, float] = (0.2, 0.2)  # the ratio is clipped to 1 - low and 1 + high
+    objective: Literal["ppo", "cispo"] = "ppo"  # clipped ratio (PPO), or clipped weight (CISPO)
+    ratio: Literal["token", "sequence"] = "token"  # of each token, or of the sequence (GSPO)
+    dual_clip: float | None = None  # bound of the ratio where the advantage is negative
+    refills: int = 0  # times a step that groups without a difference in reward are replaced
+    kl_coef: float = 0.0  # coefficient of the KL penalty; 0 needs no reference
+    kl_kind: Literal["k1", "k2", "k3", "unbiased"] = "unbiased"  # estimator of the KL divergence
+    row_width: int = 512  # rollouts of one prompt share rows of so many tokens; 0: one rollout a row
+    max_logp_diff: tuple[float, float] | None = (0.1, 5.0)  # allowed difference of trainer and sampler: mean, largest
+    sampler_cap: float | None = None  # bound of the weights that correct for another sampler
+    exact: bool = False  # sample with the trainer's attention (bf16 on a CPU): the first ratio is exactly 1
 
     def __post_init__(self):
         super().__post_init__()

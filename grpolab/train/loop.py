@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import islice
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -47,18 +47,18 @@ class Optimisation:
     `autocast`, a lower dtype for the matrix products of the update ("bfloat16"), with parameters, logits and losses as
     they are."""
 
-    steps: int = 100
-    lr: float = 1e-4
-    warmup: int = 5
-    schedule: str = "constant"
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    optimiser: str = "adamw"
-    token_budget: int = 8192
-    checkpoint_activations: bool = False
-    autocast: str | None = None
-    save_every: int = 20
-    seed: int = 0
+    steps: int = 100  # training steps
+    lr: float = 1e-4  # learning rate after the warm-up
+    warmup: int = 5  # steps of linear warm-up
+    schedule: Literal["constant", "cosine"] = "constant"  # learning rate after the warm-up: constant, or cosine to zero
+    weight_decay: float = 0.0  # decoupled weight decay
+    max_grad_norm: float = 1.0  # largest norm of the gradient
+    optimiser: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"  # adamw_8bit needs the extra '8bit'
+    token_budget: int = 8192  # most tokens, padding counted, in one forward pass
+    checkpoint_activations: bool = False  # compute activations again in the backward pass: less memory, more time
+    autocast: Literal["bfloat16"] | None = None  # lower dtype for the matrix products of the update
+    save_every: int = 20  # steps between checkpoints
+    seed: int = 0  # decides everything that is drawn
 
     def __post_init__(self):
         if self.schedule not in ("constant", "cosine"):

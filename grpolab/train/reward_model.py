@@ -124,9 +124,9 @@ class RewardConfig(Optimisation):
     """`batch_size` pairs a step. `margin` is asked for between chosen and rejected, times a pair's own `meta["margin"]`
     where it has one; `centering` pulls the two rewards' sum to zero (`losses.bradley_terry_loss`)."""
 
-    batch_size: int = 32
-    margin: float = 0.0
-    centering: float = 0.0
+    batch_size: int = 32  # pairs a step
+    margin: float = 0.0  # difference that is asked for between chosen and rejected
+    centering: float = 0.0  # coefficient that pulls the sum of the two rewards to zero
 
     def __post_init__(self):
         super().__post_init__()

@@ -25,9 +25,9 @@ class SFTConfig(Optimisation):
     """`batch_size` examples a step; `pack_width` packs them into rows of so many tokens (0: one example a row). Where there are
     held-out examples, their loss stands in the rows of every `held_out_every` steps and in the last one."""
 
-    batch_size: int = 64
-    pack_width: int = 0
-    held_out_every: int = 10
+    batch_size: int = 64  # examples a step
+    pack_width: int = 0  # tokens of a row into which examples are packed; 0: one example a row
+    held_out_every: int = 10  # steps between measurements of the held-out loss
 
     def __post_init__(self):
         super().__post_init__()

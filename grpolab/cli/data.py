@@ -1,0 +1,28 @@
+"""`grpolab data`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import OmitArgPrefixes
+
+from grpolab.arithmetic import Task, generate, write_jsonl
+
+
+@dataclass(frozen=True)
+class Data:
+    """Write the arithmetic data set: train.jsonl and eval.jsonl."""
+
+    train: int = 20_000  # unique training problems
+    eval: int = 500  # held-out problems, disjoint from them
+    seed: int = 1  # the same seed gives the same files, byte for byte
+    out: Path = Path("data/arithmetic")  # folder to write to
+    task: OmitArgPrefixes[Task] = Task()
+
+    def run(self) -> int:
+        train, held_out = generate(self.train, self.eval, seed=self.seed, task=self.task)
+        for name, problems in (("train", train), ("eval", held_out)):
+            path = write_jsonl(self.out / f"{name}.jsonl", problems)
+            print(f"{path}: {len(problems)} problems" + "".join(f", the first: {p.question} {p.answer}" for p in problems[:1]))
+        return 0

@@ -1,0 +1,71 @@
+"""`grpolab eval`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import OmitArgPrefixes, Positional
+
+from grpolab import tasks
+from grpolab.arithmetic import Task, generate
+from grpolab.evaluate import evaluate, evaluate_checks, evaluate_fixed, suite_table, summary
+from grpolab.models.load import load_policy
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Format and exact-match rates of a model on held-out questions."""
+
+    model: Positional[str]  # tiny, smollm2-135m, a Hugging Face id, or a folder
+    prompts_file: Path | None = None
+    """JSONL rows with a prompt and an answer instead of arithmetic; a completion is right if it ended by itself and its last
+    number is the answer's."""
+    questions: int = 200  # arithmetic questions
+    samples: int = 8  # completions per question beside the greedy one
+    max_new_tokens: int = 32  # longest completion
+    seed: int = 1  # of the questions and of sampling
+    task: OmitArgPrefixes[Task] = Task()
+
+    def run(self) -> int:
+        return asyncio.run(self.arithmetic() if self.prompts_file is None else self.rows(self.prompts_file))
+
+    async def arithmetic(self) -> int:
+        _, problems = generate(0, self.questions, seed=self.seed, task=self.task)
+        policy = self.load()
+        table = {"greedy": await evaluate(policy, problems, **self.sampling)}
+        if self.samples:
+            table["sampled"] = await evaluate(policy, problems, samples=self.samples, **self.sampling)
+        fixed = await evaluate_fixed(policy)
+        print(summary(**table).to_string())
+        if self.samples:
+            self.print_pass_at(table["sampled"])
+        print("\nfixed prompts, greedy\n" + suite_table(passed=fixed).to_string())
+        return 0
+
+    async def rows(self, path: Path) -> int:
+        rows = tasks.read_rows(path, needs=["answer"])
+        tasks.check_answers(rows, path)
+        policy = self.load()
+        cases = [(tasks.prompt_of(row), lambda text, rollout, row=row: tasks.right_number(text, row, rollout) == 1)
+                 for row in rows]
+        greedy = await evaluate_checks(policy, cases, **self.sampling)
+        print(f"greedy   {greedy.rate} of {len(rows)} rows")
+        if self.samples:
+            self.print_pass_at(await evaluate_checks(policy, cases, samples=self.samples, **self.sampling))
+        return 0
+
+    @property
+    def sampling(self) -> dict:
+        return {"max_new_tokens": self.max_new_tokens, "seed": self.seed}
+
+    def load(self):
+        policy = load_policy(self.model)
+        print(policy)
+        return policy
+
+    def print_pass_at(self, sampled) -> None:
+        """pass@k for the powers of 2 up to the number of samples."""
+        for k in (2**i for i in range(self.samples.bit_length())):
+            print(f"pass@{k:<3} {sampled.pass_at(k)}")
