@@ -138,7 +138,7 @@ def test_it_prints_what_the_cli_prints(account, tmp_path):
     ("aws iam create-user --user-name file:///etc/passwd", "files are not available"),
     ("aws s3api put-object --bucket b --key k --body x", "--body reads a local file"),
     ("aws s3api get-object --bucket b --key k out", "end the command with it"),
-    ("aws s3api list-buckets --output yaml", "json, text, table"),
+    ("aws s3api list-buckets --output yaml", "argument --output: invalid choice: 'yaml'"),
     ("aws s3api list-buckets --region nowhere", "write one as us-east-1"),
     ("aws dynamodb put-item --table-name t --item '{'", "Invalid JSON"),
     ("aws s3api head-bucket --bucket nothing", "An error occurred (404) when calling the HeadBucket operation: Not Found"),

@@ -16,6 +16,7 @@ from grpolab.env.aws import backend, environment
 from grpolab.env.aws.backend import Simulator, accounts
 from grpolab.env.aws.commands import Output
 from grpolab.env.aws.environment import HINT, HINT_FACTOR, AwsEnv, SetupError, read_command, read_task, shorten
+from grpolab.env.aws.grader import grade
 from grpolab.env.aws.tasks import TIERS, Task, load_tasks
 from grpolab.env.backends import BackendPool
 from grpolab.env.client import EnvSession
@@ -122,7 +123,7 @@ def test_drift_spoils_by_its_own_seed(account):
     seen = []
     for env in (AwsEnv(account, drift_seed=seed) for seed in (1, 1, 2, 3, 4)):
         env.reset(seed=random.randrange(100), task="drift-bucket")
-        seen.append(tuple(check.holds for check in env._grade().checks))
+        seen.append(tuple(check.holds for check in grade(read_task("drift-bucket"), env.account.client).checks))
     assert seen[0] == seen[1] and len(set(seen)) > 1
     calm = AwsEnv(account, drift=False)
     calm.reset(seed=5, task="drift-bucket")
@@ -257,43 +258,43 @@ def test_eight_accounts_hold_different_buckets_at_once():
     async def main():
         here = asyncio.Barrier(8)
 
-        async def stock(seat):
-            await seat.reset(seed=1, task=BUCKET)
-            await seat.step({"command": f"aws s3 mb s3://bucket-of-{seat.index}"})
-            await seat.step({"command": MAKE})  # the same name in all eight
+        async def stock(session):
+            await session.reset(seed=1, task=BUCKET)
+            await session.step({"command": f"aws s3 mb s3://bucket-of-{session.index}"})
+            await session.step({"command": MAKE})  # the same name in all eight
             await here.wait()  # every account holds its buckets now
-            return sorted((await seat.step({"command": LOOK})).observation["text"].split()[2::3])
+            return sorted((await session.step({"command": LOOK})).observation["text"].split()[2::3])
 
         async with serve(AwsEnv, max_sessions=8, backends=accounts(8)) as server, GrpoPool(server.url, size=8) as pool:
             held = await pool.run_group(stock)
             assert held == [sorted([f"bucket-of-{n}", NAME]) for n in range(8)]
             assert server.status()["backends"]["leased"] == 8
-            again = await pool.run_group(lambda seat: seat.reset(seed=1, task=BUCKET))
+            again = await pool.run_group(lambda session: session.reset(seed=1, task=BUCKET))
             assert len(again) == 8
 
     asyncio.run(main())
 
 
 def test_an_account_that_dies_is_an_error_and_replaced():
-    """No reward is made up: the step fails by name, the seat gets a new session, whose backend was started anew."""
+    """No reward is made up: the step fails by name, its slot gets a new session, whose backend was started anew."""
     async def main():
         made = []
         backends = BackendPool(lambda _: made.append(Simulator()) or made[-1], 1)
         async with serve(AwsEnv, max_sessions=1, backends=backends) as server, GrpoPool(server.url, size=1) as pool:
-            async def killed(seat):
-                await seat.reset(seed=1, task=BUCKET)
-                await seat.step({"command": MAKE})
+            async def killed(session):
+                await session.reset(seed=1, task=BUCKET)
+                await session.step({"command": MAKE})
                 for child in psutil.Process(made[0].pid).children():
                     child.kill()
-                await seat.step({"command": VERSION})
+                await session.step({"command": VERSION})
 
             with pytest.raises(ServerError, match="AccountGone: the account at http://127.0.0.1:[0-9]+ does not answer"):
                 await pool.run_group(killed)
 
-            async def plays(seat):
-                await seat.reset(seed=1, task=BUCKET)
-                await seat.step({"command": MAKE})
-                return (await seat.step({"command": VERSION})).reward
+            async def plays(session):
+                await session.reset(seed=1, task=BUCKET)
+                await session.step({"command": MAKE})
+                return (await session.step({"command": VERSION})).reward
 
             assert await pool.run_group(plays) == [1.0]
             assert server.status()["backends"]["generations"] == [2]

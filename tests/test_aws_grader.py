@@ -229,6 +229,13 @@ ADMINISTRATOR = "--policy-arn arn:aws:iam::aws:policy/AdministratorAccess"
                              "aws iam attach-group-policy --group-name all " + ADMINISTRATOR]),
     ("expert-too-powerful-user", ["aws iam put-user-policy --user-name <u> --policy-name p --policy-document "
                                   """'{"Statement":[{"Effect":"Allow","Action":"*","Resource":"*"}]}'"""]),
+    ("advanced-bucket-reader-role", ["aws iam put-role-policy --role-name <r> --policy-name p --policy-document "
+                                     """'{"Statement":[{"Effect":"Deny","Action":"*","Resource":"*"}]}'"""]),
+    ("expert-inline-least", ["aws iam create-policy --policy-name no --policy-document "
+                             """'{"Statement":[{"Effect":"Deny","Action":"s3:*","Resource":"*"}]}'""",
+                             "aws iam attach-user-policy --user-name <u> --policy-arn arn:aws:iam::000000000000:policy/no"]),
+    ("expert-group-too-powerful", ["aws iam put-group-policy --group-name <a> --policy-name p --policy-document "
+                                   """'{"Statement":[{"Effect":"Allow","Action":"*","Resource":"*"}]}'"""]),
     ("intermediate-role-policy", ["aws iam attach-role-policy --role-name <a> " + ADMINISTRATOR]),
     ("advanced-audit-user", ["aws iam attach-user-policy --user-name <u> " + ADMINISTRATOR])])
 def test_a_policy_attached_beside_it_counts(account, task, more):

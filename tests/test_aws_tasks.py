@@ -325,6 +325,12 @@ def test_a_text_that_is_no_json_holds_nothing():
     assert holds({"Policy": "[" * 100_000}, "Policy", "@json", absent=True)
 
 
+@pytest.mark.parametrize("depth", range(500, 1000, 20))
+def test_a_text_that_is_nested_too_deeply_is_a_check_that_fails(depth):
+    text = '{"Statement":' * depth + "1" + "}" * depth
+    assert not holds({"Policy": text}, "Policy", "@json", equals={"Statement": 2})
+
+
 def test_progress_counts_what_is_reached_and_what_broke():
     pytest.importorskip("botocore")
     criteria = (criterion("A", exists=True), criterion("B", exists=True), criterion("C", exists=True, keep=True))

@@ -192,12 +192,12 @@ def test_no_backend_outlives_its_owner(number):
     assert len(pids) == 6 and all(alive(p) for p in pids)
     owner.send_signal(number)
     owner.wait()
-    wait_for(lambda: not any(alive(p) for p in pids), 2, "every backend and leash is gone")
+    wait_for(lambda: not any(alive(p) for p in pids), 2, "every backend and its guard is gone")
     owner.stdout.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_no_backend_outlives_its_leash():
+def test_no_backend_outlives_its_guard():
     backend = store()
     command = int(backend.start().split()[0])
     os.kill(backend.pid, signal.SIGKILL)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from grpolab.arithmetic import Task, generate
-from grpolab.lab.counterfactual import bisect, fork, futures, with_advantage, with_token, without_group
+from grpolab.lab.counterfactual import bisect, compare_forks, fork, with_advantage, with_token, without_group
 from grpolab.lab.diagnose import diagnose
 from grpolab.lab.replay import replay
-from grpolab.lab.restore import rebuild
+from grpolab.lab.restore import restore
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
@@ -66,8 +66,8 @@ def test_without_a_change_it_is_the_run_in_every_bit(run, step, edit):
     assert content(twin.recorder.folder) == content(run.recorder.folder)
     whole = zip(untimed(twin.metrics), untimed(run.metrics))
     assert len(twin.metrics) == 5 and all(a == {k: b[k] for k in a} for a, b in whole)
-    assert torch.equal(flat(rebuild(twin, 5).policy), flat(rebuild(run, 5).policy))
-    drawn, end = futures(run, {"twin": twin}), f"{run.metrics[-1]['reward']:.3g}"
+    assert torch.equal(flat(restore(twin, 5).policy), flat(restore(run, 5).policy))
+    drawn, end = compare_forks(run, {"twin": twin}), f"{run.metrics[-1]['reward']:.3g}"
     assert (drawn.get_title(loc="left") or drawn.get_title()) == f"reward at the end: the run {end}, twin {end}"
 
 
@@ -102,20 +102,20 @@ def test_the_steps_before_a_fork_keep_their_configuration(run):
     again = forked(twin, 4, "again", lr=1e-4)
     for fork_of, steps in ((twin, (1, 2)), (again, (1, 2))):
         for step in steps:
-            state = rebuild(fork_of, step)
-            assert not state.notes and torch.equal(flat(state.policy), flat(rebuild(run, step).policy))
-        assert replay(fork_of, 1).equal and rebuild(fork_of, 1).config.lr == 1e-3
-    assert torch.equal(flat(rebuild(again, 4).policy), flat(rebuild(twin, 4).policy))
-    assert [rebuild(again, step).config.lr for step in (3, 4)] == [5e-3, 1e-4]
+            state = restore(fork_of, step)
+            assert not state.notes and torch.equal(flat(state.policy), flat(restore(run, step).policy))
+        assert replay(fork_of, 1).equal and restore(fork_of, 1).config.lr == 1e-3
+    assert torch.equal(flat(restore(again, 4).policy), flat(restore(twin, 4).policy))
+    assert [restore(again, step).config.lr for step in (3, 4)] == [5e-3, 1e-4]
     mended = forked(twin, 2, "mended", lr=1e-3)
     assert content(mended.recorder.folder) == content(run.recorder.folder)
     (twin.folder / "forked.json").write_text("[[2")
     with pytest.raises(ValueError, match="forked.json cannot be read"):
-        rebuild(twin, 1)
+        restore(twin, 1)
 
 
 def test_a_group_left_out_and_another_advantage_change_the_update(run):
-    ends = [flat(rebuild(forked(run, 2, str(i), edit=edit), 3).policy) for i, edit in enumerate((
+    ends = [flat(restore(forked(run, 2, str(i), edit=edit), 3).policy) for i, edit in enumerate((
         None, without_group(0), with_advantage(0, 1, run.recorder.groups(2)[0].advantages[1]), with_advantage(0, 1, 9.0)))]
     assert torch.equal(ends[0], ends[2]) and not torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[3])
     out = Run("fork-1", root=run.folder)
@@ -124,7 +124,7 @@ def test_a_group_left_out_and_another_advantage_change_the_update(run):
 
 
 def test_a_forced_token_goes_on_with_the_same_random_numbers(run):
-    state, groups = rebuild(run, 3), run.recorder.groups(3)
+    state, groups = restore(run, 3), run.recorder.groups(3)
     r = groups[1].group[2]
     same = with_token(1, 2, 3, r.tokens[3], digits)(groups, state)
     assert same[1].group[2].tokens == r.tokens and same[1].advantages == groups[1].advantages
@@ -153,8 +153,8 @@ def test_what_cannot_be_forked_is_named(run):
 
 
 def test_the_step_that_crossed_the_bound_is_found(run, capsys):
-    start = flat(rebuild(run, 0).policy)
-    away = [-(flat(rebuild(run, k).policy) - start).norm().item() for k in range(6)]
+    start = flat(restore(run, 0).policy)
+    away = [-(flat(restore(run, k).policy) - start).norm().item() for k in range(6)]
     assert away == sorted(away, reverse=True)
 
     async def measure(policy):

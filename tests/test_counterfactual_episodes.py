@@ -12,7 +12,7 @@ from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serve
 from grpolab.lab.counterfactual import fork, unchanged, with_advantage, with_reward, with_token, without_group
 from grpolab.lab.replay import replay
-from grpolab.lab.restore import rebuild
+from grpolab.lab.restore import restore
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig
@@ -64,18 +64,18 @@ def played(run, step, name="twin", problems=SUMS, limits=LIMITS, **options):
 def test_without_a_change_it_is_the_run_in_every_bit(run, edit):
     twin = played(run, 1, edit=edit)
     assert content(twin.recorder.folder) == content(run.recorder.folder)
-    assert torch.equal(flat(rebuild(twin, 3).policy), flat(rebuild(run, 3).policy)) and len(twin.metrics) == 3
+    assert torch.equal(flat(restore(twin, 3).policy), flat(restore(run, 3).policy)) and len(twin.metrics) == 3
 
 
 def test_without_a_pool_the_step_itself_is_done_again(run, capsys):
     """With a change of the configuration, of an advantage, of the groups; there the fork ends."""
-    end = flat(rebuild(run, 2).policy)
+    end = flat(restore(run, 2).policy)
     value = run.recorder.groups(1)[0].advantages[1]
     changes = {"same": {}, "a": {"edit": with_advantage(0, 1, value)}, "lr": {"lr": 1e-4},
                "b": {"edit": with_advantage(0, 1, 9.0)}, "c": {"edit": without_group(1)}}
     twins = {name: forked(run, 1, name, **change) for name, change in changes.items()}
     assert "those of the steps after it have to be played" in capsys.readouterr().out
-    assert {name: torch.equal(flat(rebuild(t, 2).policy), end) for name, t in twins.items()} == {
+    assert {name: torch.equal(flat(restore(t, 2).policy), end) for name, t in twins.items()} == {
         "same": True, "a": True, "lr": False, "b": False, "c": False}
     same = twins["same"]
     assert content(same.recorder.folder) == [x for x in content(run.recorder.folder) if not x.startswith(b'{"step": 2')]
@@ -89,14 +89,14 @@ def test_the_recorded_episodes_of_a_step_are_paid_otherwise(run):
     groups = run.recorder.groups(1)
     as_paid = dict(zip([r.seed for g in groups for r in g.group], [r.reward for g in groups for r in g.group]))
     same = forked(run, 1, "same", edit=with_reward(lambda text, task, r: as_paid[r.seed]))
-    assert torch.equal(flat(rebuild(same, 2).policy), flat(rebuild(run, 2).policy))
+    assert torch.equal(flat(restore(same, 2).policy), flat(restore(run, 2).policy))
     seen = []
     other = forked(run, 1, "other", edit=with_reward(lambda text, task, r: seen.append(task) or length(text, task, r)))
     assert vars(seen[0]) == groups[0].problem and len(seen) == 12
     new = other.recorder.groups(1)
     assert [r.reward for g in new for r in g.group] == [float(len(r.tokens)) for g in new for r in g.group]
     assert all(sum(g.advantages) == pytest.approx(0, abs=1e-4) for g in new)
-    assert not torch.equal(flat(rebuild(other, 2).policy), flat(rebuild(run, 2).policy))
+    assert not torch.equal(flat(restore(other, 2).policy), flat(restore(run, 2).policy))
 
 
 def test_what_differs_before_the_update_is_told(run):

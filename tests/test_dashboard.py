@@ -1,7 +1,9 @@
 """Progress and pictures: they show the values that they are given."""
 
+import asyncio
 import base64
 from io import BytesIO
+from types import SimpleNamespace
 
 import matplotlib
 
@@ -197,4 +199,67 @@ def test_what_is_measured_now_and_then_keeps_its_last_value(capsys):
         live.update({"step": step} | ({"eval_score": 0.25 * step} if step % 2 else {}))
     live.update({"step": 3})
     html = live._repr_html_()
-    assert "0.75" in html and "measured on the way" in html
+    assert "0.75" in html and "evaluated during training" in html
+
+
+def test_each_run_takes_a_colour_of_the_palette_where_none_is_given():
+    metrics = pd.DataFrame({"step": [0, 1], "reward": [0.0, 1.0]})
+    ax = plots.curves({"a": metrics, "b": metrics, "c": metrics}, "reward", title="t", ylabel="r", colors={"b": plots.PURPLE})
+    assert [line.get_color() for line in ax.lines] == [plots.POLICY, plots.PURPLE, plots.WARNING]
+
+
+class Cell:
+    """What a dashboard needs of IPython inside a running cell."""
+
+    def __init__(self, monkeypatch):
+        self.pages, self.custom_exceptions, self.events = [], (), self
+        monkeypatch.setattr("IPython.get_ipython", lambda: self)
+        monkeypatch.setattr("grpolab.lab.interrupts.get_ipython", lambda: self)
+        monkeypatch.setattr("IPython.display.display", lambda live, display_id: self)
+
+    def update(self, live):
+        self.pages.append(live._repr_html_())
+
+    def set_custom_exc(self, kinds, handler):
+        self.custom_exceptions = kinds
+
+    def register(self, event, callback):
+        self.end = callback
+
+    def unregister(self, event, callback):
+        pass
+
+
+def test_a_long_evaluation_shows_that_its_step_is_in_progress(monkeypatch):
+    cell = Cell(monkeypatch)
+    monkeypatch.setattr("grpolab.lab.dashboard.LONG", 0.05)
+
+    async def training():
+        live = Dashboard(3, ["loss"])
+        live.update({"step": 0, "loss": 1.0})
+        await asyncio.sleep(0.3)  # an evaluation
+        during = len(cell.pages)
+        cell.end()
+        await asyncio.sleep(0.2)
+        return during
+
+    during = asyncio.run(training())
+    assert during >= 2 and "step 1 in progress for" in cell.pages[-1]
+    assert len(cell.pages) == during  # nothing is drawn after the cell has ended
+
+
+def test_the_sample_shown_is_the_latest_with_an_answer(monkeypatch):
+    Cell(monkeypatch)
+    live, written = Dashboard(3, ["loss"]), iter(["\\boxed{1}<|end|>", "\\boxed{8<.", "no box"])
+    question = SimpleNamespace(question="What is 0 + 1?")
+
+    async def evaluate(policy, problems, **options):
+        text = next(written)
+        return SimpleNamespace(texts=[(text,)], exact_rates=[float("1" in text)])
+
+    monkeypatch.setattr("grpolab.evaluate.evaluate", evaluate)
+    for now in (10.0, 100.0, 1000.0):
+        monkeypatch.setattr("time.monotonic", lambda now=now: now)
+        asyncio.run(live.ask(None, [question]))
+    html = live._repr_html_()
+    assert "✓✗✗" in html and "<code>\\boxed{1}&lt;|end|&gt;</code>" in html

@@ -11,7 +11,7 @@ import matplotlib
 import nbformat
 import pytest
 
-from grpolab.lab.exercises import RIGHT, UNSOLVED, WRONG, exercise
+from grpolab.lab.exercises import RIGHT, UNSOLVED, WRONG, exercise, hidden_check
 from grpolab.runs.run import repository
 
 matplotlib.use("Agg")
@@ -57,10 +57,16 @@ def prepared(check):
 
 
 @pytest.mark.parametrize(("path", "i"), EACH)
-def test_the_stub_is_not_solved_yet(path, i):
+def test_the_stub_runs_alone_and_is_not_solved_yet(path, i):
+    """In a new kernel, without the folded cell of the check; the example is no notebook of the series, and has it before."""
     _, check, stub, _ = exercises(path)[i]
-    names, _ = prepared(check)
+    names = prepared(check)[0] if path == EXAMPLE else {"__name__": "__main__"}
     assert run(stub, names).state == UNSOLVED
+
+
+def test_a_check_that_no_cell_defines_is_named():
+    with pytest.raises(ValueError, match="10_replay.ipynb has no cell tagged check that defines check_nothing"):
+        hidden_check("10_replay", "check_nothing")
 
 
 @pytest.mark.parametrize(("path", "i"), EACH)

@@ -1,9 +1,12 @@
 import json
 import os
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from grpolab.lab.gate import GateError, gate, shortened
+from grpolab.lab.gate import GateError, gate, quick_run, shortened
 from grpolab.lab.metrics import readable
 from grpolab.runs.run import Run
 
@@ -169,3 +172,18 @@ NUMBERS = [(0.0, "0"), (0.98765, "0.9877"), (11657.3, "11,660"), (5.629e-7, "5.6
 @pytest.mark.parametrize(("value", "text"), NUMBERS)
 def test_numbers_are_for_people(value, text):
     assert readable(value) == text
+
+
+def test_tensors_arrays_and_other_objects_are_recorded(tmp_path):
+    with gate("00 test", tmp_path) as g:
+        g.equal("identity", 1, 1)
+        g.record(loss=torch.tensor(0.5), rates=np.array([0.25, float("nan")]), many={1: torch.ones(2)}, folder=Path("a"))
+    assert results(tmp_path)["values"] == {"loss": 0.5, "rates": [0.25, "nan"], "many": {"1": [1.0, 1.0]}, "folder": "a"}
+
+
+@pytest.mark.parametrize("setting, expected", [(None, False), ("0", False), ("", False), ("1", True)])
+def test_the_environment_asks_for_quick_notebooks(setting, expected, monkeypatch):
+    monkeypatch.delenv("GRPOLAB_QUICK", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("GRPOLAB_QUICK", setting)
+    assert quick_run(False) is expected and quick_run(True)

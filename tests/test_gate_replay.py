@@ -81,9 +81,9 @@ def look_one_step_too_far(monkeypatch):
     honest = counterfactual.bisect
 
     async def other(run, measure, at_least, **options):
-        rebuilt = counterfactual.rebuild
+        rebuilt = counterfactual.restore
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(counterfactual, "rebuild", lambda run, done, **o: rebuilt(run, min(done + (0 < done), 4), **o))
+            inside.setattr(counterfactual, "restore", lambda run, done, **o: rebuilt(run, min(done + (0 < done), 4), **o))
             return await honest(run, measure, at_least, **options)
 
     monkeypatch.setattr(counterfactual, "bisect", other)

@@ -96,7 +96,7 @@ def test_our_pool_is_all_or_nothing_on_their_server(their_server):
                 await GrpoPool(url, size=3).connect()
         async with GrpoPool(url, size=2, queue=5) as pool:  # nothing was leaked
             await pool.reset_group()
-            assert await pool.run_group(lambda seat: seat.step({"text": "abc"})) is not None
+            assert await pool.run_group(lambda slot: slot.step({"text": "abc"})) is not None
         for _ in range(10):  # close waits for the server, so the slots are free at once
             async with GrpoPool(url, size=2) as pool:
                 await pool.reset_group()

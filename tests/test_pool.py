@@ -52,9 +52,9 @@ def fresh_counts():
     EchoEnv.close_seconds = 0.0
 
 
-async def two_steps(seat):
-    await seat.step({"text": f"a{seat.index}"})
-    result = await seat.step({"text": f"b{seat.index}"})
+async def two_steps(slot):
+    await slot.step({"text": f"a{slot.index}"})
+    result = await slot.step({"text": f"b{slot.index}"})
     return result.observation["echo"], result.reward
 
 
@@ -79,12 +79,12 @@ def test_steps_of_a_group_keep_its_number_and_the_next_group_has_another():
         async with serve(EchoEnv, max_sessions=2) as server, GrpoPool(server.url, size=2, seed=7) as pool:
             seen = []
 
-            async def rollout(seat):
-                await seat.reset(seed=seat.group_seed)
-                seen.append((seat.group, seat.group_seed, seat.seed))
+            async def rollout(slot):
+                await slot.reset(seed=slot.group_seed)
+                seen.append((slot.group, slot.group_seed, slot.seed))
 
             def numbers():
-                return pool.group, [seat.group for seat in pool.slots]
+                return pool.group, [slot.group for slot in pool.slots]
 
             await pool.reset_group()
             assert numbers() == (0, [0, 0])
@@ -105,7 +105,7 @@ def test_rollouts_overlap_in_time():
     async def main():
         async with serve(AsyncEchoEnv) as server, GrpoPool(server.url, size=8) as pool:
             start = time.perf_counter()
-            await pool.run_group(lambda seat: seat.step({"sleep": 0.5}))
+            await pool.run_group(lambda slot: slot.step({"sleep": 0.5}))
             assert time.perf_counter() - start < 3  # one after another it is 4
             steps = [s for s in pool.trace if s.phase == "step"]
             assert max(s.start for s in steps) < min(s.end for s in steps)
@@ -230,14 +230,14 @@ def test_at_a_server_that_names_no_time_a_pool_asks_again():
 
 
 def test_a_hung_step_ends_at_its_deadline_and_its_siblings_keep_their_results():
-    async def rollout(seat):
-        if seat.index == 3:
+    async def rollout(slot):
+        if slot.index == 3:
             start = time.monotonic()
             try:
-                await seat.step({"hang": True})
+                await slot.step({"hang": True})
             finally:
                 assert 1 <= time.monotonic() - start < SOON
-        return (await seat.step({"text": str(seat.index)})).observation["echo"]
+        return (await slot.step({"text": str(slot.index)})).observation["echo"]
 
     async def main():
         async with serve(AsyncEchoEnv) as server:
@@ -255,9 +255,9 @@ def test_a_hung_step_ends_at_its_deadline_and_its_siblings_keep_their_results():
 
 @pytest.mark.parametrize("phase, deadlines", [("episode", Deadlines(episode=1)), ("group", Deadlines(group=1))])
 def test_the_deadlines_of_episode_and_group(phase, deadlines):
-    async def forever(seat):
+    async def forever(slot):
         while True:
-            await seat.step({"sleep": 0.03})
+            await slot.step({"sleep": 0.03})
 
     async def main():
         async with serve(AsyncEchoEnv) as server, GrpoPool(server.url, size=2, deadlines=deadlines) as pool:
@@ -272,7 +272,7 @@ def test_the_deadlines_of_episode_and_group(phase, deadlines):
 
 
 def test_a_timeout_of_the_rollout_itself_is_not_ours():
-    async def own(seat):
+    async def own(slot):
         raise TimeoutError("mine")
 
     async def main():
@@ -285,8 +285,8 @@ def test_a_timeout_of_the_rollout_itself_is_not_ours():
 
 
 def test_no_stale_reply_ever():
-    async def slow(seat):
-        await seat.step({"text": "slow", "sleep": 1.5})
+    async def slow(slot):
+        await slot.step({"text": "slow", "sleep": 1.5})
 
     async def main():
         async with serve(EchoEnv, max_sessions=4) as server:
@@ -309,12 +309,12 @@ def test_cancelling_a_group_leaves_no_task_and_the_next_one_works():
         async with serve(EchoEnv, max_sessions=8) as server, GrpoPool(server.url, size=4) as pool:
             await pool.reset_group()
             tasks = asyncio.all_tasks()
-            group = asyncio.create_task(pool.run_group(lambda seat: seat.step({"sleep": 0.2})))
+            group = asyncio.create_task(pool.run_group(lambda slot: slot.step({"sleep": 0.2})))
             await asyncio.sleep(0.05)
             group.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await group
-            assert all(not seat.session.open for seat in pool.slots)
+            assert all(not slot.session.open for slot in pool.slots)
             with pytest.raises(SessionLost):  # not continued on a fresh environment behind the rollout's back
                 await pool.run_group_step([{}] * 4)
             await pool.reset_group()
@@ -328,11 +328,11 @@ def test_cancelling_a_group_leaves_no_task_and_the_next_one_works():
 def test_the_first_failure_cancels_the_rest_and_is_raised_as_it_is():
     ended = []
 
-    async def rollout(seat):
+    async def rollout(slot):
         try:
-            await seat.step({"raise": "bad move"} if seat.index == 2 else {"sleep": 0.5})
+            await slot.step({"raise": "bad move"} if slot.index == 2 else {"sleep": 0.5})
         finally:
-            ended.append(seat.index)
+            ended.append(slot.index)
 
     async def main():
         async with serve(EchoEnv) as server, GrpoPool(server.url, size=4) as pool:
@@ -345,11 +345,11 @@ def test_the_first_failure_cancels_the_rest_and_is_raised_as_it_is():
 
 
 def test_drop_needs_a_minimum_and_never_hides_a_bug():
-    async def half(seat):
-        await seat.step({"raise": "bad"} if seat.index % 2 else {"text": ""})
+    async def half(slot):
+        await slot.step({"raise": "bad"} if slot.index % 2 else {"text": ""})
         return 1.0
 
-    async def bug(seat):
+    async def bug(slot):
         raise KeyError("a bug of the rollout")
 
     async def main():
@@ -396,11 +396,11 @@ def test_a_session_whose_environment_raised_is_replaced_before_its_next_episode(
         Mortal.budget = 1
         async with serve(Mortal, max_sessions=4) as server:
             async with GrpoPool(server.url, size=4, on_failure="drop", min_group=3) as pool:
-                async def rollout(seat):
+                async def rollout(slot):
                     if again == "own reset":
-                        await seat.reset(seed=seat.group_seed)
-                    await seat.step({"text": "a"})
-                    return (await seat.step({"poison": seat.index == 2})).observation["turn"]
+                        await slot.reset(seed=slot.group_seed)
+                    await slot.step({"text": "a"})
+                    return (await slot.step({"poison": slot.index == 2})).observation["turn"]
 
                 kept = []
                 for _ in range(3):
@@ -435,14 +435,14 @@ def test_a_session_that_failed_its_reset_is_replaced():
 
 
 @pytest.mark.parametrize("policy", ["fail", "drop"])
-def test_an_action_that_cannot_be_read_costs_neither_the_session_nor_the_seat(policy):
+def test_an_action_that_cannot_be_read_costs_neither_the_session_nor_the_slot(policy):
     """What becomes of it is the rollout's rule: here it tells the policy in one group, and gives up in the next."""
-    async def tells(seat):
-        first = (await seat.reset(seed=1)).observation["env"]
+    async def tells(slot):
+        first = (await slot.reset(seed=1)).observation["env"]
         with pytest.raises(InvalidAction, match="unknown keys \\['zzz'\\]"):
-            await seat.step({"zzz": 1})
-        result = await seat.step({"text": "better"})
-        return seat.turn, result.observation["turn"], result.observation["env"] == first
+            await slot.step({"zzz": 1})
+        result = await slot.step({"text": "better"})
+        return slot.turn, result.observation["turn"], result.observation["env"] == first
 
     async def main():
         async with serve(EchoEnv, max_sessions=4) as server:
@@ -451,9 +451,9 @@ def test_an_action_that_cannot_be_read_costs_neither_the_session_nor_the_seat(po
                 assert pool.failures == []
                 session = pool.slots[0].session
 
-                async def gives_up(seat):
-                    await seat.reset(seed=1)
-                    return await seat.step({"zzz": 1} if seat.index == 0 else {"text": ""})
+                async def gives_up(slot):
+                    await slot.reset(seed=1)
+                    return await slot.step({"zzz": 1} if slot.index == 0 else {"text": ""})
 
                 if policy == "drop":
                     results = await pool.run_group(gives_up)
@@ -548,10 +548,10 @@ def test_what_a_pool_keeps_is_bounded(monkeypatch):
     class Observed:
         pass
 
-    async def fails(seat):
+    async def fails(slot):
         observation = Observed()
         held.append(weakref.ref(observation))
-        await seat.step({"raise": f"{len(held)}"})
+        await slot.step({"raise": f"{len(held)}"})
 
     async def main():
         async with serve(EchoEnv) as server:
@@ -560,7 +560,7 @@ def test_what_a_pool_keeps_is_bounded(monkeypatch):
                     with pytest.raises(GroupFailed):
                         await pool.run_group(fails)
                 for _ in range(30):
-                    await pool.run_group(lambda seat: seat.step({"text": "x" * 1000}))
+                    await pool.run_group(lambda slot: slot.step({"text": "x" * 1000}))
                 assert len(pool.trace) == 20 and [s.turn for s in pool.trace] == list(range(21, 41))
                 assert [str(f.cause).split()[-2] for f in pool.failures] == ["8", "9", "10"]
                 gc.collect()
@@ -622,9 +622,9 @@ def test_seeds_are_documented_distinct_and_repeatable():
     seeds = {rollout_seed(s, g, i) for s in range(5) for g in range(20) for i in range(-1, 8)}
     assert len(seeds) == 5 * 20 * 9 and all(0 <= s < 2**32 for s in seeds)
 
-    async def play(seat):
-        question = (await seat.reset(seed=seat.group_seed)).observation["text"]
-        return question, seat.seed
+    async def play(slot):
+        question = (await slot.reset(seed=slot.group_seed)).observation["text"]
+        return question, slot.seed
 
     async def transcript(url, seed):
         async with GrpoPool(url, size=3, seed=seed) as pool:
@@ -660,12 +660,12 @@ def test_the_group_rate_reaches_the_curriculum():
 
 
 def test_the_phases_of_a_group_add_up_to_its_wall_time():
-    async def play(seat):
-        await seat.reset()
+    async def play(slot):
+        await slot.reset()
         for i in range(3):
-            with seat.span("generate"):
+            with slot.span("generate"):
                 await asyncio.sleep(0.05)
-            await seat.step({"text": str(i), "sleep": 0.05})
+            await slot.step({"text": str(i), "sleep": 0.05})
 
     async def main():
         async with serve(AsyncEchoEnv) as server, GrpoPool(server.url, size=2) as pool:
@@ -699,7 +699,7 @@ def test_close_is_idempotent_and_a_pool_can_be_opened_again():
 def test_one_group_at_a_time_and_bad_arguments():
     async def main():
         async with serve(EchoEnv) as server, GrpoPool(server.url, size=2) as pool:
-            group = asyncio.create_task(pool.run_group(lambda seat: seat.step({"sleep": 0.1})))
+            group = asyncio.create_task(pool.run_group(lambda slot: slot.step({"sleep": 0.1})))
             await asyncio.sleep(0.02)
             with pytest.raises(RuntimeError, match="runs a group already"):
                 await pool.reset_group()
@@ -744,7 +744,7 @@ def test_the_synchronous_twin():
             assert [r.observation["echo"] for r in stepped] == list("0123")
             assert pool.record_group_result("t", [1.0, 0.0]) == 0.5
             with pytest.raises(ServerError, match="bad"):
-                pool.run_group(lambda seat: seat.step({"raise": "bad"}))
+                pool.run_group(lambda slot: slot.step({"raise": "bad"}))
         pool.close()
         wait_for(lambda: server.status()["sessions"] == 0, 2, "those that were cut in mid-step are gone as well")
         with pytest.raises(RuntimeError, match="not started"):
@@ -810,7 +810,7 @@ def test_the_synchronous_twin_under_an_interrupt():
             threading.Timer(0.2, _thread.interrupt_main).start()
             start = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
-                pool.run_group(lambda seat: seat.step({"hang": True}))
+                pool.run_group(lambda slot: slot.step({"hang": True}))
             assert time.monotonic() - start < SOON
         finally:
             signal.signal(signal.SIGINT, handler)

@@ -442,7 +442,7 @@ def test_many_processes_leave_nothing_behind():
     (["calculator", "--isolate", "thread", "--memory-mib", "100"], "--memory-mib"),
     (["calculator", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),
     (["calculator", "--backend", ""], "write a command"),
-    (["calculator", "--host", "0.0.0.0"], "token"),
+    (["calculator", "--host", "0.0.0.0"], "--token-file"),
     (["calculator", "--token-file", "empty"], "empty is empty"),
     (["calculator", "--token-file", "two lines"], "holds spaces, line breaks"),
     (["calculator", "--token-file", "none"], "none"),

@@ -15,7 +15,7 @@ from grpolab import files
 from grpolab.lab.counterfactual import fork, without_group
 from grpolab.lab.credit import credit_of
 from grpolab.lab.replay import bundle, replay, replay_bundle
-from grpolab.lab.restore import rebuild
+from grpolab.lab.restore import restore
 from grpolab.models.load import Policy, load_policy
 from grpolab.models.lora import LoRA
 from grpolab.runs.checkpoints import load_state
@@ -80,7 +80,7 @@ def test_a_record_of_another_run_is_named(run, tiny, tmp_path):  # noqa: F811
 def test_a_flipped_bit_in_kept_weights_is_named(run, name):  # noqa: F811
     flip(run.kept()[3] / name, -2 if name == "state.json" else -1)
     with pytest.raises(ValueError, match="step-00000003 cannot be read"):
-        rebuild(run, 3)
+        restore(run, 3)
 
 
 @pytest.mark.parametrize("name", ["optimiser.safetensors", "model.safetensors", "metrics.jsonl"])
@@ -98,22 +98,22 @@ def test_a_changed_configuration_or_start_is_named(run):  # noqa: F811
     path.write_text(text.replace('"lr": 0.001', '"lr": 0.003'))
     assert path.read_text() != text
     with pytest.raises(ValueError, match="run.json is damaged"):
-        rebuild(run, 3)
+        restore(run, 3)
     path.write_text(text)
     twin = forked(run, 3, lr=5e-3)
     path = twin.folder / "forked.json"
     path.write_text(path.read_text().replace("0.001", "0.002"))
     with pytest.raises(ValueError, match="forked.json cannot be read"):
-        rebuild(twin, 1)
+        restore(twin, 1)
     flip(run.folder / "replay" / "policy" / "model.safetensors")
     with pytest.raises(ValueError, match=r"the policy that .* started from cannot be loaded.*model.safetensors"):
-        rebuild(run, 3)
+        restore(run, 3)
 
 
 def test_a_damaged_bundle_is_a_value_error_or_the_bundle(run, tmp_path):  # noqa: F811
     """Whatever layer notices: the zip, JSON, base64, the configuration or the hash of the weights."""
     draw, path = random.Random(0), bundle(run, 3, tmp_path / "b.zip", with_weights=False)
-    policy, whole = rebuild(run, 3).policy, path.read_bytes()
+    policy, whole = restore(run, 3).policy, path.read_bytes()
     rollouts = [r.recorded for r in replay_bundle(path, policy=policy).rollouts]
     refused = 0
     for _ in range(40):
@@ -163,7 +163,7 @@ def test_what_else_differs_in_a_fork_is_told(run, capsys):  # noqa: F811
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         asyncio.run(fork(run, 3, "reward", PROBLEMS))  # the reward forgotten
-        assert "rollouts of step 3 are paid otherwise than in the run" in capsys.readouterr().out
+        assert "rollouts of step 3 have another reward than in the run" in capsys.readouterr().out
         forked(run, 3, "same")
         assert "otherwise" not in capsys.readouterr().out
 
@@ -171,10 +171,10 @@ def test_what_else_differs_in_a_fork_is_told(run, capsys):  # noqa: F811
 def test_a_change_of_the_optimiser_is_one(run):  # noqa: F811
     """Weight decay travels with an optimiser's state, and must be the fork's from its step on, and not before."""
     twin = forked(run, 2, "decay", weight_decay=0.5)
-    assert not torch.equal(flat(rebuild(twin, 5).policy), flat(rebuild(run, 5).policy))
-    assert replay(twin, 4).equal and not replay(twin, 4).differs and not rebuild(twin, 5).notes
-    assert torch.equal(flat(rebuild(twin, 2).policy), flat(rebuild(run, 2).policy))
-    assert load_state(twin.kept()[3], fresh(rebuild(twin, 3).policy), rebuild(twin, 3).optimiser)["step"] == 3
+    assert not torch.equal(flat(restore(twin, 5).policy), flat(restore(run, 5).policy))
+    assert replay(twin, 4).equal and not replay(twin, 4).differs and not restore(twin, 5).notes
+    assert torch.equal(flat(restore(twin, 2).policy), flat(restore(run, 2).policy))
+    assert load_state(twin.kept()[3], fresh(restore(twin, 3).policy), restore(twin, 3).optimiser)["step"] == 3
     with pytest.raises(ValueError, match="'adafactor' cannot go on with the moments of 'adamw': fork from step 0"):
         forked(run, 2, "other", optimiser="adafactor")
     assert replay(forked(run, 0, "other", optimiser="adafactor"), 4).equal

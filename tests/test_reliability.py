@@ -33,8 +33,8 @@ def sessions(url):
     return status(url)["sessions"]
 
 
-async def steps(seat, n=3):
-    return [(await seat.step({"text": f"{seat.index}.{i}"})).observation["echo"] for i in range(n)]
+async def steps(slot, n=3):
+    return [(await slot.step({"text": f"{slot.index}.{i}"})).observation["echo"] for i in range(n)]
 
 
 # 1 ------------------------------------------------------------------------------------------ all-or-nothing admission
@@ -116,9 +116,9 @@ KERNEL_CELLS = [
     "def count(): return len(asyncio.all_tasks()), sum(\n"
     "    bool(c.raddr) and c.raddr.port == int({url!r}.split(':')[-1]) for c in psutil.Process().net_connections())\n"
     "await pool.connect(); await pool.reset_group(); before = count()",
-    "await pool.run_group(lambda seat: seat.step({{'sleep': 30}}))",
+    "await pool.run_group(lambda slot: slot.step({{'sleep': 30}}))",
     "await pool.reset_group(); "
-    "out = await pool.run_group(lambda seat: seat.step({{'text': 'ok'}}));"
+    "out = await pool.run_group(lambda slot: slot.step({{'text': 'ok'}}));"
     "after = count(); print([r.observation['echo'] for r in out], after[0] - before[0], before[1], after[1]);"
     "await pool.close(); print(count()[1])",
 ]
@@ -162,11 +162,11 @@ def test_05_one_killed_session_of_eight_is_a_record_and_not_a_reward():
     with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
         async def main():
             async with proxy(url) as p, GrpoPool(p.url, size=8, on_failure="drop", min_group=6) as pool:
-                async def rollout(seat):
-                    await steps(seat, 2)
-                    if seat.index == 5:
-                        p.cut([p.by_port[seat.session._socket.local_address[1]]])
-                    await steps(seat, 2)
+                async def rollout(slot):
+                    await steps(slot, 2)
+                    if slot.index == 5:
+                        p.cut([p.by_port[slot.session._socket.local_address[1]]])
+                    await steps(slot, 2)
                     return 1.0
 
                 await pool.reset_group()
@@ -188,7 +188,7 @@ def test_07_sixteen_pools_share_a_server_of_eight_for_ten_seconds_without_starvi
             while time.monotonic() < end:
                 async with GrpoPool(url, size=2, queue=30, name=f"p{number}") as pool:
                     await pool.reset_group()
-                    outcome = await pool.run_group(lambda seat: steps(seat, 3))
+                    outcome = await pool.run_group(lambda slot: steps(slot, 3))
                     await pool.run_group_step([{"sleep": 0.1}] * 2)
                 assert outcome == [[f"{i}.{n}" for n in range(3)] for i in range(2)]
                 done[number] += time.monotonic() < end
@@ -305,17 +305,17 @@ def test_09_a_killed_backend_fails_its_own_session_and_the_next_gets_a_fresh_one
     async def main():
         async with serve(StoreEnv, max_sessions=2, backends=BackendPool(store, 2)) as server:
             async with GrpoPool(server.url, size=2, on_failure="drop", min_group=1) as pool:
-                async def rollout(seat):
-                    first = await seat.step({"text": "GET"})
-                    if seat.index == 0:
+                async def rollout(slot):
+                    first = await slot.step({"text": "GET"})
+                    if slot.index == 0:
                         os.kill(first.observation["pid"], signal.SIGKILL)
                         await asyncio.sleep(0.1)
-                    return (await seat.step({"text": "GET"})).observation["pid"]
+                    return (await slot.step({"text": "GET"})).observation["pid"]
 
                 await pool.reset_group()
                 results = await pool.run_group(rollout)
                 assert len(results) == 1 and len(results.failures) == 1
-                await pool.reset_group()  # and the same pool goes on with both seats
+                await pool.reset_group()  # and the same pool goes on with both slots
                 pids = [r.observation["pid"] for r in await pool.run_group_step([{"text": "GET"}] * 2)]
                 assert all(alive(p) for p in pids) and results[0] in pids and not pool.failures[1:]
             async with GrpoPool(server.url, size=2) as pool:
@@ -332,11 +332,11 @@ def test_10_the_same_seed_gives_the_same_transcripts_in_another_server_process()
         with server_process("calculator") as (_, url):
             async def main():
                 async with GrpoPool(url, size=4, seed=11) as pool:
-                    async def rollout(seat):
-                        rng = random.Random(seat.seed)
-                        said = [(await seat.reset(seed=seat.seed)).observation["text"]]
+                    async def rollout(slot):
+                        rng = random.Random(slot.seed)
+                        said = [(await slot.reset(seed=slot.seed)).observation["text"]]
                         for _ in range(3):
-                            said.append((await seat.step({"text": f"calc: {rng.randrange(999)}"})).observation["text"])
+                            said.append((await slot.step({"text": f"calc: {rng.randrange(999)}"})).observation["text"])
                         return said
 
                     return [await pool.run_group(rollout) for _ in range(2)]
@@ -354,7 +354,7 @@ def test_11_every_step_is_found_in_both_logs(tmp_path):
         async def main():
             async with GrpoPool(url, size=8) as pool:
                 await pool.reset_group()
-                await pool.run_group(lambda seat: steps(seat, 6))
+                await pool.run_group(lambda slot: steps(slot, 6))
                 return pool.trace
 
         trace = asyncio.run(main())
@@ -389,7 +389,7 @@ def test_12_a_killed_server_fails_every_rollout_at_once():
             pool = GrpoPool(url, size=4)
             await pool.connect()
             await pool.reset_group()
-            group = asyncio.create_task(pool.run_group(lambda seat: seat.step({"sleep": 30})))
+            group = asyncio.create_task(pool.run_group(lambda slot: slot.step({"sleep": 30})))
             await asyncio.sleep(0.2)
             process.kill()
             start = time.monotonic()
@@ -418,7 +418,7 @@ def test_12_no_backend_survives_its_server(number, tmp_path):
     code = SERVER_WITH_BACKENDS.format(root=str(ROOT))
     process, url = start_process(sys.executable, "-c", code, str(tmp_path / "trace"))
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 6  # three backends, each on its leash
+    assert len(children) == 6  # three backends, each under its guard
 
     async def main():
         session = EnvSession(url)
@@ -443,7 +443,7 @@ def test_12_five_hundred_cycles_leave_descriptors_threads_children_and_memory_fl
                 async with GrpoPool(url, size=4) as pool:
                     await pool.reset_group()
                     if i % 5 == 0:  # now and then in the middle of a step
-                        group = asyncio.create_task(pool.run_group(lambda seat: seat.step({"sleep": 0.02})))
+                        group = asyncio.create_task(pool.run_group(lambda slot: slot.step({"sleep": 0.02})))
                         await asyncio.sleep(0.005)
                         group.cancel()
                         await asyncio.gather(group, return_exceptions=True)
@@ -526,14 +526,14 @@ def test_13_whatever_a_server_does_a_result_is_true_or_there_is_none(policy, see
             options = {"deadlines": Deadlines(step=0.2, reset=0.2, close=0.5), "on_failure": policy, "min_group": 1}
             before = len(psutil.Process().net_connections()), len(asyncio.all_tasks())
             async with GrpoPool(url, size=4, seed=seed, **options) as pool:
-                async def rollout(seat):
-                    said = [(await seat.reset(seed=seat.seed)).observation["said"]]
+                async def rollout(slot):
+                    said = [(await slot.reset(seed=slot.seed)).observation["said"]]
                     for i in range(4):
-                        result = await seat.step({"text": f"{seat.index}.{i}"})
+                        result = await slot.step({"text": f"{slot.index}.{i}"})
                         said.append(result.observation["said"])
                         assert result.reward == i + 1
-                    assert said == [Liar.truth(seat.seed, 0, None)] + [
-                        Liar.truth(seat.seed, i + 1, f"{seat.index}.{i}") for i in range(4)]
+                    assert said == [Liar.truth(slot.seed, 0, None)] + [
+                        Liar.truth(slot.seed, i + 1, f"{slot.index}.{i}") for i in range(4)]
                     return 1.0
 
                 for _ in range(25):

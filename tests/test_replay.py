@@ -15,15 +15,18 @@ from grpolab.arithmetic import Task, generate
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serve
-from grpolab.lab.replay import bundle, replay, replay_bundle, runs_of
-from grpolab.lab.restore import rebuild
+from grpolab.lab.counterfactual import fork
+from grpolab.lab.replay import bundle, replay, replay_bundle, spans
+from grpolab.lab.rescore import rescore
+from grpolab.lab.restore import restore
 from grpolab.models.load import Policy
-from grpolab.rollouts import Rollout
+from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs import checkpoints
 from grpolab.runs.checkpoints import weights_hash
 from grpolab.runs.run import Run
-from grpolab.train.grpo import GRPOConfig, grpo
+from grpolab.train.grpo import GRPOConfig, grpo, grpo_from
 from grpolab.train.multiturn import Limits, multi_turn_grpo
+from grpolab.train.sources import Drawn
 from tests.test_multiturn import PROBLEMS as SUMS
 from tests.test_multiturn import caller  # noqa: F401
 from tests.test_rollout_log import digits
@@ -78,7 +81,7 @@ def test_one_rollout_and_the_end_of_the_run(run, left):
     one = replay(run, 4, 2, 1)
     assert str(one).startswith("step 4, group 2, rollout 1: all ")
     assert one.rollouts[0].recorded == run.recorder.groups(4)[2].group[1]
-    end = rebuild(run, 5)
+    end = restore(run, 5)
     assert torch.equal(flat(end.policy), flat(left[1])) and end.policy.version == left[1].version
     for group, rollout, text in ((3, 0, "groups 0 to 2, not 3"), (0, 4, "rollouts 0 to 3, not 4")):
         with pytest.raises(ValueError, match=text):
@@ -119,7 +122,7 @@ def test_episodes_come_again_with_what_the_environment_said(caller, tmp_path):  
 
 def test_the_words_of_policy_and_environment_alternate():
     r = Rollout((9,), (1, 2, 3, 4, 5), (1, 1, 0, 1, 1), (0.0,) * 5, (0.0,) * 5, "done")
-    assert runs_of(r) == [(True, (1, 2)), (False, (3,)), (True, (4, 5))]
+    assert spans(r) == [(True, (1, 2)), (False, (3,)), (True, (4, 5))]
 
 
 # --- where it parts ---------------------------------------------------------------------------------------------------
@@ -271,7 +274,7 @@ def test_a_bundle_without_weights_wants_those_of_its_hash(run, tmp_path, left, t
         replay_bundle(path)
     with pytest.raises(ValueError, match="'tiny' has not the weights of the bundle"):
         replay_bundle(path, policy=tiny)
-    state = rebuild(run, 4)
+    state = restore(run, 4)
     assert weights_hash(state.policy) == json.loads(zipfile.ZipFile(path).read("bundle.json"))["weights"]
     assert replay_bundle(path, 1, policy=state.policy).equal
 
@@ -294,3 +297,48 @@ def test_the_command_line(run, tmp_path, capsys):
     assert main(["replay", str(run.folder), "0"]) == 1 and "parts at token 0" in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "nowhere"), "0"]) == 1 and "neither a run's folder" in capsys.readouterr().err
     assert main(["replay", str(run.folder)]) == 1 and "name the steps" in capsys.readouterr().err
+
+
+# --- runs whose rollouts are not drawn from seeds ---------------------------------------------------------------------
+
+
+def recorded_run(policy, folder, parts, seeds, engine):
+    """A run of one step whose rollouts come from elsewhere, with weights kept for replay."""
+    run = Run("x", root=folder, replay_every=1)
+    rollouts = tuple(Rollout((5, 6), (7, 8 + i), (1, 1), (-1.0,) * 2, (-1.0,) * 2, "eos", seed=s) for i, s in enumerate(seeds))
+    groups = [Group(rollouts).with_rewards([float(i) for i in range(len(seeds))])]
+
+    async def source(step):
+        a = tuple(x - (len(seeds) - 1) / 2 for x in range(len(seeds)))
+        return Drawn(groups, record=lambda: [RecordedGroup(groups[0], a, {"task": 1}, parts=parts)], engine=engine)
+
+    async def cell():
+        config = GRPOConfig(steps=1, group_size=8, max_new_tokens=4, max_logp_diff=None)
+        async for _ in grpo_from(policy, None, source, config, longest=16, run=run):
+            pass
+
+    asyncio.run(cell())
+    return run
+
+
+@pytest.mark.parametrize("parts, seeds, engine, source", [
+    ({"run": [0.0, 1.0, 1.0]}, (1, 2, 3), "llama", "an agent's calls of the served policy"),
+    ({}, (0, 0, 0), "", "a source of their own"), ({}, (1, 2, 3), "remote", "a source of their own")])
+def test_rollouts_of_another_source_are_not_sampled_again(tiny, tmp_path, parts, seeds, engine, source):
+    run = recorded_run(tiny, tmp_path, parts, seeds, engine)
+    with pytest.raises(ValueError, match=f"step 0 came from {source}.*cannot be sampled again"):
+        replay(run, 0)
+    with pytest.raises(ValueError, match="cannot be sampled again"):
+        asyncio.run(fork(run, 0, "f", PROBLEMS))
+    assert len(rescore(run, lambda text, problem, rollout: 1.0).rollouts) == 3  # groups of 3 where the configuration says 8
+
+
+def test_rewards_of_an_agents_run_are_those_of_its_last_rollout(tiny, tmp_path):
+    run = recorded_run(tiny, tmp_path, {"run": [0.0, 1.0, 1.0]}, (1, 2, 3), "llama")
+    scored = rescore(run, lambda text, problem, rollout: {1: 2.0, 2: 100.0, 3: 0.0}[rollout.seed])
+    assert scored.rollouts["rescored_advantage"].tolist() == [1.0, -1.0, -1.0]
+
+
+def test_a_rollout_that_no_group_has_is_named_with_its_step(run):
+    with pytest.raises(ValueError, match="^step 1 has groups of rollouts 0 to 3, not 99$"):
+        replay(run, 1, rollout=99)

@@ -10,7 +10,7 @@ import pytest
 from grpolab.arithmetic import Problem
 from grpolab.lab.counterfactual import with_token
 from grpolab.lab.rescore import rescore
-from grpolab.lab.restore import rebuild
+from grpolab.lab.restore import restore
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.run import Run
 from tests.test_counterfactual import fresh, left, run  # noqa: F401
@@ -130,7 +130,7 @@ def test_an_advantage_over_the_whole_batch_is_taken_over_it(tiny, tmp_path):
 def test_a_group_that_is_kept_in_part_is_left_out(tiny, tmp_path):
     part = Run("x", root=tmp_path, keep=6)
     train(tiny, part, replace(CONFIG, steps=2))
-    with pytest.warns(UserWarning, match="2 groups are on the record in part"):
+    with pytest.warns(UserWarning, match="2 groups are partly recorded"):
         found = rescore(part, length)
     assert len(found.rollouts) == 8 and len(found.groups) == 2
 
@@ -156,7 +156,7 @@ def test_the_advantage_of_an_edited_fork_is_its_recorded_one(run):  # noqa: F811
 
 
 def test_a_forced_token_with_an_async_reward_and_a_batch_advantage(run):  # noqa: F811
-    state, groups = rebuild(run, 3), run.recorder.groups(3)
+    state, groups = restore(run, 3), run.recorder.groups(3)
     nine = state.policy.tokenizer.convert_tokens_to_ids("9")
     plain, late = (with_token(1, 2, 3, nine, reward)(groups, state) for reward in (digits, waited))
     assert plain == late and isinstance(plain[1], RecordedGroup)

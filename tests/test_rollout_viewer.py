@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from grpolab.arithmetic import Task, generate
-from grpolab.lab.restore import rebuild
+from grpolab.lab.restore import restore
 from grpolab.lab.rollout_viewer import browse, in_script, pieces
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
@@ -76,7 +76,7 @@ def test_a_page_stays_below_its_size_and_says_what_it_leaves_out(left, tmp_path)
 
 def test_numbers_under_other_policies_and_their_answers(left, tiny, tmp_path):
     page = browse(left, tmp_path / "a.html", now=3, reference=tiny, compare=(0, tiny), prompts=4)
-    data, end = data_of(page), rebuild(left, 3).policy
+    data, end = data_of(page), restore(left, 3).policy
     rollouts = [r for step in range(3) for g in left.recorder.groups(step) for r in g.group]
     for name, policy in (("now", end), ("ref", tiny)):
         expected = trainer_logps(policy, rollouts, CONFIG)

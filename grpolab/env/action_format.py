@@ -33,14 +33,14 @@ def text_action(text: str) -> dict:
 
 def text_observation(observation: dict) -> str:
     """The string under "text"."""
-    said = observation.get("text")
-    if not isinstance(said, str):
+    text = observation.get("text")
+    if not isinstance(text, str):
         raise ValueError(f"an observation with the keys {sorted(observation)} has no string 'text': say how it reads, with "
                          "action_format=replace(TEXT, to_text=lambda observation: ...)")
-    return said
+    return text
 
 
-def said_calls(results: Sequence[StepResult]) -> dict[str, float]:
+def counted_calls(results: Sequence[StepResult]) -> dict[str, float]:
     """{"calls": n}: how many tool calls the environment counted so far, the number `calls` in its last metadata; else 0."""
     calls = results[-1].metadata.get("calls", 0) if results else 0
     return {"calls": calls if type(calls) in (int, float) else 0}
@@ -70,7 +70,7 @@ class ActionFormat:
     to_action: Callable[[str], dict] = text_action
     to_text: Callable[[dict], str] = text_observation
     introduce: Callable[[Any], Awaitable[str]] | None = None
-    measure: Callable[[Sequence[StepResult]], Mapping[str, float]] = said_calls
+    measure: Callable[[Sequence[StepResult]], Mapping[str, float]] = counted_calls
     on_invalid: str = "tell"
     penalty: float | None = None
 
@@ -83,10 +83,10 @@ class ActionFormat:
 
     def read(self, result: StepResult) -> str:
         """The text of an observation."""
-        said = self.to_text(result.observation | ({"metadata": result.metadata} if result.metadata else {}))
-        if not isinstance(said, str):
-            raise ValueError(f"to_text gave {said!r:.100} where the policy needs a string")
-        return said.encode("utf-8", "replace").decode()  # half a surrogate pair, of a subprocess say, is no text
+        text = self.to_text(result.observation | ({"metadata": result.metadata} if result.metadata else {}))
+        if not isinstance(text, str):
+            raise ValueError(f"to_text gave {text!r:.100} where the policy needs a string")
+        return text.encode("utf-8", "replace").decode()  # half a surrogate pair, of a subprocess say, is no text
 
     def action(self, text: str) -> dict:
         """The action that a turn's text stands for; raises InvalidAction where it stands for none that can be sent."""
@@ -156,8 +156,8 @@ def tool_text(observation: dict) -> str:
     result = observation.get("result")
     if not isinstance(result, dict) or not isinstance(result.get("content"), list):
         return _plain(result)
-    said = "\n".join(_block(block) for block in result["content"])
-    return _reason(said) if result.get("is_error") else said
+    text = "\n".join(_block(block) for block in result["content"])
+    return _reason(text) if result.get("is_error") else text
 
 
 def _block(block: Any) -> str:

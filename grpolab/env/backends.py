@@ -69,40 +69,40 @@ class ProcessBackend:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the leash, which holds the command; None when nothing runs."""
+        """The process id of the guard, whose child the command is; None when nothing runs."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> str:
-        """Start the process and wait for its first line, the address; raises BackendError with what it said instead."""
-        held = [sys.executable, "-I", "-S", child_processes.__file__, *self.command]
+        """Start the process and wait for its first line, the address; raises BackendError with what it output instead."""
+        guarded = [sys.executable, "-I", "-S", child_processes.__file__, *self.command]
         self.address = ""
-        said: deque[str] = deque(maxlen=20)
-        process = subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        output: deque[str] = deque(maxlen=20)
+        process = subprocess.Popen(guarded, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
                                    env=child_processes.environment(self._env), cwd=self._cwd)
         self._process = process
-        spoke = threading.Event()
-        self._listeners = [threading.Thread(target=self._listen, args=(process.stdout, said, spoke), daemon=True),
-                           threading.Thread(target=self._listen, args=(process.stderr, said, None), daemon=True)]
+        answered = threading.Event()
+        self._listeners = [threading.Thread(target=self._listen, args=(process.stdout, output, answered), daemon=True),
+                           threading.Thread(target=self._listen, args=(process.stderr, output, None), daemon=True)]
         for listener in self._listeners:
             listener.start()
-        spoke.wait(self.start_timeout)
+        answered.wait(self.start_timeout)
         if not self.address:
-            why = f"gave no address within {self.start_timeout:g} s" if not spoke.is_set() else "ended without an address"
+            why = f"gave no address within {self.start_timeout:g} s" if not answered.is_set() else "ended without an address"
             self.stop()
-            raise BackendError(f"{self.command[0]} {why}; it printed: " + (" | ".join(said) or "nothing"))
+            raise BackendError(f"{self.command[0]} {why}; it printed: " + (" | ".join(output) or "nothing"))
         return self.address
 
-    def _listen(self, stream: TextIO, said: deque[str], spoke: threading.Event | None) -> None:
+    def _listen(self, stream: TextIO, output: deque[str], answered: threading.Event | None) -> None:
         """Drain one output, so that no full pipe blocks the process; the first line of stdout is its address."""
         with stream:
             for line in stream:
-                said.append(line.strip())
-                if spoke is not None and not spoke.is_set():
+                output.append(line.strip())
+                if answered is not None and not answered.is_set():
                     self.address = line.strip()
-                    spoke.set()
-        if spoke is not None:
-            spoke.set()
+                    answered.set()
+        if answered is not None:
+            answered.set()
 
     def healthy(self) -> bool:
         """Whether the process runs and, where there is a health check, passes it."""
@@ -195,7 +195,6 @@ class BackendPool:
         self._generations = [0] * size
         self._free: deque[int] = deque(range(size))  # the left end was used longest ago
         self._leases: dict[int, Lease] = {}
-        self._killed: set[int] = set()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._running = False
@@ -254,11 +253,10 @@ class BackendPool:
         return lease
 
     def kill(self, lease: Lease) -> None:
-        """Stop a leased backend under its tenant, so that whatever waits for it fails; release the lease after."""
+        """Stop a leased backend under its tenant, so that whatever waits for it fails; then release it as poisoned."""
         with self._lock:
             if self._leases.get(lease.number) is not lease:
                 raise ValueError(f"{lease.name} is not leased under number {lease.number}")
-            self._killed.add(lease.number)
         self._backends[lease.index].stop()
 
     def release(self, lease: Lease, *, poisoned: bool = False) -> None:
@@ -270,8 +268,6 @@ class BackendPool:
             if self._leases.get(lease.number) is not lease:
                 raise ValueError(f"{lease.name} is not leased under number {lease.number}: released twice, or not ours")
             del self._leases[lease.number]
-            poisoned = poisoned or lease.number in self._killed
-            self._killed.discard(lease.number)
         backend = self._backends[lease.index]
         try:
             if poisoned or not backend.healthy() or not backend.scrub():

@@ -1,11 +1,13 @@
 """The calculator environment: the question of the arithmetic task, a tool, and an answer in a box.
 
 The policy writes `calc: 12 * (3 + 4)` and reads the result in the next observation, or ends the episode with
-`\\boxed{84}`. Expressions are parsed by hand, within bounds; nothing is evaluated.
+`\\boxed{84}`. Expressions are parsed within bounds; nothing is executed.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
 import re
 
@@ -15,77 +17,49 @@ from grpolab.env.protocol import InvalidAction, StepResult, whole
 
 MAX_CHARACTERS = 100
 MAX_DIGITS = 12  # of one number in an expression
-MAX_DEPTH = 16  # of parentheses and signs
 MAX_RESULT_DIGITS = 40
 
 _CALL = re.compile(r"calc:[ \t]{0,8}([^\n]{0,200})")
-_TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([-+*()\u2212\u00d7]))")
-_SAME = {"\u2212": "-", "\u00d7": "*"}
+_SIGNS = str.maketrans({"\u2212": "-", "\u00d7": "*"})
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.UAdd: operator.pos,
+              ast.USub: operator.neg}
 
 
 class ExpressionError(ValueError):
     """The expression is not integers joined by + - * and parentheses within the bounds."""
 
+
 def calculate(expression: str) -> int:
     """The value of an expression of integers, + - * and parentheses (also the signs − and ×).
 
-    Bounds: 100 characters, 12 digits a number, 16 levels, 40 digits of the result. Raises ExpressionError.
+    Bounds: 100 characters, 12 digits a number, 40 digits of the result. Raises ExpressionError.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
-    tokens, position, text = [], 0, expression.rstrip()
-    while position < len(text):
-        found = _TOKEN.match(text, position)
-        if found is None:
-            raise ExpressionError(f"cannot read {text[position:position + 10]!r}")
-        digits, sign = found.groups()
-        if digits and len(digits) > MAX_DIGITS:
-            raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
-        tokens.append(int(digits) if digits else _SAME.get(sign, sign))
-        position = found.end()
-    tokens.append("")  # the end, which no rule takes
-    value, end = _sum(tokens, 0, 0)
-    if tokens[end] != "":
-        raise ExpressionError(f"unexpected {tokens[end]!r}")
+    text = expression.translate(_SIGNS).strip()
+    if strange := re.search(r"[^-+*() \t0-9]", text):
+        raise ExpressionError(f"cannot read {text[strange.start():strange.start() + 10]!r}")
+    if re.search(rf"[0-9]{{{MAX_DIGITS + 1}}}", text):
+        raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
+    try:
+        tree = ast.parse(re.sub(r"\b0+(?=[0-9])", "", text), mode="eval")  # Python refuses leading zeros
+    except (SyntaxError, MemoryError):
+        raise ExpressionError("numbers are joined by + - * and pairs of parentheses") from None
+    value = _value(tree.body)
     if abs(value) >= 10**MAX_RESULT_DIGITS:
         raise ExpressionError(f"a result of more than {MAX_RESULT_DIGITS} digits")
     return value
 
 
-def _sum(tokens: list, i: int, depth: int) -> tuple[int, int]:
-    """sum := product (('+' | '-') product)*; returns (value, index of the next token), as the two rules below do."""
-    value, i = _product(tokens, i, depth)
-    while tokens[i] in ("+", "-"):
-        term, after = _product(tokens, i + 1, depth)
-        value, i = (value + term if tokens[i] == "+" else value - term), after
-    return value, i
-
-
-def _product(tokens: list, i: int, depth: int) -> tuple[int, int]:
-    """product := factor ('*' factor)*"""
-    value, i = _factor(tokens, i, depth)
-    while tokens[i] == "*":
-        term, i = _factor(tokens, i + 1, depth)
-        value *= term
-    return value, i
-
-
-def _factor(tokens: list, i: int, depth: int) -> tuple[int, int]:
-    """factor := number | ('+' | '-') factor | '(' sum ')'"""
-    token = tokens[i]
-    if depth > MAX_DEPTH:
-        raise ExpressionError(f"nested deeper than {MAX_DEPTH} levels")
-    if isinstance(token, int):
-        return token, i + 1
-    if token in ("+", "-"):
-        value, after = _factor(tokens, i + 1, depth + 1)
-        return (-value if token == "-" else value), after
-    if token == "(":
-        value, after = _sum(tokens, i + 1, depth + 1)
-        if tokens[after] != ")":
-            raise ExpressionError("a parenthesis is not closed")
-        return value, after + 1
-    raise ExpressionError("it ends too early" if token == "" else f"unexpected {token!r}")
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op, operand):
+            return _OPERATORS[type(op)](_value(operand))
+    raise ExpressionError("numbers are joined by + - * and pairs of parentheses")  # as in 2**3 and 2(3)
 
 
 def action_text(action: dict) -> str:
@@ -132,9 +106,9 @@ class CalculatorEnv:
             self._done = True
             reward = float(check_answer(text, self._problem.answer))
             return StepResult({"text": "correct" if reward else "wrong"}, reward, True, {"calls": self._calls})
-        said = self._use_tool(text)
+        output = self._use_tool(text)
         self._done = self._turn >= self.max_turns
-        return StepResult({"text": said}, 0.0 if self._done else None, self._done, {"calls": self._calls})
+        return StepResult({"text": output}, 0.0 if self._done else None, self._done, {"calls": self._calls})
 
     def _use_tool(self, text: str) -> str:
         call = _CALL.search(text)

@@ -1,8 +1,8 @@
 """Processes that die with their owner. Imports nothing of ours, so that it starts in milliseconds as a script of its own:
 
-    python leash.py COMMAND ARGUMENT...
+    python child_processes.py COMMAND ARGUMENT...
 
-Standard input is the leash: the owner holds the other end of that pipe, and however the owner dies, the kernel closes
+Standard input ties it to its owner, who holds the other end of that pipe, and however the owner dies, the kernel closes
 it. Then, or on SIGTERM, the command's whole process group is killed, and on Linux also whatever has left that group and
 lost its parent (a daemon): it becomes this process's child (PR_SET_CHILD_SUBREAPER). If this process itself is killed, the
 kernel kills the command (PR_SET_PDEATHSIG, Linux), and no more than the command. On macOS neither of the two is there: what
@@ -28,8 +28,8 @@ def environment(extra=None) -> dict:
     for name, text in (extra or {}).items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError(f"env={{{name!r}: ...}}: names and values of environment variables are text")
-    kept = {name: text for name, text in os.environ.items() if name in INHERITED or name.startswith("LC_")}
-    return {**kept, **(extra or {})}
+    inherited = {name: text for name, text in os.environ.items() if name in INHERITED or name.startswith("LC_")}
+    return {**inherited, **(extra or {})}
 
 
 def fork() -> int:
@@ -61,7 +61,7 @@ def guard(pid: int, owner: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the group; the owner decides
     signal.set_wakeup_fd(woken)
     poller = select.poll()
-    poller.register(owner, 0)  # asks for nothing, so that only a hang-up is told
+    poller.register(owner, 0)  # asks for nothing, so that only a hang-up is reported
     poller.register(wake, select.POLLIN)
     status = None
     while (status := _reap(pid)) is None:
@@ -90,7 +90,7 @@ def _reap(pid: int) -> int | None:
 
 def _kill_orphans() -> None:
     """Kill what has become our child, and then what that leaves to us, until there is nothing."""
-    with contextlib.suppress(ChildProcessError):  # no child is left
+    with contextlib.suppress(ChildProcessError):  # there is no other child
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 for orphan in _children():
@@ -101,17 +101,17 @@ def _kill_orphans() -> None:
 
 def _children() -> list[int]:
     """The processes whose parent we are (Linux: elsewhere none can become ours)."""
-    found, me = [], str(os.getpid())
+    children, me = [], str(os.getpid())
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has just ended
             with open(f"/proc/{name}/stat", errors="replace") as stat:
                 if stat.read().rpartition(")")[2].split()[1] == me:
-                    found.append(int(name))
-    return found
+                    children.append(int(name))
+    return children
 
 
 def main(command: list[str]) -> int:
-    """Run `command` until it ends or the leash is cut; returns its exit status."""
+    """Run `command` until it ends or its owner is gone; returns its exit status."""
     pid = fork()
     if pid == 0:
         nothing = os.open(os.devnull, os.O_RDONLY)

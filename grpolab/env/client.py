@@ -83,7 +83,7 @@ def _refused(status: InvalidStatus, url: str) -> ConnectError:
     with suppress(ValueError, RecursionError):  # a body of whatever kind: then the reason phrase has to do
         body = json.loads(response.body or b"{}")
     body = body if isinstance(body, dict) else {}
-    reason = str(body.get("error", response.reason_phrase))[: protocol.MAX_SAID]
+    reason = str(body.get("error", response.reason_phrase))[: protocol.MAX_REASON]
     message = f"{url} refused the session with HTTP {response.status_code}: {reason}"
     if response.status_code != 503:
         return ConnectError(message, response.status_code)
@@ -166,12 +166,12 @@ class EnvSession:
                 raise
             raise ConnectError(f"{self.url} accepted the connection and gave no session: {fault}") from fault
         except asyncio.CancelledError:
-            await self.close()  # a goodbye, so that the server has freed the slot when the caller goes on
+            await self.close()  # a goodbye, so that the server has freed the place when the caller goes on
             raise
 
     async def _open_socket(self) -> None:
         """The handshake. One that is cancelled is finished first if that takes no longer than a second: the server may
-        have taken a slot for it already, and only over the connection can that be undone in order."""
+        have taken a place for it already, and only over the connection can that be undone in order."""
         handshake = asyncio.ensure_future(self._handshake())
         try:
             await asyncio.wait([handshake])
@@ -262,10 +262,8 @@ class EnvSession:
             fault = type(error).__name__
             raise
         finally:
-            self._record(phase, start, fault)
-
-    def _record(self, phase: str, start: float, error: str) -> None:
-        self._spans.append(Span(phase, start, perf_counter(), self.index, self.episode_id[:EPISODE_SHOWN], self.turn, error))
+            episode = self.episode_id[:EPISODE_SHOWN]
+            self._spans.append(Span(phase, start, perf_counter(), self.index, episode, self.turn, fault))
 
     def _drop(self, cause: BaseException) -> BaseException:
         """Give the connection up, at once and for ever; returns `cause`."""
@@ -292,26 +290,27 @@ class EnvSession:
         if self._in_flight:
             raise RuntimeError("a request is in flight on this session; one at a time, or open a session for each task")
         self._in_flight = True
-        start, ended_by = perf_counter(), ""
         try:
-            try:
-                async with asyncio.timeout(seconds):
-                    reply = await self._exchange(phase, text)
-            except TimeoutError as fault:
-                limit = phase if phase in vars(self.deadlines) else "step"
-                raise DeadlineExceeded(phase, seconds, f"session {self.index} at {self.url}", limit=limit) from fault
-            except ConnectionClosed as fault:
-                raise SessionLost(f"{self.url} closed the connection during {phase}: {fault}") from fault
-            return protocol.parse_reply(reply, self.url)
+            with self.span(phase):
+                return protocol.parse_reply(await self._within(phase, text, seconds), self.url)
         except BaseException as fault:
-            ended_by = type(fault).__name__
             # When `admit` is cancelled, connect says goodbye instead.
             if not isinstance(fault, ServerError) and not (isinstance(fault, asyncio.CancelledError) and phase == "admit"):
                 self._drop(fault)
             raise
         finally:
             self._in_flight = False
-            self._record(phase, start, ended_by)
+
+    async def _within(self, phase: str, text: str, seconds: float) -> str | bytes:
+        """The reply to `text`, or a typed error for none in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._exchange(phase, text)
+        except TimeoutError as fault:
+            limit = phase if phase in vars(self.deadlines) else "step"
+            raise DeadlineExceeded(phase, seconds, f"session {self.index} at {self.url}", limit=limit) from fault
+        except ConnectionClosed as fault:
+            raise SessionLost(f"{self.url} closed the connection during {phase}: {fault}") from fault
 
     async def _exchange(self, phase: str, text: str) -> str | bytes:
         """The next message after `text` was sent; raises ConnectionClosed."""

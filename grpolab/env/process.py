@@ -3,7 +3,7 @@
 Such an environment can be killed, whatever it does, takes its memory with it, sees none of our environment variables but
 those in `child_processes.INHERITED`, and none of our descriptors but its socket to us. What passes over that socket is JSON. It
 is a guard against faults and leaks, not against an attacker: it runs as the same user on the same machine. What it has
-started ends with it, on Linux also daemons (see `leash`).
+started ends with it, on Linux also daemons (see `child_processes`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from grpolab.env import child_processes, protocol
-from grpolab.env.worker import SHIPPED, Done, load_factory
+from grpolab.env.worker import SHIPPED, Done, load_factory, settle
 
 log = logging.getLogger("grpolab.env.process")
 
@@ -63,10 +63,10 @@ def importable(factory: Callable[..., Any] | str) -> str:
             load_factory(factory)  # which says what is wrong with it
         return SHIPPED.get(factory, factory)
     module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
-    found: Any = sys.modules.get(module) if module != "__main__" else None
+    target: Any = sys.modules.get(module) if module != "__main__" else None
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not factory:
+        target = getattr(target, part, None)
+    if target is not factory:
         raise ValueError(f"isolate='process' imports the environment anew, and {factory!r} is no class or function of an "
                          "importable module (a notebook's is none): put it into a file, or use isolate='thread'")
     return f"{module}:{name}"
@@ -90,7 +90,7 @@ class Child:
         """Start a process for `factory(*arguments)`; raises ValueError if the arguments are no JSON, OSError if it cannot.
         Under `check` the first call is answered by whether the factory can be imported, and the process ends."""
         try:
-            told = protocol.dumps({
+            description = protocol.dumps({
                 "factory": factory, "arguments": arguments, "name": name, "latency": latency, "check": check,
                 "path": [os.path.abspath(folder) for folder in sys.path],
                 "memory": isolation.memory_mib and isolation.memory_mib * 2**20})
@@ -105,12 +105,12 @@ class Child:
                 env=child_processes.environment(isolation.env), start_new_session=True)
             reader, writer = await asyncio.open_connection(sock=ours.dup())
         child = cls(process, reader, writer, name)
-        child._write(told.encode())
+        child._write(description.encode())
         return child
 
     def post(self, kind: str, data: Any, done: Done) -> None:
         if self._listening.done():
-            asyncio.get_running_loop().call_soon(done, self._farewell(), "ProcessEnded")
+            asyncio.get_running_loop().call_soon(done, self._ending(), "ProcessEnded")
         else:
             self._waiting.append(done)
             self._write(json.dumps([kind, data]).encode())
@@ -135,11 +135,11 @@ class Child:
                 await asyncio.to_thread(self._process.wait, 1.0)
         finally:
             self._writer.close()
-            said = self._farewell()
+            ended = self._ending()
             while self._waiting:
-                self._waiting.popleft()(said, "ProcessEnded")
+                self._waiting.popleft()(ended, "ProcessEnded")
 
-    def _farewell(self) -> str:
+    def _ending(self) -> str:
         code = self._process.poll()
         how = "was ended" if code is None else f"ended with status {code}" + (" (killed)" if code == 137 else "")
         return protocol.error(f"the process of {self._name} {how}; the session is over", "SESSION_ERROR")
@@ -166,7 +166,7 @@ async def check(factory: str, isolation: Isolation, seconds: float) -> None:
     try:
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
-        child._waiting.append(partial(_settle, answer))
+        child._waiting.append(partial(settle, answer))
         async with asyncio.timeout(seconds):
             text, fault = await answer
     except TimeoutError:
@@ -175,8 +175,3 @@ async def check(factory: str, isolation: Isolation, seconds: float) -> None:
         await child.end(kill=True)
     if fault:
         raise ValueError(text if fault == "ValueError" else f"environment {factory!r} cannot be imported: {text}")
-
-
-def _settle(future: asyncio.Future, text: str, fault: str) -> None:
-    if not future.done():
-        future.set_result((text, fault))

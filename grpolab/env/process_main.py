@@ -1,4 +1,4 @@
-"""The process of one session's environment: `python child.py DESCRIPTOR`, started by `isolate.Child`.
+"""The process of one session's environment: `python process_main.py DESCRIPTOR`, started by `process.Child`.
 
 The descriptor is a socket to the server and the only one inherited beside the standard ones. On it go JSON messages behind
 their length in 8 bytes; a reply is the name of a fault (or nothing), a line break and the reply's text. The process is two:
@@ -43,24 +43,24 @@ def limit_memory(size: int) -> None:
 
 def serve(descriptor: int) -> None:
     """Make the environment that the first message describes, and answer all that follow."""
-    told = json.loads(read(descriptor))
-    if told["memory"] is not None:
-        limit_memory(told["memory"])
-    sys.path[:] = told["path"]
+    description = json.loads(read(descriptor))
+    if description["memory"] is not None:
+        limit_memory(description["memory"])
+    sys.path[:] = description["path"]
     import threading
     from functools import partial
 
     from grpolab.env.worker import Worker, load_factory
 
     def make():
-        factory = load_factory(told["factory"])
-        return factory(*told["arguments"])
+        factory = load_factory(description["factory"])
+        return factory(*description["arguments"])
 
     answer = partial(write, descriptor)
-    worker = Worker(make, told["name"], told["latency"])
-    if told["check"]:
+    worker = Worker(make, description["name"], description["latency"])
+    if description["check"]:
         try:
-            load_factory(told["factory"])
+            load_factory(description["factory"])
         except BaseException as fault:  # noqa: BLE001  KeyboardInterrupt, say, which a module may raise as well
             answer(str(fault) if isinstance(fault, ValueError) else repr(fault), type(fault).__name__)
         else:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # the servers' inbound limit
 MAX_REPLY_BYTES = 100 * 2**20  # the clients' inbound limit
-MAX_SAID = 2000  # characters that are kept of what the other side says in an error
+MAX_REASON = 2000  # characters of an error of the other side that a message shows
 
 # Codes after which the server closes the connection; every other error leaves the session usable.
 ENDING_CODES = frozenset({"CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR", "RESET_TIMEOUT", "STEP_TIMEOUT",
@@ -75,7 +75,7 @@ class ConnectError(EnvError):
         self.status = status
 
 class CapacityError(ConnectError):
-    """All the server's sessions are taken. `active` and `max_sessions` as the server said, or None."""
+    """All the server's sessions are taken. `active` and `max_sessions` as the server reports them, or None."""
 
     def __init__(self, message: str, active: int | None = None, max_sessions: int | None = None,
                  retry_after: float | None = None):
@@ -111,8 +111,8 @@ class InvalidAction(ServerError, ValueError):
     """An action that the environment cannot read (VALIDATION_ERROR): nothing has happened, session and episode go on.
 
     An environment raises `InvalidAction("why")` before it changes anything. On the client's side `step` raises it, with
-    the server's reasons as its text and as `errors`; neither is the session lost nor its seat retired, so a rollout may
-    catch it and tell the policy, name a penalty of its own, or give the episode up.
+    the server's reasons as its text and as `errors`; the session is not lost, so a rollout may catch it and show it to the
+    policy, name a penalty of its own, or give the episode up.
     """
 
     def __init__(self, message: str, errors: tuple = ()):
@@ -232,17 +232,17 @@ def parse_reply(text: str | bytes, who: str = "the server") -> tuple[str, dict]:
     if kind != "error":
         return kind, data
     code, reasons = str(data.get("code", ""))[:100], data.get("errors")
-    said = f"{who}: {str(data.get('message', 'the server gave no reason'))[:MAX_SAID]}"
+    reason = f"{who}: {str(data.get('message', 'the server gave no reason'))[:MAX_REASON]}"
     if code == "CAPACITY_REACHED":
-        raise CapacityError(said, whole(data.get("active_sessions")), whole(data.get("max_sessions")))
+        raise CapacityError(reason, whole(data.get("active_sessions")), whole(data.get("max_sessions")))
     if code == "FACTORY_ERROR":
-        raise FactoryError(said)
+        raise FactoryError(reason)
     if code in ENDING_CODES:
-        raise SessionLost(f"{said} ({code})")
+        raise SessionLost(f"{reason} ({code})")
     reasons = tuple(reasons) if isinstance(reasons, list) else ()
     if code == "VALIDATION_ERROR":
-        raise InvalidAction("; ".join(map(_reason, reasons))[:MAX_SAID] or said, reasons)
-    raise ServerError(said, code, reasons)
+        raise InvalidAction("; ".join(map(_reason, reasons))[:MAX_REASON] or reason, reasons)
+    raise ServerError(reason, code, reasons)
 
 
 def _reason(fault: Any) -> str:
@@ -251,8 +251,8 @@ def _reason(fault: Any) -> str:
         return str(fault)
     where = fault.get("loc")
     place = ".".join(map(str, where)) if isinstance(where, list) else ""
-    said = str(fault.get("msg", fault.get("type", "invalid")))
-    return f"{place}: {said}" if place else said
+    reason = str(fault.get("msg", fault.get("type", "invalid")))
+    return f"{place}: {reason}" if place else reason
 
 
 def whole(value: Any) -> int | None:

@@ -21,7 +21,7 @@ from grpolab.env.backends import Lease
 from grpolab.env.options import ServeOptions
 from grpolab.env.process import Child
 from grpolab.env.protocol import InvalidRequest
-from grpolab.env.worker import Worker, start_thread
+from grpolab.env.worker import Worker, settle, start_thread
 
 log = logging.getLogger("grpolab.env.server")
 
@@ -226,7 +226,7 @@ class Session:
         outcome = loop.create_future()
         try:
             async with asyncio.timeout(seconds) as self._scope:
-                self.worker.post(phase, data, partial(loop.call_soon_threadsafe, _settle, outcome))
+                self.worker.post(phase, data, partial(loop.call_soon_threadsafe, settle, outcome))
                 text, ended_by = await outcome
             return text, ended_by
         except TimeoutError as raised:
@@ -285,8 +285,3 @@ class Session:
     def _thread_ended(self) -> None:
         if self._abandoned:
             self.hosting.abandoned -= 1
-
-
-def _settle(future: asyncio.Future, text: str, fault: str) -> None:
-    if not future.done():
-        future.set_result((text, fault))

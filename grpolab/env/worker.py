@@ -70,7 +70,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None  # of an `async` environment, while it runs
         self._wake: asyncio.Event | None = None
         self._call: tuple[str, asyncio.Task] | None = None
-        self._untold: Done | None = None
+        self._pending: Done | None = None
 
     def post(self, kind: str, data: Any, done: Done) -> None:
         """Call later, from any thread; `done(text, fault)` is called in the worker's thread."""
@@ -105,7 +105,7 @@ class Worker:
                 if self._run_loop(done):
                     return
             else:
-                _tell(done, text, fault)
+                _call_back(done, text, fault)
 
     def _is_async(self) -> bool:
         return any(inspect.iscoroutinefunction(getattr(self._env, method, None)) for method in METHODS)
@@ -168,36 +168,36 @@ class Worker:
         """The reply to a request that the environment did not fulfil; the session goes on."""
         fault = type(raised).__name__[:100]
         try:
-            said = str(raised) or repr(raised)
+            reason = str(raised) or repr(raised)
         except Exception as second:  # a reply is owed all the same
-            said = f"{fault}, whose text could not be made: {type(second).__name__}"
+            reason = f"{fault}, whose text could not be made: {type(second).__name__}"
         if not isinstance(raised, Exception):
-            said = f"{self._name} raised {fault}: {said}"
-        elif not isinstance(raised, InvalidAction) and fault not in said:
-            said = f"{fault}: {said}"  # the text of a KeyError is but a key
+            reason = f"{self._name} raised {fault}: {reason}"
+        elif not isinstance(raised, InvalidAction) and fault not in reason:
+            reason = f"{fault}: {reason}"  # the text of a KeyError is but a key
         if kind in ("create", "close"):
             log.error("%s of %s failed", kind, self._name, exc_info=raised)
-            return said, fault
+            return reason, fault
         if isinstance(raised, InvalidAction):
             return protocol.error("Invalid message", "VALIDATION_ERROR",
-                                  errors=[{"type": "value_error", "loc": ["data"], "msg": said}]), fault
-        log.info("%s of %s raised %s: %s", kind, self._name, fault, said)
-        return protocol.error(said, "EXECUTION_ERROR"), fault
+                                  errors=[{"type": "value_error", "loc": ["data"], "msg": reason}]), fault
+        log.info("%s of %s raised %s: %s", kind, self._name, fault, reason)
+        return protocol.error(reason, "EXECUTION_ERROR"), fault
 
     def _run_loop(self, created: Done) -> bool:
         """Serve an `async` environment on a loop of its own; False if something on it, SystemExit say, has ended the loop."""
         import asyncio
 
         loop = asyncio.new_event_loop()
-        self._untold, stopped = created, False
+        self._pending, stopped = created, False
         try:
             loop.run_until_complete(self._live())
             stopped = True
         except BaseException as raised:  # noqa: BLE001
             log.error("%s ended its event loop", self._name, exc_info=raised)
             self._env, self._call = None, None
-            if self._untold is not None:
-                _tell(self._untold, *self._refusal("step", raised))
+            if self._pending is not None:
+                _call_back(self._pending, *self._refusal("step", raised))
         finally:
             self._loop = None
             with contextlib.suppress(BaseException):  # one that ends the loop again
@@ -224,15 +224,15 @@ class Worker:
                 continue
             if job is None:
                 return
-            kind, data, self._untold = job
+            kind, data, self._pending = job
             self._call = kind, asyncio.ensure_future(self._answer_async(kind, data))
             await asyncio.wait([self._call[1]])
             call, self._call = self._call[1], None
             self._report(*(("", "CancelledError") if call.cancelled() else call.result()))
 
     def _report(self, text: str, fault: str) -> None:
-        done, self._untold = self._untold, None
-        _tell(done, text, fault)
+        done, self._pending = self._pending, None
+        _call_back(done, text, fault)
 
 
 def start_thread(worker: Worker, name: str, at_end: Callable[[], Any]) -> threading.Thread:
@@ -247,9 +247,15 @@ def start_thread(worker: Worker, name: str, at_end: Callable[[], Any]) -> thread
     return thread
 
 
-def _tell(done: Done, text: str, fault: str) -> None:
+def _call_back(done: Done, text: str, fault: str) -> None:
     with contextlib.suppress(RuntimeError, OSError):  # nobody waits any more: a closed loop, a server that is gone
         done(text, fault)
+
+
+def settle(future: asyncio.Future, text: str, fault: str) -> None:
+    """Give a waiting future its (text, fault), unless it was given up."""
+    if not future.done():
+        future.set_result((text, fault))
 
 
 def observation(name: str, kind: str, result: Any) -> str:

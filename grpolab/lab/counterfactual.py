@@ -27,8 +27,19 @@ from grpolab.env.action_format import TEXT, ActionFormat
 from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
-from grpolab.lab.rescore import as_problem, paid_by
-from grpolab.lab.restore import State, decay, eras_of, load_kept, longest, rebuild, rows_of, sitting_of, with_threads
+from grpolab.lab.replay import check_seeded
+from grpolab.lab.rescore import as_problem, score_recorded
+from grpolab.lab.restore import (
+    State,
+    configs_of,
+    load_start,
+    longest,
+    restore,
+    rows_of,
+    session_at,
+    set_weight_decay,
+    with_threads,
+)
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.runs.checkpoints import data_hash, weights_hash
@@ -58,10 +69,10 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     is done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is
     changed by `edit=with_reward(...)` at `step`, or in the environment.
 
-    A warning tells where the rollouts of `step` are not the run's, which they are whatever its update is going to be, and a
-    printed line where they are paid otherwise. ValueError as in `rebuild`, and for what the run's kind has no use for."""
+    A warning says where the rollouts of `step` are not the run's, which no change of its update can cause, and a printed line
+    where their rewards are others. ValueError as in `restore`, and for what the run's kind has no use for."""
     step, threads = index(step), _threads_of(run, step)
-    state = await asyncio.to_thread(with_threads, threads, lambda: rebuild(run, step, reference=reference))
+    state = await asyncio.to_thread(with_threads, threads, lambda: restore(run, step, reference=reference))
     config = replace(state.config, **changes)
     if not step < config.steps:
         raise ValueError(f"a fork at step {step} has nothing to do up to steps={config.steps}")
@@ -69,23 +80,25 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
         raise ValueError(f"optimiser={config.optimiser!r} cannot go on with the moments of {state.config.optimiser!r}: fork "
                          "from step 0, before there are any")
     played = any("turns" in line for line in run.recorder.lines([step]))
+    if step in run.recorder.steps():
+        check_seeded(run.recorder.numbered(step), step, session_at(run, step))
     _check_kind(played, pool, reward, watch)
     if played and pool is None and edit is None:
         edit = unchanged
-    reference = reference or (load_kept(run) if config.kl_coef else None)
-    twin = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.weights.every)
-    with twin.held():
-        done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, twin, state, config, edit, reference))
+    reference = reference or (load_start(run) if config.kl_coef else None)
+    forked = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.weights.every)
+    with forked.held():
+        done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, forked, state, config, edit, reference))
     if played and pool is None:
         print(f"step {step} was done again from its recorded episodes; those of the steps after it have to be played: pool=...")
     elif done < config.steps:
         rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, action_format=action_format,
-                               success=success, run=twin) if played else grpo(
-            state.policy, reference, problems, config, reward=reward, watch=watch, run=twin, success=success)
+                               success=success, run=forked) if played else grpo(
+            state.policy, reference, problems, config, reward=reward, watch=watch, run=forked, success=success)
         async for row in rows:
             if row["step"] == step and not SAMPLING & changes.keys():
-                _tell_apart(run, twin, step)
-    return twin
+                _report_differences(run, forked, step)
+    return forked
 
 
 SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "refills", "seed"}  # what decides on rollouts
@@ -94,16 +107,16 @@ SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "
 def _check_kind(played: bool, pool, reward: Reward, watch) -> None:
     """Refuse what a run of this kind has no use for."""
     if played and (watch or reward is not finished_and_correct):
-        raise ValueError("this run is one of episodes, which their environment pays: change it there, or pay those of this "
-                         "step otherwise with edit=with_reward(reward)")
+        raise ValueError("this run is one of episodes, whose rewards come from their environment: change it there, or "
+                         "those of this step with edit=with_reward(reward)")
     if pool is not None and not played:
         raise ValueError("a pool is for a run of episodes, and this step has none on the record")
 
 
-def _tell_apart(run: Run, twin: Run, step: int) -> None:
-    """Say where the rollouts of the step at which the fork left, which no change of an update can reach, are not the run's."""
+def _report_differences(run: Run, forked: Run, step: int) -> None:
+    """Report where the rollouts of the first step of the fork, which no change of its update can reach, are not the run's."""
     then, now = ({(line["group"], i): (tuple(line["tokens"][i]), line["reward"][i]) for line in of.recorder.lines([step])
-                  for i in range(len(line["tokens"]))} for of in (run, twin))
+                  for i in range(len(line["tokens"]))} for of in (run, forked))
     both = then.keys() & now.keys()
     other = sum(then[k][0] != now[k][0] for k in both)
     paid = sum(then[k][1] != now[k][1] for k in both if then[k][0] == now[k][0])
@@ -111,28 +124,28 @@ def _tell_apart(run: Run, twin: Run, step: int) -> None:
         warnings.warn(f"{other} of {len(both)} rollouts of step {step} are not the run's, which no change of its update makes: "
                       "were problems, limits, action_format, environment and torch threads the run's?", stacklevel=3)
     if paid:
-        print(f"{paid} of {len(both)} rollouts of step {step} are paid otherwise than in the run")
+        print(f"{paid} of {len(both)} rollouts of step {step} have another reward than in the run")
 
 
-def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
-    """Leave in the twin's folder what an interrupted run would have left, so that a loop goes on there: the steps done."""
-    for left in (*twin.folder.glob("checkpoint-*"), twin.folder / "replay", twin.recorder.folder):
+def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
+    """Leave in the fork's folder what an interrupted run would have left, so that a loop goes on there: the steps done."""
+    for left in (*forked.folder.glob("checkpoint-*"), forked.folder / "replay", forked.recorder.folder):
         shutil.rmtree(left, ignore_errors=True)
     if run.recorder.folder.exists():
-        shutil.copytree(run.recorder.folder, twin.recorder.folder)
-    twin.recorder.rewind(state.step)
+        shutil.copytree(run.recorder.folder, forked.recorder.folder)
+    forked.recorder.rewind(state.step)
     for part in {run.kept()[state.kept], run.folder / "replay" / "policy", *(d for s, d in run.kept().items() if s == 0)}:
-        shutil.copytree(part, twin.folder / "replay" / part.name, copy_function=_link)
-    eras = [(end, asdict(c)) for end, c in eras_of(run)]
-    before = [(min(end, state.step), c) for i, (end, c) in enumerate(eras) if not i or eras[i - 1][0] < state.step]
+        shutil.copytree(part, forked.folder / "replay" / part.name, copy_function=_link)
+    configs = [(end, asdict(c)) for end, c in configs_of(run)]
+    before = [(min(end, state.step), c) for i, (end, c) in enumerate(configs) if not i or configs[i - 1][0] < state.step]
     before = json.loads(json.dumps(before))  # as it is going to be read
-    atomic_write(twin.folder / FORKED, json.dumps({"eras": before, "hash": data_hash([before])}) + "\n")
+    atomic_write(forked.folder / FORKED, json.dumps({"eras": before, "hash": data_hash([before])}) + "\n")
     rows = {row["step"]: row for row in rows_of(run)}
-    twin.metrics = [row for s, row in rows.items() if s < state.step]
+    forked.metrics = [row for s, row in rows.items() if s < state.step]
     done, policy = state.step, state.policy
     if config.optimiser != state.config.optimiser:
         state = replace(state, optimiser=make_optimiser(policy, config))
-    decay(state.optimiser, config)
+    set_weight_decay(state.optimiser, config)
     if edit is not None:
         whole = run.recorder.whole(state.step)
         recorded, rest = [g for g in whole if g.used], [g for g in whole if not g.used]
@@ -141,23 +154,23 @@ def _prepare(run: Run, twin: Run, state: State, config: GRPOConfig, edit: Edit |
             raise ValueError(f"the edit leaves nothing of step {state.step} to learn from")
         check_reference(policy, reference, config)
         prove_both(policy, reference, config, longest([recorded]))
-        twin.record(done, policy, [*groups, *rest], sitting_of(run.recorder.sittings(), done).get("engine", ""))
+        forked.record(done, policy, [*groups, *rest], session_at(run, done).get("engine", ""))
         a = torch.tensor([g.advantages for g in groups])
         trained = [g.trained for g in groups]
-        told = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
+        curriculum = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
         try:
             with dropout_of(policy, config.seed, done):
                 row = grpo_update(policy, reference, trained, config, state.optimiser, done, a)
         except RuntimeError as error:
             raise ValueError(f"the rollouts of step {done} are not those of its weights: the record is another run's, or the "
                              f"edit gave them log-probs of its own ({error})") from error
-        twin.metrics.append({"step": done} | describe(trained) | row | told)
+        forked.metrics.append({"step": done} | describe(trained) | row | curriculum)
         done += 1
-    twin.save_checkpoint(done, config, policy, state.optimiser)
-    twin.keep_for_replay(done, config, policy, state.optimiser)
+    forked.save_checkpoint(done, config, policy, state.optimiser)
+    forked.keep_for_replay(done, config, policy, state.optimiser)
     note = {"start": weights_hash(policy), "base": policy.name} | configured(config)
-    atomic_write(twin.folder / "run.json", json.dumps(note, indent=1) + "\n")
-    twin._write_table()
+    atomic_write(forked.folder / "run.json", json.dumps(note, indent=1) + "\n")
+    forked._write_table()
     return done
 
 
@@ -170,7 +183,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _threads_of(run: Run, step: int) -> int | None:
-    threads = sitting_of(run.recorder.sittings(), step).get("threads")
+    threads = session_at(run, step).get("threads")
     if threads and threads != torch.get_num_threads():
         warnings.warn(f"the run computed with {threads} torch threads and this fork goes on with {torch.get_num_threads()}: "
                       f"last bits may differ without any change; torch.set_num_threads({threads}) takes the run's",
@@ -178,13 +191,11 @@ def _threads_of(run: Run, step: int) -> int | None:
     return threads
 
 
-def futures(run: Run, twins: dict[str, Run], column: str = "reward", *, window: int = 1, ax=None):
+def compare_forks(run: Run, forkeds: dict[str, Run], column: str = "reward", *, window: int = 1, ax=None):
     """One metric of the run and of its forks over steps; returns the Axes."""
-    tables = {name: pd.DataFrame(rows_of(r)) for name, r in ({"the run": run} | twins).items()}
-    palette = (plots.POLICY, plots.WARNING, plots.REWARD, plots.PURPLE, plots.SKY)
-    colors = dict(zip(tables, palette * (len(tables) // len(palette) + 1)))
+    tables = {name: pd.DataFrame(rows_of(r)) for name, r in ({"the run": run} | forkeds).items()}
     title = f"{column} at the end: " + ", ".join(f"{name} {t[column].iloc[-1]:.3g}" for name, t in tables.items())
-    return plots.curves(tables, column, title=title, ylabel=column, colors=colors, window=window, ax=ax)
+    return plots.curves(tables, column, title=title, ylabel=column, window=window, ax=ax)
 
 
 # --- one thing changed in a step --------------------------------------------------------------------------------------
@@ -201,18 +212,18 @@ def without_group(group: int) -> Edit:
 
 
 def with_reward(reward: Reward) -> Edit:
-    """Pay the rollouts of the step otherwise, episodes too; rollouts that the update did not get stay absent. The reward is
-    asked as `rescore` asks it."""
+    """Give the rollouts of the step another reward, episodes too; rollouts that the update did not get stay absent. The reward
+    is called as `rescore` calls it."""
 
     def edit(groups, state):
         texts = [[state.policy.decode(r.tokens) for r in g.group] for g in groups]
-        rewards = paid_by(reward, texts, groups)
-        return _paid([replace(g, group=g.group.with_rewards(of), parts={}) for g, of in zip(groups, rewards)], state)
+        rewards = score_recorded(reward, texts, groups)
+        return _with_advantages([replace(g, group=g.group.with_rewards(of), parts={}) for g, of in zip(groups, rewards)], state)
 
     return edit
 
 
-def _paid(groups: list[RecordedGroup], state: State) -> list[RecordedGroup]:
+def _with_advantages(groups: list[RecordedGroup], state: State) -> list[RecordedGroup]:
     """With the advantages that these rewards give."""
     a = advantages(reward_tensor([g.trained.rewards for g in groups]), state.config.advantage_kind).tolist()
     return [replace(g, advantages=tuple(of)) for g, of in zip(groups, a)]
@@ -256,11 +267,12 @@ def with_token(group: int, rollout: int, position: int, token: int, reward: Rewa
                        for t in (state.config.temperature, 1.0))
         new = replace(new, logps=(*r.logps[:position], forced, *(tail.logps if tail else ())),
                       raw_logps=(*r.raw_logps[:position], raw, *(tail.raw_logps if tail else ())))
-        ((paid,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
-        members = Group(tuple(replace(new, reward=paid) if i == rollout else other for i, other in enumerate(g.group)))
+        ((new_reward,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
+        members = Group(tuple(replace(new, reward=new_reward) if i == rollout else other for i, other in enumerate(g.group)))
         changed = [replace(g, group=members, parts={}) if i == group else x for i, x in enumerate(groups)]
         together = state.config.advantage_kind == "batch_standardised"  # then the others' advantages change, too
-        return [new if together or i == group else x for i, (x, new) in enumerate(zip(changed, _paid(changed, state)))]
+        scored = _with_advantages(changed, state)
+        return [new if together or i == group else x for i, (x, new) in enumerate(zip(changed, scored))]
 
     return edit
 
@@ -301,8 +313,8 @@ async def bisect(run: Run, measure: Callable[[Policy], Any], at_least: float, *,
     measured: dict[int, float] = {}
 
     async def good(done: int) -> bool:
-        threads = sitting_of(run.recorder.sittings(), done).get("threads")
-        state = await asyncio.to_thread(with_threads, threads, lambda: rebuild(run, done, reference=reference))
+        threads = session_at(run, done).get("threads")
+        state = await asyncio.to_thread(with_threads, threads, lambda: restore(run, done, reference=reference))
         for note in state.notes:
             warnings.warn(note, stacklevel=2)
         value = measure(state.policy)

@@ -18,10 +18,10 @@ from matplotlib.ticker import MaxNLocator
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab import plots
-from grpolab.lab.replay import chosen
+from grpolab.lab.replay import select
 from grpolab.lab.rescore import as_problem
-from grpolab.lab.restore import rebuild, sitting_of, with_threads
-from grpolab.lab.tokens import shown
+from grpolab.lab.restore import restore, session_at, with_threads
+from grpolab.lab.tokens import visible
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
@@ -63,10 +63,10 @@ class Credit:
                     ylabel="value of the prefix")
         axes[1].bar(range(len(credits)), credits, color=[plots.POLICY if c >= 0 else plots.WARNING for c in credits])
         axes[1].axhline(self.advantage, color=plots.REFERENCE, linestyle="--", label=f"GRPO's advantage {self.advantage:.2f}")
-        labels = [shown(t).replace("$", r"\$") for t in self.tokens]
+        labels = [visible(t).replace("$", r"\$") for t in self.tokens]
         turned = 90 if max(map(len, labels)) > 2 else 0  # longer ones would cover each other
         axes[1].set_xticks(range(len(labels)), labels, fontsize=8, rotation=turned)
-        axes[1].set(title=f"Token {most}, '{shown(self.tokens[most])}', decides: {credits[most]:+.2f}".replace("$", r"\$"),
+        axes[1].set(title=f"Token {most}, '{visible(self.tokens[most])}', decides: {credits[most]:+.2f}".replace("$", r"\$"),
                     xlabel="token", ylabel="credit")
         axes[1].legend()
         return axes
@@ -112,11 +112,11 @@ def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, 
               reference: Policy | None = None) -> Credit:
     """`credit` of a recorded rollout, by the policy that wrote it."""
     groups = run.recorder.numbered(step)
-    chosen(groups, step, group, rollout)
-    g, threads = groups[group], sitting_of(run.recorder.sittings(), step).get("threads")
+    select(groups, step, group, rollout)
+    g, threads = groups[group], session_at(run, step).get("threads")
 
     def work():
-        state = rebuild(run, step, reference=reference)
+        state = restore(run, step, reference=reference)
         return credit(state.policy, g.group[rollout], reward, as_problem(g.problem), advantage=g.advantages[rollout],
                       max_new_tokens=state.config.max_new_tokens, temperature=state.config.temperature,
                       continuations=continuations, seed=seed, threads=threads)

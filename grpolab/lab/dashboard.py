@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 
+from grpolab.checker import parse_boxed_answer
 from grpolab.lab.diagnose import diagnose
-from grpolab.lab.interrupts import report_interrupts
+from grpolab.lab.interrupts import in_progress, report_interrupts
 from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric, readable, short
 from grpolab.lab.plots import POLICY, WARNING
 from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
 from grpolab.runs.selection import PREFIX
 
+LONG = 4.0  # seconds without a row after which the display says how long the step takes
 CELL = "style='text-align:left;vertical-align:middle'"
 
 
@@ -26,9 +30,9 @@ class Dashboard:
             await live.ask(policy, held_out[:3])
 
     `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. `meanings` says in
-    a line what a column of your own is. An interrupt of
-    the cell is marked here and said in one line; the `run` that the loop writes to tells where a rerun goes on, and what its
-    rows were before. What ails the run (`diagnose`) stands below, with the remedy to try.
+    a line what a column of your own is. An interrupt of the cell is marked here and reported in one line; the `run` that the
+    loop writes to gives its earlier rows, and where a rerun goes on. What ails the run (`diagnose`) stands below, with the
+    remedy to try. While no row comes for some seconds, as during an evaluation, it says how long the step takes.
     Outside a notebook it prints a line every tenth of the way, and asks nothing.
     """
 
@@ -46,6 +50,7 @@ class Dashboard:
         self.asked: dict[str, tuple[str, str]] = {}  # question -> (marks so far, latest completion)
         self._began = self._drawn = self._seen = time.monotonic()
         self._ask_after, self._asks = 0.0, 0
+        self._waits = False  # whether a later redraw is scheduled
         self._shell = get_ipython()
         self._handle = display(self, display_id=True) if self._shell is not None else None
         report_interrupts(self)
@@ -58,6 +63,7 @@ class Dashboard:
         self.rows.append(row)
         self._seen = time.monotonic()
         report_interrupts(self)
+        self._redraw_later()
         if self._handle is not None:
             if self.done >= self.steps or self._seen - self._drawn > 1:
                 self._draw()
@@ -65,8 +71,9 @@ class Dashboard:
             print(self)
 
     async def ask(self, policy, problems: Sequence, *, max_new_tokens: int = 32) -> None:
-        """Ask `problems` afresh (one completion each, at temperature 1) and show them with the checker's ✓ or ✗, the earlier
-        marks before it. At most once a second and a tenth of the time; the training stays what it is without it."""
+        """Ask `problems` afresh (one completion each, at temperature 1) and show the checker's ✓ or ✗ after the earlier
+        marks, and the latest completion with an answer that can be read. At most once a second and a tenth of the time; the
+        training stays what it is without it."""
         now = time.monotonic()
         if self._handle is None or (now < self._ask_after and self.done < self.steps):
             return
@@ -75,8 +82,9 @@ class Dashboard:
         self._asks += 1
         found = await evaluate(policy, problems, samples=1, seed=self._asks, max_new_tokens=max_new_tokens)
         for problem, (text,), right in zip(problems, found.texts, found.exact_rates):
-            marks = self.asked.get(problem.question, ("", ""))[0] + "✗✓"[int(right)]
-            self.asked[problem.question] = (marks, text)
+            marks, shown = self.asked.get(problem.question, ("", ""))
+            readable_answer = parse_boxed_answer(text) is not None or parse_boxed_answer(shown) is None
+            self.asked[problem.question] = (marks + "✗✓"[int(right)], text if readable_answer else shown)
         took = time.monotonic() - now
         self._ask_after = now + max(1.0, 10 * took)
         self._draw()
@@ -101,11 +109,32 @@ class Dashboard:
         if self._handle is not None:
             self._handle.update(self)
 
+    def _redraw_later(self) -> None:
+        """Redraw while no row comes, as during an evaluation of a minute, until the cell or the run ends."""
+        if self._handle is None or self._waits or not self.running:
+            return
+
+        def redraw():
+            self._waits = False
+            if in_progress(self):
+                if time.monotonic() - self._seen > LONG:
+                    self._draw()
+                self._redraw_later()
+
+        with suppress(RuntimeError):  # a cell without an event loop shows its rows only
+            asyncio.get_running_loop().call_later(LONG / 2, redraw)
+            self._waits = True
+
+    @property
+    def running(self) -> bool:
+        return 0 < self.done < self.steps and not self.interrupted
+
     def _clock(self) -> str:
         elapsed = self._seen - self._began
         left = elapsed / max(1, len(self.rows) - self._earlier) * (self.steps - self.done)
-        running = 0 < self.done < self.steps and not self.interrupted
-        return f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if running else "")
+        waited = time.monotonic() - self._seen
+        late = f", step {self.done} in progress for {waited:.0f} s" if self._handle is not None and waited > LONG else ""
+        return f"{elapsed:.0f} s" + (f", about {left:.0f} s left{late}" if self.running else "")
 
     def __repr__(self):
         values = "  ".join(f"{c} {readable(self.rows[-1][c])}" for c in self.columns if self.rows and c in self.rows[-1])
@@ -132,9 +161,9 @@ class Dashboard:
         latest = readable(values[-1]) if values else "–"
         strays = bool(values) and metric.strays(values[-1])
         color = f" color:{WARNING}" if strays else ""
-        said = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
+        meaning = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
         cells = (escape(column), f"<b style='{color}'>{latest}{' ⚠' if strays else ''}</b>", sparkline(values),
-                 f"<small>{escape(said)}</small>")
+                 f"<small>{escape(meaning)}</small>")
         return "<tr>" + "".join(f"<td {CELL}>{cell}</td>" for cell in cells) + "</tr>"
 
     def _questions(self) -> str:

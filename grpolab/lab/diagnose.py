@@ -109,7 +109,7 @@ RULES = (
     Rule("the end is lost", "truncated", _no_end,
          "a reward that asks for the end token (finished_and_correct), SFT on ended examples, or a larger max_new_tokens"),
     Rule("the entropy is gone", "entropy", _no_entropy,
-         "a smaller lr, a leash (kl_coef=0.01), a higher upper clip (clip_eps=(0.2, 0.28)), or temperature 1"),
+         "a smaller lr, a KL penalty (kl_coef=0.01), a higher upper clip (clip_eps=(0.2, 0.28)), or temperature 1"),
     Rule("sampler and trainer disagree", "logp_diff", _drift,
          "the same dtype and attention on both sides, no modules that one of them does not see, or sampler_cap=2"),
     Rule("steps that are too large", "ratio_max", _clipped,
@@ -159,14 +159,14 @@ def _of_a_row(row: dict) -> list[Finding]:
 
 def _lasting(rule: Rule, rows: Sequence[dict]) -> Finding | None:
     """The rule's finding where it shows in LASTING of WINDOW rows: since when, and the evidence of the last time."""
-    told = [(row["step"], rule.shows(row)) for row in rows if rule.needs in row]
-    shown = [(place, step, evidence) for place, (step, evidence) in enumerate(told) if evidence]
-    need = min(LASTING, len(told)) or LASTING
-    lasting = [k for k in range(need - 1, len(shown)) if shown[k][0] - shown[k - need + 1][0] < WINDOW]
+    evidences = [(row["step"], rule.shows(row)) for row in rows if rule.needs in row]
+    ill = [(place, step, evidence) for place, (step, evidence) in enumerate(evidences) if evidence]
+    need = min(LASTING, len(evidences)) or LASTING
+    lasting = [k for k in range(need - 1, len(ill)) if ill[k][0] - ill[k - need + 1][0] < WINDOW]
     if not lasting:
         return None
-    _, step, evidence = shown[lasting[-1]]
-    return Finding(rule.illness, shown[lasting[0] - need + 1][1], f"{evidence} (step {step})", rule.remedy)
+    _, step, evidence = ill[lasting[-1]]
+    return Finding(rule.illness, ill[lasting[0] - need + 1][1], f"{evidence} (step {step})", rule.remedy)
 
 
 def _means(rows: Sequence[dict], name: str, window: int = 5) -> list[tuple[int, float]]:
@@ -198,7 +198,7 @@ def _fallen(rows: Sequence[dict]) -> Finding | None:
         if best > 0.05 and mean < best / 2:
             evidence = f"the mean of 5 steps was {best:.2f} at step {best_step} and is {mean:.2f} at step {step}"
             return Finding("the reward has fallen", step, evidence, "the checkpoint before (`bisect` names the step), and from "
-                           "there a smaller lr, clipping, a leash")
+                           "there a smaller lr, clipping, a KL penalty")
     return None
 
 
@@ -215,5 +215,5 @@ def _hacked(rows: Sequence[dict], points: Sequence[tuple[int, float]], judge: st
             evidence = (f"{judge} fell from {best:.2f} (step {at}) to {value:.2f} (step {step}) while the reward went from "
                         f"{reward_at(at):.2f} to {reward_at(step):.2f}: the reward is being gamed")
             return Finding("reward up while the judge falls", step, evidence,
-                           "an earlier checkpoint, a leash, or the judge's own rule as a part of the reward")
+                           "an earlier checkpoint, a KL penalty, or the judge's own rule as a part of the reward")
     return None

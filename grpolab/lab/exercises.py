@@ -7,7 +7,8 @@ How to write one, as three cells in this order (the example is tests/exercise.ip
    of asserts under `@exercise(name, wrong=[...])`. Each assert's message tells the learner what is wrong in his answer;
    `wrong` holds at least one answer that must be refused. An `async def` is awaited: `await check_it(it)` in cell 3.
 3. A code cell tagged `exercise`: its own imports, a stub (a function that returns None, a class or function that raises
-   NotImplementedError, or `answer = ...`), and as its last line the check: `check_leave_one_out(leave_one_out)`.
+   NotImplementedError, or `answer = ...`), and as its last line the check: `check_leave_one_out(leave_one_out)`. It takes
+   the check from the notebook's file (`hidden_check`), so that it runs alone.
 All three run by themselves in a second: they use no variable of another cell and no trained policy. The last line never
 raises; it shows "not solved yet", what is wrong, or that it is right. tests/test_exercises.py runs every exercise of every
 notebook with its stub, with its solution in the stub's place, and with each of its wrong answers.
@@ -17,10 +18,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+from grpolab.lab.notebooks import find
 
 UNSOLVED, WRONG, RIGHT = "not solved yet", "not right yet", "right"
 
@@ -51,7 +55,7 @@ def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
 
     An answer is unsolved while it is None or `...`, while a call of it gives one of these, or raises NotImplementedError.
     The `wrong` answers stay with the check (`check.wrong`) for the tests. An async check is awaited.
-    Raises ValueError where `wrong` is empty: nobody would know whether the check refuses anything.
+    Raises ValueError where `wrong` is empty: a check that refuses nothing would go unnoticed.
     """
     if not wrong:
         raise ValueError(f"exercise {name!r} needs at least one wrong answer that its check refuses")
@@ -78,6 +82,19 @@ def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
         return made
 
     return decorate
+
+
+def hidden_check(notebook: str, name: str) -> Callable:
+    """The check `name` from the cells tagged `check` of a notebook's file, e.g. hidden_check("04_grpo", "check_clip"): for an
+    exercise cell that is run in a new kernel, without the folded cell before it. ValueError where there is none."""
+    (path,) = find([notebook])
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if "check" in cell["metadata"].get("tags", []) and f"def {name}(" in source:
+            names: dict[str, Any] = {"__name__": "__main__"}
+            exec(compile(source, f"<{notebook} {name}>", "exec"), names)  # noqa: S102  (a cell of our own notebook)
+            return names[name]
+    raise ValueError(f"{path} has no cell tagged check that defines {name}")
 
 
 def _verdict(name: str, error: Exception) -> Verdict:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import operator
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -61,6 +63,12 @@ def shortened(**parts: tuple[int, int]) -> str:
     return ", ".join(f"{readable(done)} of {readable(whole)} {name}" for name, (done, whole) in parts.items() if done < whole)
 
 
+def quick_run(quick: bool) -> bool:
+    """A notebook's parameter `quick`, or True where the environment variable GRPOLAB_QUICK is 1: so `make test` shortens the
+    notebooks, whose kernels take no parameters there."""
+    return quick or os.environ.get("GRPOLAB_QUICK", "0") not in ("", "0")
+
+
 class gate:
     """Collect checks, then show them, write them to `results.json`, and raise GateError if any failed.
 
@@ -112,7 +120,7 @@ class gate:
         return self._compare(name, measured, ">", bound, operator.gt, advice)
 
     def record(self, **values):
-        """Numbers that stand in results.json beside the checks without being judged."""
+        """Values that stand in results.json beside the checks without being judged: numbers, tensors, anything with a text."""
         self.values |= values
 
     @property
@@ -186,12 +194,15 @@ def _row(c: Check) -> str:
 
 
 def _plain(value):
-    """JSON has no NaN and no infinity: they are written as text."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+    """What JSON can hold of a value: tensors and arrays as numbers, NaN, infinity and other objects as text."""
+    if hasattr(value, "tolist"):  # of torch or numpy
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    plain = value is None or isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value)
+    return value if plain else str(value)
 
 
 def _display(shown):

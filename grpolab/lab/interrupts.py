@@ -68,6 +68,11 @@ def report_interrupts(live) -> None:
     _unfinished.add(live)
 
 
+def in_progress(live) -> bool:
+    """Whether the cell of this display still runs, and the display has more to show."""
+    return live in _unfinished
+
+
 def _print_interrupt(shell, kind, error, traceback, tb_offset=None) -> None:
     for live in list(_unfinished):
         print(live.stopped())

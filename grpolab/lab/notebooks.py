@@ -59,8 +59,8 @@ def run_beside(numbers: list[str], parameters: dict, jobs: int, *, store: bool =
         command = [sys.executable, "-m", "grpolab", "run", name, *own[name], *["--store"] * store]
         print(f"{name:20} begins", flush=True)
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        said = done.stdout if done.stdout.strip() else done.stderr[-2000:]
-        print(said.rstrip(), flush=True)
+        output = done.stdout if done.stdout.strip() else done.stderr[-2000:]
+        print(output.rstrip(), flush=True)
         return done.returncode
 
     began = time.monotonic()

@@ -1,13 +1,14 @@
 """One function a figure, one palette. Each takes a metrics table and an optional Axes, returns the Axes, and saves nothing.
 
 Colour is meaning and never changes: policy blue, reference and base grey, reward green, KL and warnings vermillion, chosen
-blue against rejected orange (Okabe and Ito's palette, told apart by colour-blind readers), held-out values black dots.
+blue against rejected orange (Okabe and Ito's palette, which colour-blind readers can tell apart), held-out values black dots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import cycle
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -99,11 +100,14 @@ def running_mean(values, window: int):
     return values.rolling(window, min_periods=1, center=True).mean()
 
 
-def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: str, colors: dict[str, str], window=1, ax=None):
-    """One metric over steps for several runs, each labelled at its end."""
-    ax = _axes(ax)
+def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: str, colors: dict[str, str] | None = None,
+           window=1, ax=None):
+    """One metric over steps for several runs, each labelled at its end. A run that `colors` does not name takes the next one
+    of the palette."""
+    ax, palette = _axes(ax), cycle((POLICY, WARNING, REWARD, PURPLE, SKY))
     for name, metrics in runs.items():
-        curve(metrics, column, title=title, ylabel=ylabel, color=colors[name], window=window, label=name, ax=ax)
+        color = (colors or {}).get(name) or next(palette)
+        curve(metrics, column, title=title, ylabel=ylabel, color=color, window=window, label=name, ax=ax)
     ax.margins(x=0.12)
     return ax
 

@@ -12,13 +12,14 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from operator import index
 from pathlib import Path
 
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.restore import as_config, made_of, rebuild, sitting_of, with_threads
+from grpolab.lab.restore import as_config, device_and_dtype, restore, session_at, with_threads
 from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup, Rollout
 from grpolab.runs.checkpoints import computed_on, weights_hash
@@ -84,27 +85,42 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
            reference: Policy | None = None, threads: int | None = None) -> Replay:
     """Generate a recorded rollout again (None: all of the group, all of the step) and compare.
 
-    The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`rebuild`), with as
+    The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`restore`), with as
     many threads as the record names (`threads` takes another number)."""
     step = index(step)  # numpy's numbers, too
-    groups = run.recorder.numbered(step)
-    wanted = chosen(groups, step, group, rollout)
-    sitting = sitting_of(run.recorder.sittings(), step)
-    used = threads or sitting.get("threads")
+    groups, session = run.recorder.numbered(step), session_at(run, step)
+    check_seeded(groups, step, session)
+    places = select(groups, step, group, rollout)
+    threads = threads or session.get("threads")
 
     def work():
-        state = rebuild(run, step, policy=policy, reference=reference)
-        found, now = regenerate(state.policy, state.config, step, groups, wanted, used)
-        return Replay(found, (*state.notes, *differences(sitting, now)), state.kept)
+        state = restore(run, step, policy=policy, reference=reference)
+        rollouts, now = regenerate(state.policy, state.config, step, groups, places, threads)
+        return Replay(rollouts, (*state.notes, *differences(session, now)), state.kept)
 
-    return with_threads(used, work)
+    return with_threads(threads, work)
 
 
 Numbered = Mapping[int, RecordedGroup]  # by the number that a group has in its step
+UNSEEDED = ("atropos", "record", "remote")  # engines of sources whose seeds are not the run's
+OWN_SOURCE = "the rollouts came from a source of their own (grpo_from), and the record does not say whether from its seeds"
 
 
-def chosen(groups: Numbered, step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
-    """(group, rollout) of those asked for; lost ones are left out. ValueError where that leaves none."""
+def check_seeded(groups: Numbered, step: int, session: dict) -> None:
+    """ValueError where the rollouts of a step were not drawn from seeds that the record holds, so that sampling them again
+    would give others and prove nothing."""
+    agents = any("run" in g.parts and not g.turns for g in groups.values())
+    seeds = [[r.seed for r in g.group if r.finish_reason != "lost"] for g in groups.values()]
+    shared = session.get("engine") == "" and any(len(set(of)) < len(of) for of in seeds)
+    if agents or shared or session.get("engine") in UNSEEDED:
+        source = "an agent's calls of the served policy" if agents else "a source of their own (grpo_from)"
+        raise ValueError(f"the rollouts of step {step} came from {source}, not from seeds of the run, so they cannot be "
+                         "sampled again: replay and fork are for runs of grpo and multi_turn_grpo; rollouts(), browse and "
+                         "rescore read this record, too")
+
+
+def select(groups: Numbered, step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
+    """The places (group, rollout) that are asked for, without lost rollouts. ValueError where that leaves none."""
     if group is not None and group not in groups:
         numbers = list(groups)
         held = f"0 to {len(numbers) - 1}" if numbers == list(range(len(numbers))) else ", ".join(map(str, numbers))
@@ -112,65 +128,63 @@ def chosen(groups: Numbered, step: int, group: int | None, rollout: int | None) 
     places = groups if group is None else [group]
     size = max(len(groups[g].group) for g in places)
     if rollout is not None and not 0 <= rollout < size:
-        raise ValueError(f"group {group} of step {step} has rollouts 0 to {size - 1}, not {rollout}")
-    found = [(g, i) for g in places for i in range(len(groups[g].group))
-             if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]
-    if not found:
-        raise ValueError(f"all that was asked for of step {step} was lost with its environment: nothing was written")
-    return found
+        of = f"step {step} has groups of" if group is None else f"group {group} of step {step} has"
+        raise ValueError(f"{of} rollouts 0 to {size - 1}, not {rollout}")
+    selected = [(g, i) for g in places for i in range(len(groups[g].group))
+                if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]
+    if not selected:
+        raise ValueError(f"the selected rollouts of step {step} were lost with their environment: nothing was written")
+    return selected
 
 
 def differences(then: dict, now: dict) -> tuple[str, ...]:
     """What a computation depends on, where it is not as recorded."""
     if not then:
-        return ("on what the step was computed is not known: sittings.json is missing or damaged",)
-    return tuple(f"{name} {now[name]!r}, recorded {then[name]!r}" for name in now
-                 if name not in ("policy", "training") and name in then and then[name] != now[name])
+        return ("the machine and versions of the step are not known: sittings.json is missing or damaged",)
+    changed = tuple(f"{name} {now[name]!r}, recorded {then[name]!r}" for name in now
+                    if name not in ("policy", "training") and then.get(name) and then[name] != now[name])
+    return changed + (OWN_SOURCE,) * (then.get("engine") == "")
 
 
 def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Numbered,
-               wanted: Sequence[tuple[int, int]], threads: int | None) -> tuple[tuple[Replayed, ...], dict]:
-    """The wanted rollouts sampled again: (each compared with its record, on what it was computed now)."""
+               places: Sequence[tuple[int, int]], threads: int | None) -> tuple[tuple[Replayed, ...], dict]:
+    """The rollouts at these places sampled again: (each compared with its record, machine and versions of now)."""
     params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
-    before = [(groups[g].group[i], bool(groups[g].turns)) for g, i in wanted]
+    recorded = [(groups[g].group[i], bool(groups[g].turns)) for g, i in places]
     with Sampler(policy, threads=threads, exact=config.exact) as sampler:
-        single = [r for r, played in before if not played]
+        single = [r for r, episode in recorded if not episode]
         request = sampler.submit([r.prompt for r in single], params=params, seeds=[[r.seed] for r in single])
-        again = iter([g[0] for g in request.result()])
-        found = [_episode(sampler, r, params) if played else next(again) for r, played in before]
+        sampled = iter([g[0] for g in request.result()])
+        again = [_episode(sampler, r, params) if episode else next(sampled) for r, episode in recorded]
         now = computed_on(policy, sampler.engine.name)
-    return tuple(compare(step, g, i, r, a, played) for (g, i), (r, played), a in zip(wanted, before, found)), now
+    return tuple(compare(step, g, i, r, a, episode) for (g, i), (r, episode), a in zip(places, recorded, again)), now
 
 
 def _episode(sampler: Sampler, r: Rollout, params: SamplingParams) -> Rollout:
-    """Turn by turn, with what the environment said as it was recorded."""
-    conversation, said = sampler.conversation(seed=r.seed), list(r.prompt)
+    """Turn by turn, with the recorded text of the environment between."""
+    conversation, context = sampler.conversation(seed=r.seed), list(r.prompt)
     try:
-        for chose, ids in runs_of(r):
-            if chose:
-                conversation.sample_sync(said, replace(params, max_new_tokens=len(ids)))
+        for by_policy, ids in spans(r):
+            if by_policy:
+                conversation.sample_sync(context, replace(params, max_new_tokens=len(ids)))
                 if conversation.turns[-1].tokens != ids:
                     break
             else:
-                said = list(ids)
+                context = list(ids)
         return conversation.rollout()
     finally:
         conversation.close()
 
 
-def runs_of(r: Rollout) -> list[tuple[bool, tuple[int, ...]]]:
-    """Consecutive tokens of one writer: (whether the policy chose them, ids). Two turns without a word between them are told
-    apart by nobody, and sampled as one."""
-    out: list[tuple[bool, list[int]]] = []
-    for token, m in zip(r.tokens, r.mask):
-        if not out or out[-1][0] != bool(m):
-            out.append((bool(m), []))
-        out[-1][1].append(token)
-    return [(chose, tuple(ids)) for chose, ids in out]
+def spans(r: Rollout) -> list[tuple[bool, tuple[int, ...]]]:
+    """Consecutive tokens of one writer: (whether it is the policy, ids). Two turns of the policy with nothing between them
+    are one span, and sampled as one."""
+    writers = groupby(zip(r.mask, r.tokens), key=lambda pair: bool(pair[0]))
+    return [(by_policy, tuple(token for _, token in pairs)) for by_policy, pairs in writers]
 
 
-def compare(step: int, group: int, rollout: int, r: Rollout, a: Rollout, played: bool = False) -> Replayed:
-    """A recorded rollout and the same generated again. How one that was `played` in an environment finished is not asked."""
+def compare(step: int, group: int, rollout: int, r: Rollout, a: Rollout, episode: bool = False) -> Replayed:
+    """A recorded rollout and the same generated again. The finish reason of an episode is its environment's: not compared."""
     n = min(len(r.tokens), len(a.tokens))
     other = next((t for t in range(n) if r.tokens[t] != a.tokens[t]), n)
     nats = max((abs(r.logps[t] - a.logps[t]) for t in range(other)), default=0.0)
@@ -183,7 +197,7 @@ def compare(step: int, group: int, rollout: int, r: Rollout, a: Rollout, played:
         token, parted = n, f"{len(r.tokens)} tokens recorded, {len(a.tokens)} now, equal as far as both go"
     elif bits is not None:
         token, parted = bits, f"the tokens agree; log-probs differ from token {bits} on, by at most {nats:.2g} nats"
-    elif not played and r.finish_reason != a.finish_reason:
+    elif not episode and r.finish_reason != a.finish_reason:
         parted = f"finished as {r.finish_reason!r} in the record, as {a.finish_reason!r} now"
     return Replayed(step, group, rollout, r, a, token, nats, parted)
 
@@ -198,9 +212,9 @@ def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, 
     step = index(step)
     lines = list(run.recorder.lines([step]))
     run.recorder.groups(step)  # says what is missing
-    sitting = sitting_of(run.recorder.sittings(), step)
-    state = with_threads(sitting.get("threads"), lambda: rebuild(run, step, policy=policy, reference=reference))
-    about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "sitting": sitting, "notes": list(state.notes),
+    session = session_at(run, step)
+    state = with_threads(session.get("threads"), lambda: restore(run, step, policy=policy, reference=reference))
+    about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "sitting": session, "notes": list(state.notes),
              "weights": weights_hash(state.policy)}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
@@ -224,24 +238,26 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
             bare = policy is None and not any(name.endswith(WEIGHTS) for name in file.namelist())
             policy = policy if policy or bare else _bundled(file, about)
             groups = {line["group"]: recorded(line) for line in lines}
-            step, sitting, config = index(about["step"]), dict(about["sitting"]), as_config(dict(about["config"]), path)
-            noted, notes = str(about["weights"]), tuple(map(str, about["notes"]))
+            step, session, config = index(about["step"]), dict(about["sitting"]), as_config(dict(about["config"]), path)
+            recorded_hash, notes = str(about["weights"]), tuple(map(str, about["notes"]))
     except FileNotFoundError:
         raise
     except Exception as error:  # each layer of a damaged file, or of one made by others, raises types of its own
         raise ValueError(f"{path} is not a whole bundle of a step ({error}): make it again with run.bundle") from error
     if bare:
-        raise ValueError(f"the bundle of step {step} came without weights: give the policy that has them, hash {noted[:12]}")
-    if (found := weights_hash(policy)) != noted:
-        raise ValueError(f"{policy.name!r} has not the weights of the bundle {path}: their hash is {found[:12]}, that of the "
-                         f"bundle's step {step} {noted[:12]}")
-    used, wanted = threads or sitting.get("threads"), chosen(groups, step, group, rollout)
+        raise ValueError(f"the bundle of step {step} came without weights: give the policy that has them, hash "
+                         f"{recorded_hash[:12]}")
+    if (present := weights_hash(policy)) != recorded_hash:
+        raise ValueError(f"{policy.name!r} has not the weights of the bundle {path}: their hash is {present[:12]}, that of the "
+                         f"bundle's step {step} {recorded_hash[:12]}")
+    check_seeded(groups, step, session)
+    threads, places = threads or session.get("threads"), select(groups, step, group, rollout)
 
     def work():
-        found, now = regenerate(policy, config, step, groups, wanted, used)
-        return Replay(found, (*notes, *differences(sitting, now)), None)
+        rollouts, now = regenerate(policy, config, step, groups, places, threads)
+        return Replay(rollouts, (*notes, *differences(session, now)), None)
 
-    return with_threads(used, work)
+    return with_threads(threads, work)
 
 
 def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
@@ -251,4 +267,4 @@ def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / Path(name).name).write_bytes(file.read(name))
-        return load_policy(folder, **made_of([about["sitting"]]), tell=False)
+        return load_policy(folder, **device_and_dtype([about["sitting"]]), tell=False)

@@ -1,4 +1,4 @@
-"""Another reward over a recorded run, before a training run is spent on it: what it would have paid, and whom."""
+"""Another reward over a recorded run, before it is trained with: the rewards and advantages that it would have given."""
 
 from __future__ import annotations
 
@@ -58,29 +58,26 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
     with a method `batch(texts, problems, rollouts)`, is asked a step at a time. Where it raises, that rollout has no reward
     and a warning says so; where it does for all of a step, that is raised. `kind` of advantage: the run's, or another.
 
-    The text is the whole completion; of an episode, with what the environment said. Nothing is sampled: it tells what the
-    reward would have made of these rollouts, not of those that training on it would have led to. Groups of which the record
+    The text is the whole completion; of an episode, with the text of the environment. Nothing is sampled: the result is the
+    reward of these rollouts, not of those that training on it would have produced. Groups of which the record
     holds a part (keep=n) are left out with a warning; "batch_standardised" needs all of a step (ValueError)."""
     config = config_of(run)
     kind = kind or config.advantage_kind
-    lines: dict[int, list[dict]] = {}
-    parted = 0
+    recorded_lines: dict[int, list[dict]] = {}
     for line in run.recorder.lines(steps, tell=warnings.warn):
-        whole = len(line["tokens"]) >= config.group_size
-        parted += not whole
-        if whole:
-            lines.setdefault(line["step"], []).append(line)
-    if parted:
-        warnings.warn(f"{parted} groups are on the record in part (keep=n), so that nobody knows their mean: left out",
-                      stacklevel=2)
+        recorded_lines.setdefault(line["step"], []).append(line)
+    lines = {step: whole for step, members in recorded_lines.items() if (whole := whole_groups(members, config.group_size))}
+    partial = sum(map(len, recorded_lines.values())) - sum(map(len, lines.values()))
+    if partial:
+        warnings.warn(f"{partial} groups are partly recorded (keep=n) and have no known mean: skipped", stacklevel=2)
     if not lines:
         raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
                          "multi_turn_grpo leave them, unless keep='none'")
-    rollouts, groups, told = [], [], []
+    rollouts, groups, reported = [], [], []
     for step, members in lines.items():
         found, faults = [recorded(line) for line in members], Faults()
-        new = paid_by(reward, [line["completion"] for line in members], found, faults)
-        report(faults, sum(r.finish_reason != "lost" for g in found for r in g.group), told)
+        new = score_recorded(reward, [line["completion"] for line in members], found, faults)
+        report(faults, sum(r.finish_reason != "lost" for g in found for r in g.group), reported)
         for line, g, rewards, a, was in zip(members, found, new, *_advantages(members, found, new, kind)):
             head = {"step": step, "group": line["group"]}
             rollouts += [
@@ -93,8 +90,15 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
     return Rescored(table, pd.DataFrame(groups))
 
 
-def paid_by(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup], faults: Faults | None = None) -> list[list]:
-    """The reward of each rollout of these groups, whose completions are `texts`; None for one that was lost: nobody asks."""
+def whole_groups(lines: list[dict], group_size: int) -> list[dict]:
+    """The groups of a step that the record holds completely: all of a complete step, whose groups may have any size."""
+    complete = sum(len(line["tokens"]) for line in lines) == lines[0]["of"]
+    return lines if complete else [line for line in lines if len(line["tokens"]) >= group_size]
+
+
+def score_recorded(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup],
+                   faults: Faults | None = None) -> list[list]:
+    """The reward of each rollout of these groups, whose completions are `texts`; None for a lost one."""
     there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
     rows, written = [as_problem(g.problem) for g in groups], [[ts[i] for i in places] for ts, places in zip(texts, there)]
     found = ask_any(reward, written, rows, [[g.group[i] for i in places] for g, places in zip(groups, there)], faults)
@@ -111,10 +115,23 @@ def _advantages(lines: list[dict], groups: list[RecordedGroup], rewards: list[li
     new: list[list[float]] = [[]] * len(groups)
     for used in (True, False):
         places = [i for i, g in enumerate(groups) if g.used is used]
-        if places:
-            for i, a in zip(places, advantages(reward_tensor([rewards[i] for i in places]), kind).tolist()):
-                new[i] = a
+        units = [units_of(groups[i]) for i in places]
+        rows = [[None if u is None else rewards[i][u] for u in dict.fromkeys(of)] for i, of in zip(places, units)]
+        width = max(map(len, rows), default=0)
+        rows = [row + [None] * (width - len(row)) for row in rows]
+        for i, of, row in zip(places, units, advantages(reward_tensor(rows), kind).tolist() if rows else ()):
+            by_unit = dict(zip(dict.fromkeys(of), row))
+            new[i] = [0.0 if u is None else by_unit[u] for u in of]
     return new, [list(g.advantages) for g in groups]
+
+
+def units_of(g: RecordedGroup) -> list[int | None]:
+    """For each rollout, the place of the one whose reward it shares: itself, or the last of its agent's run; None where the
+    update did not get it."""
+    runs = g.parts.get("run") if not g.turns else None
+    last = {run: i for i, run in enumerate(runs)} if runs else {}
+    absent = g.absent or (False,) * len(g.group)
+    return [None if absent[i] else last[runs[i]] if runs else i for i in range(len(g.group))]
 
 
 def as_problem(problem: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from operator import index
@@ -43,61 +43,61 @@ class State:
     notes: tuple[str, ...] = ()
 
 
-def rebuild(run: Run, step: int, *, policy: Policy | None = None, reference: Policy | None = None) -> State:
+def restore(run: Run, step: int, *, policy: Policy | None = None, reference: Policy | None = None) -> State:
     """The state before `step` (with the number of the run's steps: at its end). It computes, so call it with the threads of
     the run (`with_threads`). The policy is loaded, or `policy`, whose weights are replaced.
 
-    The `reference` of a run with a leash is its start unless another is given. Raises ValueError where no weights were kept,
-    where a step between is not wholly on the record, and for files that are damaged."""
+    The `reference` of a run with a KL penalty is its start unless another is given. Raises ValueError where no weights were
+    kept, where a step between is not wholly on the record, and for files that are damaged."""
     step, config, kept = index(step), config_of(run), run.kept()
-    eras = eras_of(run)
+    configs = configs_of(run)
     before = [s for s in kept if s <= step]
     if not before or step > config.steps:
         there = f"weights are kept before steps {', '.join(map(str, kept))}" if kept else (
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
         raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
-    policy = policy or load_kept(run)
-    if config_at(eras, step).exact:  # the trainer's forward of such a run, too
+    policy = policy or load_start(run)
+    if config_at(configs, step).exact:  # the trainer's forward of such a run, too
         share_attention(policy.model)
-    optimiser = make_optimiser(policy, config_at(eras, step))
+    optimiser = make_optimiser(policy, config_at(configs, step))
     start = max(before)
-    restore(run, start, policy, optimiser)
+    load_kept_state(run, start, policy, optimiser)
     notes: list[str] = []
     if start < step:
-        configs = [config_at(eras, s) for s in range(start, step)]
-        leashed = any(c.kl_coef for c in configs)
-        reference = reference or (_start_of(run) if leashed else None)
+        of_steps = [config_at(configs, s) for s in range(start, step)]
+        needs_reference = any(c.kl_coef for c in of_steps)
+        reference = reference or (_start_of(run) if needs_reference else None)
         rows = metrics_of(run)
         steps = [run.recorder.whole(s) for s in range(start, step)]
-        policy.model.train(bool(sitting_of(run.recorder.sittings(), start).get("training")))
-        for era in dict.fromkeys(configs):
-            check_reference(policy, reference, era)
-            prove_both(policy, reference, era, longest(steps))
-        for s, groups, era in zip(range(start, step), steps, configs):
-            decay(optimiser, era)
+        policy.model.train(bool(session_at(run, start).get("training")))
+        for config in dict.fromkeys(of_steps):
+            check_reference(policy, reference, config)
+            prove_both(policy, reference, config, longest(steps))
+        for s, groups, config in zip(range(start, step), steps, of_steps):
+            set_weight_decay(optimiser, config)
             used = [g for g in groups if g.used]
             a = torch.tensor([g.advantages for g in used])
             try:
-                with dropout_of(policy, era.seed, s):
-                    row = grpo_update(policy, reference, [g.trained for g in used], era, optimiser, s, a)
+                with dropout_of(policy, config.seed, s):
+                    row = grpo_update(policy, reference, [g.trained for g in used], config, optimiser, s, a)
             except RuntimeError as error:  # the sampler's log-probs on the record are not those of these weights
                 raise ValueError(f"the recorded rollouts of step {s} are not those of the weights kept in {kept[start]}, so "
                                  f"the record or the weights are another run's ({error})") from error
             if not notes and (note := _differing(row, rows.get(s, {}), s)):
                 notes.append(note)
-    decay(optimiser, config_at(eras, step))
-    return State(step, start, policy, optimiser, config_at(eras, step), tuple(notes))
+    set_weight_decay(optimiser, config_at(configs, step))
+    return State(step, start, policy, optimiser, config_at(configs, step), tuple(notes))
 
 
-def decay(optimiser: torch.optim.Optimizer, config: GRPOConfig) -> None:
-    """Bring the weight decay of the configuration: it travels with an optimiser's state, which may be of another one."""
+def set_weight_decay(optimiser: torch.optim.Optimizer, config: GRPOConfig) -> None:
+    """Set the weight decay of this configuration; that of another one may have come with the optimiser's state."""
     for group in optimiser.param_groups:
         group["weight_decay"] = config.weight_decay
 
 
-def sitting_of(sittings: Sequence[dict], step: int) -> dict:
-    """On what the step was computed; nothing where that is not known."""
-    return next((s for s in reversed(sittings) if s["from"] <= step), {})
+def session_at(run: Run, step: int) -> dict:
+    """Machine, versions and threads of the process that computed a step; empty where that is not known."""
+    return next((s for s in reversed(run.recorder.sittings()) if s["from"] <= step), {})
 
 
 def with_threads(threads: int | None, work: Callable[[], T]) -> T:
@@ -126,10 +126,10 @@ def config_of(run: Run) -> GRPOConfig:
     return config
 
 
-Eras = list[tuple[float, GRPOConfig]]
+Configs = list[tuple[float, GRPOConfig]]
 
 
-def eras_of(run: Run) -> Eras:
+def configs_of(run: Run) -> Configs:
     """(up to which step, the configuration of the steps before it), in order; the last one is the run's own, without an end.
     A run that is no fork has that one alone. ValueError for a file that is damaged."""
     path = run.folder / FORKED
@@ -137,18 +137,18 @@ def eras_of(run: Run) -> Eras:
         noted = json.loads(path.read_text())
         if noted["hash"] != data_hash([noted["eras"]]):
             raise ValueError("it is not as it was written")
-        left = [(int(step), as_config(plain, run.shown(path))) for step, plain in noted["eras"]]
+        earlier = [(int(step), as_config(plain, run.shown(path))) for step, plain in noted["eras"]]
     except FileNotFoundError:
-        left = []
+        earlier = []
     except (OSError, TypeError, AttributeError, KeyError, ValueError) as error:
-        raise ValueError(f"{run.shown(path)} cannot be read, so nobody knows with which configuration the steps before the "
-                         f"fork were computed ({error}): fork again") from error
-    return [*left, (math.inf, config_of(run))]
+        raise ValueError(f"{run.shown(path)} cannot be read, so the configuration of the steps before the fork "
+                         f"is not known ({error}): fork again") from error
+    return [*earlier, (math.inf, config_of(run))]
 
 
-def config_at(eras: Eras, step: int) -> GRPOConfig:
+def config_at(configs: Configs, step: int) -> GRPOConfig:
     """The configuration with which a step was computed; after the last step, the run's own."""
-    return next(config for end, config in eras if step < end)
+    return next(config for end, config in configs if step < end)
 
 
 def as_config(plain: dict, where) -> GRPOConfig:
@@ -160,25 +160,25 @@ def as_config(plain: dict, where) -> GRPOConfig:
     return GRPOConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
 
 
-def load_kept(run: Run) -> Policy:
+def load_start(run: Run) -> Policy:
     """The policy that the run started from; ValueError where its files are missing or damaged."""
     folder = run.folder / "replay" / "policy"
     try:
         check_seal(folder)
-        return load_policy(str(folder), **made_of(run.recorder.sittings()), tell=False)
+        return load_policy(str(folder), **device_and_dtype(run.recorder.sittings()), tell=False)
     except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
         raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
                          f"({error}): copy that folder from a whole one, or train again") from error
 
 
-def made_of(sittings: list[dict]) -> dict[str, str | None]:
+def device_and_dtype(sessions: list[dict]) -> dict[str, str | None]:
     """The kind of device that the run computed on, where this machine has it, and the dtype of its parameters."""
-    last = sittings[-1] if sittings else {}
+    last = sessions[-1] if sessions else {}
     device = last["device"] if last.get("device") in ("cpu", "mps") else None
     return {"device": device, "dtype": last.get("dtype", "torch.float32").removeprefix("torch.")}
 
 
-def restore(run: Run, step: int, policy: Policy, optimiser) -> None:
+def load_kept_state(run: Run, step: int, policy: Policy, optimiser) -> None:
     """The kept state before `step` into policy and optimiser; ValueError for one that is damaged or another model's."""
     folder = run.kept()[step]
     try:
@@ -193,18 +193,18 @@ def restore(run: Run, step: int, policy: Policy, optimiser) -> None:
 
 
 def rows_of(run: Run) -> list[dict]:
-    """The rows of a run, of this process or as metrics.csv has them: numbers as numbers, what is none as text."""
+    """The rows of a run, of this process or as metrics.csv has them: numbers as numbers, anything else as text."""
     return [dict(row) for row in run.metrics] or [{k: _value(v) for k, v in row.items() if v} for row in _table(run)]
 
 
 def metrics_of(run: Run) -> dict[int, dict[str, float]]:
     """Step -> the numbers of its row, as metrics.csv has them."""
-    return {int(float(row["step"])): {k: float(v) for k, v in row.items() if _number(v)} for row in _table(run)}
+    return {int(row["step"]): {k: v for k, v in row.items() if isinstance(v, int | float) and v == v} for row in rows_of(run)}
 
 
 def _table(run: Run) -> list[dict[str, str]]:
     """The lines of metrics.csv that name a step; none without the file, ValueError where it is no table."""
-    limit = csv.field_size_limit(2**31 - 1)  # what a curriculum was told may be long
+    limit = csv.field_size_limit(2**31 - 1)  # the state of a curriculum may be long
     try:
         with open(run.folder / "metrics.csv", newline="", errors="replace") as file:
             return [row for row in csv.DictReader(file) if _number(row.get("step"))]
@@ -240,9 +240,9 @@ def longest(steps: list[list[RecordedGroup]]) -> int:
 def _start_of(run: Run) -> Policy:
     kept = run.kept()
     if 0 not in kept:
-        raise ValueError("the run has a leash, and the weights of its start, which its reference may be, are not kept: give "
-                         "the reference")
-    return load_kept(run)
+        raise ValueError("the run has a KL penalty (kl_coef), and the weights of its start, its reference unless another is "
+                         "given, were not kept: pass reference=...")
+    return load_start(run)
 
 
 def _differing(row: dict, recorded: dict, step: int) -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.restore import config_of, longest, rebuild, with_threads
+from grpolab.lab.restore import config_of, longest, restore, with_threads
 from grpolab.lab.tokens import DOWN, QUANTITIES, UP
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
@@ -140,7 +140,7 @@ def _short(x: float | None) -> float | None:
 
 
 def _policy_of(run: Run, what: Policy | int) -> Policy:
-    return what if isinstance(what, Policy) else with_threads(None, lambda: rebuild(run, what)).policy
+    return what if isinstance(what, Policy) else with_threads(None, lambda: restore(run, what)).policy
 
 
 def _name_of(run: Run, what: Policy | int) -> str:

@@ -163,14 +163,14 @@ def tokens_html(tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:
     spans = []
     for i, chosen in zip(ids, mask):
         style = f"background:rgba({UP},.45);" if chosen else ENVIRONMENT
-        spans.append(f"<span style='{style}margin:1px'>{escape(shown(tokenizer.decode([i])))}</span>")
+        spans.append(f"<span style='{style}margin:1px'>{escape(visible(tokenizer.decode([i])))}</span>")
     return f"<div style='font-family:monospace;line-height:1.7;text-align:left'>{BREAK.join(spans)}</div>"
 
 
 def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> str:
     neutral, spans = QUANTITIES[by][1], []
     for t, (token, chosen) in enumerate(zip(rollout.tokens, rollout.mask)):
-        text = shown(policy.tokenizer.decode([token]))
+        text = visible(policy.tokenizer.decode([token]))
         if chosen:
             hover = " · ".join(f"{name} {values[t]:+.2g}" for name, values in numbers.items())
             style = _shade((numbers[by][t] - neutral) * (-1 if by == "kl" else 1), scale)
@@ -193,8 +193,8 @@ def _verdict(policy, rollout: Rollout, answer: int | None) -> str:
     if answer is None:
         return cut
     found = parse_boxed_answer(policy.decode(rollout.tokens))
-    said = "✗ no \\boxed{}" if found is None else "✓ right" if found == answer else f"✗ {found}, not {answer}"
-    return f"{said}, {cut}" if cut else said
+    verdict = "✗ no \\boxed{}" if found is None else "✓ right" if found == answer else f"✗ {found}, not {answer}"
+    return f"{verdict}, {cut}" if cut else verdict
 
 
 def _reward(rollout: Rollout) -> str:
@@ -210,10 +210,10 @@ def _joined(views: Sequence) -> str:
 
 
 def _visible(policy, tokens: Sequence[int]) -> str:
-    return "".join(shown(policy.tokenizer.decode([t])) for t in tokens)
+    return "".join(visible(policy.tokenizer.decode([t])) for t in tokens)
 
 
-def shown(text: str) -> str:
+def visible(text: str) -> str:
     """Text with its spaces and line ends made visible."""
     return text.replace("\n", "↵").replace(" ", "␣")
 

@@ -420,7 +420,7 @@ def _forget(path: Path, process: int, inode: int) -> None:
 
 
 def configured(config) -> dict:
-    """What run.json says of a configuration, with a hash by which `lab.rebuild` sees that it is the one that was written."""
+    """What run.json says of a configuration, with a hash by which `lab.restore` sees that it is the one that was written."""
     plain = _plain_config(config)
     return {"config": plain, "config_hash": data_hash([plain])}
 

@@ -45,6 +45,8 @@ class Masters:
     """An optimiser whose steps are taken on fp32 copies of bf16 parameters, which are then what the copies round to
     (arXiv 1710.03740, section 3.1). A step of 1e-6 on a weight of 1 would otherwise be lost, since bf16 keeps eight bits.
 
+    The gradients of micro-batches add up in fp32 too (`Tensor.grad_dtype`): in bf16 a small share added to a large sum is lost.
+
     Used as a torch optimiser: `param_groups` are the copies, and their state, saved as any other, holds the copies. Where
     somebody else changed a parameter (a loaded checkpoint, a run that begins again), it wins over its copy.
     """
@@ -52,6 +54,9 @@ class Masters:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]):
         self.parameters = list(parameters)
         self.masters = [p.detach().float() for p in self.parameters]
+        for p in self.parameters:
+            if p.grad_dtype != torch.float32:
+                p.grad, p.grad_dtype = None, torch.float32
         self.optimiser = make(self.masters)
 
     @property

@@ -96,11 +96,11 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
     memory = {
         "process": max(0, _resident() - size),
         "parameters": size,
-        "gradients": sum(p.numel() * p.element_size() for p in trained),
+        "gradients": sum(p.numel() * max(4, p.element_size()) for p in trained),
         f"optimiser ({config.optimiser})": int(sum(p.numel() * state(max(4, p.element_size())) for p in trained)),
     }
-    if any(p.dtype == torch.bfloat16 for p in trained):  # optimisers.Masters, and their own gradients
-        memory["master weights"] = 2 * sum(p.numel() * 4 for p in trained)
+    if any(p.dtype == torch.bfloat16 for p in trained):  # optimisers.Masters
+        memory["master weights"] = sum(p.numel() * 4 for p in trained)
     if reference is not None and reference.model is not policy.model:
         memory["reference"] = sum(p.numel() * p.element_size() for p in reference.model.parameters())
     rates, notes = {}, [f"rows of {prompt_tokens} + {completion} tokens, {rows} a step; completions may end earlier"]

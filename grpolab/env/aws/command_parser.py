@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from grpolab.env.aws.clients import check_region
 from grpolab.env.aws.query import compile_query
 
-GLOBAL_OPTIONS = ("--region", "--output", "--query")
 OUTPUTS = ("json", "text", "table")
 MAX_CHARACTERS = 16_384  # of one command; the longest policy that AWS takes is shorter
 
@@ -59,45 +58,35 @@ def _checked_part(part: str) -> str:
     return re.sub(r"\\(\n|.)", lambda escape: "" if escape[1] == "\n" else escape[0], part)
 
 
+class RefusingParser(ArgumentParser):
+    """A parser of options by their full names, made to raise instead of to print and exit."""
+
+    def error(self, message: str) -> None:
+        raise CommandRefused(message)
+
+
 def parse_global_options(words: list[str]) -> tuple[list[str], Namespace]:
     """The words without the global options, and those as a namespace that awscli's handlers read."""
-    options = Namespace(command="", region=None, output="json", query=None, paginate=True, v2_debug=False, debug=False,
-                        endpoint_url=None, profile=None)
-    others, at = [], 0
-    while at < len(words):
-        name, equals, value = words[at].partition("=")
-        at += 1
-        if name == "--no-paginate" and not equals:
-            options.paginate = False
-        elif name in GLOBAL_OPTIONS:
-            if not equals:
-                if at == len(words):
-                    raise CommandRefused(f"argument {name}: expected one argument")
-                value, at = words[at], at + 1
-            setattr(options, name[2:], value)
-        else:
-            others.append(words[at - 1])
-    if options.output not in OUTPUTS:
-        raise CommandRefused(f"argument --output: {options.output:.40} is none of {', '.join(OUTPUTS)}")
+    parser = RefusingParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--region")
+    parser.add_argument("--output", choices=OUTPUTS, default="json")
+    parser.add_argument("--query")
+    parser.add_argument("--no-paginate", dest="paginate", action="store_false")
+    others = Namespace(command="", color="off", v2_debug=False, debug=False, endpoint_url=None, profile=None)
+    options, words = parser.parse_known_args(words, others)
     try:
         if options.region is not None:
             check_region(options.region)
         options.query = None if options.query is None else compile_query(options.query)
     except (ValueError, RecursionError) as error:
         raise CommandRefused(str(error)) from error
-    return others, options
+    return words, options
 
 
 def check_writable(value: Any) -> None:
     """Raise CommandRefused for a parameter, or a part of one, with a character that no answer could hold."""
-    if isinstance(value, str):
-        if match := _UNWRITABLE.search(value):
-            raise CommandRefused(f"character {match.start()} of {value[:40]!r} is {match[0]!r}: leave out control characters "
-                                 "and the like")
-    elif isinstance(value, dict):
-        for name, part in value.items():
-            check_writable(name)
-            check_writable(part)
-    elif isinstance(value, list):
-        for part in value:
-            check_writable(part)
+    if isinstance(value, str) and (match := _UNWRITABLE.search(value)):
+        raise CommandRefused(f"character {match.start()} of {value[:40]!r} is {match[0]!r}: leave out control characters and "
+                             "the like")
+    for part in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_writable(part)

@@ -28,7 +28,7 @@ from botocore import xform_name
 
 from grpolab.env.aws import s3
 from grpolab.env.aws.clients import CONNECTION_ERRORS, AccountGone, check_region, error_text, isolated_session, make_client
-from grpolab.env.aws.command_parser import CommandRefused, check_writable, parse_global_options, split
+from grpolab.env.aws.command_parser import CommandRefused, RefusingParser, check_writable, parse_global_options, split
 from grpolab.env.aws.differences import adapted
 from grpolab.files import data_path
 
@@ -45,17 +45,18 @@ _FILES = re.compile(r"fileb?:/", re.IGNORECASE)
 _parsing = threading.Lock()  # awscli's argument tables are shared, and its handlers change them
 
 
+class _Parser(RefusingParser, ArgTableArgParser):
+    """awscli's parser of an operation's arguments."""
+
+
 @dataclass(frozen=True)
 class Call:
-    """A parsed command: the operation as botocore names it, its parameters, and how the result is printed."""
+    """A parsed command: the operation as botocore names it, its parameters and the global options."""
 
     service: str
     operation: str
     parameters: dict
-    region: str | None = None
-    output: str = "json"
-    query: Any = None
-    paginate: bool = True
+    options: Namespace
     payload: str | None = None  # the member of the result that is a stream
 
     @property
@@ -107,7 +108,7 @@ class Account:
             words, options = parse_global_options(checked(split(line)))
             if words[:1] == ["s3"]:
                 command = s3.parse(words[1:])
-                call = Call("s3", command.operation, {"Bucket": command.bucket}, options.region)
+                call = Call("s3", command.operation, {"Bucket": command.bucket}, options)
                 return Output(True, s3.run(command, self.client("s3", options.region)), "", call)
             if "help" in words[:3]:
                 return Output(True, usage(words), "")
@@ -121,18 +122,17 @@ class Account:
 
     def call(self, call: Call) -> str:
         """Send a parsed command and print its result. Raises CommandRefused with the service's error, AccountGone."""
-        printed, parameters = io.StringIO(), adapted(call.operation, call.parameters)
+        printed, parameters, options = io.StringIO(), adapted(call.operation, call.parameters), call.options
         try:
-            client = self.client(call.service, call.region)
+            client = self.client(call.service, options.region)
             name = xform_name(call.operation)
-            if call.paginate and client.can_paginate(name):
+            if options.paginate and client.can_paginate(name):
                 result = client.get_paginator(name).paginate(**parameters)
             else:
                 result = getattr(client, name)(**parameters)
             if call.payload is not None and call.payload in result:
                 printed.write(result.pop(call.payload).read(BODY_CHARACTERS).decode("utf-8", "replace"))
-            shape = Namespace(query=call.query, output=call.output, color="off")
-            get_formatter(call.output, shape)(call.operation, result, printed)
+            get_formatter(options.output, options)(call.operation, result, printed)
         except CONNECTION_ERRORS as error:
             raise AccountGone(f"the account at {self.endpoint} does not answer: {error}") from error
         except Exception as error:  # noqa: BLE001  a made-up token or query ends paginators and formatters in many ways
@@ -181,7 +181,7 @@ def _parse(service: str, operation: str, words: list[str], options: Namespace) -
         # The events and steps are those of awscli.clidriver.ServiceOperation, which would end in a call of its own client.
         session.emit(f"before-building-argument-table-parser.{service}.{operation}", argument_table=table, args=words,
                      session=session, parsed_globals=options)
-        values, extra = _RaisingParser(table).parse_known_args(words)
+        values, extra = _Parser(table).parse_known_args(words)
         if extra:
             raise CommandRefused(f"Unknown options: {', '.join(extra)}")
         session.emit(f"operation-args-parsed.{service}.{operation}", parsed_args=values, parsed_globals=options)
@@ -197,8 +197,7 @@ def _parse(service: str, operation: str, words: list[str], options: Namespace) -
     except Exception as error:  # noqa: BLE001  shorthand, JSON and its customisations raise whatever they meet
         raise CommandRefused(error_text(error)) from error
     payload = model.output_shape.serialization["payload"] if model.has_streaming_output else None
-    return Call(model.service_model.service_name, model.name, parameters, options.region, options.output, options.query,
-                options.paginate, payload)
+    return Call(model.service_model.service_name, model.name, parameters, options, payload)
 
 
 def _check_options(words: list[str], table: dict) -> None:
@@ -232,13 +231,6 @@ def usage(words: list[str]) -> str:
         options = [argument.cli_name if argument.required else f"[{argument.cli_name}]" for argument in table.values()
                    if argument.cli_name not in UNAVAILABLE]
     return f"aws {service} {operation} {' '.join(options)}\n"
-
-
-class _RaisingParser(ArgTableArgParser):
-    """awscli's parser of arguments, made to raise instead of to print and exit."""
-
-    def error(self, message: str) -> None:
-        raise CommandRefused(message)
 
 
 @cache

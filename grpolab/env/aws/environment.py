@@ -222,7 +222,7 @@ def deleting_command(call: Call) -> str | None:
         command = command.format_map(values)
     except KeyError:
         return None
-    return f"{command} --region {call.region}" if call.region else command
+    return f"{command} --region {call.options.region}" if call.options.region else command
 
 
 def read_command(action: dict) -> str:

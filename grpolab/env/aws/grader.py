@@ -63,7 +63,8 @@ def _check(task: str, criterion: Mapping[str, Any], client: Clients, answers: di
         held = holds(comparison, criterion[comparison], _values(criterion, client, answers))
     except CONNECTION_ERRORS as error:
         raise AccountGone(f"task {task!r} could not be graded: {error}") from error
-    except (ResponseParserError, exceptions.InvalidRegionError):  # readable at the start: what was typed has spoilt it
+    # readable at the start: what was typed has spoilt it
+    except (ResponseParserError, exceptions.InvalidRegionError, RecursionError):
         held = False
     except (exceptions.BotoCoreError, exceptions.ClientError) as error:
         raise GradingError(f"task {task!r}: {read} failed: {error}") from error

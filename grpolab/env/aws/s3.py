@@ -1,4 +1,4 @@
-"""`aws s3 ls | mb | rb | rm`, written by hand: the CLI's own commands transfer files and dial the real service."""
+"""`aws s3 ls | mb | rb | rm`, written by hand: the CLI's own commands transfer files and connect to AWS."""
 
 from __future__ import annotations
 

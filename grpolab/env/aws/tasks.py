@@ -90,7 +90,7 @@ def hints_of(services: Iterable[str], solution: Iterable[str]) -> tuple[str, ...
 
 
 def _without_inner_slots(line: str) -> str:
-    """A line without the slots that stand inside a taken id, so that this one can be read."""
+    """A line without the slots that stand inside a reference, so that the reference can be read."""
     return re.sub(r"<([0-9]+:[^<>]*)<[^<>]*>([^<>]*)>", r"<\1\2>", line)
 
 
@@ -176,7 +176,7 @@ def pick_drifts(task: Task, seed: int) -> tuple[int, ...]:
 def play(lines: Iterable[str], run: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
     """Run lines one after another, ids of earlier outputs filled in; yields each line as it was run, with its output.
 
-    `run` takes a line and gives an output with `stdout`. Raises ValueError where an earlier output lacks what is taken.
+    `run` takes a line and gives an output with `stdout`. Raises ValueError where an earlier output lacks what a line refers to.
     """
     printed: list[str] = []
     for line in lines:
