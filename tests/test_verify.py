@@ -216,3 +216,9 @@ def test_fp32_is_proved_without_tf32():
 
 def test_the_length_of_chunks_is_a_threshold():
     assert thresholds(SimpleNamespace(to_dict=lambda: {"attention_chunk_size": 24, "vocab_size": 100})) == [24]
+
+
+def test_the_context_of_a_composite_model_is_that_of_its_text():
+    config = AutoConfig.for_model("gemma3")
+    assert not hasattr(config, "max_position_embeddings")
+    assert load.steady_context(config) == config.text_config.max_position_embeddings

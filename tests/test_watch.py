@@ -238,14 +238,14 @@ def test_models_of_peft_are_sampled(inside):
 def test_looking_costs_little_beside_a_step():
     """Counted in calls: a module of the model costs a few dictionary look-ups, none of its tensors is read."""
     policy, calls = tiny_policy(), 0
-    watch = Snapshot(policy)
+    snapshot = Snapshot(policy)
 
     def trace(frame, event, arg):
         nonlocal calls
         calls += event in ("call", "c_call")
 
     sys.setprofile(trace)
-    watch.modules_changed(deep=False), watch.weights_changed(False)
+    snapshot.structure_changed(deep=False), snapshot.weights_changed(False)
     sys.setprofile(None)
     assert calls < 10 * len(list(policy.model.modules()))
 
