@@ -269,7 +269,8 @@ def add_up(model, metrics: dict, place: str) -> dict:
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds = dict.fromkeys((p.dtype, p.device) for p in trained)
     alike = [[p for p in trained if (p.dtype, p.device) == kind] for kind in kinds]
-    flat = [torch.cat([(torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad).flatten() for p in ps]) for ps in alike]
+    flat = [torch.cat([(torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad).flatten() for p in ps])
+            for ps in alike]
     said = exchange(place, [metrics, [p.grad is not None for ps in alike for p in ps]])
     given = iter([any(has) for has in zip(*(has for _, has in said))])
     for ps, buffer in zip(alike, flat):
