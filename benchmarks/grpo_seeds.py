@@ -131,7 +131,9 @@ async def in_bf16(seed: int) -> dict:
     seconds = round(time.perf_counter() - began, 1)
     learned, after = await measure(policy, seed)
     gains = {"gain": str(improvement(before[0], after[0])), "gain_sampled": str(improvement(before[1], after[1]))}
-    told = {"start": start["greedy"], "rounded": rounded["greedy"], "logp_diff_max": max(drift), "seconds": seconds}
+    drift = [d for d in drift if d == d]  # a step without a signal has none
+    told = {"start": start["greedy"], "rounded": rounded["greedy"], "logp_diff_max": max(drift, default=None),
+            "seconds": seconds}
     return told | learned | gains
 
 

@@ -86,9 +86,10 @@ def test_informative_is_two_different_rewards():
 def test_group_health_shares():
     rewards = adv.reward_tensor([[0, 0, 0], [0, 1, 0], [1, 1, 1], [1, None, 1], [None, None, None], [0.2, 0.1, 0.2]])
     assert adv.group_health(rewards) == pytest.approx(
-        {"all_wrong": 2 / 5, "mixed": 1 / 5, "all_right": 2 / 5, "uninformative": 3 / 5}
+        {"all_wrong": 1 / 5, "mixed": 2 / 5, "all_right": 2 / 5, "uninformative": 3 / 5}
     )
-    assert adv.group_health(rewards, right=0.15)["mixed"] == pytest.approx(2 / 5)
+    graded = adv.group_health(adv.reward_tensor([[0.2, 0.7], [0.5, 0.5], [1.0, 1.5]]))  # whose rewards differ, right or not
+    assert graded == pytest.approx({"all_wrong": 1 / 3, "mixed": 2 / 3, "all_right": 0, "uninformative": 1 / 3})
     assert adv.group_health(torch.full((2, 3), NAN))["mixed"] == 0.0
 
 

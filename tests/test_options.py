@@ -208,6 +208,13 @@ class Trial:
         with monkeypatch.context() as patch:
             if foreign:
                 patch.setattr(importlib.import_module("grpolab.train.grpo"), "Sampler", Foreign)
+            begin = Run.begin
+
+            def noting_the_attention(*args):  # while the sampler is open
+                self.attention = attention_of(self.policy.model)
+                return begin(*args)
+
+            patch.setattr(Run, "begin", noting_the_attention)
             hooks = self.watch(patch, watched == "layers") if watched else []
             try:
                 asyncio.run(self.walk(tmp_path))
@@ -216,7 +223,6 @@ class Trial:
         for hook in hooks:
             hook.remove()
         self.policy.model.base_model.embed_tokens.__class__ = torch.nn.Embedding
-        self.attention = attention_of(self.policy.model)
         self.end = [p.detach().clone() for p in self.policy.model.parameters()]
 
     def watch(self, patch, hooked):
@@ -508,3 +514,22 @@ def test_configurations_compare_by_all_their_fields():
     for config in CASES:
         names = {f.name for f in fields(config) if f.compare}
         assert dataclasses.asdict(config()).keys() == names == {f.name for f in fields(config)}
+
+
+# --- what a configuration refuses before anything is sampled -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, options, said", [
+    (GRPOConfig, {"aggregation": "tokens"}, "aggregation must be one of"),
+    (GRPOConfig, {"advantage_kind": "std"}, "advantage_kind"),
+    (GRPOConfig, {"kl_kind": "foo"}, "kl_kind must be one of"),
+    (GRPOConfig, {"clip_eps": 0.2}, r"clip_eps must be \(low, high\)"),
+    (GRPOConfig, {"clip_eps": (-0.1, 0.2)}, "not negative"), (GRPOConfig, {"ratio": "tokens"}, "ratio must be one of"),
+    (GRPOConfig, {"objective": "cispo", "dual_clip": 3.0}, "is for objective 'ppo'"),
+    (GRPOConfig, {"dual_clip": 0.5}, "above 1"),
+    (DPOConfig, {"label_smoothing": 0.9}, r"in \[0, 0.5\)"), (DPOConfig, {"kind": "ipo", "label_smoothing": 0.1}, "'sigmoid'"),
+    (DPOConfig, {"kind": "dpo"}, "kind must be one of"), (SFTConfig, {"schedule": "linear"}, "schedule must be"),
+])
+def test_a_configuration_that_cannot_be_trained_is_refused_when_it_is_made(kind, options, said):
+    with pytest.raises(ValueError, match=said):
+        kind(**options)

@@ -77,14 +77,14 @@ def informative(rewards: Tensor) -> Tensor:
 
 
 def group_health(rewards: Tensor, right: float = 1.0) -> dict[str, float]:
-    """Shares of the groups (those with any reward): all_wrong, mixed and all_right add to 1; a rollout is right from
-    a reward of `right` on. `uninformative` is the share with all rewards equal.
+    """Shares of the groups (those with any reward), which add to 1: `mixed`, whose rewards differ, so that only they have a
+    gradient from the reward; and of those whose rewards are all equal `all_right`, from a reward of `right` on, and
+    `all_wrong`. `uninformative` is the share of both.
     """
     rewards = _checked(rewards)
     rewards = rewards[~rewards.isnan().all(1)]
-    rights, n = (rewards >= right).sum(1), (~rewards.isnan()).sum(1)
-    shares = {"all_wrong": rights == 0, "mixed": (0 < rights) & (rights < n), "all_right": rights == n,
-              "uninformative": ~informative(rewards)}
+    mixed, right_at_all = informative(rewards), (rewards >= right).any(1)
+    shares = {"all_wrong": ~mixed & ~right_at_all, "mixed": mixed, "all_right": ~mixed & right_at_all, "uninformative": ~mixed}
     return {k: v.float().mean().item() if len(rewards) else 0.0 for k, v in shares.items()}
 
 

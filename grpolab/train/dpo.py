@@ -35,8 +35,9 @@ class DPOConfig(Optimisation):
         super().__post_init__()
         if self.batch_size < 1 or not self.beta > 0:
             raise ValueError(f"batch_size must be at least 1 and beta positive, got {self}")
-        if self.kind not in losses.DPO_KINDS:
-            raise ValueError(f"kind must be one of {losses.DPO_KINDS}, got {self.kind!r}")
+        if not 0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.kind != "sigmoid"):
+            raise ValueError(f"label_smoothing is in [0, 0.5) and for kind 'sigmoid', got {self.label_smoothing} with "
+                             f"{self.kind!r}")
 
 
 async def dpo(

@@ -145,7 +145,7 @@ def grpo_update(
     the forward pass, and a minibatch of such groups is no step. `off_policy` adds `importance` to the row, by a forward pass
     more where config.sampler_cap does not make it anyway."""
     if not groups:
-        return {"trained_groups": 0, "trained_tokens": 0}
+        return _unmeasured(config) | {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
     kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
     ordered = sorted(kept, key=lambda i: tokens_of([groups[i]]))
@@ -174,12 +174,20 @@ def grpo_update(
             rows.append(metrics | apply_gradient(policy, optimiser, config, step))
     size = {"trained_groups": len(kept), "trained_tokens": tokens_of([groups[i] for i in kept])}
     if not rows:
-        return size
+        return _unmeasured(config) | size
     row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
     before = {k: rows[0][k] for k in ("logp_diff", "logp_diff_max")}  # sampler against trainer: the policy has not moved yet
     if own:
         size |= importance([x for i in kept for x in own[i]], [r for i in kept for r in groups[i]], config.sampler_cap)
     return row | before | size
+
+
+def _unmeasured(config: GRPOConfig) -> dict:
+    """The columns of an update as NaN, for a step in which no group had a signal: a row's names are always the same."""
+    names = ["policy_loss", "ratio", "ratio_max", "clip_low", "clip_high", "logp_diff", "logp_diff_max", "entropy", "grad_norm",
+             "lr"]
+    names += ["clip_dual"] * (config.dual_clip is not None) + ["sampler_weight", "sampler_capped"] * bool(config.sampler_cap)
+    return dict.fromkeys(names, float("nan"))
 
 
 def nearly_equal(items: Sequence, parts: int) -> list[Sequence]:

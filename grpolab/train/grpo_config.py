@@ -59,6 +59,14 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"sampler_cap must be None or at least 1, got {self.sampler_cap}")
         if self.max_logp_diff is not None and not min(self.max_logp_diff) > 0:
             raise ValueError(f"max_logp_diff must be None or (mean, largest), both positive, got {self.max_logp_diff}")
+        eps = self.clip_eps
+        if not (isinstance(eps, tuple | list) and len(eps) == 2 and all(isinstance(x, int | float) and x >= 0 for x in eps)):
+            raise ValueError(f"clip_eps must be (low, high), distances of the ratio from 1 that are not negative, got {eps!r}")
+        if self.dual_clip is not None and not (self.dual_clip > 1 and self.objective == "ppo"):
+            raise ValueError(f"dual_clip must be None or above 1, and is for objective 'ppo', got {self.dual_clip} with "
+                             f"{self.objective!r}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}: greedy rollouts of a group are all equal")
         if self.group_size < 1 or self.prompts_per_step < 1 or self.inner_epochs < 1:
             raise ValueError(f"group_size, prompts_per_step and inner_epochs must be at least 1, got {self}")
         if self.group_size == 1 and not self.kl_coef:

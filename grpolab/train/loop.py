@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -75,6 +75,10 @@ class Optimisation:
             raise ValueError(f"max_grad_norm must be positive, got {self.max_grad_norm}; float('inf') clips nothing")
         if self.warmup < 0 or not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise ValueError(f"warmup and weight_decay must be at least 0, got {self.warmup} and {self.weight_decay}")
+
+        for name, hint in get_type_hints(type(self)).items():
+            if name != "optimiser" and get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f"{name} must be one of {get_args(hint)}, got {getattr(self, name)!r}")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step 0, 1, ..., steps - 1."""

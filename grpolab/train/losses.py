@@ -345,7 +345,7 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
 
     r = RATIOS[ratio](logps, old_logps, keep)
     x = OBJECTIVES[objective](r, a, logps, clip_eps)
-    if dual_clip is not None and objective == "ppo":
+    if dual_clip is not None:
         x = dual_clipped(x, a, dual_clip)
     if sampler_logps is not None:
         x = x * sampler_weight(old_logps, sampled, sampler_cap)
@@ -379,8 +379,9 @@ def _check_policy_options(advantages, mask, objective, ratio, clip_eps, dual_cli
         raise ValueError(f"ratio must be one of {tuple(RATIOS)}, got {ratio!r}")
     if min(clip_eps) < 0:
         raise ValueError(f"clip_eps (low, high) are distances from a ratio of 1 and cannot be negative, got {clip_eps}")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip bounds the ratio of negative advantages and must exceed 1, got {dual_clip}")
+    if dual_clip is not None and not (dual_clip > 1 and objective == "ppo"):
+        raise ValueError(f"dual_clip bounds the ratio of negative advantages under 'ppo' and must exceed 1, got "
+                         f"{dual_clip} with {objective!r}")
     if not sampler_cap >= 1:
         raise ValueError(f"sampler_cap must be at least 1, or it shrinks the on-policy tokens too, got {sampler_cap}")
     if advantages.shape not in (mask.shape[:1], mask.shape):
