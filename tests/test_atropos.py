@@ -65,7 +65,7 @@ def test_a_group_goes_out_and_comes_back():
     assert item["tokens"] == [[5, 6, 7, 8, 9, 1], [5, 6, 7, 1]] and item["scores"] == [1.0, 0.0]
     assert item["masks"] == [[-100, -100, 7, -100, 9, 1], [-100, -100, 7, 1]]
     assert item["inference_logprobs"] == [[1.0, 1.0, -0.5, 1.0, -0.5, -0.5], [1.0, 1.0, -0.5, -0.5]]
-    assert as_group(json.loads(json.dumps(item)), vocab=100, temperature=1.0) == PAIR
+    assert as_group(json.loads(json.dumps(item)), vocab=100, temperature=1.0, context=6, eos_ids=(1,)) == PAIR
     for reward in (None, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="leave it out"):
             as_scored(Group((rollout([7], reward),)))
@@ -95,6 +95,37 @@ WRONG = [
 def test_what_the_api_lets_through_is_refused_here(change, said):
     with pytest.raises(ValueError, match=said):
         as_group(as_scored(PAIR) | change, vocab=100, temperature=1.0)
+
+
+def test_an_end_a_length_and_a_mask_are_what_they_say():
+    item = as_scored(PAIR)
+    assert [r.finish_reason for r in as_group(item, 100, 1.0, eos_ids=(2,))] == ["length", "length"]
+    with pytest.raises(ValueError, match="a sequence of 6 tokens came, and this trainer registered for at most 5"):
+        as_group(item, 100, 1.0, context=5)
+    with pytest.raises(ValueError, match="a mask holds 3 where the token is 7"):
+        as_group(item | {"masks": [[-100, -100, 3, -100, 9, 1], item["masks"][1]]}, 100, 1.0)
+    assert as_group(item | {"overrides": [{}, {}]}, 100, 1.0, eos_ids=(1,)) == PAIR  # nothing is overridden
+
+
+def test_a_group_that_does_not_fit_costs_itself(tiny):
+    class Trainer:
+        max_token_len = 6
+
+        class caller:
+            async def ask(*_):
+                return {"queue_size": 0}
+
+        async def batch(self):
+            return batches.pop()
+
+    item = as_scored(PAIR)
+    batches = [[item | {"scores": [float("nan"), 0.0]}], [item | {"scores": [float("nan"), 0.0]}, item]]
+    source = atropos_source(Trainer(), tiny, GRPOConfig())
+    with pytest.warns(UserWarning, match="1 of 2 groups were left out: a sequence came with the score nan"):
+        drawn = asyncio.run(source(0))
+    assert len(drawn.groups) == 1 and drawn.row["refused_groups"] == 1
+    with pytest.raises(ValueError, match="no group of the batch can be trained on"):
+        asyncio.run(source(1))
 
 
 def test_training_from_an_environment(tiny, api):

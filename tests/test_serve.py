@@ -21,6 +21,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.serve import routes as doors
 from grpolab.serve.service import serve_policy
+from grpolab.serve.state import Service
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 IDS = {"return_token_ids": True}
@@ -193,7 +194,7 @@ def test_a_blocking_client_in_a_running_loop(tiny):
         async with served(tiny) as (service, _):
             with OpenAI(base_url=service.url + "/v1", api_key="-", timeout=20) as client:
                 assert chat(client, max_tokens=4).choices[0].message.content
-                assert [m.id for m in client.models.list()] == ["tiny"]
+                assert [m.id for m in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
 
     asyncio.run(main())
 
@@ -397,6 +398,32 @@ def test_more_rows_than_it_takes(tiny):
             with pytest.raises(openai.RateLimitError, match="3 completions are in progress.*takes 4"):
                 await chat(client, n=2, max_tokens=4)
             asking.cancel()
+
+    asyncio.run(main())
+
+
+def test_no_more_rows_than_it_takes_enter_after_a_wait_for_weights(tiny, monkeypatch):
+    long = {"ignore_eos": True}
+
+    async def loading(service):
+        await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(Service, "admitted", loading)
+
+    async def main():
+        async with served(tiny, max_rows=4) as (service, client):
+            asking = [chat(client.with_options(max_retries=0), max_tokens=480, extra_body=long) for _ in range(12)]
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+            assert sum(isinstance(answer, openai.RateLimitError) for answer in answers) == 8
+
+    asyncio.run(main())
+
+
+def test_penalties_that_change_nothing_are_taken(tiny):
+    async def main():
+        async with served(tiny) as (service, client):
+            neutral = {"repetition_penalty": 1.0, "logit_bias": {}}
+            assert (await chat(client, max_tokens=4, presence_penalty=0.0, frequency_penalty=0, extra_body=neutral)).choices
 
     asyncio.run(main())
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,11 +46,13 @@ def as_scored(group: Group, temperature: float = 1.0) -> dict:
     }
 
 
-def as_group(item: dict, vocab: int, temperature: float) -> Group:
-    """ScoredData as a group with its rewards; `vocab` ids and the loss's `temperature` are what it must fit. ValueError names
-    what does not. `ref_logprobs` and `messages` are not read: a leash is the trainer's own reference."""
+def as_group(item: dict, vocab: int, temperature: float, context: int | None = None, eos_ids: Sequence[int] = ()) -> Group:
+    """ScoredData as a group with its rewards; `vocab` ids, the loss's `temperature` and `context` tokens a sequence are what it
+    must fit. ValueError names what does not. A sequence that ends in one of `eos_ids` was ended by the policy, another was cut.
+    `ref_logprobs` and `messages` are not read: a KL penalty is to the trainer's own reference."""
     for name in UNSUPPORTED:
-        if item.get(name):
+        sent = item.get(name)
+        if any(sent) if isinstance(sent, list) else sent:
             raise ValueError(f"an environment sent {name!r}, which this trainer does not know: switch it off there")
     params = item.get("generation_params") or {}
     said = params.get("temperature", 1.0)
@@ -64,14 +67,19 @@ def as_group(item: dict, vocab: int, temperature: float) -> Group:
     if len(set(sizes.values())) != 1 or not tokens:
         raise ValueError(f"half a group came: {sizes}")
     try:
+        longest = max(map(len, tokens))
+        if context is not None and longest > context:
+            raise ValueError(f"a sequence of {longest} tokens came, and this trainer registered for at most {context}: lower "
+                             "the environment's --env.max_token_length")
         version = int(params.get("policy_version", 0))
-        return Group(tuple(_rollout(*of, version=version, vocab=vocab) for of in zip(tokens, masks, scores, logps)))
+        return Group(tuple(_rollout(*of, version=version, vocab=vocab, eos_ids=eos_ids)
+                           for of in zip(tokens, masks, scores, logps)))
     except TypeError as error:
         raise ValueError(f"a group came in another shape than ScoredData has: {error}") from None
 
 
 def _rollout(ids: Sequence[int], masks: Sequence[int], score: Any, logps: Sequence[float], *, version: int,
-             vocab: int) -> Rollout:
+             vocab: int, eos_ids: Sequence[int]) -> Rollout:
     if not len(ids) == len(masks) == len(logps):
         raise ValueError(f"a sequence came with {len(ids)} tokens, {len(masks)} masks and {len(logps)} log-probs: there must "
                          "be one for each token")
@@ -85,13 +93,18 @@ def _rollout(ids: Sequence[int], masks: Sequence[int], score: Any, logps: Sequen
     if first in (0, len(masks)):
         raise ValueError("a sequence came " + ("without a prompt: its first token is trained" if first == 0 else
                                                f"with all its {len(masks)} tokens masked") + ", so there is nothing to train")
+    other = next(((m, t) for m, t in zip(masks, ids) if m not in (MASKED, t)), None)
+    if other is not None:
+        raise ValueError(f"a mask holds {other[0]} where the token is {other[1]}: a mask is the token, or {MASKED} "
+                         "where the policy did not choose it")
     mask = tuple(int(m != MASKED) for m in masks[first:])
     bad = next((x for x, m in zip(logps[first:], mask) if m and not (math.isfinite(x) and x <= 0)), None)
     if bad is not None:
         raise ValueError(f"a trained token came with the log-prob {bad}, which is none (masked positions have {NO_LOGP}): the "
                          "environment's inference_logprobs are shifted or missing")
     own = tuple(float(x) if m else 0.0 for x, m in zip(logps[first:], mask))
-    return Rollout(tuple(ids[:first]), tuple(ids[first:]), mask, own, own, "eos", policy_version=version, reward=float(score))
+    reason = "eos" if ids[-1] in eos_ids else "length"
+    return Rollout(tuple(ids[:first]), tuple(ids[first:]), mask, own, own, reason, policy_version=version, reward=float(score))
 
 
 class AtroposTrainer:
@@ -142,12 +155,22 @@ def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) 
     """A batch a step. Groups may differ in size: an empty rollout without reward fills up the smaller ones."""
     async def source(step: int) -> Drawn:
         vocab = len(policy.model.get_input_embeddings().weight)
-        groups = [as_group(item, vocab, config.temperature) for item in await trainer.batch()]
+        groups, refused = [], []
+        for item in await trainer.batch():  # a group that does not fit costs itself
+            try:
+                groups.append(as_group(item, vocab, config.temperature, trainer.max_token_len, policy.eos_ids))
+            except ValueError as error:
+                refused.append(error)
+        if not groups:
+            raise ValueError(f"no group of the batch can be trained on: {refused[0]}") from refused[0]
+        if refused:
+            warnings.warn(f"{len(refused)} of {len(refused) + len(groups)} groups were left out: {refused[0]}", stacklevel=2)
         size = max(map(len, groups))
         filled = [Group((*g, *[Rollout(g[0].prompt, (), (), (), (), "lost")] * (size - len(g)))) for g in groups]
         state = await trainer.caller.ask("GET", "/status")
         behind = policy.version - min(r.policy_version for g in groups for r in g)
-        return Drawn(filled, {"staleness": behind, "queued_groups": state.get("queue_size", 0)}, engine="atropos")
+        return Drawn(filled, {"refused_groups": len(refused), "staleness": behind, "queued_groups": state.get("queue_size", 0)},
+                     engine="atropos")
 
     return source
 

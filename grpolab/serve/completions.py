@@ -53,10 +53,10 @@ class Answer:
         if wanted > service.max_rows:
             raise Refused(400, f"this request asks for {wanted} completions, and this service takes {service.max_rows} at a "
                                "time; send several with fewer", "n")
+        await service.admitted()  # before the count: whoever waited here adds to it at once
         if service.rows + wanted > service.max_rows:
             raise Refused(429, f"{service.rows} completions are in progress, and this service takes {service.max_rows} at a "
                                f"time; this request asks for {wanted}: send it again later")
-        await service.admitted()
         if self.asked.least > self.policy.version:
             raise Refused(409, f"this service has the weights of version {self.policy.version}, and the request accepts none "
                                f"before {self.asked.least}: publish them first", "min_policy_version", "stale_weights")

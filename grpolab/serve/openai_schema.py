@@ -83,7 +83,7 @@ def read_request(kind: str, content: dict, models: Sequence[str]) -> Asked:
     given = {name: value for name, value in content.items() if value is not None}
     known = FIELDS[kind]
     for name, value in given.items():
-        if name not in known and not (name in NEUTRAL and NEUTRAL[name] == value and type(NEUTRAL[name]) is type(value)):
+        if name not in known and not _neutral(name, value):
             raise Refused(400, f"this service does not support {name[:80]!r} (sent: {_shown(value)}); leave it out. It takes: "
                                + ", ".join(sorted(known)), name[:80], "unsupported_parameter")
     named = _take(given, "model", str, None)
@@ -107,6 +107,11 @@ def read_request(kind: str, content: dict, models: Sequence[str]) -> Asked:
                            "logprobs=0", "logprobs")
     return Asked("text", max_tokens=_max_tokens(given), prompts=_prompts(given.get("prompt")), logprobs="logprobs" in given,
                  **common)
+
+
+def _neutral(name: str, value: Any) -> bool:
+    """Whether an unsupported field is sent with the value that changes nothing; 0.0 is 0, and false is not."""
+    return name in NEUTRAL and NEUTRAL[name] == value and isinstance(value, bool) == isinstance(NEUTRAL[name], bool)
 
 
 def _shown(value: Any) -> str:

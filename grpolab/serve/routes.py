@@ -51,6 +51,14 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
     async def models(_):
         return JSONResponse({"object": "list", "data": service.model_cards()})
 
+    async def model(request: Request):
+        name = request.path_params["model"]
+        card = next((card for card in service.model_cards() if card["id"] == name), None)
+        if card is None:
+            names = " or ".join(map(repr, service.names))
+            raise Refused(404, f"the model {name[:80]!r} is not served here; it is {names}", "model", "model_not_found")
+        return JSONResponse(card)
+
     async def health(_):
         return JSONResponse({"status": "healthy"})
 
@@ -112,6 +120,7 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
             Route("/sessions", open_session, methods=["POST"]),
             Route("/sessions/{session}", look), Route("/sessions/{session}", collect, methods=["DELETE"]),
             *(Route(f"{path}/v1/models", models) for path in paths),
+            *(Route(f"{path}/v1/models/{{model:path}}", model) for path in paths),
             *(Route(f"{path}/v1/chat/completions", sampling("chat"), methods=["POST"]) for path in paths),
             *(Route(f"{path}/v1/completions", sampling("text"), methods=["POST"]) for path in paths),
         ],
