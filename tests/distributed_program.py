@@ -114,7 +114,7 @@ def trained(what, folder, out) -> tuple[dict, dict]:
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
         return honest(policy, *rest)
 
-    grpo_module = sys.modules[GRPOConfig.__module__]
+    grpo_module = sys.modules["grpolab.train.grpo"]
     loop.apply_gradient = grpo_module.apply_gradient = keeping
     run = Run(what, root=out / f"rank-{distributed.world().rank}")
 

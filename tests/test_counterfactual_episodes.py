@@ -106,8 +106,8 @@ def test_what_differs_before_the_update_is_told(run):
 
 
 @pytest.mark.parametrize("options, text", [
-    ({"reward": digits}, "their environment pays.*with_reward"),
-    ({"watch": {"digits": digits}}, "their environment pays.*with_reward"),
+    ({"reward": digits}, "come from their environment.*with_reward"),
+    ({"watch": {"digits": digits}}, "come from their environment.*with_reward"),
     ({"edit": with_token(0, 0, 0, 5)}, "a token cannot be forced in an episode"),
     ({"edit": lambda groups, state: []}, "leaves nothing of step 1 to learn from"),
 ])

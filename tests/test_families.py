@@ -57,7 +57,7 @@ FAMILIES = {
         d_model=32, num_layers=3, attention_heads=4, ffn_dim=48, max_position_embeddings=250, init_std=0.2, **IDS)),
     "modernbert decoder": ("modernbert-decoder", dict(PLAIN, local_attention=24)),
 }
-TURNED, TO_64 = {"gpt_neo", "gpt_neo window 64"}, {"llama longrope", "phi3 longrope", "phimoe longrope"}
+SHIFTED, TO_64 = {"gpt_neo", "gpt_neo window 64"}, {"llama longrope", "phi3 longrope", "phimoe longrope"}
 
 
 def make(name):
@@ -76,7 +76,7 @@ def test_greedy_rollouts_past_every_window_are_recomputed(name):
     with Sampler(policy, slots=4) as sampler:
         prompts = ragged_prompts(2, 12, 40)
         rollouts = flat(sampler.sample_sync(prompts, params=SamplingParams(greedy=True, max_new_tokens=150)))
-        assert getattr(sampler.engine, "turned", False) == (name in TURNED)
+        assert getattr(sampler.engine, "shifted", False) == (name in SHIFTED)
         reached = 64 if name in TO_64 else len(prompts[0]) + 150
     found = audit(policy, rollouts)
     assert len(prompts[0]) + len(rollouts[0].tokens) == reached

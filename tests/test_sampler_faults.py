@@ -333,7 +333,7 @@ def test_an_engine_that_does_not_fit_is_told_to_whoever_asks_first_and_later(pol
     asked = Sampler(policy, engine="fast")
     with pytest.raises(ValueError, match="'fast'"):
         asked.sample_sync([[1]])
-    for again in (lambda: asked.sample_sync([[1]]), lambda: asked.engine, lambda: asked.slots, lambda: asked.threads,
+    for again in (lambda: asked.sample_sync([[1]]), lambda: asked.engine, lambda: asked.slots,
                   lambda: asked.run_sync(int), lambda: asyncio.run(asked.__aenter__())):
         with pytest.raises(ValueError, match="'fast'"):
             again()

@@ -75,9 +75,9 @@ def test_bf16_is_within_two_ulps_and_exact_mode_within_nothing():
     with Sampler(policy, slots=6, exact=True) as sampler:
         params = SamplingParams(max_new_tokens=16, seed=0)
         rollouts = flat(sampler.sample_sync(prompts, group_size=2, params=params))
-    rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.prompt + r.tokens) for r in rollouts], batch_first=True)
-    with torch.no_grad():
-        logits = policy.model(rows, use_cache=False).logits.float()
+        rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.prompt + r.tokens) for r in rollouts], batch_first=True)
+        with torch.no_grad():
+            logits = policy.model(rows, use_cache=False).logits.float()
     for row, ids, r in zip(logits, rows, rollouts):
         span = slice(len(r.prompt), len(r.prompt) + len(r.tokens))
         table = row[span.start - 1: span.stop - 1]

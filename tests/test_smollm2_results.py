@@ -104,7 +104,7 @@ def test_right_is_the_number_alone_in_an_answer_that_ended():
 
 
 def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path):
-    path = tmp_path / "r.json"
+    path = tmp_path / "smollm2_r.json"
     runs.Record(path, {"steps": 2, "rates": (0.1, 0.2)}).keep("full 0", {"gain": 1})
     again = runs.Record(path, {"steps": 2, "rates": (0.1, 0.2)})
     assert "full 0" in again and again["full 0"] == {"gain": 1} and "full 1" not in again

@@ -52,6 +52,7 @@ class Dashboard:
         self._ask_after, self._asks = 0.0, 0
         self._waits = False  # whether a later redraw is scheduled
         self._shell = get_ipython()
+        self._handle = None  # while it is drawn for the first time
         self._handle = display(self, display_id=True) if self._shell is not None else None
         report_interrupts(self)
 
