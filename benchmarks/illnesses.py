@@ -146,7 +146,7 @@ def plans(base, start, calls) -> dict:
                               lambda: single(again(), replace(CAREFUL, lr=2e-3, kl_coef=0.0))),
         "other_forward": (("sampler and trainer disagree",),
                           lambda: other_forward(again(), replace(PLAIN, steps=6, max_logp_diff=None))),
-        "one_answer": (("the entropy is gone",),  # the weakest of leashes: without it equal groups have no forward pass
+        "one_answer": (("the entropy is gone",),  # the weakest KL penalty: without it equal groups have no forward pass
                        lambda: single(again(), replace(PLAIN, steps=30, lr=3e-3, max_new_tokens=8, kl_coef=1e-6), reward=ones,
                                       reference=again())),
         "ever_longer": (("length runs away",), lambda: single(again(), replace(PLAIN, steps=16, lr=2e-3), reward=length)),

@@ -310,7 +310,7 @@ def readme_table(results: Path) -> str:
                      + without("08_guess", results)])
     if "09" in stored:
         long = stored["09"]
-        rows.append(["longer answers: parity of bits, a tenth of the demonstrations long",
+        rows.append(["parity: SFT with 10 % chain of thought → GRPO",
                      f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}"
                      + without("09_longer_answers", results)])
     rows += real_model(results)

@@ -174,7 +174,7 @@ def administration(results: Path) -> str | None:
     if two:
         text += ("\n\nIn two turns the policy reads what its first command came to and may write a second one. The same on "
                  "more held-out instances, of which the sets share a few: the second set was measured halfway and after this "
-                 "recipe and for no other, and the third was drawn after the recipe stood.")
+                 "recipe and for no other, and the third was sampled after the hyperparameters were frozen.")
         for name in ("second set", "third set"):
             rows = [["best SFT, two turns", "", *solved(two[name], tiers), "", two[name]["sampled"], "", ""]]
             rows += [administered(kind, seed, run[name], run["after"][name], run, tiers) for kind, seed, run in twice]
@@ -219,7 +219,7 @@ def real_model(results: Path) -> list[list[str]]:
                      f"{rate(found['best']['both'])} → {seeds_of(runs, 'both')}"])
     if found and (runs := runs_of(found, "twice")):
         last = [(kind, seed, {"after": run["after"]["third set"]}) for kind, seed, run in runs]
-        rows.append(["the same in episodes of two turns, on tasks drawn after the recipe stood",
+        rows.append(["the same in episodes of two turns, on tasks sampled after the hyperparameters were frozen",
                      f"{rate(found['best twice']['third set']['both'])} → {seeds_of(last, 'both')}"])
     found = record("smollm2_style", results)
     if found and (runs := runs_of(found, "full")):

@@ -168,7 +168,7 @@ class Restart:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the leash that holds the server; the server is its child."""
+        """The process id of the guard that ends the server with us; the server is its child."""
         return self._process and self._process.pid
 
     async def publish(self, caller: Caller, policy: Policy, check: Check) -> Sent:
@@ -225,7 +225,7 @@ class Restart:
                               "to be started there: stop that one, or take another port")
         command = [_filled(part, values) for part in self.command]
         log = self.folder / "server.log"
-        with open(log, "wb") as file:  # on a leash: the server and its children end with us, however we end
+        with open(log, "wb") as file:  # guarded: the server and its children end with us, however we end
             self._process = subprocess.Popen([sys.executable, child_processes.__file__, *command],
                                              stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True)
         until = time.monotonic() + self.seconds
@@ -245,7 +245,7 @@ class Restart:
         process, self._process, self._running = self._process, None, None
         if process is None:
             return
-        process.stdin.close()  # the leash: it kills the server's group
+        process.stdin.close()  # the guard then kills the server's group
         process.wait()
 
 

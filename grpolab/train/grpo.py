@@ -121,7 +121,7 @@ async def grpo_from(
 
 
 def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig) -> None:
-    """Refuse a leash without a reference, and a reference that would move along."""
+    """Refuse a KL penalty without a reference, and a reference that would move along."""
     if config.kl_coef and reference is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
     if reference is policy or reference is not None and reference.model is policy.model and type(reference) is Policy:
@@ -141,7 +141,7 @@ def grpo_update(
     off_policy: bool = False,
 ) -> dict:
     """All optimiser steps on one batch of groups, with the advantages `a` (B, G), by default those of their rewards. The loss
-    is a mean over all of them; a group without a difference in reward has no gradient, so without a leash it is left out of
+    is a mean over all of them; a group without a difference in reward has no gradient, so without a KL penalty it is left out of
     the forward pass, and a minibatch of such groups is no step. `off_policy` adds `importance` to the row, by a forward pass
     more where config.sampler_cap does not make it anyway."""
     if not groups:
@@ -249,7 +249,7 @@ def grpo_gradient(
 
 
 def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig, old_logps=None):
-    """The clipped policy gradient with its leash on one micro-batch: (loss, metrics). `denominator` and `tokens` count over
+    """The clipped policy gradient with the KL penalty on one micro-batch: (loss, metrics). `denominator` and `tokens` count over
     the whole batch: what the loss is divided by, and the kept tokens of the forward passes. `old_logps` (N, T) as there."""
     mask, sampled, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
     old_logps = sampled if old_logps is None else old_logps.to(policy.device)
