@@ -317,7 +317,7 @@ def same_groups(groups: Sequence[Group], step: int) -> None:
     for r in (r for g in groups for r in g):
         digest.update(array("q", (len(r.prompt), *r.prompt, *r.tokens)).tobytes() + repr(r.reward).encode())
     same(f"the groups of step {step}", digest.hexdigest(), "a source gives every rank all groups of the step; one that draws "
-                                                           "only its own share hands them on by ranks.woven")
+                                                           "only its own share hands them on by distributed.woven")
 
 
 # --- rollouts as JSON -------------------------------------------------------------------------------------------------

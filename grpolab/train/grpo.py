@@ -141,7 +141,7 @@ def grpo_update(
     off_policy: bool = False,
 ) -> dict:
     """All optimiser steps on one batch of groups, with the advantages `a` (B, G), by default those of their rewards. The loss
-    is a mean over all of them; a group without a difference in reward has no gradient, so without a KL penalty it is left out of
+    is a mean over all of them; a group without a difference in reward has no gradient, so without KL penalty it is left out of
     the forward pass, and a minibatch of such groups is no step. `off_policy` adds `importance` to the row, by a forward pass
     more where config.sampler_cap does not make it anyway."""
     if not groups:
@@ -186,7 +186,8 @@ def _unmeasured(config: GRPOConfig) -> dict:
     """The columns of an update as NaN, for a step in which no group had a signal: a row's names are always the same."""
     names = ["policy_loss", "ratio", "ratio_max", "clip_low", "clip_high", "logp_diff", "logp_diff_max", "entropy", "grad_norm",
              "lr"]
-    names += ["clip_dual"] * (config.dual_clip is not None) + ["sampler_weight", "sampler_capped"] * bool(config.sampler_cap)
+    names += ["kl"] * bool(config.kl_coef) + ["clip_dual"] * (config.dual_clip is not None)
+    names += ["sampler_weight", "sampler_capped"] * bool(config.sampler_cap)
     return dict.fromkeys(names, float("nan"))
 
 
@@ -249,7 +250,7 @@ def grpo_gradient(
 
 
 def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig, old_logps=None):
-    """The clipped policy gradient with the KL penalty on one micro-batch: (loss, metrics). `denominator` and `tokens` count over
+    """The clipped policy gradient and KL penalty on one micro-batch: (loss, metrics). `denominator` and `tokens` count over
     the whole batch: what the loss is divided by, and the kept tokens of the forward passes. `old_logps` (N, T) as there."""
     mask, sampled, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
     old_logps = sampled if old_logps is None else old_logps.to(policy.device)

@@ -14,7 +14,7 @@ class GRPOConfig(Optimisation):
     optimiser steps a pass, each on nearly equally many whole groups (in fewer steps where fewer groups have a signal).
 
     The advantage is centred in the group (`advantage_kind`), the loss a sum over all kept tokens divided by their count
-    (`aggregation`), the ratio clipped by `clip_eps` = (low, high), and the KL penalty is `kl_coef` times the KL to the reference
+    (`aggregation`), the ratio clipped by `clip_eps` = (low, high), the KL penalty is `kl_coef` times the KL to the reference
     (`kl_kind`; a coefficient of 0 needs no reference). `objective`, `ratio` and `dual_clip` as in `losses.policy_loss`;
     `max_grad_norm`, `lr` and the rest as in Optimisation.
 
