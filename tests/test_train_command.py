@@ -208,3 +208,25 @@ def test_the_default_number_of_problems_fits_a_small_task():
     assert len(command("grpo", "--ops", "+", "--max-operand", "9").read().train) == 50
     with pytest.raises(ValueError, match="at most 4/5"):
         command("grpo", "--ops", "+", "--max-operand", "9", "--problems", "90").read()
+
+
+def test_a_run_is_not_overwritten_by_another_flag_or_another_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["sft", "tiny", "--steps", "2", "--batch-size", "4", "--problems", "20"]
+    metrics = tmp_path / "runs" / "cli_sft" / "tiny" / "metrics.csv"
+    assert main(asked) == 0 and main(asked) == 0  # the same run, done again
+    before = metrics.read_text()
+    capsys.readouterr()
+    assert main([*asked, "--lr", "0.01"]) == 1
+    said = capsys.readouterr().err
+    assert "lr 0.0001 -> 0.01" in said and "--overwrite" in said and "--name" in said and metrics.read_text() == before
+    for folder in ("a", "b"):  # two models whose folders end alike share a name, not a run
+        model = load_policy("tiny", device="cpu", tell=False)
+        if folder == "b":
+            model.model.lm_head.weight.data.mul_(1.01)
+        model.save(tmp_path / folder / "policy")
+    started = ["sft", *asked[2:]]
+    assert main([started[0], str(tmp_path / "a" / "policy"), *started[1:]]) == 0
+    assert main([started[0], str(tmp_path / "b" / "policy"), *started[1:]]) == 1
+    assert "a run that started from other weights" in capsys.readouterr().err
+    assert main([*asked, "--lr", "0.01", "--overwrite"]) == 0 and metrics.read_text() != before

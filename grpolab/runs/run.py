@@ -244,6 +244,18 @@ class Run:
 
     # -- where it started, and checkpoints -----------------------------------------------------------------------------
 
+    def holds_another(self, config, policy) -> str | None:
+        """What a loop of this configuration on this policy would replace in the folder, in words; None where the folder is
+        new, or holds the same run, which then goes on or is done again with the same numbers."""
+        note, plain = self._note(), _plain_config(config)
+        if not note:
+            return None
+        before = note.get("config", {})
+        changed = [f"{k} {before.get(k)!r} -> {plain.get(k)!r}" for k in {**before, **plain} if before.get(k) != plain.get(k)]
+        if changed:
+            return f"a run of another configuration ({', '.join(changed[:4])}{', ...' * (len(changed) > 4)})"
+        return "a run that started from other weights" if note.get("start") != weights_hash(policy) else None
+
     def begin(self, config, policy, optimiser, data: str = "") -> int:
         """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
 
