@@ -57,6 +57,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             if file.is_file():
                 with open(file, "rb") as f:
                     os.fsync(f.fileno())
+                os.chmod(file, 0o644)  # safetensors writes files that only their owner may read
         os.chmod(partial, 0o755)
         old = path.with_name(f".{path.name}.old.partial")
         shutil.rmtree(old, ignore_errors=True)

@@ -82,3 +82,10 @@ def test_a_folder_loses_its_name_before_its_files(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     remove_folder(tmp_path / "a")  # with what the kill left still there
     assert not list(tmp_path.iterdir())
+
+
+def test_what_lies_in_a_folder_may_be_read_by_others(tmp_path):
+    """safetensors writes files that only their owner may read."""
+    with atomic_folder(tmp_path / "policy") as folder:
+        os.close(os.open(folder / "model.safetensors", os.O_CREAT | os.O_WRONLY, 0o600))
+    assert (tmp_path / "policy" / "model.safetensors").stat().st_mode & 0o777 == 0o644

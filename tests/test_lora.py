@@ -20,6 +20,7 @@ from grpolab.models.lora import LoRA  # noqa: E402
 from grpolab.runs.run import Run  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft  # noqa: E402
 from grpolab.train.forward import readable  # noqa: E402
+from grpolab.train.reward_model import RewardModel  # noqa: E402
 
 PROBLEMS = [Problem(a, "+", 7) for a in range(12)]
 ADAPTER = LoRA(rank=4, alpha=8.0, target=("q_proj", "v_proj", "down_proj"), seed=3)
@@ -202,3 +203,17 @@ def test_an_adapter_prints_no_warning_of_a_kernel_that_is_not_used():
     code = "from grpolab import load_policy; from grpolab.models.lora import LoRA; load_policy('tiny', adapter=LoRA(rank=2))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "gemm_4bit" not in done.stderr, done.stderr
+
+
+def test_a_reward_model_of_an_adapted_policy_has_the_adapter_merged():
+    policy = load_policy("tiny", device="cpu", adapter=LoRA(), tell=False)
+    with torch.no_grad():
+        for layer in lora.layers(policy.model):
+            for b in layer.lora_B.values():
+                b.weight.normal_(std=0.1)
+    model = RewardModel.from_policy(policy)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        ours, theirs = (m.base_model(ids).last_hidden_state for m in (model.model, policy.model.model))
+    assert torch.allclose(ours, theirs, atol=1e-4) and lora.layers(policy.model)
+    assert all(p.requires_grad for p in model.model.parameters())

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from grpolab.chat import Example, pad
+from grpolab.models import lora
 from grpolab.models.load import Policy, choose_device, evaluating, in_own_memory, refuse_gaps
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
@@ -34,7 +35,8 @@ class RewardModel(Policy):
 
     @classmethod
     def from_policy(cls, policy: Policy) -> RewardModel:
-        """A copy of the policy's decoder under a head of zeros: every reward is 0. The policy stays as it is."""
+        """A copy of the policy's decoder, its adapter merged, under a head of zeros: every reward is 0. The policy stays as it
+        is."""
         from transformers import AutoModelForSequenceClassification
 
         config = type(policy.model.config).from_dict(policy.model.config.to_dict())
@@ -43,7 +45,11 @@ class RewardModel(Policy):
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
         with policy.lock:
-            model.base_model.load_state_dict(policy.model.get_decoder().state_dict())
+            source = policy.model
+            if lora.layers(source):
+                source = copy.deepcopy(source)
+                lora.merge(source)
+            model.base_model.load_state_dict(source.get_decoder().state_dict())
         torch.nn.init.zeros_(_head(model).weight)
         return cls(model.to(policy.device).eval(), tokenizer, policy.name, policy.eos_ids)
 
