@@ -28,6 +28,8 @@ def test_it_counts_what_it_can_count_and_leaves_the_policy_as_it_was(tiny):
     config = tiny.model.config
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert memory["KV cache"] == 8 * 16 * token
+    products = [m for m in tiny.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert memory["sampler's packed weights"] == sum(m.weight.numel() * 4 for m in products) > 0.9 * size
     assert memory["activations"] > 0 and found.hours > 0 and set(found.tokens_per_s) == {"sampled", "updated"}
     assert found.total == sum(memory.values())
     assert all(torch.equal(a, b) for a, b in zip(before, tiny.model.parameters())) and tiny.version == 0

@@ -38,6 +38,12 @@ class PackedLinear:
             self.packed = Strips(weight) if self.layout == "strips" else _pack(weight)
         self.weight = weight if self.packed is None else None
 
+    @property
+    def bytes(self) -> int:
+        """What the copy takes beside the parameters; 0 where it is the one parameter itself."""
+        copied = self.packed is not None or len(self.modules) > 1 or self.order is not None or self.norm is not None
+        return sum(m.weight.numel() * m.weight.element_size() for m in self.modules) if copied else 0
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)

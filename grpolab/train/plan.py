@@ -106,8 +106,9 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
     rates, notes = {}, [f"rows of {prompt_tokens} + {completion} tokens, {rows} a step; completions may end earlier"]
     hours = 0.0
     if grpo:
-        cache, rates["sampled"] = _probe_sampler(policy, rows, prompt_tokens, completion)
+        cache, packed, rates["sampled"] = _probe_sampler(policy, rows, prompt_tokens, completion)
         memory["KV cache"] = cache
+        memory["sampler's packed weights"] = packed
         hours += config.steps * rows * completion / rates["sampled"] / 3600
     saved, rates["updated"] = _probe_update(policy, reference, config, rows, prompt_tokens, completion)
     memory["activations"] = saved
@@ -117,8 +118,8 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
     return Plan(memory, rates, hours, tuple(notes))
 
 
-def _probe_sampler(policy: Policy, rows: int, prompt: int, completion: int) -> tuple[int, float]:
-    """(bytes of the cache of a full batch, tokens a second of a short decode)."""
+def _probe_sampler(policy: Policy, rows: int, prompt: int, completion: int) -> tuple[int, int, float]:
+    """(bytes of the cache of a full batch, of the sampler's packed weights, tokens a second of a short decode)."""
     with Sampler(policy) as sampler:
         together = min(rows, sampler.slots)
         cache = together * (prompt + completion) * sampler.engine.bytes_per_token()
@@ -129,7 +130,7 @@ def _probe_sampler(policy: Policy, rows: int, prompt: int, completion: int) -> t
         sampler.sample_sync(prompts[:1], group_size=1, params=SamplingParams(max_new_tokens=2, seed=0))  # warms up
         began = time.perf_counter()
         sampler.sample_sync(prompts, group_size=size, params=params)
-        return cache, len(prompts) * size * steps / (time.perf_counter() - began)
+        return cache, sampler.engine.packed_bytes(), len(prompts) * size * steps / (time.perf_counter() - began)
 
 
 def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, prompt: int, completion: int):

@@ -77,6 +77,10 @@ class LlamaEngine:
         q, k = turned[: heads * groups].view(heads, groups, size), turned[heads * groups: heads * (groups + 1), None]
         return torch.cat((q, k, rows[heads * (groups + 1):, None]), 1).view(-1)
 
+    def packed_bytes(self) -> int:
+        """What the packed copies of the weights take beside the parameters."""
+        return sum(product.bytes for product in (*(p for layer in self.products for p in layer), self.head))
+
     def refresh(self) -> None:
         """Read the parameters anew into the packed copies."""
         for product in (*(p for layer in self.products for p in layer), self.head):
