@@ -1,7 +1,7 @@
 """A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json.
 
-Longer than most: what may be asked of a run is in one class. Every rollout (`record.py`) and the weights for replay (`kept.py`)
-have modules of their own."""
+Longer than most: what may be asked of a run is in one class. Every rollout (`rollout_log`) and the weights for replay
+(`kept_weights`) have modules of their own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ class Run:
     model. Later, in the same folder:
     - a policy that this run has trained goes back to that start, or to a checkpoint of the same configuration, whatever
       was done with it since; one printed line says so;
-    - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same, else it
-      starts over, and a line says so where the start is new.
+    - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same. Where they
+      differ, what an earlier process left in the folder is moved into a folder beside it, `tiny.1`, and a line says so.
     Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
     or fails. One that was trained on other data or against another reference is refused (that a reward is another function
     is not noticed). Another seed in the same folder is refused, and so is a second loop at the same time, in this process
@@ -188,10 +189,13 @@ class Run:
         atomic_write(self.folder / "metrics.csv", _lines([head, *self.metrics], self._columns))
 
     def table(self):
-        """The metrics as a DataFrame, one row a step."""
+        """The metrics as a DataFrame, one row a step: of the loop that this Run has seen, else those in the folder."""
         import pandas as pd
 
-        return pd.DataFrame(self.metrics)
+        path = self.folder / "metrics.csv"
+        if self.metrics or not path.exists():
+            return pd.DataFrame(self.metrics)
+        return pd.read_csv(path)
 
     def record(self, step: int, policy, groups: Sequence[RecordedGroup], engine: str = "") -> None:
         """Keep the rollouts of a step, before its update; `engine` names the sampler's."""
@@ -247,14 +251,7 @@ class Run:
     def holds_another(self, config, policy) -> str | None:
         """What a loop of this configuration on this policy would replace in the folder, in words; None where the folder is
         new, or holds the same run, which then goes on or is done again with the same numbers."""
-        note, plain = self._note(), _plain_config(config)
-        if not note:
-            return None
-        before = note.get("config", {})
-        changed = [f"{k} {before.get(k)!r} -> {plain.get(k)!r}" for k in {**before, **plain} if before.get(k) != plain.get(k)]
-        if changed:
-            return f"a run of another configuration ({', '.join(changed[:4])}{', ...' * (len(changed) > 4)})"
-        return "a run that started from other weights" if note.get("start") != weights_hash(policy) else None
+        return _difference(self._note(), _plain_config(config), weights_hash(policy))
 
     def begin(self, config, policy, optimiser, data: str = "") -> int:
         """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
@@ -265,6 +262,10 @@ class Run:
         note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
         self._refuse_another_seed(note, plain)
         trained, name = _trained_by.setdefault(policy.model, {}), str(self.folder.resolve())
+        if name not in _begun and (other := _difference(note, plain, key)):
+            self._set_aside(other)
+            note = {}
+        _begun.add(name)
         mine = name in trained and trained[name] == note.get("start") and self._start.exists()
         if not mine:
             if name in trained and trained[name] != key:
@@ -291,6 +292,18 @@ class Run:
             del trained[later]
         trained[name] = note["start"]
         return steps
+
+    def _set_aside(self, what: str) -> None:
+        """Move what an earlier process left in the folder to one beside it; runs in folders below stay."""
+        beside = (self.folder.with_name(f"{self.folder.name}.{n}") for n in count(1))
+        target = next(folder for folder in beside if not folder.exists())
+        earlier = [p for p in self.folder.iterdir() if not (p.name.startswith(".") or (p / "run.json").exists()
+                                                            or any(self._fresh(f) for f in (p, *p.rglob("*"))))]
+        if earlier:
+            target.mkdir()
+            for path in earlier:
+                os.rename(path, target / path.name)
+            print(f"{self.shown(self.folder)} held {what}: it is now {self.shown(target)}")
 
     @property
     def _start(self) -> Path:
@@ -409,6 +422,9 @@ class Run:
 _trained_by: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
+_begun: set[str] = set()  # the folders that a loop of this process has trained into
+
+
 def origin(policy) -> str:
     """Where the weights of a policy come from: the folder of the run that trained it, else its name."""
     return (policy.provenance or {}).get("run") or policy.name
@@ -429,6 +445,15 @@ def _forget(path: Path, process: int, inode: int) -> None:
     """Delete a start whose model is gone, unless a fork asks or the file is another's by now."""
     if os.getpid() == process and path.exists() and path.stat().st_ino == inode:
         path.unlink()
+
+
+def _difference(note: dict, plain: dict, start: str) -> str | None:
+    """What a folder with this note (empty: none) holds other than the run of this configuration from this start, in words."""
+    before = note.get("config", {})
+    changed = [f"{k} {before.get(k)!r} -> {plain.get(k)!r}" for k in {**before, **plain} if before.get(k) != plain.get(k)]
+    if note and changed:
+        return f"a run of another configuration ({', '.join(changed[:4])}{', ...' * (len(changed) > 4)})"
+    return "a run that started from other weights" if note and note.get("start") != start else None
 
 
 def configured(config) -> dict:
