@@ -13,9 +13,9 @@ import base64
 import gzip
 import json
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -35,14 +35,13 @@ class Recorder:
     """Writes the groups of each step into `folder`, and gives them back.
 
     `keep` is "all", "none", or the number of rollouts that are kept of each step: of groups evenly spaced over the batch,
-    whole ones as far as the number goes. `seconds` and `bytes` count what recording cost since the object was made.
+    whole ones as far as the number goes.
     """
 
     def __init__(self, folder: Path, keep: str | int = "all"):
         if keep not in ("all", "none") and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep must be 'all', 'none' or a number of rollouts a step, got {keep!r}")
         self.folder, self.keep = folder, keep
-        self.seconds, self.bytes, self.rollouts = 0.0, 0, 0
         self._unsynced: set[Path] = set()  # files that were written since the last `sync`
         self._told: dict | None = None  # the sitting that the file of sittings holds
         self._spelt: tuple[Path | None, set[int]] = None, set()  # the file in progress, and the tokens that it spells
@@ -53,7 +52,6 @@ class Recorder:
             spell: Callable[[Sequence[int]], str] | None = None) -> None:
         """Append one step. `decode` gives the text of token ids, `spell` that of a single one (default: `decode`; it may leave
         out end tokens), `sitting` says on what it was computed (JSON)."""
-        began = time.perf_counter()
         if self.keep != "none" and groups:
             self._tell(step, sitting)
             kept = list(enumerate(groups)) if self.keep == "all" else sample(groups, self.keep)
@@ -64,9 +62,6 @@ class Recorder:
             data = gzip.compress(lines.encode(), compresslevel=1, mtime=0)
             append_bytes(self.path(step), data, "the rollouts of a step")
             self._unsynced.add(self.path(step))
-            self.bytes += len(data)
-            self.rollouts += sum(len(g.group) for _, g in kept)
-        self.seconds += time.perf_counter() - began
 
     def rewind(self, steps: int) -> None:
         """Keep what stands before step `steps` alone, as a loop that goes on from there needs it: the last file first, so
@@ -271,35 +266,21 @@ def vocabulary(steps: Iterable[bytes]) -> dict[str, str]:
 
 
 def members(path: Path, tell: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:
-    """(where it ends in the file, its content) of each whole step in a file. What is damaged is passed over, up to the next
-    member that is whole, and `tell` hears of it."""
-    data, at, last = path.read_bytes(), 0, None
+    """(where it ends in the file, its content) of each whole step in a file. What is cut short or fails its checksum is passed
+    over, and `tell` hears of it."""
+    data, at, after = path.read_bytes(), 0, "at its beginning"
     while at < len(data):
-        content, end = _member(data, at)
-        if content is None:
-            end = data.find(MAGIC, at + 1)
-            while end > 0 and _member(data, end)[0] is None:
-                end = data.find(MAGIC, end + 1)
-            end = end if end > 0 else len(data)
-            if tell is not None:
-                after = "at its beginning" if last is None else f"after step {last}"
-                what = "ends in the middle of a step" if end == len(data) else "is damaged"
-                tell(f"{path} {what} {after}: {end - at} bytes cannot be read")
-        else:
-            last = step_of(content)
-            yield end, content
-        at = end
-
-
-def _member(data: bytes, at: int) -> tuple[bytes | None, int]:
-    """The gzip member that begins there and where it ends; None where it is cut short or fails its checksum."""
-    reader = zlib.decompressobj(wbits=31)
-    try:
-        content = reader.decompress(data[at:])
-    except zlib.error:
-        return None, at
-    whole = reader.eof and content.startswith(b'{"step": ')
-    return (content, len(data) - len(reader.unused_data)) if whole else (None, at)
+        reader = zlib.decompressobj(wbits=31)
+        with suppress(zlib.error):
+            content = reader.decompress(data[at:])
+            if reader.eof and content.startswith(b'{"step": '):
+                at, after = len(data) - len(reader.unused_data), f"after step {step_of(content)}"
+                yield at, content
+                continue
+        following = data.find(MAGIC, at + 1)
+        if tell is not None:
+            tell(f"{path} {'ends in the middle of a step' if following < 0 else 'is damaged'} {after}")
+        at = following if following > 0 else len(data)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
