@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/baselines.py     # some ten minutes a seed; fills results/baselines.json
 
-All on the embedded model, 1,000 held-out questions, settings of notebooks 01 and 04 that were fixed before these seeds were run.
-A seed draws its own 100 demonstrations of 400, the order of the questions, and everything that is sampled.
+All on the embedded model and 1,000 held-out questions; the settings are those of notebooks 01 and 04, fixed before these seeds
+were run. A seed draws its own 100 demonstrations of 400, the order of the questions, and everything that is sampled.
 
     base        as pretrained, asked in its own plain form, `28 + 47 =`
     sft         the best of 80 and 160 steps on the demonstrations, chosen on 400 questions that nothing else uses; the start of
