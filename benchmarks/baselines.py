@@ -25,7 +25,6 @@ import argparse
 import asyncio
 import json
 import random
-import runpy
 import time
 from collections import Counter
 from pathlib import Path
@@ -34,11 +33,10 @@ import records
 import torch
 
 from grpolab import Sampler, SamplingParams, load_policy
-from grpolab.arithmetic import Task, generate
+from grpolab.arithmetic import Task, generate, usual_mistakes
 from grpolab.chat import Example, encode_chat, prompt_ids, user
 from grpolab.checker import check_answer
 from grpolab.evaluate import evaluate, evaluate_plain
-from grpolab.files import data_path
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, finished_and_correct, grpo, score, sft
 
 RESULTS = Path(__file__).parent / "results" / "baselines.json"
@@ -53,9 +51,8 @@ ROUNDS = (PRACTICE[:3200], PRACTICE[-3600:-400])  # 25,600 rollouts each, eight 
 
 def planted() -> str:
     """For each held-out question 1 where the base's text states its pair of last digits wrongly on purpose, else 0."""
-    usual_mistakes = runpy.run_path(str(data_path("make_tiny.py")))["usual_mistakes"]
-    mistakes = usual_mistakes(json.loads(data_path("tiny", "pretraining.json").read_text())["mistakes"])
-    return "".join("01"[(p.op, p.a % 10, p.b % 10) in mistakes] for p in HELD_OUT)
+    mistakes = usual_mistakes()
+    return "".join("01"[p.last_digits in mistakes] for p in HELD_OUT)
 
 
 async def measure(policy, seed: int) -> dict:
