@@ -30,7 +30,7 @@ class Problem:
 
     @property
     def last_digits(self) -> tuple[str, int, int]:
-        """The operator and the last digits of both operands, by which `usual_mistakes` names what the model's text gets wrong."""
+        """The operator and the last digits of both operands: the keys of `usual_mistakes`."""
         return self.op, self.a % 10, self.b % 10
 
     @property
@@ -69,8 +69,8 @@ ERRORS = [-10, -2, -1, 1, 2, 10]
 
 
 def usual_mistakes(share: float = 0.3) -> dict[tuple[str, int, int], int]:
-    """What the embedded model's pretraining text states wrongly on purpose (data/make_tiny.py): for about a `share` of the pairs
-    of last digits under + and -, (op, last digit of a, last digit of b) -> what most of its statements add to the result."""
+    """What the embedded model's pretraining text (data/make_tiny.py) states wrongly on purpose, for about a `share` of the
+    pairs of last digits: (+ or -, last digit of a, last digit of b) -> what most of its statements add to the result."""
     rng = random.Random("misconceptions")
     pairs = [(op, i, j) for op in "+-" for i in range(10) for j in range(10)]
     drawn = ((pair, rng.choice(ERRORS) if rng.random() < share else None) for pair in pairs)
