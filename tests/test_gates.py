@@ -635,7 +635,7 @@ def leave_sessions_open(monkeypatch):
         (count_the_environments_words_as_the_policys, {"episodes whose mask 0 is not the environment's words"}),
         (say_something_else_to_the_policy, {"episodes whose mask 0 is not the environment's words"}),
         (forget_the_cache_between_turns, {"tokens prefilled beyond the new ones"}),
-        (draw_from_what_is_at_hand, {"episodes on one seat and on eight are the same"}),
+        (draw_from_what_is_at_hand, {"episodes on one slot and on eight are the same"}),
         (leave_sessions_open, {"sessions that the closed pool left, by the server's count"}),
     ]),
 )
