@@ -125,7 +125,10 @@ def test_a_stream_adds_up_to_the_answer(tiny):
                 assert logps[c.index] == [t.logprob for t in c.logprobs.content]
                 assert roles[c.index][0] == "assistant" and set(roles[c.index][1:]) == {None}
             said = [c.choices[0].text async for c in await complete(client, "1 + 1 =", seed=2, stream=True)]
-            assert "".join(said) == (await complete(client, "1 + 1 =", seed=2)).choices[0].text and len(said) > 8
+            whole = (await complete(client, "1 + 1 =", seed=2, logprobs=0)).choices[0]
+            assert "".join(said) == whole.text and len(said) > 8
+            told = [c.choices[0].logprobs async for c in await complete(client, "1 + 1 =", seed=2, logprobs=0, stream=True)]
+            assert sum((t.text_offset for t in told if t), []) == whole.logprobs.text_offset
 
     asyncio.run(main())
 
@@ -337,6 +340,11 @@ def test_routes_methods_and_browsers(tiny):
             assert status == 405
             status, content = await asyncio.to_thread(post, service, b"{}", headers={"Origin": "http://evil.example"}.items())
             assert status == 403 and "Origin" in content["error"]["message"]
+            for host in ("evil.example", f"evil.example:{urlsplit(service.url).port}", "[", ""):  # DNS rebinding
+                status, content = await asyncio.to_thread(post, service, b"{}", headers={"Host": host}.items())
+                assert status == 403 and "Host header" in content["error"]["message"], host
+            for host in ("localhost", "127.0.0.1:1", "[::1]:80"):
+                assert (await asyncio.to_thread(post, service, b"{}", headers={"Host": host}.items()))[0] != 403
 
     asyncio.run(main())
 
