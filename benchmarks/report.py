@@ -120,7 +120,7 @@ def baselines(results: Path) -> str | None:
             rows.append([words, len(of), *(over_seeds([right(row, kind, chosen, planted) for row in of])
                                            for kind, chosen in kinds)])
     text = (f"`{found['command']}`: {len(planted)} held-out questions, {len(found['seeds'])} seeds named beforehand, each with "
-            f"its own 100 demonstrations; {found['threads']} thread. Means over seeds with Student's interval. *Planted* are the "
+            f"its own 100 demonstrations; {found['threads']} thread. Means over seeds with Student's interval. *Planted* are "
             "questions whose pair of last digits the base's own text states wrongly on purpose. Rejection sampling and GRPO "
             "start from the same best SFT and sample 51,200 rollouts each.\n\n")
     text += table(["policy", "seeds", "greedy", "sampled at T = 1", "greedy, planted", "greedy, the rest"], rows)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -78,7 +78,7 @@ class Run:
     is not noticed). Another seed in the same folder is refused, and so is a second loop at the same time, in this process
     or another; the lock goes with its process, however that ends.
 
-    The folder also keeps every rollout (`rollouts`; `keep="all"`, "none", or how many a step), from which `lab.replay` and
+    The folder also keeps every rollout (`rollouts`; with `keep="none"` none), from which `lab.replay` and
     its neighbours tell later what happened; with `replay_every=n` also the weights before every n-th step (`kept.py`).
 
     `sinks` are told each row's numbers too: objects with `.log(dict, step=...)`, as a run of Weights & Biases or trackio, or
@@ -87,8 +87,9 @@ class Run:
     With `select` the policy is measured on the way, and the best one is kept beside the last (`lab.selection`): `best()`.
     """
 
-    def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None, keep: str | int = "all",
-                 replay_every: int = 0, sinks: Sequence[Any] = (), select: Selection | None = None):
+    def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None,
+                 keep: Literal["all", "none"] = "all", replay_every: int = 0, sinks: Sequence[Any] = (),
+                 select: Selection | None = None):
         for name in names:
             if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
                 raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
@@ -110,7 +111,7 @@ class Run:
         self.weights = KeptWeights(self.folder / "replay", replay_every)
         self.sinks = list(sinks)
         self.selected = Selected(self.folder, select)
-        self._sitting: dict | None = None  # on what the present loop computes
+        self._session: dict | None = None  # on what the present loop computes
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
     @staticmethod
@@ -199,8 +200,8 @@ class Run:
 
     def record(self, step: int, policy, groups: Sequence[RecordedGroup], engine: str = "") -> None:
         """Keep the rollouts of a step, before its update; `engine` names the sampler's."""
-        self._sitting = self._sitting or computed_on(policy, engine)
-        self.recorder.add(step, groups, policy.decode, self._sitting, policy.tokenizer.decode)
+        self._session = self._session or computed_on(policy, engine)
+        self.recorder.add(step, groups, policy.decode, self._session, policy.tokenizer.decode)
 
     def rollouts(self, steps: int | Iterable[int] | None = None, columns: Sequence[str] | None = None):
         """The recorded rollouts as a DataFrame, a row each, also while a loop is writing: of these steps (a number, a range;
@@ -276,7 +277,7 @@ class Run:
                 self.drop_checkpoint()
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
-        self.metrics, self._columns, self.base, self._data, self._sitting = [], (), note["base"], data, None
+        self.metrics, self._columns, self.base, self._data, self._session = [], (), note["base"], data, None
         self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         self.selected.begin(steps)
