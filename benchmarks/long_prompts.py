@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/long_prompts.py     # two minutes; fills results/long_prompts.json
 
-A Llama of 4 layers and 256 hidden units with random weights, so that prompts may be long; 4 groups of 8 completions of 50 tokens.
-Both ways in one process, in turns, the best processor time of three; gradients must agree.
+A Llama of 4 layers and 256 hidden units with random weights, so that prompts may be long; 4 groups of 8 completions of 50
+tokens. Both ways in one process, in turns, the best processor time of three; gradients must agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpolab.train.verify import prove
 
 RESULTS = Path(__file__).parent / "results" / "long_prompts.json"
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/long_prompts.py"
-PROMPTS, GROUPS, SIZE, COMPLETION, ROUNDS = (64, 460, 1000, 2000, 4000), 4, 8, 50, 3
+PROMPTS, GROUPS, SIZE, COMPLETION, ROUNDS = (64, 460, 1000, 2000), 4, 8, 50, 3
 WAYS = {"once a group": GRPOConfig(), "once a rollout": GRPOConfig(row_width=0)}
 
 
