@@ -20,7 +20,8 @@ TRAINING = ("models", "decode", "train")
 MEASURES = {  # record -> the rooms of the package whose code decides what it says
     "aws": ("env",), "baselines": TRAINING,
     "bridges": ("models", "decode", "serve"), "decode": ("models", "decode"), "grpo_seeds": TRAINING,
-    "longer_answers": TRAINING, "lora": TRAINING, "pool": ("env",), "rollouts": TRAINING, "seeds": (*TRAINING, "env"),
+    "long_prompts": TRAINING, "longer_answers": TRAINING, "lora": TRAINING, "pool": ("env",), "rollouts": TRAINING,
+    "seeds": (*TRAINING, "env"),
     "series": (*TRAINING, "env", "lab"),
     "service": ("models", "decode", "serve"), "threads": ("models", "decode"), "trl": TRAINING,
     "smollm2_aws": (*TRAINING, "env"),
