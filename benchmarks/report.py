@@ -151,6 +151,20 @@ def longer_answers(results: Path) -> str | None:
     return text + table(head, rows)
 
 
+def long_prompts(results: Path) -> str | None:
+    found = record("long_prompts", results)
+    if not found:
+        return None
+    rows = [[r["prompt"], r["tokens once a rollout"], r["tokens once a group"],
+             *(f"{seconds:.2f} s" for seconds in r["seconds"].values()), times([r["ratio"]]), f"{r['gradients apart']:.0e}"]
+            for r in found["rows"]]
+    head = ["prompt", "tokens, once a rollout", "tokens, once a group", "update, once a group", "once a rollout", "ratio",
+            "gradients apart"]
+    text = (f"`{found['command']}`: processor time of a GRPO update whose prompt is computed once a group of "
+            f"{found['group_size']}, or once a rollout; completions of {found['completion']} tokens; one process, in turns.")
+    return f"{text}\n\n" + table(head, rows)
+
+
 def seeds(results: Path) -> str | None:
     """Of each notebook the claims that its gate judged, a column a seed."""
     found = record("seeds", results)
@@ -323,8 +337,8 @@ SECTIONS = {
     "GRPO over seeds": grpo_seeds, "Longer answers, twenty seeds": longer_answers, "SmolLM2-135M-Instruct": smollm2,
     "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
     "SmolLM2: AWS accounts": administration,
-    "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "LoRA": lora, "Environment pool": pool,
-    "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
+    "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "Long prompts": long_prompts, "LoRA": lora,
+    "Environment pool": pool, "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
 }
 
 
