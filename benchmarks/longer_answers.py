@@ -1,4 +1,4 @@
-"""How often does a reward turn the rare long answer into the usual one? Notebook 09's ten-per-cent run, twenty seeds.
+"""How often does a reward turn the rare long answer into the usual one? Notebook 09's ten-per-cent run, ten seeds.
 
     OMP_NUM_THREADS=1 python benchmarks/longer_answers.py     # a minute a seed; fills results/longer_answers.json
 
@@ -28,7 +28,7 @@ from grpolab.train import GRPOConfig, SFTConfig, grpo, sft
 
 RESULTS = Path(__file__).parent / "results" / "longer_answers.json"
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/longer_answers.py"
-SEEDS, STEPS, BITS, SHARE = range(20), (200, 400), 16, 0.1
+SEEDS, STEPS, BITS, SHARE = range(10), (200, 400), 16, 0.1
 KNOWN, HELD_OUT = generate_parity(12_800 + 1280, 500, bits=BITS, seed=1)
 SHOWN, PRACTICE = KNOWN[:12_800], KNOWN[12_800:]
 

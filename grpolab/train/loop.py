@@ -97,6 +97,8 @@ async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
     step first, and whoever wants the model next waits for that."""
 
     def locked():
+        if policy.device.type == "cuda":
+            torch.cuda.set_device(policy.device)  # a thread starts with the first GPU
         with policy.lock:
             return work()
 
