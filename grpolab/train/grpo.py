@@ -20,14 +20,13 @@ from grpolab.tasks import prompt_of
 from grpolab.train import distributed, losses
 from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
-from grpolab.train.layout import Layout, distinct_parts, lay_out
+from grpolab.train.layout import Layout, distinct_parts, lay_out, micro_batches
 from grpolab.train.logps import check_lengths, rollout_logps, way_of
 from grpolab.train.loop import (
     apply_gradient,
     forward_passes,
     in_thread,
     loop,
-    micro_batches,
     off_loop,
 )
 from grpolab.train.recorded import as_recorded

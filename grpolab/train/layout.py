@@ -179,6 +179,18 @@ def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -
     return Layout(tuple(rollouts), width, pad_id, tuple(segments), tuple(rows), *chosen)
 
 
+def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
+    """Consecutive slices whose rows, padded to the longest, hold at most `budget` tokens (a longer row goes alone)."""
+    start, longest = 0, 0
+    for i, n in enumerate(lengths):
+        longest = max(longest, n)
+        if i > start and longest * (i + 1 - start) > budget:
+            yield slice(start, i)
+            start, longest = i, n
+    if lengths:
+        yield slice(start, len(lengths))
+
+
 def distinct_parts(rollouts: Sequence[Rollout], budget: int) -> Iterator[slice]:
     """Consecutive slices of at most `budget` tokens (a longer rollout goes alone), where neighbours of one prompt count it
     once. Each still attends to its own copy of the prompt's keys and values: of these at most COPIES times `budget`."""

@@ -181,18 +181,6 @@ def forward_passes(policy: Policy, config: Optimisation):
             del layer.forward
 
 
-def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
-    """Consecutive slices whose rows, padded to the longest, hold at most `budget` tokens (a longer row goes alone)."""
-    start, longest = 0, 0
-    for i, n in enumerate(lengths):
-        longest = max(longest, n)
-        if i > start and longest * (i + 1 - start) > budget:
-            yield slice(start, i)
-            start, longest = i, n
-    if lengths:
-        yield slice(start, len(lengths))
-
-
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
     """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
     if isinstance(optimiser, Masters):
