@@ -520,7 +520,7 @@ def test_a_slow_head_and_a_slow_body_are_cut_off(tiny, monkeypatch):
         async with served(tiny) as (service, client):
             place = urlsplit(service.url)
             reader, writer = await asyncio.open_connection(place.hostname, place.port)
-            for letter in b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r":
+            for letter in b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r":
                 writer.write(bytes([letter]))
                 await asyncio.sleep(0.01)
             async with asyncio.timeout(3):
@@ -528,7 +528,7 @@ def test_a_slow_head_and_a_slow_body_are_cut_off(tiny, monkeypatch):
                     await reader.readexactly(1)
             writer.close()
             reader, writer = await asyncio.open_connection(place.hostname, place.port)
-            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
             async with asyncio.timeout(3):
                 assert b"408" in await reader.readline()
             writer.close()
@@ -541,7 +541,7 @@ def test_a_slow_head_and_a_slow_body_are_cut_off(tiny, monkeypatch):
 def test_a_later_head_of_a_connection_is_cut_off_too(tiny, monkeypatch, together):
     """It has as long as the first, from its first byte on; and one that comes in time is answered, however often."""
     monkeypatch.setattr(doors, "HEAD", 1.0)
-    ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def answer(reader):
         head = await reader.readuntil(b"\r\n\r\n")
@@ -563,7 +563,7 @@ def test_a_later_head_of_a_connection_is_cut_off_too(tiny, monkeypatch, together
                     await answer(reader)
                 began = time.perf_counter()
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                    for letter in b"GET /health HTTP/1.1\r\nHost: x\r\n"[together:]:
+                    for letter in b"GET /health HTTP/1.1\r\nHost: localhost\r\n"[together:]:
                         writer.write(bytes([letter]))
                         await asyncio.sleep(0.1)
                         await writer.drain()
