@@ -315,6 +315,13 @@ def test_an_earlier_run_of_another_configuration_is_moved_beside_not_overwritten
     assert not (tmp_path / "x.2").exists()
 
 
+def test_a_shortened_notebook_leaves_its_runs_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for quick, folder in (("1", "runs/quick/x"), ("0", "runs/x"), ("", "runs/x")):
+        monkeypatch.setenv("GRPOLAB_QUICK", quick)
+        assert Run("x").folder == tmp_path / folder
+
+
 def test_an_earlier_run_of_the_same_configuration_is_done_again(tiny, earlier, tmp_path):
     assert train(fresh(tiny), Run("x", root=tmp_path)) == earlier and not (tmp_path / "x.1").exists()
 

@@ -8,7 +8,7 @@ DPI = 100  # at which a figure has its nominal size in pixels
 
 
 def png(figure) -> bytes:
-    """a matplotlib figure at twice its size in 24 colours, a fifth of the bytes of all colours."""
+    """A matplotlib figure at twice its size, in 24 colours."""
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=2 * DPI, bbox_inches="tight", facecolor="white")
     return fewer_colours(drawn.getvalue())

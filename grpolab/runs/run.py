@@ -53,7 +53,9 @@ def repository() -> Path:
 
 
 def runs_folder() -> Path:
-    return repository() / "runs"
+    """Where runs lie by default: runs/, and for notebooks that a test shortens (GRPOLAB_QUICK) a folder of their own in it."""
+    shortened = os.environ.get("GRPOLAB_QUICK", "0") not in ("", "0")
+    return repository() / "runs" / ("quick" if shortened else "")
 
 
 def seed_everything(seed: int) -> None:
