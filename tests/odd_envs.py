@@ -115,13 +115,6 @@ async def deaf(seconds):
             pass
 
 
-class SaysAwaitable(Base):
-    """An awaitable from a method that is no `async def`."""
-
-    def step(self, action):
-        return asyncio.sleep(0)
-
-
 class Returns(Base):
     """Returns what its action names, from a list of things that are no results."""
 
@@ -131,7 +124,8 @@ class Returns(Base):
         "list reward": lambda: StepResult({}, [1.0]), "text done": lambda: StepResult({}, 0.0, "False"),
         "text observation": lambda: StepResult("seen"), "set": lambda: StepResult({"a": {1, 2}}),
         "nan inside": lambda: StepResult({"a": [float("nan")]}), "bytes": lambda: StepResult({"a": b"x"}),
-        "metadata": lambda: StepResult({}, metadata=[1]), "none": lambda: None, "dict": lambda: {"observation": {}},
+        "metadata": lambda: StepResult({}, metadata=[1]), "none": lambda: None,
+        "awaitable": lambda: asyncio.sleep(0), "dict": lambda: {"observation": {}},
     }
 
     def step(self, action):
@@ -143,34 +137,3 @@ class Returns(Base):
 
 def not_an_environment():
     return object()
-
-
-def store_backend(index):
-    from test_backends import store
-
-    return store(index)
-
-
-def broken_backend(index):
-    raise KeyError("no backend")
-
-
-def not_a_backend(index):
-    return object()
-
-
-class LameBackend:
-    def __init__(self, index):
-        pass
-
-    def start(self):
-        raise OSError("lame")
-
-    def healthy(self):
-        return True
-
-    def scrub(self):
-        return True
-
-    def stop(self):
-        pass

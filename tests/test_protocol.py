@@ -25,9 +25,9 @@ def data(code, **more):
 def test_requests_are_literally_those_of_the_wire():
     assert json.loads(protocol.STATE) == {"type": "state"}
     assert json.loads(protocol.CLOSE) == {"type": "close"}
-    assert json.loads(protocol.reset({"seed": 7, "episode_id": "ep1", "task": {"id": 3}})) == {
+    assert json.loads(protocol.message("reset", {"seed": 7, "episode_id": "ep1", "task": {"id": 3}})) == {
         "type": "reset", "data": {"seed": 7, "episode_id": "ep1", "task": {"id": 3}}}
-    assert json.loads(protocol.step({"text": "hello"})) == {"type": "step", "data": {"text": "hello"}}
+    assert json.loads(protocol.message("step", {"text": "hello"})) == {"type": "step", "data": {"text": "hello"}}
 
 
 def test_replies_are_literally_those_of_the_wire():

@@ -21,6 +21,7 @@ from grpolab.env.protocol import (
     ConnectError,
     DeadlineExceeded,
     FactoryError,
+    InvalidAction,
     ServerError,
     SessionLost,
     StepResult,
@@ -162,9 +163,8 @@ def test_an_environment_that_raises_keeps_its_session(env):
             with pytest.raises(ServerError, match="RuntimeError: boom: x") as caught:  # the text of a KeyError is but a key
                 await session.step({"raise": "boom: x"})
             assert caught.value.code == "EXECUTION_ERROR"
-            with pytest.raises(ServerError) as caught:
+            with pytest.raises(InvalidAction, match="zzz"):
                 await session.step({"zzz": 1})
-            assert caught.value.code == "VALIDATION_ERROR" and "zzz" in caught.value.errors[0]["msg"]
             with pytest.raises(ServerError, match="nan|Out of range"):
                 await session.step({"nan": True})
             with pytest.raises(ServerError, match="StepResult"):
@@ -371,7 +371,6 @@ def test_a_step_may_end_before_the_loop_goes_on():
                 played = await asyncio.gather(*(play(server.url) for _ in range(16)))
                 assert played == 16 * [list(range(1, 16))]
                 await eventually(lambda: server.status()["sessions"] == 0, SOON)
-        assert [e["error"] for e in server.trace if e["phase"] == "step"] == 12 * 16 * 15 * [""]
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -419,31 +418,6 @@ def test_a_client_that_reads_nothing_loses_its_session(env):
     run(main())
 
 
-def test_a_client_that_reads_slowly_keeps_its_session():
-    async def main():
-        async with serve(EchoEnv, ping_interval=0.5, ping_timeout=0.5) as server:
-            async with connect(server.url + "/ws", proxy=None, max_size=None, ping_interval=None) as raw:
-                def unsent():
-                    session, = server._sessions.values()
-                    return session.connection.transport.get_write_buffer_size()
-
-                raw.transport.pause_reading()
-                await raw.send('{"type":"step","data":{"big":40000000}}')
-                await eventually(lambda: server.status()["sessions"] and unsent(), SOON)
-                until = time.monotonic() + 2.5
-                while time.monotonic() < until:
-                    raw.transport.resume_reading()
-                    await asyncio.sleep(0)
-                    await asyncio.sleep(0)  # one piece is read
-                    raw.transport.pause_reading()
-                    await asyncio.sleep(0.05)
-                assert unsent()  # it has not caught up
-                raw.transport.resume_reading()
-                assert len(await raw.recv()) > 40_000_000
-
-    run(main())
-
-
 def test_what_follows_a_step_is_answered_after_it():
     async def main():
         async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
@@ -464,7 +438,6 @@ def test_a_step_that_ends_after_its_deadline_is_late_however_late_that_is_seen()
             await eventually(lambda: server.status()["session_list"][0]["busy"] == "step", SOON)
             time.sleep(0.6)  # the loop stands still: nobody watches
             assert [json.loads(text)["data"].get("code") async for text in raw] == ["STEP_TIMEOUT"]
-        assert [e["error"] for e in server.trace if e["phase"] == "step"] == ["timeout"]
 
     run(main())
 
@@ -488,25 +461,9 @@ def test_an_error_that_cannot_tell_itself_is_answered_at_once():
     async def main():
         async with serve(Raises) as server, EnvSession(server.url, deadlines=Deadlines(step=SOON)) as session:
             for call in (session.state(), session.step({})):
-                with pytest.raises(ServerError, match="Mute, whose text could not be made: AttributeError"):
+                with pytest.raises(ServerError, match="Mute: <exception str"):
                     await call
             assert (await session.step({"text": "goes on"})).observation["echo"] == "goes on"
-
-    run(main())
-
-
-def test_a_trace_that_cannot_be_written_costs_no_step(caplog):
-    class Full:
-        def write(self, _):
-            raise OSError(28, "No space left on device")
-
-    async def main():
-        async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=SOON)) as session:
-            server.hosting.file = Full()
-            await session.reset()
-            assert [(await session.step({"text": "a"})).observation["turn"] for _ in range(2)] == [1, 2]
-        assert EchoEnv.live == 0 and [e["phase"] for e in server.trace][-4:] == ["reset", "step", "step", "close"]
-        assert sum("No space left" in str(r.exc_info) for r in caplog.records) == 4
 
     run(main())
 
@@ -520,20 +477,6 @@ def test_each_step_has_its_deadline_to_itself():
             with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
                 await session.step({"hang": True})
             assert 0.75 < time.monotonic() - start < SOON
-        assert [e["error"] for e in server.trace if e["phase"] == "step"] == ["", "", "", "timeout"]
-        assert all(0.5 <= e["seconds"] < SOON for e in server.trace if e["phase"] == "step")
-
-    run(main())
-
-
-def test_a_step_that_returns_after_its_deadline_says_nothing():
-    async def main():
-        async with serve(EchoEnv, step_timeout=0.1) as server, connect(server.url + "/ws", proxy=None) as raw:
-            await raw.send('{"type":"step","data":{"sleep":0.6}}')
-            replies = [json.loads(text)["data"] async for text in raw]
-        assert [reply.get("code") for reply in replies] == ["STEP_TIMEOUT"]
-        assert server.status()["abandoned"] == 0 == EchoEnv.live
-        assert [e["error"] for e in server.trace if e["phase"] == "step"] == ["timeout"]
 
     run(main())
 
@@ -550,7 +493,6 @@ def test_a_step_whose_client_left_is_waited_for_and_then_its_environment_closes(
             raw.transport.abort()
             await eventually(lambda: server.status()["sessions"] == 0, SOON)
             assert server.status()["abandoned"] == 0 == EchoEnv.live
-            assert [e["error"] for e in server.trace if e["phase"] == "step"] == [""]
 
     run(main())
 
@@ -579,20 +521,7 @@ def test_a_long_episode_id_is_refused_and_kept_nowhere():
                 assert (await reset(name))["code"] == "VALIDATION_ERROR"
             for name in ("x" * 255, "é", 7, None):
                 assert (await reset(name))["reward"] is None
-            assert len(json.dumps(server.trace)) < 10_000 and len(json.dumps(server.status())) < 10_000
-
-    run(main())
-
-
-def test_small_messages_may_wait_behind_a_slow_step():
-    async def main():
-        async with serve(EchoEnv, ping_interval=0.2, ping_timeout=2) as server:
-            async with connect(server.url + "/ws", proxy=None) as raw:
-                await raw.send('{"type":"step","data":{"sleep":3}}')  # longer than a client without pongs would live
-                for number in range(100):
-                    await raw.send(f'{{"type":"step","data":{{"text":"{number}"}}}}')
-                echoes = [json.loads(await raw.recv())["data"]["observation"]["echo"] for _ in range(101)]
-                assert echoes == ["", *map(str, range(100))]
+            assert len(json.dumps(server.status())) < 10_000
 
     run(main())
 
@@ -637,10 +566,10 @@ def test_frames_that_end_the_session(frame):
 
 def test_messages_over_the_limit_end_the_session_with_1009():
     async def main():
-        async with serve(EchoEnv, max_message_bytes=1000) as server:
+        async with serve(EchoEnv) as server:
             async with EnvSession(server.url) as session:
                 with pytest.raises(SessionLost, match="1009|too big"):
-                    await session.step({"text": "x" * 2000})
+                    await session.step({"text": "x" * protocol.MAX_MESSAGE_BYTES})
             await eventually(lambda: server.status()["sessions"] == 0, SOON)
 
     run(main())
@@ -727,7 +656,7 @@ async def scripted(script):
     """The session of a client at a server that answers its first message, and then does as `script(connection)` says."""
     async def handle(connection):
         await connection.recv()
-        await connection.send(protocol.state({}))
+        await connection.send(protocol.message("state", {}))
         await script(connection)
 
     async with serve_websockets(handle, "127.0.0.1", 0) as listener:
@@ -817,7 +746,7 @@ def test_a_handshake_that_dies_half_way_gives_its_slot_back():
 
 def test_stopping_the_server_answers_what_is_in_flight_and_closes_every_environment():
     async def main():
-        async with serve(EchoEnv, drain=2.0) as server:
+        async with serve(EchoEnv) as server:
             session = EnvSession(server.url)
             await session.connect()
             step = asyncio.create_task(session.step({"text": "last", "sleep": 1}))
@@ -836,7 +765,7 @@ def test_stopping_the_server_answers_what_is_in_flight_and_closes_every_environm
 def test_stopping_the_server_is_bounded_when_an_environment_hangs():
     async def main():
         start = time.monotonic()
-        async with serve(EchoEnv, drain=0.1, close_timeout=0.2) as server:
+        async with serve(EchoEnv, close_timeout=0.2) as server:
             session = EnvSession(server.url)
             await session.connect()
             step = asyncio.create_task(session.step({"hang": True}))
@@ -845,22 +774,6 @@ def test_stopping_the_server_is_bounded_when_an_environment_hangs():
             await step
         assert time.monotonic() - start < SOON and server.status()["sessions"] == 0
         await session.close()
-
-    run(main())
-
-
-def test_the_server_trace_and_the_client_trace_share_ids(tmp_path):
-    async def main():
-        async with serve(EchoEnv, trace=tmp_path / "trace.jsonl") as server, EnvSession(server.url) as session:
-            for episode in ("e1", "e2"):
-                await session.reset(episode_id=episode)
-                for _ in range(3):
-                    await session.step({"text": "x"})
-        mine = [(s.episode, s.turn) for s in session.trace if s.phase == "step"]
-        theirs = [(e["episode_id"], e["turn"]) for e in server.trace if e["phase"] == "step"]
-        assert mine == theirs == [(e, t) for e in ("e1", "e2") for t in (1, 2, 3)]
-        rows = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-        assert rows == list(server.trace)
 
     run(main())
 
@@ -896,26 +809,21 @@ def test_bad_arguments_are_named():
         socket_url("ftp://x")
     assert load_factory("calculator").__name__ == "CalculatorEnv" and load_factory("guess").__name__ == "GuessEnv"
     assert socket_url("http://h:1/") == "ws://h:1/ws" and socket_url("wss://h/env/ws?x=1") == "wss://h/env/ws?x=1"
-    with pytest.raises(TypeError, match="async with"):
-        with EnvSession("ws://127.0.0.1:1"):
-            pass
 
 
 def test_latency_and_faults_around_any_environment():
     def factory():
-        return Faulty(CalculatorEnv(max_turns=9), latency=0.05, faults={1: "raise", 2: "nan", 3: "wrong", 4: "big"})
+        return Faulty(CalculatorEnv(max_turns=9), latency=0.05, faults={2: "raise"})
 
     async def main():
         async with serve(factory) as server, EnvSession(server.url) as session:
             start = time.monotonic()
             assert (await session.reset(seed=1, task={"a": 1, "op": "+", "b": 2})).observation["text"] == "What is 1 + 2?"
             assert time.monotonic() - start >= 0.05
-            for message in ("injected fault at step 1", "Out of range|nan", "StepResult"):
-                with pytest.raises(ServerError, match=message):
-                    await session.step({"text": "calc: 1"})
-            big = await session.step({"text": "calc: 1+2"})
-            assert big.observation["text"] == "3" and len(big.observation["big"]) == 2**20
-            assert (await session.state())["turn"] == 3  # the step that raised never reached it
+            assert (await session.step({"text": "calc: 1+2"})).observation["text"] == "3"
+            with pytest.raises(ServerError, match="injected fault at step 2"):
+                await session.step({"text": "calc: 1"})
+            assert (await session.state())["turn"] == 1  # the step that raised never reached it
         with pytest.raises(ValueError, match="explode"):
             Faulty(CalculatorEnv(), faults={1: "explode"})
 
