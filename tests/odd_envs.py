@@ -66,8 +66,7 @@ def double(number):
 
 
 class AsyncOdd(Base):
-    """{"exit": 3}: sys.exit; {"background": 3}: the same in a task of its own; {"block": s}: time.sleep on its loop;
-    {"wait": s}; {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
+    """{"exit": 3}: sys.exit; {"block": s}: time.sleep on its loop; {"wait": s}; {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
 
     deaf_in_close = 0.0
 
@@ -84,9 +83,6 @@ class AsyncOdd(Base):
     async def step(self, action):
         if "exit" in action:
             sys.exit(action["exit"])
-        if "background" in action:
-            asyncio.get_running_loop().call_soon(sys.exit, action["background"])
-            await asyncio.sleep(60)
         if "block" in action:
             time.sleep(action["block"])
         if "cancelled" in action:

@@ -74,7 +74,7 @@ def test_our_client_with_their_server(their_server):
             assert (await session.state())["step_count"] == 1
             with pytest.raises(ServerError) as caught:
                 await session.step({"zzz": 1})
-            assert caught.value.code == "VALIDATION_ERROR" and caught.value.errors[0]["loc"] == ["zzz"]
+            assert caught.value.code == "VALIDATION_ERROR" and "zzz" in str(caught.value)
             with pytest.raises(ServerError, match="boom: x") as caught:
                 await session.step({"boom": "boom: x"})
             assert caught.value.code == "EXECUTION_ERROR"

@@ -108,10 +108,6 @@ def test_exit_of_an_async_environment_is_an_error_of_that_step(isolate):
             with pytest.raises(ServerError, match="CancelledError"):
                 await session.step({"cancelled": True})
             assert (await session.step({})).observation["ticks"] >= 0
-            with pytest.raises(ServerError, match="SystemExit: 4"):
-                await session.step({"background": 4})
-            with pytest.raises(ServerError, match="not there"):  # its loop was ended, and it with it
-                await session.step({})
             await session.close()
             assert ended(server)()
             async with EnvSession(server.url) as again:
@@ -324,11 +320,11 @@ def test_what_another_process_cannot_import_is_refused_when_serving_starts():
     for factory in (Local, lambda: odd_envs.Base()):
         with pytest.raises(ValueError, match="put it into a file, or use isolate='thread'"):
             run(opens(factory))
-    with pytest.raises(FactoryError, match="odd_envs has no 'Missing'"):  # found in its process
+    with pytest.raises(FactoryError, match="has no attribute 'Missing'"):  # found in its process
         run(opens("odd_envs:Missing"))
     with pytest.raises(ValueError, match="No module named 'nowhere'"):
         run(opens("nowhere:Env"))
-    with pytest.raises(ValueError, match="no environment 'chess'"):
+    with pytest.raises(ValueError, match="environment 'chess' cannot be imported"):
         run(opens("chess"))
     with pytest.raises(FactoryError, match="made a object without reset"):
         run(opens(odd_envs.not_an_environment))
@@ -408,9 +404,9 @@ def test_many_processes_leave_nothing_behind():
     (["calculator", "--step-timeout", "-1"], "step_timeout=-1"),
     (["calculator", "--max-sessions", "0"], "max_sessions=0"),
     (["calculator", "--ping-interval", "nan"], "ping_interval=nan"),
-    (["odd_envs:Missing", "--isolate", "thread"], "odd_envs has no 'Missing'"),
+    (["odd_envs:Missing", "--isolate", "thread"], "has no attribute 'Missing'"),
     (["nowhere:Env"], "No module named 'nowhere'"),
-    (["chess"], "no environment 'chess'"),
+    (["chess"], "environment 'chess' cannot be imported"),
     (["calculator", "--isolate", "thread", "--memory-mib", "100"], "--memory-mib"),
     (["calculator", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),
     (["calculator", "--backend", ""], "write a command"),

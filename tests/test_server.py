@@ -507,25 +507,6 @@ def test_whatever_seed_arrives_reaches_the_environment(seed):
     run(main())
 
 
-def test_a_long_episode_id_is_refused_and_kept_nowhere():
-    async def main():
-        async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
-            async def reset(name):
-                await raw.send(json.dumps({"type": "reset", "data": {"episode_id": name}}))
-                return json.loads(await raw.recv())["data"]
-
-            for _ in range(5):
-                fault, = (await reset("x" * 10_000_000))["errors"]
-                assert fault["loc"] == ["data", "episode_id"] and "255 characters" in fault["msg"]
-            for name in (["a"], {"a": 1}, True, "x" * 256):
-                assert (await reset(name))["code"] == "VALIDATION_ERROR"
-            for name in ("x" * 255, "é", 7, None):
-                assert (await reset(name))["reward"] is None
-            assert len(json.dumps(server.status())) < 10_000
-
-    run(main())
-
-
 def test_large_messages_behind_a_slow_step_wait_with_the_client_and_not_in_the_server():
     """Four clients that sent frames of 15 MB behind a slow step took the server to 1.2 GB; now it stops reading."""
     frame = json.dumps({"type": "step", "data": {"text": "x" * 15_000_000}})
@@ -803,7 +784,7 @@ def test_bad_arguments_are_named():
         Deadlines(connect=0)
     with pytest.raises(ValueError, match="step=inf"):
         Deadlines(step=float("inf"))
-    with pytest.raises(ValueError, match="no environment 'chess'"):
+    with pytest.raises(ValueError, match="environment 'chess' cannot be imported"):
         load_factory("chess")
     with pytest.raises(ValueError, match="ftp"):
         socket_url("ftp://x")

@@ -2,9 +2,7 @@
 
 A backend is used by one tenant after another, so between two it is scrubbed, and where that cannot be done or cannot be
 trusted it is killed and started anew, under a higher generation number. The least recently used one is leased first.
-
-Source of the idea: the server-side pool of aws-rl-env (acquire, release); what it lacks (membership, health, scrubbing,
-generations) is what this module adds.
+The idea: the server-side pool of aws-rl-env.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ log = logging.getLogger("grpolab.env.backends")
 
 
 class Backend(Protocol):
-    """One resource. `start` returns what the environment gets; a `start` after a `stop` gives a fresh one. `scrub` wipes what
-    the last tenant left, and returns False where only a restart does."""
+    """One resource. `start` returns what the environment gets, after a `stop` a fresh one. `scrub` wipes what the last tenant
+    left, or returns False where only a restart does."""
 
     def start(self) -> Any: ...
 
@@ -215,10 +213,8 @@ class BackendPool:
             self._backends[lease.index].stop()
 
     def release(self, lease: Lease, *, poisoned: bool = False) -> None:
-        """Take a backend back, clean for the next tenant: scrubbed in place, or else killed and started anew.
-
-        Where it cannot be started it stays off, last in line, until an `acquire` can.
-        """
+        """Take a backend back, clean for the next tenant: scrubbed in place, or else killed and started anew. Where it cannot
+        be started it stays off, last in line, until an `acquire` can."""
         with self._lock:
             if lease not in self._leases:
                 raise ValueError(f"{lease.name} is not leased so: released twice, or not ours")

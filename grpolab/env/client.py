@@ -25,7 +25,6 @@ from grpolab.env import protocol
 from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, ServerError, SessionLost, StepResult
 
 TRACE_SPANS = 100_000  # how many spans a trace keeps, the last ones: some 20 MB
-EPISODE_SHOWN = 255  # characters of an episode's name in a span; our server takes no longer ones
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,7 @@ class Deadlines:
 
 
 class Span(NamedTuple):
-    """One phase of one session: times are perf_counter seconds. `error` names what ended it, '' if nothing did.
-
-    `episode` and `turn` identify a step on both sides of the wire: the server's trace carries the same two (`episode` is
-    cut after EPISODE_SHOWN characters).
-    """
+    """One phase of one session: times are perf_counter seconds. `error` names what ended it, '' if nothing did."""
 
     phase: str
     start: float
@@ -95,10 +90,9 @@ def _refused(response: Response, url: str) -> ConnectError:
 class EnvSession:
     """`async with EnvSession(url) as session: await session.reset(seed=1); await session.step({"text": "..."})`.
 
-    `connect` returns only when the server has answered on this session, so an admitted session is a real one (an
-    OpenEnv server accepts the handshake and refuses afterwards). After `lost` is set, every call raises SessionLost.
-    `trace` has a Span a phase, the last TRACE_SPANS; a pool passes its own for all sessions to write to.
-    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
+    `connect` returns when the server has answered on this session (OpenEnv's accepts the handshake and refuses afterwards).
+    After `lost` is set, every call raises SessionLost. `trace` has a Span a phase, the last TRACE_SPANS; a pool passes its
+    own for all sessions. `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
     """
 
     def __init__(self, url: str, *, token: str | None = None, deadlines: Deadlines | None = None,
@@ -134,10 +128,8 @@ class EnvSession:
         return list(self._spans)
 
     async def connect(self) -> None:
-        """Open the connection and prove the session with a `state` request.
-
-        Raises CapacityError, FactoryError or ConnectError when there is none, DeadlineExceeded when it takes too long.
-        """
+        """Open the connection and prove the session with a `state` request. Raises CapacityError, FactoryError or ConnectError
+        when there is none, DeadlineExceeded when it takes too long."""
         if self._socket is not None:
             raise RuntimeError("this session was connected before; a session is used once, make a new EnvSession")
         try:
@@ -155,8 +147,8 @@ class EnvSession:
             raise
 
     async def _open_socket(self) -> None:
-        """The handshake. One that is cancelled is finished first if that takes no longer than a second: the server may
-        have taken a place for it already, and only over the connection can that be undone in order."""
+        """The handshake. One that is cancelled is finished first, for at most a second: the server may have taken a place for
+        it already, which only a goodbye gives back in order."""
         handshake = asyncio.ensure_future(self._handshake())
         try:
             self._socket = await asyncio.shield(handshake)
@@ -236,8 +228,7 @@ class EnvSession:
             fault = type(error).__name__
             raise
         finally:
-            episode = self.episode_id[:EPISODE_SHOWN]
-            self._spans.append(Span(phase, start, perf_counter(), self.index, episode, self.turn, fault))
+            self._spans.append(Span(phase, start, perf_counter(), self.index, self.episode_id, self.turn, fault))
 
     def _drop(self, cause: BaseException) -> BaseException:
         """Give the connection up, at once and for ever; returns `cause`."""
@@ -257,8 +248,8 @@ class EnvSession:
             raise self._drop(fault) from None
 
     async def _request(self, phase: str, text: str, expected: str) -> dict:
-        """Send one message and wait for its reply, of the kind `expected`: the only place where a session talks. All but a
-        ServerError, which the server answered in order, ends the session."""
+        """Send one message and wait for its reply, of the kind `expected`. All but a ServerError, which the server answered in
+        order, ends the session."""
         if self._socket is None:
             raise RuntimeError("this session is not connected: use `async with EnvSession(url) as session`")
         if self.lost is not None:
@@ -294,23 +285,16 @@ class EnvSession:
         return data
 
     async def _exchange(self, phase: str, text: str) -> str | bytes:
-        """The next message after `text` was sent; raises ConnectionClosed."""
-        unasked = await self._unasked()
-        if unasked is not None:
-            with suppress(ServerError):  # a refusal or an ending that the server announced says why by itself
-                protocol.parse_reply(unasked, self.url)
-            raise SessionLost(f"{self.url} sent a message that nobody had asked for, before a {phase}: its replies would be "
-                              f"paired with the wrong requests from here on: {str(unasked[:200])!r}")
+        """The next message after `text` was sent; raises ConnectionClosed, and SessionLost where one is here already."""
+        for _ in range(2):  # the first look lets the loop read the socket, the second finds what it has read
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    unasked = await self._socket.recv()
+                with suppress(ServerError):  # a refusal or an ending that the server announced says why by itself
+                    protocol.parse_reply(unasked, self.url)
+                raise SessionLost(f"{self.url} sent a message that nobody had asked for, before a {phase}: "
+                                  f"{str(unasked[:200])!r}")
         # A server that refuses may have hung up already; what it said is then still there to be read.
         with suppress(ConnectionClosed):
             await self._socket.send(text)
         return await self._socket.recv()
-
-    async def _unasked(self) -> str | bytes | None:
-        """A message that is here before the next request, or None. The first look lets the loop read the socket, the
-        second finds what it has read."""
-        for _ in range(2):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0):
-                    return await self._socket.recv()
-        return None

@@ -1,9 +1,8 @@
 """Environments in processes of their own: what `serve(..., isolate="process")` starts for each session.
 
-Such an environment can be killed, whatever it does, takes its memory with it, sees none of our environment variables but
-those in `child_processes.INHERITED`, and none of our descriptors but its socket to us. What passes over that socket is JSON. It
-is a guard against faults and leaks, not against an attacker: it runs as the same user on the same machine. What it has
-started ends with it, on Linux also daemons (see `child_processes`).
+Such an environment can be killed, takes its memory with it, sees none of our environment variables but those in
+`child_processes.INHERITED`, and none of our descriptors but its socket to us, over which JSON passes. It is a guard against
+faults and leaks, not against an attacker: it runs as the same user. What it has started ends with it (`child_processes`).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pkgutil
 import socket
 import subprocess
 import sys
@@ -32,11 +32,8 @@ LAST = 5.0  # s; what the kernel gets to end a killed one
 @dataclass(frozen=True)
 class Isolation:
     """How a session's process runs: `env` are variables beside those of `child_processes.INHERITED`, `cwd` its folder,
-    `memory_mib` the most private memory that it may allocate (None: no limit).
-
-    `memory_mib` is a guard against mistakes: it counts neither shared mappings (`multiprocessing.shared_memory`, /dev/shm)
-    nor files, and each process that the environment starts has as much again. Where that matters, run the server under a
-    cgroup or in a container with a limit.
+    `memory_mib` the most private memory that it may allocate (None: no limit). That counts neither shared mappings (/dev/shm)
+    nor files, and each process that the environment starts has as much again.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -57,18 +54,14 @@ def importable(factory: Callable[..., Any] | str) -> str:
     """The name under which another process finds a factory; raises ValueError if there is none."""
     if isinstance(factory, str):
         name = SHIPPED.get(factory, factory)
-        module, _, attribute = name.partition(":")
-        if not attribute or find_spec(module.partition(".")[0]) is None:
+        if ":" not in name or find_spec(name.partition(":")[0].partition(".")[0]) is None:
             load_factory(factory)  # which says what is wrong with it
         return name
-    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
-    target: Any = sys.modules.get(module) if module != "__main__" else None
-    for part in name.split("."):
-        target = getattr(target, part, None)
-    if target is not factory:
+    name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', '')}"
+    if name.startswith("__main__:") or "<" in name or pkgutil.resolve_name(name) is not factory:
         raise ValueError(f"isolate='process' imports the environment anew, and {factory!r} is no class or function of an "
                          "importable module (a notebook's is none): put it into a file, or use isolate='thread'")
-    return f"{module}:{name}"
+    return name
 
 
 class Child:

@@ -1,9 +1,9 @@
 """The wire between a session and an environment server: OpenEnv's WebSocket protocol, and the errors it can end in.
 
 One connection is one session with one environment. The client sends `reset`, `step`, `state` and `close`, the server
-answers every message but `close`, in order. A message is a JSON object with the keys `type` and `data` and no other;
-there is no request id, so a reply that was not waited for would be paired with the next request. Hence the rule that
-the whole package keeps: after a timeout or a cancellation a connection is never used again.
+answers every message but `close`, in order. A message is a JSON object with the keys `type` and `data`; there is no request
+id, so a reply that was not waited for would be paired with the next request: after a timeout or a cancellation a
+connection is never used again.
 
 Source: OpenEnv (openenv-core 0.3.0, openenv 0.10.0), `/ws` endpoint.
 """
@@ -136,22 +136,22 @@ class DeadlineExceeded(SessionLost, TimeoutError):
 class ServerError(EnvError):
     """The server answered with an error and keeps the session: `code` is EXECUTION_ERROR, UNKNOWN_TYPE, ..."""
 
-    def __init__(self, message: str, code: str, errors: tuple = ()):
+    def __init__(self, message: str, code: str):
         super().__init__(f"{message} ({code})")
-        self.code, self.errors = code, errors
+        self.code = code
 
 
 class InvalidAction(ServerError, ValueError):
     """An action that the environment cannot read (VALIDATION_ERROR): nothing has happened, session and episode go on.
 
-    An environment raises `InvalidAction("why")` before it changes anything. On the client's side `step` raises it, with
-    the server's reasons as its text and as `errors`; the session is not lost, so a rollout may catch it and show it to the
-    policy, name a penalty of its own, or give the episode up.
+    An environment raises `InvalidAction("why")` before it changes anything. On the client's side `step` raises it with the
+    server's reasons; a rollout may catch it and show it to the policy, name a penalty, or give the episode up.
     """
 
-    def __init__(self, message: str, errors: tuple = ()):
+    code = "VALIDATION_ERROR"
+
+    def __init__(self, message: str):
         EnvError.__init__(self, message)
-        self.code, self.errors = "VALIDATION_ERROR", errors
 
 
 # What a client raises for an error frame whose code ends the session; every other code leaves it usable: a ServerError.
@@ -172,8 +172,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-# Made once: json.dumps and json.loads with options make a new one for each message. NaN and infinities are refused both ways
-# (ValueError): no other JSON reader need accept them.
+# NaN and infinities are refused both ways (ValueError). Made once: json.dumps with options makes an encoder for each message.
 dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 loads = json.JSONDecoder(parse_constant=_no_constant).decode
 
@@ -191,8 +190,8 @@ KEYS = {"reset": {"type", "data"}, "step": {"type", "data"}, "mcp": {"type", "da
 
 # Replies.
 def observation(result: StepResult) -> str:
-    """The reply to a reset or a step. Metadata stands inside the observation, where clients of either version of OpenEnv
-    read it; beside it where the observation has a field of that name to itself."""
+    """The reply to a reset or a step. Metadata stands inside the observation, where clients of either OpenEnv read it, or
+    beside it where the observation has a field of that name."""
     body, beside = result.observation, {}
     if "metadata" in body:
         beside = {"metadata": result.metadata}
@@ -257,10 +256,10 @@ def parse_reply(text: str | bytes, who: str = "the server") -> tuple[str, dict]:
         raise CapacityError(reason, data.get("active_sessions"), data.get("max_sessions"))
     if code in ENDING:
         raise ENDING[code](f"{reason} ({code})")
-    errors = tuple(data["errors"]) if isinstance(data.get("errors"), list) else ()
     if code == "VALIDATION_ERROR":
-        raise InvalidAction("; ".join(map(_reason, errors))[:MAX_REASON] or reason, errors)
-    raise ServerError(reason, code, errors)
+        errors = data["errors"] if isinstance(data.get("errors"), list) else []
+        raise InvalidAction("; ".join(map(_reason, errors))[:MAX_REASON] or reason)
+    raise ServerError(reason, code)
 
 
 def _reason(fault: Any) -> str:
@@ -274,8 +273,7 @@ def _reason(fault: Any) -> str:
 
 def step_result(data: dict, who: str = "the server") -> StepResult:
     """A StepResult from an observation reply of `who`; raises SessionLost where it is none. Its metadata stand beside `done`,
-    or inside the observation, or (as openenv 0.10.0 sends them) in both places; what stands inside and is not the same stays
-    a field of the observation."""
+    inside the observation, or (openenv 0.10.0) in both places; what differs inside stays a field of the observation."""
     seen, beside = data.get("observation"), data.get("metadata")
     inside = seen.get("metadata") if isinstance(seen, dict) else None
     if isinstance(inside, dict) and beside in (None, inside):

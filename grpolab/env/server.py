@@ -3,11 +3,10 @@
     async with serve(CalculatorEnv, max_sessions=8) as server:    # in a notebook or a script: server.url, .status()
     python -m grpolab serve calculator --port 0 --max-sessions 8    # a process of its own, and one for each session
 
-What a session costs stays with that session. It holds a place from the handshake until its environment has closed and
-its leased backend is back; over capacity the handshake is answered with HTTP 503 and Retry-After. An environment that
-raises gets an error reply; one that hangs past its deadline loses its session, its backend is killed, and so is its process
-under `isolate="process"`. A thread cannot be killed: it is left behind and counted (`abandoned`), at most `max_sessions`
-of them.
+A session holds a place from the handshake until its environment has closed and its leased backend is back; over capacity the
+handshake is answered with HTTP 503 and Retry-After. An environment that raises gets an error reply; one that hangs past its
+deadline loses its session, its backend and its process. A thread cannot be killed: it is left behind and counted
+(`abandoned`), at most `max_sessions` of them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from grpolab.access import is_loopback, shows
-from grpolab.env.backends import BackendError
 from grpolab.env.options import ServeOptions
 from grpolab.env.process import importable
 from grpolab.env.protocol import MAX_MESSAGE_BYTES
@@ -108,11 +106,14 @@ class EnvServer:
         return None
 
     async def admit(self, connection: ServerConnection, request: Request, response: Response) -> Response | None:
-        """Take a place for a valid handshake, or refuse it with 503. While a session is closing, a handshake waits a moment
-        for its place, so that a client which closes and opens again is let in."""
+        """Take a place for a valid handshake, or refuse it with 503. It waits a moment for the place of a session that is
+        closing, so that a client which closes and opens again is let in."""
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             return None
-        await _until(lambda: not self._full or not any(s.leaving for s in self._sessions.values()), LEAVING)
+        def settled() -> bool:
+            return len(self._sessions) < self.options.max_sessions or not any(s.leaving for s in self._sessions.values())
+
+        await _until(settled, LEAVING)
         if refusal := self._refusal():
             self._counts["refused"] += 1
             body = {"error": refusal, "active_sessions": len(self._sessions), "max_sessions": self.options.max_sessions}
@@ -128,10 +129,6 @@ class EnvServer:
         asyncio.ensure_future(connection.wait_closed()).add_done_callback(closed)
         return None
 
-    @property
-    def _full(self) -> bool:
-        return len(self._sessions) >= self.options.max_sessions
-
     def _refusal(self) -> str:
         """Why no session can be opened now; empty if one can."""
         if self.hosting.stopping:
@@ -139,7 +136,7 @@ class EnvServer:
         if self.hosting.abandoned >= self.options.max_sessions:
             return (f"{self.hosting.abandoned} environments hang; restart the server, or serve with isolate='process', which "
                     "can end them")
-        if self._full:
+        if len(self._sessions) >= self.options.max_sessions:
             return f"Server at capacity: {len(self._sessions)}/{self.options.max_sessions} sessions active"
         return ""
 
@@ -181,8 +178,8 @@ async def _until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def _names_loopback(headers: Headers) -> bool:
-    """Whether the Host header is one address of this machine. A page of another site whose name was made to lead here (DNS
-    rebinding) has that name in it."""
+    """Whether the Host header is one address of this machine: a page whose name was made to lead here (DNS rebinding) has that
+    name in it."""
     named = headers.get_all("Host")
     return len(named) == 1 and is_loopback(urlsplit(f"//{named[0]}").hostname or "")
 
@@ -192,9 +189,8 @@ async def serve(env_factory: Callable[..., Any] | str, options: ServeOptions | N
                 **changes: Any) -> AsyncIterator[EnvServer]:
     """Serve `env_factory()` (or `env_factory(resource)` with `backends`) to at most `max_sessions` sessions at once.
 
-    `env_factory` may be the name of one: "package.module:Class". Keyword arguments are the fields of `ServeOptions`, such as
-    `serve(CalculatorEnv, max_sessions=8)`, and change those of `options`. Browsers are refused (a page of any site could
-    connect to a loopback address): clients must send no Origin.
+    `env_factory` may be the name of one: "package.module:Class". Keyword arguments are the fields of `ServeOptions`, and change
+    those of `options`. Browsers are refused (a page of any site could connect to a loopback address).
     """
     options = replace(options or ServeOptions(), **changes)
     if options.isolation is not None:
@@ -236,21 +232,11 @@ async def serve_forever(env_factory: Callable[..., Any] | str, options: ServeOpt
                         **changes: Any) -> None:
     """`serve` until SIGTERM or SIGINT, then shut down in order; a start that is under way is given up. Prints the URL once
     it listens; `beside` is entered then, and left first."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    stopped = asyncio.ensure_future(stop.wait())
-    async with contextlib.AsyncExitStack() as stack:
-        starting = asyncio.ensure_future(stack.enter_async_context(serve(env_factory, options, **changes)))
-        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait([starting])
-            if starting.cancelled() or isinstance(starting.exception(), BackendError):  # which were stopped as they started
-                return
-        server = starting.result()
-        print(f"serving {server.hosting.name} at {server.url} to at most {server.options.max_sessions} sessions", flush=True)
-        if beside is not None:
-            await stack.enter_async_context(beside(server))
-        await stopped
+        asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        async with serve(env_factory, options, **changes) as server:
+            most = server.options.max_sessions
+            print(f"serving {server.hosting.name} at {server.url} to at most {most} sessions", flush=True)
+            async with contextlib.nullcontext() if beside is None else beside(server):
+                await asyncio.Event().wait()

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from grpolab.env.client import Span
-from grpolab.env.pool import GrpoPool, Results, Slot
-from grpolab.env.protocol import StepResult
+from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serving_thread
+
+
+def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of GrpoPool as one of MultiTurnEnvPool."""
+    @wraps(method)
+    def call(self: MultiTurnEnvPool, *arguments: Any, **options: Any) -> Any:
+        return self._call(method, *arguments, **options)
+
+    return call
 
 
 class MultiTurnEnvPool:
     """The synchronous pool: a GrpoPool, with the same arguments and methods, without `await`; rollouts are `async` still.
 
     The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
-    pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it over there before it returns.
-    It cannot be called on the event loop that serves its own server, which it would keep from answering: RuntimeError.
+    pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it there before it returns.
     """
 
     def __init__(self, url: str, size: int = 8, **options: Any):
@@ -52,24 +60,19 @@ class MultiTurnEnvPool:
             self._call(GrpoPool.close)
             self._end()
 
-    def reset_group(self, task: Any = None, *, seed: int | None = None) -> list[StepResult]:
-        return self._call(GrpoPool.reset_group, task, seed=seed)
-
-    def run_group_step(self, actions: Sequence[dict]) -> list[StepResult]:
-        return self._call(GrpoPool.run_group_step, actions)
-
-    def run_group(self, rollout: Callable[[Slot], Awaitable[Any]]) -> Results:
-        return self._call(GrpoPool.run_group, rollout)
-
-    def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
-        return self.pool.record_group_result(task, rewards, success=success)
+    reset_group = _synchronous(GrpoPool.reset_group)
+    run_group_step = _synchronous(GrpoPool.run_group_step)
+    run_group = _synchronous(GrpoPool.run_group)
 
     @property
     def trace(self) -> list[Span]:
         return self.pool.trace
 
+    def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
+        return self.pool.record_group_result(task, rewards, success=success)
+
     def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run a method of the pool over there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
+        """Run a method of the pool there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
         if self._loop is None:
             raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
         if serving_thread(self.pool.url) == threading.get_ident():

@@ -1,16 +1,15 @@
 """One environment and the thread that makes it and calls it: a session's own in the server, or a child process's main one.
 
-Calls are posted, run in the order they came in, and end in a reply text whatever the environment does. An environment with
-an `async` method gets an event loop of its own in that thread, on which also its background tasks live: what it blocks,
-cancels or raises (SystemExit too) stays there.
+Calls are posted, run in the order they came in, and end in a reply text whatever the environment raises. An environment with
+an `async` method gets an event loop of its own in that thread, on which also its background tasks live.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import logging
+import pkgutil
 import queue
 import threading
 import traceback
@@ -29,27 +28,20 @@ log = logging.getLogger("grpolab.env.worker")
 SHIPPED = {"calculator": "grpolab.env.calculator:CalculatorEnv", "guess": "grpolab.env.guess:GuessEnv",
            "aws": "grpolab.env.aws.environment:AwsEnv"}
 METHODS = ("reset", "step", "state", "close")
-LEFTOVERS = 1.0  # s; what the background tasks of an `async` environment get to end when it has closed
 
 Done = Callable[[str, str], Any]  # (text, fault): the reply, and the name of what was raised, '' if nothing was
 
 
-def load_factory(name: str, what: str = "environment") -> Callable[..., Any]:
+def load_factory(name: str) -> Callable[..., Any]:
     """`calculator`, `guess`, `aws`, or `package.module:Class` of an environment of your own; raises ValueError if it is none or
-    cannot be imported. `what` is what the error calls it."""
-    module, _, attribute = SHIPPED.get(name, name).partition(":")
-    if not module or not attribute:
-        raise ValueError(f"no {what} {name!r}: there are {', '.join(SHIPPED)}, or write package.module:Class")
+    cannot be imported."""
     try:
-        factory: Any = importlib.import_module(module)
-    except ModuleNotFoundError as fault:
-        raise ValueError(f"{what} {name!r}: {fault}; is its folder the current one, or on PYTHONPATH?") from fault
+        factory = pkgutil.resolve_name(SHIPPED.get(name, name))
     except (Exception, SystemExit) as fault:  # whatever a module does when it is imported
-        raise ValueError(f"{what} {name!r} cannot be imported: {fault!r}") from fault
-    for part in attribute.split("."):
-        factory = getattr(factory, part, None)
+        raise ValueError(f"environment {name!r} cannot be imported: {fault!r}. There are {', '.join(SHIPPED)}; or write "
+                         "package.module:Class, whose folder is the current one or on PYTHONPATH") from fault
     if not callable(factory):
-        raise ValueError(f"{what} {name!r}: {module} has no {attribute!r} that is a class or a function")
+        raise ValueError(f"environment {name!r} is a {type(factory).__name__}: write package.module:Class")
     return factory
 
 
@@ -64,10 +56,9 @@ class Worker:
         self._make, self._name = make, name
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._env: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of an `async` environment, while it runs
+        self._loop: asyncio.AbstractEventLoop | None = None  # of an `async` environment
         self._wake: asyncio.Event | None = None
         self._call: tuple[str, asyncio.Task] | None = None
-        self._pending: Done | None = None
 
     def post(self, kind: str, data: Any, done: Done) -> None:
         """Call later, from any thread; `done(text, fault)` is called in the worker's thread."""
@@ -89,21 +80,43 @@ class Worker:
 
     def _on_loop(self, work: Callable[[], Any]) -> None:
         if (loop := self._loop) is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed: then the queue is read without it
+            with contextlib.suppress(RuntimeError):  # it is closed
                 loop.call_soon_threadsafe(work)
 
     def run(self) -> None:
-        """Serve until `stop`. Raises nothing, whatever the environment raises."""
+        """Serve until `stop`, whatever the environment raises."""
         while (job := self._jobs.get()) is not None:
-            kind, data, self._pending = job
+            kind, data, done = job
             try:
                 outcome = self._reply(kind, data, self._begin(kind, data))
             except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
                 outcome = self._refusal(kind, raised)
-            self._report(*outcome)
+            _report(done, *outcome)
             if kind == "create" and any(inspect.iscoroutinefunction(getattr(self._env, method, None)) for method in METHODS):
-                if self._run_loop():
-                    return
+                import asyncio
+
+                return asyncio.run(self._run_on_loop())
+
+    async def _run_on_loop(self) -> None:
+        """The same on the loop of an `async` environment, whose background tasks run between the calls."""
+        import asyncio
+
+        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                await self._wake.wait()
+                self._wake.clear()
+                continue
+            if job is None:
+                return
+            kind, data, done = job
+            self._call = kind, asyncio.ensure_future(self._answer_on_loop(kind, data))
+            await asyncio.wait([self._call[1]])
+            call, self._call = self._call[1], None
+            _report(done, *(("", "CancelledError") if call.cancelled() else call.result()))
 
     async def _answer_on_loop(self, kind: str, data: Any) -> tuple[str, str]:
         try:
@@ -154,80 +167,34 @@ class Worker:
         log.info("%s of %s raised %s", kind, self._name, reason)
         return protocol.error(reason, "EXECUTION_ERROR"), fault
 
-    def _report(self, text: str, fault: str) -> None:
-        done, self._pending = self._pending, None
-        with contextlib.suppress(RuntimeError, OSError):  # nobody waits any more: a closed loop, a server that is gone
-            done(text, fault)
 
-    def _run_loop(self) -> bool:
-        """Serve an `async` environment on a loop of its own; False if something on it, SystemExit say, has ended the loop."""
-        import asyncio
-
-        loop, stopped = asyncio.new_event_loop(), False
-        try:
-            loop.run_until_complete(self._serve_on_loop())
-            stopped = True
-        except BaseException as raised:  # noqa: BLE001
-            log.error("%s ended its event loop", self._name, exc_info=raised)
-            self._env, self._call = None, None
-            if self._pending is not None:
-                self._report(*self._refusal("step", raised))
-        finally:
-            self._loop = None
-            with contextlib.suppress(BaseException):  # one that ends the loop again
-                if tasks := asyncio.all_tasks(loop):
-                    for task in tasks:
-                        task.cancel()
-                    loop.run_until_complete(asyncio.wait(tasks, timeout=LEFTOVERS))
-                loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
-        return stopped
-
-    async def _serve_on_loop(self) -> None:
-        import asyncio
-
-        self._wake = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                await self._wake.wait()
-                self._wake.clear()
-                continue
-            if job is None:
-                return
-            kind, data, self._pending = job
-            self._call = kind, asyncio.ensure_future(self._answer_on_loop(kind, data))
-            await asyncio.wait([self._call[1]])
-            call, self._call = self._call[1], None
-            self._report(*(("", "CancelledError") if call.cancelled() else call.result()))
+def _report(done: Done, text: str, fault: str) -> None:
+    with contextlib.suppress(RuntimeError, OSError):  # nobody waits any more: a closed loop, a server that is gone
+        done(text, fault)
 
 
-class EnvThread:
-    """A `Worker` in a thread of its own, called from an event loop. Its thread is a daemon: a hung one must not keep us from
-    exiting."""
+class EnvThread(Worker):
+    """A worker in a thread of its own, called from an event loop. A daemon: a hung one must not keep us from exiting."""
 
     pid = None
 
     def __init__(self, make: Callable[[], Any], name: str):
-        self._worker = Worker(make, name)
-        self.cancel = self._worker.cancel
-        self.thread = threading.Thread(target=self._worker.run, name=f"env-{name}", daemon=True)
+        super().__init__(make, name)
+        self.thread = threading.Thread(target=self.run, name=f"env-{name}", daemon=True)
         self.thread.start()
 
     async def call(self, kind: str, data: Any) -> tuple[str, str]:
-        """(reply, fault) of one call (`Worker`)."""
+        """(reply, fault) of one call."""
         import asyncio
 
         loop = asyncio.get_running_loop()
         outcome = loop.create_future()
-        self._worker.post(kind, data, partial(loop.call_soon_threadsafe, settle, outcome))
+        self.post(kind, data, partial(loop.call_soon_threadsafe, settle, outcome))
         return await outcome
 
     async def end(self, kill: bool) -> None:
         """Let the thread end. One that hangs cannot be killed."""
-        self._worker.stop()
+        self.stop()
 
 
 def settle(future: asyncio.Future, *outcome: str) -> None:
