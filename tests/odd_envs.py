@@ -66,7 +66,8 @@ def double(number):
 
 
 class AsyncOdd(Base):
-    """{"exit": 3}: sys.exit; {"block": s}: time.sleep on its loop; {"wait": s}; {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
+    """{"exit": 3}: sys.exit; {"block": s}: time.sleep on its loop; {"wait": s};
+    {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
 
     deaf_in_close = 0.0
 
