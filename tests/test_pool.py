@@ -127,6 +127,7 @@ async def test_all_or_nothing_when_one_environment_cannot_be_made():
     def factory():
         made.append(1)
         if len(made) == 4:
+            time.sleep(0.3)  # the others are admitted by then
             raise OSError("disk full")
         return EchoEnv()
 
@@ -351,6 +352,17 @@ async def test_a_session_whose_environment_raised_is_replaced_before_its_next_ep
             failure, = pool.failures
             assert failure.rollout == 2 and "my backend is dead" in str(failure.cause)
             assert server.status()["opened"] == 5 and server.status()["sessions"] == 4
+
+
+async def test_a_session_whose_environment_has_no_state_before_its_first_reset_is_kept():
+    class Stateless(EchoEnv):
+        def state(self):
+            raise RuntimeError("not begun")
+
+    async with serve(Stateless) as server, GrpoPool(server.url, size=1) as pool:
+        await pool.reset_group()
+        await pool.reset_group()
+        assert server.status()["opened"] == 1
 
 
 async def test_a_session_that_failed_its_reset_is_replaced():

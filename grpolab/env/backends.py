@@ -143,8 +143,8 @@ class Lease:
 class BackendPool:
     """`BackendPool(lambda i: ProcessBackend([...]), size=8)`: thread-safe; `with` it, or give it to `serve`.
 
-    `acquire` raises BackendError when all are leased. `release` takes each lease once, from whom it was given to: a
-    second or foreign release raises ValueError. `poisoned=True` says that the tenant may have broken the backend.
+    `acquire` raises BackendError when all are leased, `release` ValueError for a lease that is not this pool's (any more).
+    `poisoned=True` says that the tenant may have broken the backend.
     """
 
     def __init__(self, make: Callable[[int], Backend], size: int):

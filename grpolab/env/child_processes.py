@@ -24,9 +24,6 @@ INHERITED = frozenset(
 
 def environment(extra=None) -> dict:
     """The environment variables of a child: INHERITED and LC_* of ours, and `extra` ({name: text}) over them."""
-    for name, text in (extra or {}).items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise ValueError(f"env={{{name!r}: ...}}: names and values of environment variables are text")
     inherited = {name: text for name, text in os.environ.items() if name in INHERITED or name.startswith("LC_")}
     return {**inherited, **(extra or {})}
 

@@ -22,18 +22,24 @@ from websockets.protocol import State
 
 from grpolab.access import check_token
 from grpolab.env import protocol
-from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, ServerError, SessionLost, StepResult
+from grpolab.env.protocol import (
+    CapacityError,
+    ConnectError,
+    DeadlineExceeded,
+    InvalidAction,
+    ServerError,
+    SessionLost,
+    StepResult,
+)
 
 TRACE_SPANS = 100_000  # how many spans a trace keeps, the last ones: some 20 MB
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds that each phase may take. All are finite, so everything that fails, fails in bounded time.
-
-    connect: TCP and handshake; for a pool also the wait for a free place when it replaces a lost session.
-    admit: from the handshake to the proof that an environment stands behind it. step: also a state or an MCP request.
-    close: the goodbye. episode and group belong to the pool: one rollout, and all of a group's.
+    """Seconds that each phase may take, all finite. connect: TCP and handshake; for a pool also the wait for a free place when
+    it replaces a lost session. admit: from the handshake to the proof that an environment stands behind it. step: also a
+    state or an MCP request. close: the goodbye. episode and group belong to the pool: one rollout, and all of a group's.
     """
 
     connect: float = 10.0
@@ -104,6 +110,7 @@ class EnvSession:
         self.episode_id = ""
         self.turn = 0
         self.lost: BaseException | None = None
+        self.doubtful = False  # its environment failed: a pool opens another session for the next episode
         self._headers = {} if token is None else {"Authorization": f"Bearer {check_token(token)}"}
         self._pings = {"ping_interval": ping_interval, "ping_timeout": ping_timeout}
         self._spans: deque[Span] = deque(maxlen=TRACE_SPANS) if trace is None else trace
@@ -137,7 +144,7 @@ class EnvSession:
                 await self._open_socket()
             await self._request("admit", protocol.STATE, "state")
         except ServerError:
-            pass  # an environment that cannot tell its state before reset is an environment all the same
+            self.doubtful = False  # an environment that cannot tell its state before reset is one all the same
         except SessionLost as fault:
             if isinstance(fault, DeadlineExceeded):
                 raise
@@ -260,7 +267,8 @@ class EnvSession:
         try:
             with self.span(phase):
                 return await self._answered(phase, text, expected)
-        except ServerError:
+        except ServerError as fault:
+            self.doubtful |= phase == "reset" or not isinstance(fault, InvalidAction)
             raise
         except BaseException as fault:
             if not (isinstance(fault, asyncio.CancelledError) and phase == "admit"):  # then connect says goodbye instead

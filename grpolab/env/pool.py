@@ -23,7 +23,7 @@ from typing import Any
 
 from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
-from grpolab.env.protocol import CapacityError, DeadlineExceeded, EnvError, FactoryError, InvalidAction, ServerError, StepResult
+from grpolab.env.protocol import CapacityError, DeadlineExceeded, EnvError, FactoryError, StepResult
 
 ON_FAILURE = ("fail", "drop")
 LAST_FAILURES = 100  # how many failures a pool remembers
@@ -77,7 +77,6 @@ class Slot:
         self.group = self.turn = 0
         self.result: StepResult | None = None
         self._pool = pool
-        self._failed = False
 
     @property
     def seed(self) -> int:
@@ -97,35 +96,25 @@ class Slot:
         """Start an episode, on a new session if this one was lost or in doubt."""
         self.turn = 0
         options = {"seed": seed, "task": task, **options}
-        doubtful, self._failed = self._failed or not self.session.open, True  # until a reset was answered
-        if doubtful:
+        if self.session.doubtful or not self.session.open:
             await self.session.close()
             self.session, = await self._pool._open([self.index], self._pool.deadlines.connect)
         self.result = await self.session.reset(**{name: value for name, value in options.items() if value is not None})
-        self._failed = False
         return self.result
 
     async def step(self, action: dict) -> StepResult:
         """Send one action; its reply is also kept as `result`."""
-        self.result = await self._request(self.session.step(action))
+        self.result = await self.session.step(action)
         self.turn += 1
         return self.result
 
     async def state(self) -> dict:
         """What the environment says of itself."""
-        return await self._request(self.session.state())
+        return await self.session.state()
 
     async def mcp(self, method: str, params: dict | None = None) -> dict:
         """One MCP request to the environment (`EnvSession.mcp`), which is no step of the episode."""
-        return await self._request(self.session.mcp(method, params))
-
-    async def _request(self, request: Awaitable) -> Any:
-        """Its reply; after an error of the environment this session serves no further episode."""
-        try:
-            return await request
-        except ServerError as fault:
-            self._failed |= not isinstance(fault, InvalidAction)
-            raise
+        return await self.session.mcp(method, params)
 
 
 class GrpoPool:

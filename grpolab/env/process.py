@@ -41,13 +41,10 @@ class Isolation:
     memory_mib: int | None = None
 
     def __post_init__(self):
-        if os.name != "posix":
-            raise ValueError("isolate='process' needs fork, which this system lacks: use isolate='thread'")
         if self.memory_mib is not None and self.memory_mib < 64:
             raise ValueError(f"memory_mib={self.memory_mib}: a Python process needs at least 64")
         if self.cwd is not None and not Path(self.cwd).is_dir():
             raise ValueError(f"cwd={str(self.cwd)!r} is no folder")
-        child_processes.environment(self.env)
 
 
 def importable(factory: Callable[..., Any] | str) -> str:

@@ -63,9 +63,8 @@ def finite_reward(reward: Any) -> float | None:
 class Environment(Protocol):
     """What a server hosts: one object a session. Methods may be plain (run in the session's own thread) or `async`.
 
-    `reset` may declare any of the keyword arguments `seed`, `episode_id` and `task`, or others that clients send; what
-    it does not declare is dropped. `step` gets the action as sent, and raises `InvalidAction` for one it cannot read.
-    `state` is public: what it returns reaches the policy's side of the wire. `close` frees what the object holds.
+    `reset` may declare any of the keyword arguments `seed`, `episode_id` and `task`, or others that clients send; the rest is
+    dropped. `step` raises `InvalidAction` for an action that it cannot read. `state` is public. `close` frees what it holds.
     """
 
     def reset(self, **options: Any) -> StepResult: ...
@@ -96,10 +95,8 @@ class EnvError(Exception):
 
 
 class ConnectError(EnvError):
-    """No session came to be: nothing listens there, the handshake was refused, or the server hung up.
-
-    `status` is the HTTP status of a refused handshake, else None.
-    """
+    """No session came to be: nothing listens there, the handshake was refused (`status` is its HTTP status, else None), or the
+    server hung up."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -130,7 +127,7 @@ class DeadlineExceeded(SessionLost, TimeoutError):
         limit = "step" if phase in ("state", "mcp") else phase
         super().__init__(f"{phase} of {who} took longer than its deadline of {seconds:g} s; its connection is dropped. "
                          f"If that is a normal time, raise Deadlines({limit}=...)")
-        self.phase, self.seconds = phase, seconds
+        self.phase = phase
 
 
 class ServerError(EnvError):

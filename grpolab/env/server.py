@@ -18,7 +18,6 @@ import logging
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from http import HTTPStatus
@@ -62,30 +61,19 @@ class EnvServer:
         self.hosting, self.options = hosting, hosting.options
         self.url = ""
         self._sessions: dict[ServerConnection, Session] = {}
-        self._counts: Counter = Counter()
-        self._started = time.monotonic()
+        self._counts = {"opened": 0, "closed": 0, "refused": 0, "most_sessions": 0}
 
     def status(self) -> dict:
         """Sessions, leases and generations, as JSON-able numbers. `sessions` are the places that are taken."""
-        now, options = time.monotonic(), self.options
+        options = self.options
         return {
-            "environment": self.hosting.name,
-            "isolate": "thread" if options.isolation is None else "process",
-            "sessions": len(self._sessions),
-            "max_sessions": options.max_sessions,
+            "environment": self.hosting.name, "isolate": "thread" if options.isolation is None else "process",
+            "sessions": len(self._sessions), "max_sessions": options.max_sessions, **self._counts,
             "abandoned": self.hosting.abandoned,
-            "opened": self._counts["opened"],
-            "closed": self._counts["closed"],
-            "refused": self._counts["refused"],
-            "most_sessions": self._counts["most"],
-            "stopping": self.hosting.stopping,
-            "uptime_s": now - self._started,
             "session_list": [
                 {"session": s.number, "episode_id": s.episode_id, "steps": s.steps, "busy": s.busy,
-                 "age_s": now - s.opened, "backend": s.lease and s.lease.name,
-                 "pid": s.env and s.env.pid} for s in self._sessions.values()
-            ],
-            "backends": None if options.backends is None else options.backends.status(),
+                 "backend": s.lease and s.lease.name, "pid": s.env and s.env.pid} for s in self._sessions.values()],
+            "backends": options.backends and options.backends.status(),
         }
 
     def answer_http(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -110,6 +98,7 @@ class EnvServer:
         closing, so that a client which closes and opens again is let in."""
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             return None
+
         def settled() -> bool:
             return len(self._sessions) < self.options.max_sessions or not any(s.leaving for s in self._sessions.values())
 
@@ -120,7 +109,7 @@ class EnvServer:
             return json_response(503, body, Retry_After=str(RETRY_AFTER))
         self._sessions[connection] = session = Session(self._counts["opened"], self.hosting, connection)
         self._counts["opened"] += 1
-        self._counts["most"] = max(self._counts["most"], len(self._sessions))
+        self._counts["most_sessions"] = max(self._counts["most_sessions"], len(self._sessions))
 
         def closed(_: asyncio.Future) -> None:
             if session.serving is None:  # before its handler began: nobody else gives its place back

@@ -50,7 +50,6 @@ class Session:
 
     def __init__(self, number: int, hosting: Hosting, connection: ServerConnection):
         self.number, self.hosting, self.options, self.connection = number, hosting, hosting.options, connection
-        self.opened = time.monotonic()
         self.busy: str | None = None
         self.episode_id: Any = None
         self.steps = 0
