@@ -104,10 +104,13 @@ def test_a_run_that_rewrites_history_counts_once(tiny):
 
     runs = [AgentRun((rollout([3], 1.0), rollout([4, 5], 1.0), rollout([6], 1.0)), 1.0), AgentRun((rollout([7], 0.0),), 0.0),
             AgentRun((), None, KeyError("boom")), AgentRun((rollout([8], None),), None), AgentRun((), 1.0)]
-    (group,), (seen,), weights, (record,) = as_groups(["t"], [runs], "centred")
-    assert weights.tolist() == [[0.5, 0.5, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]]
-    assert [r.tokens for r in group if r.tokens] == [(3,), (4, 5), (6,), (7,)]
-    assert [r.reward for r in seen] == [1.0, 0.0, None, None, None]
+    group, abstained = as_groups("tus", [runs, [runs[3]] * 5, [runs[4]] * 5], "centred")  # in u none asked
+    assert group.trained and not abstained.trained and list(abstained.advantages) == [0.0] * 5
+    rollouts, weights = zip(*group.padded(3))
+    assert weights == (0.5, 0.5, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert [r.tokens for r in rollouts if r.tokens] == [(3,), (4, 5), (6,), (7,)]
+    assert [r.reward for r in group.last_rollouts()] == [1.0, 0.0, None, None, None]
+    record = group.recorded()
     assert record.absent == (False, False, False, False, True) and record.parts["run"] == [0, 0, 0, 1, 3]
     assert record.advantages == (0.5, 0.5, 0.5, -0.5, 0.0)
 
