@@ -253,7 +253,7 @@ def test_an_interrupted_step_leaves_nothing_behind(tiny):
                 await task
             assert len(service.sessions) == 0
             async with asyncio.timeout(10):
-                while service.open:
+                while service.jobs:
                     await asyncio.sleep(0.01)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

@@ -87,7 +87,7 @@ def test_it_samples_what_the_sampler_here_samples(tiny, elsewhere):
             assert (len(full.tokens), len(short.tokens), short.finish_reason) == (12, 12, "length")
             with pytest.raises(ValueError, match="no such budget"):
                 await remote.sample(PROMPTS, params=SamplingParams(max_total_tokens=5))
-            with pytest.raises(ValueError, match="leaves no room in the context of 512"):
+            with pytest.raises(RemoteError, match="the context is 512 tokens here, and the request has 512 in its prompt"):
                 await remote.sample([[5] * 512])
 
     asyncio.run(main())

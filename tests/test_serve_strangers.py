@@ -147,7 +147,7 @@ def test_callers_who_vanish_leave_nothing(tiny, monkeypatch):
             def left():
                 """What is still there of all that was asked."""
                 gc.collect()
-                return [*(a for a in answers if a() is not None), *service.open, *(r for s in sessions for r in s.open)]
+                return [*(a for a in answers if a() is not None), *service.jobs, *(r for s in sessions for r in s.open)]
 
             until = time.monotonic() + 30
             while left() and time.monotonic() < until:  # the server may hear of a request after its caller has gone

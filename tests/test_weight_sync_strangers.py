@@ -4,14 +4,12 @@ answer that does not come. What is sampled is the policy's, or an error says why
 import asyncio
 import contextlib
 import copy
-import os
 import resource
 import sys
 import threading
 import time
 
 import pytest
-import torch
 from test_remote import PROMPTS, moved
 from test_weight_sync import SHORT, adapted, agree, free_port, turn
 
@@ -90,7 +88,7 @@ def test_a_server_takes_in_what_was_published_and_nothing_else(tiny, tmp_path):
             remote.caller.ask = ask
             await agree(remote, policy, 1)
             for wrong in ({"checksum": "1"}, {"checksum": 1, "more": 2}):
-                with pytest.raises(RemoteError, match="400.*checksum"):
+                with pytest.raises(RemoteError, match="400: (checksum|more)"):
                     await ask("POST", "/weights", wrong)
 
     asyncio.run(main())
@@ -142,7 +140,7 @@ def test_a_server_that_is_ahead_of_the_policy(tiny):
 
     async def main():
         async with serve_policy(ahead) as service:
-            with pytest.raises(RemoteError, match="of version 50, and the policy has only 0"):
+            with pytest.raises(RemoteError, match="of version 50, the policy is at 0"):
                 await RemoteSampler(service.url, tiny, max_staleness=2).sample(PROMPTS, params=SHORT)
 
     asyncio.run(main())
@@ -165,7 +163,7 @@ def test_a_server_that_computes_something_else_with_the_same_weights(tiny, tmp_p
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("fault", ["deleted", "cut short", "another program's"])
+@pytest.mark.parametrize("fault", ["deleted", "another program's"])
 def test_a_file_that_others_touch(tiny, tmp_path, fault):
     """Server and trainer live on, the server with the weights that it has; the next publish makes a file that is gone again."""
     path, policy = tmp_path / "w.safetensors", copied(tiny)
@@ -175,8 +173,6 @@ def test_a_file_that_others_touch(tiny, tmp_path, fault):
             await remote.publish()
             if fault == "deleted":
                 path.unlink()
-            if fault == "cut short":
-                os.truncate(path, 5000)
             if fault == "another program's":
                 (tmp_path / "other").write_text("hello")
                 (tmp_path / "other").rename(path)
@@ -193,17 +189,6 @@ def test_a_file_that_others_touch(tiny, tmp_path, fault):
             await agree(remote, policy, 1)
 
     asyncio.run(main())
-
-
-def test_a_reader_whose_file_is_cut_short_under_it(tiny, tmp_path):
-    file = SharedFile(tmp_path / "w.safetensors")
-    file._write(tiny)
-    reader = weight_sync.SharedWeights(file.path)
-    os.truncate(file.path, 5000)
-    for touch in (lambda: reader.read(tiny.model), lambda: reader.write(tiny.model, 3)):
-        with pytest.raises(ValueError, match="was cut short by another program"):
-            touch()
-    file.close()
 
 
 @pytest.mark.parametrize("kind", ["shared", "swap", "restart"])
@@ -293,23 +278,6 @@ def test_an_adapter_whose_answer_does_not_come_is_taken_back(tmp_path, how):
                 remote.caller.ask = ask
                 await remote.publish()
                 await agree(remote, policy, 2)
-
-    asyncio.run(main())
-
-
-def test_another_server_that_takes_the_port_while_ours_starts(tiny, tmp_path, monkeypatch):
-    """It answers first, serves the same model at the same version, and its weights are almost the policy's."""
-    near = copied(tiny)
-    with torch.no_grad():
-        near.model.model.norm.weight.mul_(1.001)
-    slow = (sys.executable, "-c", "import time; time.sleep(60)", "{weights}")
-
-    async def main():
-        async with serve_policy(near) as service:
-            monkeypatch.setattr(weight_sync, "_listens", lambda *_: False)
-            async with RemoteSampler(service.url, tiny, bridge=Restart(tmp_path, slow)) as remote:
-                with pytest.raises(RemoteError, match="is another server, of 'tiny' and not"):
-                    await remote.publish()
 
     asyncio.run(main())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -32,7 +32,6 @@ class CompletionResponse:
         self.prompts: list[Prompt] = []
         self.job: Request | None = None  # at the sampler
         self.answered = 0  # choices that the caller got, or is about to
-        self.started = False  # a stream, so that no other answer can be sent
 
     async def __call__(self, scope, receive, send) -> None:
         service, session, request = self.service, self.session, self.request
@@ -58,42 +57,35 @@ class CompletionResponse:
                 if session is not None:
                     session.cancelled += rows - self.answered
         finally:
+            answering.cancel()
+            leaving.cancel()
             self.job.cancel()
-            for task in (answering, leaving):
-                task.cancel()
+            service.jobs.discard(self.job)
+            if session is not None:
+                session.open.discard(self.job)
 
     def _submit(self) -> asyncio.Queue:
-        """Hand the request to the sampler. The queue gets (prompt index, sample index, tokens, logps) as they come and (prompt
-        index, sample index, rollout) for those that are finished, both only for a stream, and None at the end."""
+        """Hand the request to the sampler. For a stream the queue gets (prompt index, sample index, tokens, logps) as they come
+        and (prompt index, sample index, rollout) of those that are finished; and None at the end."""
         service, session, stream = self.service, self.session, self.request.stream
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
-        def tell(*event) -> None:
+        def put(event: tuple | None) -> None:
             with suppress(RuntimeError):  # the loop has ended, and with it who listens
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        def end() -> None:
-            events.put_nowait(None)
-            service.open.discard(job)
-            if session is not None:
-                session.open.discard(job)
-
-        def ended(_) -> None:
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(end)
-
         try:
-            job = service.sampler.submit(
-                [p.ids for p in self.prompts], group_size=self.request.n, params=self.params,
-                on_rollout=tell if stream else None, on_tokens=tell if stream else None, kept=self._cache())
+            self.job = service.sampler.submit(
+                [p.ids for p in self.prompts], group_size=self.request.n, params=self.params, kept=self._cache(),
+                on_rollout=(lambda *event: put(event)) if stream else None,
+                on_tokens=(lambda *event: put(event)) if stream else None)
         except ValueError as error:
             raise Refused(400, str(error)) from error
-        self.job = job
         service.counts["requests"] += 1
-        service.open.add(job)
+        service.jobs.add(self.job)
         if session is not None:
-            session.track(job)
-        job.future.add_done_callback(ended)
+            session.track(self.job)
+        self.job.future.add_done_callback(lambda _: put(None))
         return events
 
     def _sampling_params(self) -> SamplingParams:
@@ -189,10 +181,18 @@ class CompletionResponse:
         await JSONResponse(body)(scope, receive, send)
 
     async def _stream(self, events: asyncio.Queue, send) -> None:
-        """Server-sent events, a chunk for what is new of a choice, as OpenAI's."""
-        n, params, rollouts = self.request.n, self.params, []
+        """Server-sent events, as OpenAI's."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for content in self._chunks(events):
+            data = f"data: {json.dumps(content, allow_nan=False)}\n\n".encode()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _chunks(self, events: asyncio.Queue) -> AsyncIterator[dict]:
+        """A chunk for what is new of a choice, at last the usage if it is wanted; an error where there is one."""
+        n, params, rollouts, version = self.request.n, self.params, [], self.policy.version
         texts = [StreamedText(self.policy, params.stop_strings, params.stop_ids) for _ in range(len(self.prompts) * n)]
-        version = self.policy.version
         try:
             while (event := await events.get()) is not None:
                 i, g, *new = event
@@ -204,15 +204,12 @@ class CompletionResponse:
                     chunk = self._chunk(index, text, last, rollout=new[0])
                 else:
                     chunk = self._chunk(index, text, text.add(new[0]), *new)
-                await self._send(send, self._body(version, [chunk]))
+                yield self._body(version, [chunk])
             self._check_sampled()
             if self.request.stream_options.include_usage:
-                await self._send(send, self._body(version, []) | {"usage": self._usage(rollouts)})
+                yield self._body(version, []) | {"usage": self._usage(rollouts)}
         except Refused as refused:
-            if not self.started:
-                raise
-            await self._send(send, refused.body)
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            yield refused.body
 
     def _chunk(self, index: int, text: StreamedText, new: str, tokens: Sequence[int] = (), logps: Sequence[float] = (),
                rollout: Rollout | None = None) -> dict:
@@ -226,14 +223,6 @@ class CompletionResponse:
 
     def _pieces(self, tokens: Sequence[int]) -> Sequence[str]:
         return pieces_of(self.policy, tokens) if self.request.logprobs else ()
-
-    async def _send(self, send, content: dict) -> None:
-        if not self.started:
-            self.started = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        data = f"data: {json.dumps(content, allow_nan=False)}\n\n".encode()
-        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _disconnected(receive) -> None:

@@ -22,7 +22,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.serve.http_client import Caller, RemoteError
-from grpolab.serve.openai_schema import MOST_CHOICES, fingerprint
+from grpolab.serve.openai_schema import fingerprint
 from grpolab.serve.weight_sync import Bridge
 from grpolab.train.sources import Drawn, Source
 
@@ -61,8 +61,6 @@ class RemoteSampler:
         All of a call have the room that its longest prompt leaves in the context. RemoteError where the answer is not whole:
         every rollout with its ids, and a log-prob for each."""
         params = params or SamplingParams()
-        if not 1 <= group_size <= MOST_CHOICES:
-            raise ValueError(f"group_size must be from 1 to {MOST_CHOICES} here, got {group_size}")
         if params.max_total_tokens is not None:
             raise ValueError(f"max_total_tokens={params.max_total_tokens}: a server knows no such budget; leave it None")
         if not len(prompts):
@@ -90,10 +88,7 @@ class RemoteSampler:
                         oldest: int | None = None) -> list[Group]:
         """Groups of the server, of policy version `oldest` or later."""
         ids = [[int(t) for t in prompt] for prompt in prompts]
-        longest = max(map(len, ids))
-        room = self._context - longest
-        if room < 1:
-            raise ValueError(f"a prompt has {longest} tokens and leaves no room in the context of {self._context}")
+        room = max(1, self._context - max(map(len, ids)))  # the server refuses a prompt that leaves none
         body = {"model": self.model, "prompt": ids, "n": group_size, "max_tokens": min(params.max_new_tokens, room),
                 "logprobs": 0, "return_token_ids": True, "temperature": 0 if params.greedy else params.temperature,
                 "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed,
@@ -132,13 +127,13 @@ class RemoteSampler:
             began, before = time.perf_counter(), (self.model, self._context, self._published)
             try:
                 self._published = None
-                published = await self.bridge.publish(self.caller, policy, partial(self._check, policy))
+                version, mark = await self.bridge.publish(self.caller, policy, partial(self._check, policy))
             except BaseException:
                 self.model, self._context, self._published = before
                 raise
-            self._version, self.synced_s = published.version, time.perf_counter() - began
-            self._published = fingerprint(published.version, published.mark)
-        return published.version
+            self._version, self.synced_s = version, time.perf_counter() - began
+            self._published = fingerprint(version, mark)
+        return version
 
     async def _check(self, policy: Policy, name: str | None) -> None:
         """RemoteError unless the server, under this name, knows our tokenizer and gives the log-probs of the policy: it may be
@@ -208,9 +203,6 @@ class RemoteSampler:
         return Rollout(tuple(prompt), tuple(tokens), (1,) * len(tokens), tuple(logps), tuple(ours.get("raw_logps") or logps),
                        reason, ours.get("seed", 0), ours.get("policy_version", self._version),
                        kept_mass=tuple(ours.get("kept_mass") or ()))
-
-    def __repr__(self):
-        return f"RemoteSampler({self.url!r}, {self.policy.name!r})"
 
 
 def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import secrets
 import threading
 import time
@@ -18,6 +17,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 from grpolab.chat import Message, prompt_ids, rest_ids, text_ids
 from grpolab.decode.conversation import joined
@@ -26,7 +26,6 @@ from grpolab.decode.sampling import fold_seed
 from grpolab.rollouts import Rollout
 from grpolab.serve.openai_schema import Refused
 
-ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 REMEMBERED = 65_536  # ids of sessions that ended, whose late requests get 410
 
 
@@ -228,11 +227,8 @@ class Sessions:
         return len(self._by_id)
 
     def open(self, id: str | None = None, seed: int | None = None, **options) -> Session:
-        """A new session. Refused for an id that is taken, odd or of a session that ended, and where there is no room."""
+        """A new session. Refused for an id that is taken or of a session that ended, and where there is no room."""
         id = secrets.token_hex(8) if id is None else id
-        if not ID.fullmatch(id):
-            raise Refused(400, f"{id[:80]!r} is no session id: take 1 to 128 letters, digits, dots, hyphens and underscores, a "
-                               "letter or a digit first")
         with self._lock:
             if id in self._by_id:
                 raise Refused(409, f"there is a session {id!r} already; collect it first, or take another id")
@@ -244,7 +240,7 @@ class Sessions:
                 raise Refused(429, f"{self.most} sessions are open, as many as this service keeps; collect some of them")
             self._opened += 1
             seed = fold_seed(self.seed, self._opened) if seed is None else seed
-            session = self._by_id[id] = Session(id, f"{self.url}/sessions/{id}/v1", seed, **options)
+            session = self._by_id[id] = Session(id, f"{self.url}/sessions/{quote(id, safe='')}/v1", seed, **options)
             return session
 
     def get(self, id: str, create: bool = False) -> Session:

@@ -67,7 +67,7 @@ class Service:
         self.sessions = Sessions(url, options.seed, most=options.max_sessions, cache_bytes=options.max_cache_bytes,
                                  idle_s=options.session_idle_s)
         self.counts: Counter = Counter()
-        self.open: set[Request] = set()  # that are being sampled
+        self.jobs: set[Request] = set()  # at the sampler, or done and not yet answered
         self.adapter: str | None = None  # the name of the one that a trainer put in
         self.mark = ""  # what tells weights that a trainer sent from others of their version (`openai_schema.fingerprint`)
         self._gate: asyncio.Event | None = None  # set once the weights that are being loaded are in
@@ -80,7 +80,7 @@ class Service:
     @property
     def rows(self) -> int:
         """How many completions are being sampled."""
-        return sum(len(r.prompts) * len(r.seeds[0]) for r in list(self.open))
+        return sum(len(job.prompts) * len(job.seeds[0]) for job in list(self.jobs) if not job.future.done())
 
     def open_session(self, id: str | None = None, **options) -> Session:
         """A new session; `session.url` is its base_url. Options as in `Session`. ValueError where it cannot be."""
@@ -179,7 +179,7 @@ class Service:
         self._gate = gate = asyncio.Event()
         until = time.monotonic() + DRAIN_ROWS
         try:
-            while self.open or (version := await self.sampler.run(unless_busy)) is None:
+            while self.rows or (version := await self.sampler.run(unless_busy)) is None:
                 if time.monotonic() > until:
                     raise Refused(503, f"completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as they "
                                        "were")
@@ -195,5 +195,5 @@ class Service:
         """Refuse newcomers and end what is being sampled."""
         self.stopping = True
         self.sessions.close()
-        for request in list(self.open):
-            request.cancel()
+        for job in list(self.jobs):
+            job.cancel()

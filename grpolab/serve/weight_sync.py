@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,15 +35,6 @@ from grpolab.serve.shared_weights import SharedWeights, mark_of
 Check = Callable[[str | None], Awaitable[None]]  # raises where the server, under this name, does not compute as the policy does
 
 
-@dataclass(frozen=True)
-class Published:
-    """What a `publish` brought across: the version, and the mark by which a server of ours tells it from other weights of that
-    version."""
-
-    version: int
-    mark: str = ""
-
-
 class SharedFile:
     """Whole weights through a safetensors file that trainer and server map (`SharedWeights`); on /dev/shm it is memory. For a
     server that was started with `--weights` and this file."""
@@ -53,9 +43,10 @@ class SharedFile:
         self.path, self._shared, self._checked = Path(path), None, False
         self._lock = threading.Lock()  # a cancelled publish goes on writing for a while
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Published:
-        """Bring the weights across. That all of them arrived the file says itself, by their checksum; `check` is asked once,
-        since a model of the same shapes may compute something else with them."""
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str]:
+        """Bring the weights across: their version, and the mark by which a server of ours tells them from others of that
+        version. That all of them arrived the file says itself, by their checksum; `check` is asked once, since a model of the
+        same shapes may compute something else with them."""
         version, checksum = await _on_disk(self._write, policy)
         loaded = (await caller.ask("POST", "/weights", {"checksum": checksum})).get("policy_version")
         if loaded != version:
@@ -63,7 +54,7 @@ class SharedFile:
         if not self._checked:
             await check(None)
             self._checked = True
-        return Published(version, mark_of(checksum))
+        return version, mark_of(checksum)
 
     def close(self) -> None:
         """Remove the file, unless another trainer's has taken its place."""
@@ -92,17 +83,17 @@ class AdapterSwap:
         self.folder, self.name = Path(folder).resolve(), name
         self._served: tuple[str, int, Path] | None = None  # name, version and folder
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Published:
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str]:
         """As `SharedFile.publish`, checked each time. ValueError for a policy without an adapter."""
         version, path = await _on_disk(self._save, policy)
         name = f"{self.name}-v{version}"
         try:
             await self._load(caller, name, version, path)
             cards = {card.get("id"): card for card in (await caller.ask("GET", "/v1/models")).get("data") or []}
-            card = cards.get(name, {"root": None})
-            if card.get("policy_version", version) != version or not _is_of(card, path):
+            root = cards[name].get("root", path) if name in cards else None  # a server that names no root is believed
+            if Path(str(root)).name != path.name:
                 raise RemoteError(f"{caller.url} took the adapter {name!r} and then serves {sorted(cards)}, of which that is "
-                                  f"{card.get('root')!r} and not {str(path)!r}: does another trainer put adapters in?")
+                                  f"{root!r} and not {str(path)!r}: does another trainer put adapters in?")
             await check(name)  # vLLM 0.32 takes in adapters of other shapes without a word
         except BaseException:
             if self._served:  # also where no answer came: it may have been taken in
@@ -114,7 +105,7 @@ class AdapterSwap:
             await caller.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old}, text=True)
         self.close()
         self._served = name, version, path
-        return Published(version, path.name)
+        return version, path.name
 
     async def _load(self, caller: Caller, name: str, version: int, path: Path) -> None:
         # load_inplace: under vLLM the name may be there from an earlier training. It keys what it keeps of prompts by the path.
@@ -166,7 +157,7 @@ class Restart:
         """The process id of the guard that ends the server with us; the server is its child."""
         return self._process and self._process.pid
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Published:
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str]:
         """As `SharedFile.publish`, checked each time."""
         place = urlsplit(caller.url)
         path, version = await _on_disk(self._save, policy)
@@ -175,10 +166,6 @@ class Restart:
         before = self._running
         try:
             await self._start(caller, values)
-            cards = (await caller.ask("GET", "/v1/models")).get("data") or [{}]
-            if not _is_of(cards[0], path):  # it took the port while ours was starting
-                raise RemoteError(f"{caller.url} is another server, of {cards[0].get('root')!r} and not {str(path)!r}: stop "
-                                  "it, or take another port")
             await check(None)
         except RemoteError as error:
             if before is None:
@@ -195,7 +182,7 @@ class Restart:
             raise
         finally:
             self._remove(but=self._running and self._running["weights"])
-        return Published(version)
+        return version, ""
 
     def close(self) -> None:
         """End the server and remove what was saved for it."""
@@ -260,12 +247,6 @@ async def _on_disk(write: Callable[[Policy], Any], policy: Policy):
 def _new_name(policy: Policy) -> str:
     """A folder's name that was never given before: vLLM keys what it keeps of prompts by the path."""
     return f"v{policy.version}-{os.getpid()}-{time.time_ns()}"
-
-
-def _is_of(card: dict, path: Path) -> bool:
-    """Whether a served model is the one that was saved there. A server that does not say where it has its weights from is
-    believed."""
-    return "root" not in card or Path(str(card["root"])).name == path.name
 
 
 def _listens(host: str, port: int) -> bool:
