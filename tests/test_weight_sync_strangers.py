@@ -6,7 +6,6 @@ import contextlib
 import copy
 import resource
 import sys
-import threading
 import time
 
 import pytest
@@ -20,10 +19,10 @@ from grpolab.decode.sampler import Sampler  # noqa: E402
 from grpolab.decode.sampling import SamplingParams  # noqa: E402
 from grpolab.models.load import Policy  # noqa: E402
 from grpolab.serve import state as service_module  # noqa: E402
-from grpolab.serve import weight_sync
 from grpolab.serve.http_client import RemoteError  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
 from grpolab.serve.service import serve_policy  # noqa: E402
+from grpolab.serve.shared_weights import SharedWeights  # noqa: E402
 from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile  # noqa: E402
 
 
@@ -383,7 +382,7 @@ def test_completions_that_do_not_end_keep_the_weights_that_they_began_with(tiny,
 
 def test_a_write_that_a_cancelled_publish_left_is_not_overlapped(tiny, tmp_path, monkeypatch):
     """Each policy has a lock of its own, and both would write half of the file, with a checksum of the mixture."""
-    write, inside, most = weight_sync.SharedWeights.write, [], []
+    write, inside, most = SharedWeights.write, [], []
 
     def slow(shared, model, version):
         inside.append(version)
@@ -392,12 +391,19 @@ def test_a_write_that_a_cancelled_publish_left_is_not_overlapped(tiny, tmp_path,
         inside.remove(version)
         return write(shared, model, version)
 
-    monkeypatch.setattr(weight_sync.SharedWeights, "write", slow)
-    file = SharedFile(tmp_path / "w.safetensors")
-    threads = [threading.Thread(target=file._write, args=[copied(tiny, by)]) for by in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    file.close()
+    monkeypatch.setattr(SharedWeights, "write", slow)
+    bridge = SharedFile(tmp_path / "w.safetensors")
+
+    class Server:
+        async def ask(self, *_):
+            return {"policy_version": 1}
+
+    async def check(_):
+        pass
+
+    async def main():
+        await asyncio.gather(*(bridge.publish(Server(), copied(tiny, by), check) for by in range(3)))
+
+    asyncio.run(main())
+    bridge.close()
     assert most == [1, 1, 1]
