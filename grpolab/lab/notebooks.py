@@ -23,6 +23,8 @@ from grpolab.files import atomic_folder, atomic_write
 from grpolab.runs.figures import fewer_colours
 from grpolab.runs.run import repository
 
+SERIES = 3  # times of the whole series that its record keeps, the last ones
+
 
 def find(numbers: list[str]) -> list[Path]:
     """The notebooks with these numbers or names, "01" or "01_sft" (all for none), in the order given; raises ValueError for
@@ -73,9 +75,11 @@ def run_beside(numbers: list[str], parameters: dict, jobs: int, *, store: bool =
             raise
     minutes = (time.monotonic() - began) / 60
     if store and not numbers and not any(codes):
-        home = paths[0].parent.parent
-        series = {"minutes": round(minutes, 1), "jobs": jobs, "processors": os.cpu_count(), "notebooks": len(codes)}
-        atomic_write(home / "benchmarks" / "results" / "series.json", json.dumps(series, indent=1) + "\n")
+        path = paths[0].parent.parent / "benchmarks" / "results" / "series.json"
+        same = {"jobs": jobs, "processors": os.cpu_count(), "notebooks": len(codes)}
+        before = json.loads(path.read_text()) if path.exists() else {}
+        earlier = before["minutes"] if before.items() >= same.items() else []
+        atomic_write(path, json.dumps({"minutes": [*earlier, round(minutes, 1)][-SERIES:]} | same, indent=1) + "\n")
     print(f"{len(codes)} notebooks, {len(codes) - codes.count(0)} failed, {minutes:.1f} min", flush=True)
     return 1 if any(codes) else 0
 
