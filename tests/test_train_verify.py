@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpolab.arithmetic import Task, generate
 from grpolab.chat import Example, pack, pad
 from grpolab.decode.engines.attention import EXACT, share_attention
+from grpolab.decode.verify import thresholds
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.train import losses, verify
@@ -22,7 +23,7 @@ from grpolab.train.loop import make_optimiser
 from grpolab.train.preferences import Pair
 from grpolab.train.reward_model import RewardModel
 from grpolab.train.sft import SFTConfig, sft, sft_gradient
-from grpolab.train.verify import prove, thresholds
+from grpolab.train.verify import prove
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -72,6 +73,10 @@ def policy_of(tiny, name, attention="sdpa", dtype=torch.float32):
     if attention == EXACT:
         share_attention(model)
     return Policy(model.to(dtype), tiny.tokenizer, name, (2,))
+
+
+def copied(policy):
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.name, policy.eos_ids)
 
 
 def draws(seed=5):
@@ -182,11 +187,9 @@ def test_a_wrong_mask_is_found_out_in_either_precision(tiny, monkeypatch, caplog
 
 def test_a_wrong_gradient_of_right_values_is_found_out(tiny, monkeypatch):
     """A backward that forgets the mean of the norm: every value is right, and the gradient of nothing is."""
-    right = torch.Tensor.addcmul_
-    monkeypatch.setattr(torch.Tensor, "addcmul_", lambda x, *args, **options: x)
-    assert prove(tiny, GRPOConfig(), 60) == "packed"
-    monkeypatch.setattr(torch.Tensor, "addcmul_", right)
     assert prove(tiny, GRPOConfig(), 60) == "unpadded"
+    monkeypatch.setattr(torch.Tensor, "addcmul_", lambda x, *args, **options: x)
+    assert prove(copied(tiny), GRPOConfig(), 60) == "packed"
 
 
 def test_the_proof_leaves_no_gradient_and_changes_nothing(tiny):
@@ -236,11 +239,26 @@ def test_the_probe_goes_past_windows_and_scaling_and_no_further_than_the_data(ti
 
 
 def test_a_reward_model_is_proved_too(tiny, monkeypatch):
-    model = RewardModel.from_policy(tiny)  # under a head of zeros every reward is equal: its states are compared
-    assert prove(model, SFTConfig(), 60, "rewards") == "unpadded"
+    assert prove(RewardModel.from_policy(tiny), SFTConfig(), 60, "rewards") == "unpadded"
     monkeypatch.setattr("grpolab.train.forward.in_rows", lambda n, mask: lambda q, k, v, scale: v.repeat_interleave(
         q.shape[1] // v.shape[1], 1))
+    model = RewardModel.from_policy(tiny)  # under a head of zeros every reward is equal: its states are compared
     assert prove(model, SFTConfig(), 60, "rewards") == "rows"
+
+
+def test_the_same_proof_of_the_same_model_is_not_made_twice(tiny):
+    """Another width, or a changed module, is proved anew."""
+    policy, forwards = copied(tiny), []
+    count = policy.model.forward
+    policy.model.forward = lambda *args, **options: forwards.append(1) or count(*args, **options)
+    made = []
+    for change in (lambda: None, lambda: None, lambda: policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: None)):
+        change()
+        prove(policy, GRPOConfig(), 60)
+        made.append(len(forwards))
+    assert 0 < made[0] == made[1] < made[2]
+    prove(policy, GRPOConfig(row_width=90), 60)
+    assert len(forwards) > made[2]
 
 
 def test_the_loops_prove_before_their_first_step_and_keep_the_event_loop_free(tiny, monkeypatch):
@@ -298,7 +316,7 @@ def test_a_step_whose_sampler_and_trainer_disagree_stops_before_the_optimiser(ti
 
 def test_grpo_after_an_exact_sampler_trains_on_what_was_sampled(tiny):
     """`Sampler(exact=True)` leaves another attention in the model, which adds its mask: packed rows saw the future there."""
-    policy = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "tiny", tiny.eos_ids)
+    policy = copied(tiny)
     share_attention(policy.model)
     problems, _ = generate(6, 0, seed=2, task=Task("+-", max_operand=20))
     config = GRPOConfig(steps=1, prompts_per_step=6, group_size=4, max_new_tokens=12)
@@ -346,7 +364,7 @@ def test_another_samplers_rollouts_are_weighed_against_the_trainers_own_logps(ti
         ("over", 0.5, GRPOConfig(sampler_cap=1.5, max_logp_diff=(0.6, 0.6))),
         ("under", -0.5, GRPOConfig(sampler_cap=1.5, max_logp_diff=(0.6, 0.6))),
     ):
-        policy = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "tiny", tiny.eos_ids)
+        policy = copied(tiny)
         rows = sampled(policy, shift=shift)
         found[name] = grpo_update(policy, None, rows, config, make_optimiser(policy, config), 0)
         assert found[name]["ratio"] == pytest.approx(1.0, abs=1e-5)
