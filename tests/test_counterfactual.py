@@ -180,7 +180,7 @@ def test_a_run_is_diagnosed_from_its_folder(run):
 
 
 def test_a_changed_number_of_threads_is_warned_of(run):
-    sittings = (run.recorder.folder / "sittings.json")
+    sittings = (run.recorder.folder / "sessions.json")
     sittings.write_text(sittings.read_text().replace('"threads": 1', '"threads": 2'))
     with pytest.warns(UserWarning, match="the run computed with 2 torch threads and this fork goes on with 1"):
         forked(run, 4)

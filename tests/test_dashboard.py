@@ -68,7 +68,7 @@ def test_a_value_outside_its_healthy_range_is_coloured():
     assert "mine 1.5" in repr(live) and repr(live) == str(live)
 
 
-def test_a_run_that_goes_on_is_shown_from_its_start_and_its_time_left_from_this_sitting(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_is_shown_from_its_start_and_its_time_left_from_this_session(tmp_path, monkeypatch):
     run = Run("x", root=tmp_path)
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])

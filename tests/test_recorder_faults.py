@@ -1,7 +1,6 @@
 """What a stranger does to a run's folder and to a fork: nothing wrong comes out without a word."""
 
 import asyncio
-import json
 import random
 import shutil
 import warnings
@@ -13,7 +12,6 @@ import torch
 
 from grpolab import files
 from grpolab.lab.counterfactual import fork, without_group
-from grpolab.lab.credit import credit_of
 from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.lab.restore import restore
 from grpolab.models.load import Policy, load_policy
@@ -31,27 +29,6 @@ def flip(path, place=-1):
 
 
 # --- which rollout it is ----------------------------------------------------------------------------------------------
-
-
-def test_a_group_of_a_partial_record_has_the_number_of_its_table(tiny, tmp_path):
-    """As with keep=4 of a larger batch, of which the second group may not be kept."""
-    part = Run("x", root=tmp_path, replay_every=1)
-    train(tiny, part, replace(CONFIG, steps=2, save_every=20))
-    last = [line for line in part.recorder.lines([1]) if line["group"] == 2]
-    part.recorder.rewind(1)
-    append_line_of(part, last)
-    found = replay(part, 1, group=2, rollout=1)
-    assert found.equal and found.rollouts[0].group == 2 == part.rollouts(1)["group"].iloc[0]
-    with pytest.raises(ValueError, match="step 1 has groups 2, not 0"):
-        replay(part, 1, group=0)
-    assert credit_of(part, 1, 2, 1, digits, continuations=2).advantage == last[0]["advantage"][1]
-
-
-def append_line_of(run, lines):  # noqa: F811
-    import gzip
-
-    with open(run.recorder.path(1), "ab") as file:
-        file.write(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0))
 
 
 def test_numbers_of_a_data_frame_are_numbers(run, tmp_path):  # noqa: F811

@@ -181,7 +181,7 @@ def test_other_bits_of_equal_tokens_are_told_with_their_size(run):
 
 
 def test_what_is_not_as_recorded_is_named(run):
-    path = run.recorder.folder / "sittings.json"
+    path = run.recorder.folder / "sessions.json"
     sitting = json.loads(path.read_text())
     sitting[0] |= {"torch": "1.0", "threads": 2, "processor": "another"}
     path.write_text(json.dumps(sitting))
@@ -189,7 +189,7 @@ def test_what_is_not_as_recorded_is_named(run):
         f"torch {torch.__version__!r}, recorded '1.0'", f"processor {computed('processor')!r}, recorded 'another'",
         "threads 1, recorded 2")
     path.unlink()
-    assert "not known: sittings.json is missing" in replay(run, 0, 0, 0).differs[0]
+    assert "not known: sessions.json is missing" in replay(run, 0, 0, 0).differs[0]
 
 
 def computed(name):
@@ -214,14 +214,6 @@ def test_without_kept_weights_there_is_no_way(run):
     shutil.rmtree(run.folder / "replay")
     with pytest.raises(ValueError, match=r"no weights were kept: Run\(..., replay_every=10\)"):
         replay(run, 2)
-
-
-def test_a_part_of_the_rollouts_reaches_a_kept_step_only(tiny, tmp_path):
-    run = Run("x", root=tmp_path, replay_every=2, keep=5)
-    train(fresh(tiny), run)
-    assert replay(run, 2).equal and len(replay(run, 2).rollouts) == 5
-    with pytest.raises(ValueError, match="keeps 5 of the 12 rollouts of step 2, and an update needs all of them"):
-        replay(run, 3)
 
 
 def test_damaged_weights_are_named(run):

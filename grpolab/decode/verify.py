@@ -173,14 +173,14 @@ def affordable(model, device) -> int:
 def difference(ours: Tensor, own: Tensor, moved: Tensor | None) -> str | None:
     """None where `ours` is the plain forward's `own`, else by how much they differ, and the bound.
 
-    moved  the plain forward's values after `moved_inputs`, in a precision lower than fp32; None in fp32, where
-           nothing may differ by more than EXACT of the largest value. In a lower precision no order of rounding is the right one: the mean
-           difference is bounded by what rounding does to the plain forward (measured: honest forwards of 40 families stay
-           below 1.05 of it, a forgotten window exceeds 2.3).
+    moved  the plain forward's values after `moved_inputs`, in a precision lower than fp32; None in fp32, where nothing may
+           differ by more than EXACT of the largest value. In a lower precision no order of rounding is the right one: the
+           mean difference is bounded by what rounding does to the plain forward (measured: honest forwards of 40 families
+           stay below 1.05 of it, a forgotten window exceeds 2.3).
     """
     differences = gap(ours, own)
     if moved is None:
-        name, found, bound = "at most", differences.max(), EXACT * own[own.isfinite()].abs().max()
+        name, found, bound = "at most", differences.max(), EXACT * own.nan_to_num(0.0, 0.0, 0.0).abs().max()
     else:
         name, found, bound = "on average", differences.mean(), ROUNDING * gap(moved, own).mean()
     return None if found <= bound else f"differ by {name} {float(found):.2e}, bound {float(bound):.2e}"

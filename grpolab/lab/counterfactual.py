@@ -81,7 +81,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
                          "from step 0, before there are any")
     played = any("turns" in line for line in run.recorder.lines([step]))
     if step in run.recorder.steps():
-        check_seeded(run.recorder.numbered(step), step, session_at(run, step))
+        check_seeded(dict(enumerate(run.recorder.groups(step))), step, session_at(run, step))
     _check_kind(played, pool, reward, watch)
     if played and pool is None and edit is None:
         edit = unchanged
@@ -147,7 +147,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
         state = replace(state, optimiser=make_optimiser(policy, config))
     set_weight_decay(state.optimiser, config)
     if edit is not None:
-        whole = run.recorder.whole(state.step)
+        whole = run.recorder.groups(state.step)
         recorded, rest = [g for g in whole if g.used], [g for g in whole if not g.used]
         groups = edit(recorded, state)
         if not groups:

@@ -111,7 +111,7 @@ def credit(policy: Policy, rollout: Rollout, reward: Reward, problem: Any, *, ma
 def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, continuations: int = 64, seed: int = 0,
               reference: Policy | None = None) -> Credit:
     """`credit` of a recorded rollout, by the policy that wrote it."""
-    groups = run.recorder.numbered(step)
+    groups = dict(enumerate(run.recorder.groups(step)))
     select(groups, step, group, rollout)
     g, threads = groups[group], session_at(run, step).get("threads")
 

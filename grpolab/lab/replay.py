@@ -88,7 +88,7 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
     The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`restore`), with as
     many threads as the record names (`threads` takes another number)."""
     step = index(step)  # numpy's numbers, too
-    groups, session = run.recorder.numbered(step), session_at(run, step)
+    groups, session = dict(enumerate(run.recorder.groups(step))), session_at(run, step)
     check_seeded(groups, step, session)
     places = select(groups, step, group, rollout)
     threads = threads or session.get("threads")
@@ -140,7 +140,7 @@ def select(groups: Numbered, step: int, group: int | None, rollout: int | None) 
 def differences(then: dict, now: dict) -> tuple[str, ...]:
     """What a computation depends on, where it is not as recorded."""
     if not then:
-        return ("the machine and versions of the step are not known: sittings.json is missing or damaged",)
+        return ("the machine and versions of the step are not known: sessions.json is missing or damaged",)
     changed = tuple(f"{name} {now[name]!r}, recorded {then[name]!r}" for name in now
                     if name not in ("policy", "training") and then.get(name) and then[name] != now[name])
     return changed + (OWN_SOURCE,) * (then.get("engine") == "")
@@ -214,7 +214,7 @@ def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, 
     run.recorder.groups(step)  # says what is missing
     session = session_at(run, step)
     state = with_threads(session.get("threads"), lambda: restore(run, step, policy=policy, reference=reference))
-    about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "sitting": session, "notes": list(state.notes),
+    about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "session": session, "notes": list(state.notes),
              "weights": weights_hash(state.policy)}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
@@ -238,7 +238,7 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
             bare = policy is None and not any(name.endswith(WEIGHTS) for name in file.namelist())
             policy = policy if policy or bare else _bundled(file, about)
             groups = {line["group"]: recorded(line) for line in lines}
-            step, session, config = index(about["step"]), dict(about["sitting"]), as_config(dict(about["config"]), path)
+            step, session, config = index(about["step"]), dict(about["session"]), as_config(dict(about["config"]), path)
             recorded_hash, notes = str(about["weights"]), tuple(map(str, about["notes"]))
     except FileNotFoundError:
         raise
@@ -267,4 +267,4 @@ def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / Path(name).name).write_bytes(file.read(name))
-        return load_policy(folder, **device_and_dtype([about["sitting"]]), tell=False)
+        return load_policy(folder, **device_and_dtype([about["session"]]), tell=False)

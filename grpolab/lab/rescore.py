@@ -59,17 +59,12 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
     and a warning says so; where it does for all of a step, that is raised. `kind` of advantage: the run's, or another.
 
     The text is the whole completion; of an episode, with the text of the environment. Nothing is sampled: the result is the
-    reward of these rollouts, not of those that training on it would have produced. Groups of which the record
-    holds a part (keep=n) are left out with a warning; "batch_standardised" needs all of a step (ValueError)."""
+    reward of these rollouts, not of those that training on it would have produced."""
     config = config_of(run)
     kind = kind or config.advantage_kind
-    recorded_lines: dict[int, list[dict]] = {}
+    lines: dict[int, list[dict]] = {}
     for line in run.recorder.lines(steps, tell=warnings.warn):
-        recorded_lines.setdefault(line["step"], []).append(line)
-    lines = {step: whole for step, members in recorded_lines.items() if (whole := whole_groups(members, config.group_size))}
-    partial = sum(map(len, recorded_lines.values())) - sum(map(len, lines.values()))
-    if partial:
-        warnings.warn(f"{partial} groups are partly recorded (keep=n) and have no known mean: skipped", stacklevel=2)
+        lines.setdefault(line["step"], []).append(line)
     if not lines:
         raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
                          "multi_turn_grpo leave them, unless keep='none'")
@@ -78,7 +73,7 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
         found, faults = [recorded(line) for line in members], Faults()
         new = score_recorded(reward, [line["completion"] for line in members], found, faults)
         report(faults, sum(r.finish_reason != "lost" for g in found for r in g.group), reported)
-        for line, g, rewards, a, was in zip(members, found, new, *_advantages(members, found, new, kind)):
+        for line, g, rewards, a, was in zip(members, found, new, *_advantages(found, new, kind)):
             head = {"step": step, "group": line["group"]}
             rollouts += [
                 head | {"rollout": i, "completion": line["completion"][i], "reward": r.reward, "rescored_reward": rewards[i],
@@ -88,12 +83,6 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
                                   "lost": any(was) and not any(a)})
     table = pd.DataFrame(rollouts).astype({"reward": float, "rescored_reward": float})
     return Rescored(table, pd.DataFrame(groups))
-
-
-def whole_groups(lines: list[dict], group_size: int) -> list[dict]:
-    """The groups of a step that the record holds completely: all of a complete step, whose groups may have any size."""
-    complete = sum(len(line["tokens"]) for line in lines) == lines[0]["of"]
-    return lines if complete else [line for line in lines if len(line["tokens"]) >= group_size]
 
 
 def score_recorded(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup],
@@ -106,12 +95,9 @@ def score_recorded(reward: Reward, texts: list[list[str]], groups: list[Recorded
     return [[by.get(i) for i in range(len(g.group))] for g, by in zip(groups, paid)]
 
 
-def _advantages(lines: list[dict], groups: list[RecordedGroup], rewards: list[list], kind: str) -> tuple[list, list]:
+def _advantages(groups: list[RecordedGroup], rewards: list[list], kind: str) -> tuple[list, list]:
     """Those of a step under the new rewards, and as recorded, which an edited fork may have of its own; a group that the
     update did not get is by itself."""
-    if kind == "batch_standardised" and sum(len(g.group) for g in groups) < lines[0]["of"]:
-        raise ValueError(f"the record does not hold all rollouts of step {lines[0]['step']}, and the advantage {kind!r} is "
-                         "over all of them: give another kind")
     new: list[list[float]] = [[]] * len(groups)
     for used in (True, False):
         places = [i for i, g in enumerate(groups) if g.used is used]

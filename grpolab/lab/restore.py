@@ -68,7 +68,7 @@ def restore(run: Run, step: int, *, policy: Policy | None = None, reference: Pol
         needs_reference = any(c.kl_coef for c in of_steps)
         reference = reference or (_start_of(run) if needs_reference else None)
         rows = metrics_of(run)
-        steps = [run.recorder.whole(s) for s in range(start, step)]
+        steps = [run.recorder.groups(s) for s in range(start, step)]
         policy.model.train(bool(session_at(run, start).get("training")))
         for config in dict.fromkeys(of_steps):
             check_reference(policy, reference, config)
@@ -97,7 +97,7 @@ def set_weight_decay(optimiser: torch.optim.Optimizer, config: GRPOConfig) -> No
 
 def session_at(run: Run, step: int) -> dict:
     """Machine, versions and threads of the process that computed a step; empty where that is not known."""
-    return next((s for s in reversed(run.recorder.sittings()) if s["from"] <= step), {})
+    return next((s for s in reversed(run.recorder.sessions()) if s["from"] <= step), {})
 
 
 def with_threads(threads: int | None, work: Callable[[], T]) -> T:
@@ -165,7 +165,7 @@ def load_start(run: Run) -> Policy:
     folder = run.folder / "replay" / "policy"
     try:
         check_seal(folder)
-        return load_policy(str(folder), **device_and_dtype(run.recorder.sittings()), tell=False)
+        return load_policy(str(folder), **device_and_dtype(run.recorder.sessions()), tell=False)
     except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
         raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
                          f"({error}): copy that folder from a whole one, or train again") from error

@@ -70,7 +70,7 @@ def browse(run: Run, path: str | Path | None = None, *, steps: Iterable[int] | N
     for name, policy in (("now", now), ("ref", reference)):
         if policy is not None:
             extra[name] = logps_under(_policy_of(run, policy), flat, config, longest([[recorded(line) for line in lines]]))
-    rows, total = rows_of(lines, extra), sum({line["step"]: line["of"] for line in run.recorder.lines(wanted)}.values())
+    rows, total = rows_of(lines, extra), sum(len(line["tokens"]) for line in run.recorder.lines(wanted))
     diff = differing(run, compare, lines[: 4 * prompts], prompts, config) if compare else []
     vocabulary, names = run.recorder.vocabulary(), [_name_of(run, side) for side in compare or ()]
     while True:

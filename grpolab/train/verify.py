@@ -153,7 +153,9 @@ def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
     if (rest := row - len(prompt) - sum(sizes)) > 0:
         sizes.append(rest)
     pieces = [(prompt, draw(n)) for n in sizes]
-    pieces += [(draw((n + 1) // 2), draw(n // 2)) for n in (_positions(policy, longest), max(2, min(SHORT, longest)))]
+    for n in (_positions(policy, longest), max(2, min(SHORT, longest))):  # and a long prompt of two, shared without rows too
+        first = draw((n + 1) // 2)
+        pieces += [(first, draw(n // 2)), (first, draw(max(1, n // 4)))]
     rollouts = [Rollout(p, t, (1,) * len(t), (0.0,) * len(t), (0.0,) * len(t), "probe") for p, t in pieces]
     layout = lay_out(rollouts, width=width, pad_id=policy.pad_id)
     written = torch.arange(max(len(t) for _, t in pieces)) < torch.tensor([[len(t)] for _, t in pieces])
@@ -267,14 +269,24 @@ def _measure(policy: Policy, values: Iterator[Tensor]) -> tuple[Tensor, list[Ten
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     generator, out = torch.Generator().manual_seed(1), []
     samples = [torch.zeros(len(_sample(p))) for p in parameters]
-    for part in values:
-        signs = torch.randint(0, 2, part.shape, generator=generator).to(part) * 2 - 1
-        out.append(part.detach().float().cpu())
-        if part.requires_grad:
-            gradients = torch.autograd.grad((part * signs).sum(), parameters, allow_unused=True)
-            for sample, g in zip(samples, gradients):
-                if g is not None:
-                    sample += _sample(g).float().cpu()
+
+    def take(sample):
+        def hook(g):  # a gradient goes as soon as it is sampled: all of them at once take as much memory as the weights
+            sample.add_(_sample(g).float().cpu())
+            return g.new_zeros(()).expand_as(g)
+
+        return hook
+
+    handles = [p.register_hook(take(sample)) for p, sample in zip(parameters, samples)]
+    try:
+        for part in values:
+            signs = torch.randint(0, 2, part.shape, generator=generator).to(part) * 2 - 1
+            out.append(part.detach().float().cpu())
+            if part.requires_grad:
+                torch.autograd.grad((part * signs).sum(), parameters, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
     return torch.cat(out), samples
 
 
