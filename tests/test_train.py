@@ -720,7 +720,7 @@ def test_a_model_that_changes_its_logits_is_refused(tiny):
 
 
 def test_what_the_policy_did_not_end_counts_as_truncated():
-    reasons = {"eos": 1, "stop_string": 2, "length": 3, "context": 4, "budget": 5, "lost": 0}
+    reasons = {"eos": 1, "stop_string": 2, "length": 3, "context": 4, "cancelled": 5, "lost": 0}
     rollouts = [Rollout((1,), (7,) * n, (1,) * n, (0.0,) * n, (0.0,) * n, why, reward=1.0) for why, n in reasons.items()]
     row = describe([Group(tuple(rollouts))])
     assert (row["truncated"], row["truncated_length"], row["ended_length"]) == (3 / 5, 4.0, 1.5)

@@ -63,8 +63,6 @@ class RemoteSampler:
         params = params or SamplingParams()
         if not 1 <= group_size <= MOST_CHOICES:
             raise ValueError(f"group_size must be from 1 to {MOST_CHOICES} here, got {group_size}")
-        if params.max_total_tokens is not None:
-            raise ValueError(f"max_total_tokens={params.max_total_tokens}: a server knows no such budget; leave it None")
         if not len(prompts):
             return []
         async with self._gate:  # `publish` waits for what is asked, and what is asked then for it
