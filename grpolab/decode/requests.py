@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -80,6 +81,15 @@ class Request:
         if not self.future.done():
             self.may_wait()
         return self.future.result(timeout)
+
+    async def wait(self) -> list[Group]:
+        """As `result`; cancelling the await cancels the request."""
+        try:
+            self.may_wait()
+            return await asyncio.wrap_future(self.future)
+        except BaseException:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """End the unfinished rollouts at the next step, with what they have and finish_reason "cancelled"."""
