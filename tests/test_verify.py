@@ -1,7 +1,6 @@
 """The proof of an engine at its start: what it looks at, what it finds, and where it stops."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,10 +211,6 @@ def test_fp32_is_proved_without_tf32():
         assert seen[-1] == "highest" and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_the_length_of_chunks_is_a_threshold():
-    assert thresholds(SimpleNamespace(to_dict=lambda: {"attention_chunk_size": 24, "vocab_size": 100})) == [24]
 
 
 def test_the_context_of_a_composite_model_is_that_of_its_text():
