@@ -26,7 +26,7 @@ from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
 from grpolab.train.rewards import finished_and_correct, score
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
-from grpolab.train.verify import prove
+from grpolab.train.verify import verify_forward
 
 train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
@@ -712,11 +712,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny):
 
 
 def test_a_model_that_changes_its_logits_is_refused(tiny):
-    prove(tiny, GRPOConfig(), 60)
+    verify_forward(tiny, GRPOConfig(), 60)
     policy = fresh(tiny)
     policy.model.register_forward_hook(lambda module, args, out: out.__setitem__("logits", out.logits * 2))
     with pytest.raises(ValueError, match="changes its logits"):
-        prove(policy, GRPOConfig(), 60)
+        verify_forward(policy, GRPOConfig(), 60)
 
 
 def test_what_the_policy_did_not_end_counts_as_truncated():

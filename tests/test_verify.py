@@ -122,7 +122,7 @@ def banned(policy, token=7):
 
 def test_a_banned_token_is_a_value(monkeypatch):
     rollouts, sampler = rollouts_of(banned(tiny_policy()))
-    assert sampler.engine.name == "llama" and sampler.engine.proved
+    assert sampler.engine.name == "llama" and sampler.engine.verified
     assert all(7 not in r.tokens for r in rollouts)
     true = attention.mask_bias
     monkeypatch.setattr(attention, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))

@@ -81,7 +81,7 @@ class Sampler:
     `verify.batch_dependence` is 0: for the llama engine, and on processors that we tried for the hf engine, mixtures of
     experts excepted; elsewhere a last bit, and so rarely a token, may.
 
-    Changed weights and modules (`verify.Snapshot`) are looked for where rows are admitted and where `policy.version` has
+    Changed weights and modules (`snapshot.Snapshot`) are looked for where rows are admitted and where `policy.version` has
     moved. With nothing running the look is thorough. While rows run it does not see edits through `.data`, which torch does
     not count, nor plain numbers set on a module; and what is swapped and swapped back between two looks is never seen. A row
     in progress may then be sampled from two models. So change weights in `run`, and add one to `policy.version`.

@@ -24,7 +24,7 @@ from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
 from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, deliver, ending, no_room, pending, settle, tell
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed, uniforms_on
-from grpolab.decode.verify import Snapshot
+from grpolab.decode.snapshot import Snapshot
 from grpolab.rollouts import Rollout
 
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
@@ -120,7 +120,7 @@ class Scheduler:
         again = snapshot.structure_changed(deep=idle)
         if not again and not snapshot.weights_changed(deep=idle):
             return True
-        if again or not self.engine.proved:
+        if again or not self.engine.verified:
             if not idle:
                 return False
             self.engine = self.choose()

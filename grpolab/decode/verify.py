@@ -1,8 +1,8 @@
-"""The proof that a forward is the model's own, and whether the model is still the one that was proved.
+"""The check that a forward is the model's own.
 
 A probe computes random tokens with the model's plain forward, one sequence and no cache, and with the forward in question: a
 sampler's engine here, a trainer's in `train/verify.py`. Both choose their lengths (`reach`) and judge (`difference`) alike, and
-what they find is remembered for as long as the model stays as it is (`proofs_of`).
+what they find is remembered for as long as the model stays as it is (`verified_of`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,6 +22,7 @@ from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
 from grpolab.decode.engines.attention import restore_attention, share_attention
 from grpolab.decode.engines.hf import HFEngine, takes
 from grpolab.decode.engines.llama import LlamaEngine
+from grpolab.decode.snapshot import verified_of
 from grpolab.models.load import attention_of, core, evaluating, llama_obstacle, steady_context, text_config
 
 log = logging.getLogger(__name__)
@@ -35,7 +33,6 @@ STEPS = 3  # that a probe decodes after each of its prompts
 LONG = 160  # positions that a probe goes to even where the configuration names no length
 FLOPS = {"cpu": 2e12, "cuda": 4e14}  # that one forward of the probe may take: some ten seconds on a laptop
 SCORES = 2**30  # bytes that the attention of one forward of the probe may take
-PLAIN = (bool, int, float)  # values set on a module that its forward may read
 THRESHOLD = re.compile("window|sliding|chunk|local|original_max_position|floor_scale")  # names of lengths in configurations
 CANDIDATES = {"auto": ("llama", "hf", "hf shifted"), "llama": ("llama",), "hf": ("hf", "hf shifted")}
 
@@ -51,11 +48,11 @@ def choose_engine(model, engine: str = "auto", single: bool = False):
     """
     if engine not in CANDIDATES:
         raise ValueError(f"engine must be 'auto', 'llama' or 'hf', got {engine!r}")
-    proofs, key = proofs_of(model), (engine, single, str(model.config))
-    if key in proofs:
-        kind, context = proofs[key]
+    verified, key = verified_of(model), (engine, single, str(model.config))
+    if key in verified:
+        kind, context = verified[key]
         chosen = _build(kind, model, single)
-        chosen.context, chosen.proved = context, True
+        chosen.context, chosen.verified = context, True
         return chosen
     reasons = []
     for kind in CANDIDATES[engine]:
@@ -65,8 +62,8 @@ def choose_engine(model, engine: str = "auto", single: bool = False):
             why = _failure(chosen, model)
         if why is None:
             _limit(chosen, model)
-            if chosen.proved:
-                proofs[key] = kind, chosen.context
+            if chosen.verified:
+                verified[key] = kind, chosen.context
             return chosen
         reasons.append(why)
         if kind == "llama" and engine == "auto":
@@ -225,14 +222,14 @@ def without_tf32() -> Iterator[None]:
 def disagreement(engine, model) -> str | None:
     """None when prompts of several lengths and 3 ragged steps give the logits of the model's own uncached forward, as
     `difference` judges. The longest goes past every threshold of the configuration that can be afforded (`reach`)."""
-    engine.proved = True
+    engine.verified = True
     generator, positions = torch.Generator().manual_seed(0), _engine_reach(model, engine)[0]
     for lengths in (_probe_lengths(model), [max(1, min(100, positions // 2)), max(1, positions - STEPS)]):
         ids = torch.randint(0, engine.vocab, (len(lengths), max(lengths) + STEPS), generator=generator).to(engine.device)
         with evaluating(model), without_tf32():
             ours, own, moved = cached_logits(engine, ids, lengths, STEPS), _own_logits(model, ids, lengths, STEPS), None
             if bool(own.isnan().any()) or not bool(own.isfinite().any()):
-                engine.proved = False  # a broken policy says nothing about the engine; its rollouts report it
+                engine.verified = False  # a broken policy says nothing about the engine; its rollouts report it
                 return None
             if torch.finfo(engine.dtype).eps > EXACT:
                 with moved_inputs(model, engine.dtype):
@@ -322,95 +319,3 @@ def inexact_share(engine, model) -> float:
     targets = torch.stack([row[length : length + steps] for row, length in zip(ids, lengths)])[..., None]
     a, b = (t[:, :-1].gather(2, targets) - t[:, :-1].logsumexp(-1, keepdim=True) for t in (ours, own))
     return float((a != b).float().mean())
-
-
-# --- is it still the model that was proved and read? ------------------------------------------------------------------
-
-
-class Structure:
-    """What a model is made of, as it is now; it does not keep the model itself alive.
-
-    `changed`  whether a module, buffer, hook, replaced forward or attention implementation is another one, or parameters have
-               another dtype or device; `deep` also compares the plain numbers and switches that are set on modules
-    """
-
-    def __init__(self, model):
-        self.config, self.spaces = model.config, [vars(m) for m in model.modules()]
-        self.objects, self.form, self.constants = self._objects(), self._form(), self._constants()
-
-    def changed(self, deep: bool) -> bool:
-        objects = self._objects()
-        if len(objects) != len(self.objects) or not all(map(is_, objects, self.objects)) or self._form() != self.form:
-            return True
-        return deep and self._constants() != self.constants
-
-    def parameters(self) -> list:
-        return [p for space in self.spaces for p in space["_parameters"].values() if p is not None]
-
-    def _objects(self) -> list:
-        return [x for space in self.spaces for name in ("_modules", "_buffers") for x in space[name].values()]
-
-    def _form(self) -> tuple:
-        """Hooks by their number, which is never given twice; forwards that somebody set on a single module."""
-        hooks = [number for space in self.spaces for name in ("_forward_hooks", "_forward_pre_hooks") for number in space[name]]
-        replaced, parameters = [id(space["forward"]) for space in self.spaces if "forward" in space], self.parameters()
-        return hooks, replaced, attention_of(self), [p.dtype for p in parameters], [p.device for p in parameters]
-
-    def _constants(self) -> list:
-        return [(name, x) for space in self.spaces for name, x in space.items() if type(x) in PLAIN and name != "training"]
-
-
-_proofs: WeakKeyDictionary = WeakKeyDictionary()  # model -> its Structure, and what was proved of it
-
-
-def proofs_of(model) -> dict:
-    """What was proved of a model as it is now, to read and to add to; empty once its structure has changed."""
-    structure, proofs = _proofs.get(model, (None, {}))
-    if structure is None or structure.changed(deep=True):
-        proofs = {}
-        _proofs[model] = Structure(model), proofs
-    return proofs
-
-
-class Snapshot:
-    """A policy's model as it was when its weights were last read (`renew`).
-
-    `structure_changed`  another model object, or what `Structure` sees
-    `weights_changed`    the policy's version, or a parameter replaced, moved or edited in place (torch counts those edits).
-                         `deep` also sums the bits of all weights, which sees edits through `.data`, that torch does not
-                         count; it reads every weight once, as a decode step does, so it is for when nothing runs.
-    """
-
-    def __init__(self, policy):
-        self.policy = policy
-        self.renew()
-
-    def renew(self) -> None:
-        self.model, self.version, self.structure = self.policy.model, self.policy.version, Structure(self.policy.model)
-        self.stamp, self.sums = self._stamp(), checksum(self.model)
-
-    def structure_changed(self, deep: bool) -> bool:
-        return self.policy.model is not self.model or self.structure.changed(deep)
-
-    def weights_changed(self, deep: bool) -> bool:
-        return self._stamp() != self.stamp or (deep and checksum(self.model) != self.sums)
-
-    def _stamp(self) -> tuple:
-        return self.policy.version, [(id(p), p._version, p.data_ptr()) for p in self.structure.parameters()]
-
-
-@torch.no_grad()
-def checksum(model) -> list[int]:
-    """A number for each parameter and buffer: the sum of its bits as integers, a row of them times the row's number.
-
-    It changes with every change of a single entry and of the order of rows; not with the order inside a row.
-    """
-    sums = [_bits(t.detach()) for t in chain(model.parameters(), model.buffers()) if t.numel()]
-    return torch.stack([s.cpu() for s in sums]).tolist() if sums else []
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    rows = tensor.contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
-    wide = rows.shape[1] * rows.element_size() % 8 == 0 and rows.data_ptr() % 8 == 0
-    sums = rows.view(torch.int64 if wide else torch.uint8).sum(1, dtype=torch.int64)
-    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()

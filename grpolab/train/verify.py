@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from grpolab.chat import Example, pack, pad
-from grpolab.decode.verify import EXACT, difference, gap, moved_inputs, proofs_of, reach, without_tf32
+from grpolab.decode.snapshot import verified_of
+from grpolab.decode.verify import EXACT, difference, gap, moved_inputs, reach, without_tf32
 from grpolab.models.load import Policy, evaluating
 from grpolab.rollouts import Rollout
 from grpolab.train.layout import lay_out
@@ -29,7 +30,7 @@ SHORT = 8  # tokens of the shortest sequence, below any window
 SAMPLE = 4096  # entries of each parameter's gradient that are compared
 
 
-def prove(
+def verify_forward(
     policy: Policy, config: Optimisation, longest: int, what: str = "rollouts", *, width: int | None = None
 ) -> str:
     """The way in which the forward is right for sequences of up to `longest` tokens: returned, and remembered for the model.
@@ -41,11 +42,11 @@ def prove(
     """
     with policy.lock:
         width = getattr(config, "row_width", getattr(config, "pack_width", 0)) if width is None else width
-        proofs, key = proofs_of(policy.model), (what, width, longest, config.autocast, state_of(policy.model))
-        if key not in proofs:
-            proofs[key] = _first_right(policy, config, longest, what, width)
-        remember(policy, what, proofs[key])
-        return proofs[key]
+        verified, key = verified_of(policy.model), (what, width, longest, config.autocast, state_of(policy.model))
+        if key not in verified:
+            verified[key] = _first_right(policy, config, longest, what, width)
+        remember(policy, what, verified[key])
+        return verified[key]
 
 
 def _first_right(policy: Policy, config: Optimisation, longest: int, what: str, width: int) -> str:
