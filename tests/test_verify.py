@@ -79,6 +79,16 @@ def test_an_engine_blind_to_a_window_is_refused(name, length, monkeypatch):
         choose_engine(make(name).model)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen2 windows", "gpt_oss"])
+def test_a_bf16_engine_is_judged_by_what_rounding_does_to_the_plain_forward(name):
+    """An honest one passes, and one that forgets a window does not, however much or little the family rounds."""
+    model = make(name).model.to(torch.bfloat16)
+    engine = HFEngine(model)
+    assert disagreement(engine, model) is None
+    engine.sliding = 10**6
+    assert "on average" in disagreement(engine, model)
+
+
 def test_a_window_too_long_to_probe_ends_the_context(monkeypatch, caplog):
     policy = make("mistral window")  # 24 positions
     monkeypatch.setattr(verify, "affordable", lambda *_: 20)
