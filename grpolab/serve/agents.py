@@ -36,7 +36,7 @@ from grpolab.train.advantages import advantages, number, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
 from grpolab.train.loop import off_loop
 from grpolab.train.rewards import is_async, name_of
-from grpolab.train.sources import Drawn, Source, Tasks
+from grpolab.train.sources import Source, StepGroups, Tasks
 
 GRACE = 1.0  # s; how long a run may take to end once it was cancelled
 Agent = Callable[[str, Any], Awaitable[float | None]]
@@ -115,7 +115,7 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
         raise ValueError(f"timeout must be positive and concurrent at least 1, got {timeout} s and {concurrent}")
     warned = False
 
-    async def source(step: int) -> Drawn:
+    async def source(step: int) -> StepGroups:
         nonlocal warned
         size, step_tasks = config.group_size, tasks.tasks(step)
         runs = await run_agents(
@@ -131,11 +131,11 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
         groups = as_groups(step_tasks, by_task, config.advantage_kind)
         width = max((len(run.rollouts) for run in runs if run.trained), default=1)
         padded = [group.padded(width) for group in groups if group.trained]
-        return Drawn(
+        return StepGroups(
             [Group(tuple(rollout for rollout, _ in pairs)) for pairs in padded], habits(runs),
             seen=[group.last_rollouts() for group in groups],
             tokens=sum(len(r.tokens) for run in runs for r in run.rollouts),
-            taken=lambda: tasks.record(step_tasks, [[run.used_reward for run in members] for members in by_task]),
+            after_step=lambda: tasks.record(step_tasks, [[run.used_reward for run in members] for members in by_task]),
             advantages=torch.tensor([[a for _, a in pairs] for pairs in padded]) if padded else None,
             record=lambda: [group.recorded() for group in sorted(groups, key=lambda group: not group.trained)],
             engine=service.sampler.engine.name)

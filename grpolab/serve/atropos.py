@@ -24,7 +24,7 @@ from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.train.grpo import GRPOConfig
-from grpolab.train.sources import Drawn, Source
+from grpolab.train.sources import Source, StepGroups
 
 MASKED = -100  # in `masks`, where the policy did not choose the token
 NO_LOGP = 1.0  # in `inference_logprobs`, there
@@ -153,7 +153,7 @@ class AtroposTrainer:
 
 def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) -> Source:
     """A batch a step. Groups may differ in size: an empty rollout without reward fills up the smaller ones."""
-    async def source(step: int) -> Drawn:
+    async def source(step: int) -> StepGroups:
         vocab = len(policy.model.get_input_embeddings().weight)
         groups, refused = [], []
         for item in await trainer.batch():  # a group that does not fit costs itself
@@ -169,8 +169,8 @@ def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) 
         filled = [Group((*g, *[Rollout(g[0].prompt, (), (), (), (), "lost")] * (size - len(g)))) for g in groups]
         state = await trainer.caller.ask("GET", "/status")
         behind = policy.version - min(r.policy_version for g in groups for r in g)
-        return Drawn(filled, {"refused_groups": len(refused), "staleness": behind, "queued_groups": state.get("queue_size", 0)},
-                     engine="atropos")
+        row = {"refused_groups": len(refused), "staleness": behind, "queued_groups": state.get("queue_size", 0)}
+        return StepGroups(filled, row, engine="atropos")
 
     return source
 

@@ -24,7 +24,7 @@ from grpolab.rollouts import Group, Rollout
 from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.serve.openai_schema import fingerprint
 from grpolab.serve.weight_sync import Bridge
-from grpolab.train.sources import Drawn, Source
+from grpolab.train.sources import Source, StepGroups
 
 APART = 0.1  # nats a token, on average: bfloat16 on one side is a fifth of it
 PROBE = "What is 12 + 34? \\boxed{46}. The quick brown fox; naïve café."  # how a server's tokenizer is recognised
@@ -206,12 +206,12 @@ class RemoteSampler:
 def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
     """A source whose remote sampler follows the policy: before a step it gets the weights if the policy has taken at least
     `every` optimiser steps since. Rows get `staleness` (versions that the step's oldest rollout is behind), `sync_s`, and how
-    far the policy is from the one that sampled (`train.offline.importance`)."""
+    far the policy is from the one that sampled (`replay_source.importance`)."""
     if every < 1:
         raise ValueError(f"every must be at least 1 optimiser step, got {every}")
     published: int | None = None
 
-    async def source_of(step: int) -> Drawn:
+    async def source_of(step: int) -> StepGroups:
         nonlocal published
         policy, seconds = sampler.policy, 0.0
         if published is None or policy.version - published >= every:

@@ -70,9 +70,9 @@ async def faults_of_all(faults: Faults, place: str) -> Faults:
     """Those of all ranks; the first error is this rank's own where it has one."""
     if distributed.world().size == 1:
         return faults
-    said = await off_loop(lambda: distributed.exchange(place, [faults.count, faults.first and repr(faults.first)]))
-    elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(said) if first]
-    return Faults(sum(count for count, _ in said), faults.first or next(iter(elsewhere), None))
+    by_rank = await off_loop(lambda: distributed.exchange(place, [faults.count, faults.first and repr(faults.first)]))
+    elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(by_rank) if first]
+    return Faults(sum(count for count, _ in by_rank), faults.first or next(iter(elsewhere), None))
 
 
 def score(
@@ -198,13 +198,13 @@ async def sample_and_score(
     return [Group(tuple(g)) for g in groups]
 
 
-def report(faults: Faults, rollouts: int, told: list[str]) -> dict:
+def report(faults: Faults, rollouts: int, warnings_given: list[str]) -> dict:
     """The count of faults for the step's row. A warning says the first of a run; raises it where every rollout had one."""
     if faults.first is not None and faults.count == rollouts:
         faults.first.add_note(f"(a reward raised this, or another error, for each of the step's {rollouts} rollouts)")
         raise faults.first
-    if faults.first is not None and not told:
-        told.append(repr(faults.first))
+    if faults.first is not None and not warnings_given:
+        warnings_given.append(repr(faults.first))
         warnings.warn(f"a reward raised {faults.first!r}; its rollout abstains, and rows count such rollouts as "
                       "reward_errors", stacklevel=2)
     return {"reward_errors": faults.count}
@@ -218,31 +218,32 @@ def held_out_reward(
     if not rows:
         raise ValueError("there are no held-out rows to measure on")
     params = SamplingParams(greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
-    told: list[str] = []
+    warnings_given: list[str] = []
 
     async def measure(policy: Policy) -> float:
         prompts = await off_loop(lambda: [prompt_ids(policy.tokenizer, prompt_of(row)) for row in rows])
         faults = Faults()
         async with await off_loop(lambda: Sampler(policy)) as sampler:
             groups = await sample_and_score(policy, sampler, rows, prompts, samples or 1, params, reward, faults)
-        report(faults, len(rows) * (samples or 1), told)
-        given = [r for g in groups for r in g.rewards if r is not None]
-        return sum(given) / len(given) if given else float("nan")
+        report(faults, len(rows) * (samples or 1), warnings_given)
+        numbers = [r for g in groups for r in g.rewards if r is not None]
+        return sum(numbers) / len(numbers) if numbers else float("nan")
 
     return measure
 
 
 async def watched(
-    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward], told: list[str]
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward],
+    warnings_given: list[str],
 ) -> dict[str, list[list[float | None]]]:
     """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already. Faults as there."""
-    found = {}
+    rewards = {}
     for name, reward in watch.items():
-        faults, mine = Faults(), distributed.mine(groups)
-        of = mine if reward is trained else await scored(policy, distributed.mine(rows), mine, reward, faults)
+        faults, shard = Faults(), distributed.shard(groups)
+        of = shard if reward is trained else await scored(policy, distributed.shard(rows), shard, reward, faults)
         values, place = [g.rewards for g in of], f"the watched reward {name}"
         if distributed.world().size > 1:
-            values = await off_loop(lambda: distributed.woven(place, rows, values, list, list))  # noqa: B023
-        report(await faults_of_all(faults, place), sum(map(len, groups)), told)
-        found[name] = values
-    return found
+            values = await off_loop(lambda: distributed.gathered(place, rows, values, list, list))  # noqa: B023
+        report(await faults_of_all(faults, place), sum(map(len, groups)), warnings_given)
+        rewards[name] = values
+    return rewards
