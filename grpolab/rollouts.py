@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-CUT = frozenset({"length", "context", "budget", "cancelled"})  # finish reasons of what the policy did not end itself
+CUT = frozenset({"length", "context", "cancelled"})  # finish reasons of what the policy did not end itself
 
 
 @dataclass(frozen=True)

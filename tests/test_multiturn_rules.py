@@ -179,7 +179,7 @@ def test_a_turn_that_fills_the_context_is_cut_and_not_said(tiny):
     assert len(episode.rollout.prompt) + len(episode.rollout.tokens) == 512
 
 
-@pytest.mark.parametrize("reason", ["length", "context", "budget", "cancelled"])
+@pytest.mark.parametrize("reason", ["length", "context", "cancelled"])
 def test_a_turn_that_the_policy_did_not_end_is_heard_by_nobody(caller, reason, monkeypatch):
     honest = Conversation.sample
 

@@ -61,8 +61,6 @@ class RemoteSampler:
         All of a call have the room that its longest prompt leaves in the context. RemoteError where the answer is not whole:
         every rollout with its ids, and a log-prob for each."""
         params = params or SamplingParams()
-        if params.max_total_tokens is not None:
-            raise ValueError(f"max_total_tokens={params.max_total_tokens}: a server knows no such budget; leave it None")
         if not len(prompts):
             return []
         async with self._entrance:  # `publish` waits for the calls in progress, and later calls for it

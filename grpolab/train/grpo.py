@@ -33,7 +33,7 @@ from grpolab.train.recorded import as_recorded
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
 from grpolab.train.sources import Source, Tasks, as_step_groups, content_of, distinct, sampled, tokens_of
-from grpolab.train.verify import check_drift, prove
+from grpolab.train.verify import check_drift, verify_forward
 
 
 async def grpo(
@@ -129,10 +129,10 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
 
 def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
-    prove(policy, config, longest, width=config.packed_width)
+    verify_forward(policy, config, longest, width=config.packed_width)
     if config.kl_coef and not isinstance(reference, BasePolicy):  # that is the policy's own forward
         with reference.acting():  # as its log-probs are taken
-            prove(reference, config, longest, width=config.packed_width)
+            verify_forward(reference, config, longest, width=config.packed_width)
 
 
 def grpo_update(
