@@ -13,15 +13,15 @@ STRIP_BYTES = 128  # of a row of weights laid out in strips
 
 
 class PackedLinear:
-    """y = x W^T + b for stacked weights, copied from the live parameters by `refresh`.
+    """y = (x * scale) W^T + b for stacked weights, copied from the live parameters by `refresh`.
 
-    order  a permutation of the output rows, or None.
+    norm   the norm before it, whose weight is the scale, or None; order: a permutation of the output rows, or None.
     layout None: as it is. "onednn": oneDNN's blocked layout; MKL is weak at few rows on some machines, and oneDNN gives
     a row the same bits at every row count. "strips": for one row at a time, see `Strips`.
     """
 
-    def __init__(self, modules: list[nn.Linear], layout: str | None, order: torch.Tensor | None = None):
-        self.modules, self.layout, self.order = modules, layout, order
+    def __init__(self, modules: list[nn.Linear], layout: str | None, norm: nn.Module | None = None, order=None):
+        self.modules, self.layout, self.norm, self.order = modules, layout, norm, order
         self.refresh()
 
     @torch.no_grad()
@@ -31,6 +31,8 @@ class PackedLinear:
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
         if self.order is not None:
             weight, bias = weight[self.order], None if bias is None else bias[self.order]
+        if self.norm is not None:
+            weight = weight * self.norm.weight
         self.bias, self.packed = bias, None
         if self.layout is not None:
             self.packed = Strips(weight) if self.layout == "strips" else _pack(weight)
@@ -39,7 +41,7 @@ class PackedLinear:
     @property
     def bytes(self) -> int:
         """What the copy takes beside the parameters; 0 where it is the one parameter itself."""
-        copied = self.packed is not None or len(self.modules) > 1 or self.order is not None
+        copied = self.packed is not None or len(self.modules) > 1 or self.order is not None or self.norm is not None
         return sum(m.weight.numel() * m.weight.element_size() for m in self.modules) if copied else 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ class LlamaEngine:
     """Llama-shaped models (RMSNorm, rotary positions, grouped queries, gated MLP) read straight from their parameters.
 
     Fused QKV and gate/up products. A step reads pages on a processor with AVX (`_paged`), else slots whose keys are stored
-    transposed, (L, slots, H, D, T), so that the scores are one batched product over contiguous time. Slots round as
-    transformers does, in the same order, which is what makes exact mode possible.
+    transposed, (L, slots, H, D, T), so that the scores are one batched product over contiguous time. In fp32 norm weights
+    are folded into the products and the two halves of a head are interleaved, so that a rotation is one complex product.
+    In bf16 and fp16 slots round as transformers does, in the same order, which is what makes exact mode possible.
     `single`: a batch of one row, for which calls matter more than throughput; otherwise one row is computed as two, since
     alone it takes kernels with other last bits.
     """
@@ -34,41 +35,46 @@ class LlamaEngine:
         weight = base.embed_tokens.weight
         self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
         self.min_rows = 1 if single else 2
-        self.layers = list(base.layers)
+        self.layers, self.fp32 = list(base.layers), weight.dtype == torch.float32
         self.heads = config.num_key_value_heads
         self.size = self.layers[0].self_attn.head_dim
         self.groups = config.num_attention_heads // self.heads
+        self.eps = torch.tensor(base.norm.variance_epsilon, device=self.device)
         self.scaling = self.layers[0].self_attn.scaling
         self.normed = hasattr(self.layers[0].self_attn, "q_norm")
         self.act = F.silu if config.hidden_act in ("silu", "swish") else self.layers[0].mlp.act_fn
+        self.halves = torch.arange(self.size, device=self.device).view(2, -1).t().reshape(-1)  # interleaves them
         self.shape = len(self.layers), self.heads, self.size
         self.table, self._single = None, single
         # where a weighted sum of table rows is a kernel of its own; exact mode has the kernels of the trainer instead
         summing = self.device.type == "cpu" and "AVX" in torch.backends.cpu.get_cpu_capability()
-        self.paged = summing and attention_of(model) != EXACT
+        self.summing = summing and attention_of(model) != EXACT
+        self.paged = self.summing and not (single and self.fp32)
         self.products = [self._layer_products(layer) for layer in self.layers]
-        self.head = self._product([model.lm_head])
+        self.head = self._product([model.lm_head], base.norm)
 
-    def _product(self, modules, order=None) -> PackedLinear:
+    def _product(self, modules, norm=None, order=None) -> PackedLinear:
         outputs, strip = sum(m.out_features for m in modules), STRIP_BYTES // self.dtype.itemsize
         if not self._single:
             layout = "onednn"
         elif modules[0].weight.numel() < SMALL:
             layout = None
         else:
-            layout = "strips" if self.paged and outputs % strip == 0 else "onednn"
-        return PackedLinear(modules, layout, order)
+            layout = "strips" if self.summing and outputs % strip == 0 else "onednn"
+        return PackedLinear(modules, layout, norm if self.fp32 else None, order)
 
     def _layer_products(self, layer) -> list[PackedLinear]:
         a, m = layer.self_attn, layer.mlp
-        return [self._product([a.q_proj, a.k_proj, a.v_proj], self._qkv_order()), self._product([a.o_proj]),
-                self._product([m.gate_proj, m.up_proj]), self._product([m.down_proj])]
+        return [self._product([a.q_proj, a.k_proj, a.v_proj], layer.input_layernorm, self._qkv_order()),
+                self._product([a.o_proj]),
+                self._product([m.gate_proj, m.up_proj], layer.post_attention_layernorm), self._product([m.down_proj])]
 
     def _qkv_order(self) -> torch.Tensor:
         """Rows of the stacked q, k, v weights so that each key/value head has its g queries, its key and its value."""
         heads, groups, size = self.heads, self.groups, self.size
         rows = torch.arange(heads * (groups + 2) * size, device=self.device).view(-1, size)
-        q, k = rows[: heads * groups].view(heads, groups, size), rows[heads * groups : heads * (groups + 1), None]
+        turned = rows[:, self.halves] if self.fp32 else rows
+        q, k = turned[: heads * groups].view(heads, groups, size), turned[heads * groups: heads * (groups + 1), None]
         return torch.cat((q, k, rows[heads * (groups + 1):, None]), 1).view(-1)
 
     def packed_bytes(self) -> int:
@@ -155,7 +161,10 @@ class LlamaEngine:
             all_values.index_put_(at, h[:, :, -1])
             q = h[:, :, :-2, None].expand(-1, -1, -1, blocks, -1).reshape(-1)
             scores = weighted_sums(key_table, key_rows, key_bags, q).view(n, -1, window)
-            weights = scores.mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
+            if self.fp32:
+                weights = torch.add(bias, scores, alpha=self.scaling).softmax(-1)
+            else:
+                weights = scores.mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
             return weighted_sums(value_table, value_rows, value_bags, weights.view(-1)).view(n, -1)
 
         return attend
@@ -171,19 +180,23 @@ class LlamaEngine:
         return cache.views[1:]
 
     def _norm(self, x: torch.Tensor, module) -> torch.Tensor:
-        """RMSNorm."""
+        """RMSNorm; in fp32 without the weight, which the next product carries."""
+        if self.fp32:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x * torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
         wide = x.float()
-        wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(module.variance_epsilon).rsqrt_()
+        wide.mul_(wide.pow(2).mean(-1, keepdim=True).add_(module.variance_epsilon).rsqrt_())
         return wide.to(x.dtype).mul_(module.weight)
 
     def _norm_heads(self, h: torch.Tensor, attention) -> None:
         """Qwen3's norms over each query and key of h (m, H, g + 2, D), in place."""
         queries, keys = h[:, :, : self.groups], h[:, :, self.groups]
         for part, module in ((queries, attention.q_norm), (keys, attention.k_norm)):
-            part.copy_(self._norm(part, module))
+            normed = self._norm(part, module)
+            part.copy_(normed * module.weight[self.halves] if self.fp32 else normed)
 
     def _rotations(self, width: int) -> tuple[torch.Tensor, ...]:
-        """cos and sin with rotate_half's sign folded in, each (T, 1, 1, D)."""
+        """fp32: cos + i sin, (T, 1, 1, D/2). Else cos and sin with rotate_half's sign folded in, each (T, 1, 1, D)."""
         if self.table is None or self.table[0].shape[0] < width:
             self.table = self._table(round_up(width, 256))
         return self.table
@@ -192,13 +205,18 @@ class LlamaEngine:
         positions, half = torch.arange(width, device=self.device)[None], self.size // 2
         rotary = self.model.model.rotary_emb
         cos, sin = (t[0, :, None, None] for t in rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions))
+        if self.fp32:
+            return (torch.complex(cos[..., :half], sin[..., :half]),)
         return cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
     def _rotate(self, h: torch.Tensor, rotation) -> None:
         """Turn the queries and keys of h (m, H, g + 2, D) by their positions, in place."""
-        (cos, sin), turned = rotation, h[:, :, :-1]
-        across = turned.roll(self.size // 2, -1).mul_(sin)
-        turned.mul_(cos).add_(across)
+        if self.fp32:
+            torch.view_as_complex(h.view(*h.shape[:3], -1, 2))[:, :, :-1].mul_(rotation[0])
+        else:
+            (cos, sin), turned = rotation, h[:, :, :-1]
+            across = turned.roll(self.size // 2, -1).mul_(sin)
+            turned.mul_(cos).add_(across)
 
     def _by_head(self, h: torch.Tensor, n: int, width: int) -> tuple[torch.Tensor, ...]:
         """h (n*W, H, g + 2, D) -> queries, which a step keeps as (n*H, g, D), else (n, H, g, W, D); k, v (n*H, W, D)."""
@@ -213,5 +231,8 @@ class LlamaEngine:
         if width > 1:
             q, keys, values = q.flatten(1, 2), keys.unflatten(0, (n, -1)), values.unflatten(0, (n, -1))
             return matmul_attention(q, keys, values, bias[:, None], self.scaling).transpose(1, 2).reshape(n * width, -1)
-        weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
+        if self.fp32:
+            weights = torch.baddbmm(bias, q, keys, alpha=self.scaling).softmax(-1)
+        else:
+            weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
         return torch.bmm(weights, values).view(n, -1)
