@@ -15,7 +15,7 @@ from nbclient.exceptions import CellExecutionError
 
 from grpolab.runs.run import repository
 
-TRAINS = re.compile(r"async for row in |for step in range\(steps\)")
+TRAINS = re.compile(r"async for (row|_) in |for step in range\(steps\)")
 MEASURED = re.compile(r"(^|_)(s|seconds|time|bytes|memory)$|per_s$|peak|^sync")  # columns that no two runs have in common
 
 
