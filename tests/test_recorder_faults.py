@@ -1,7 +1,6 @@
 """What a stranger does to a run's folder and to a fork: nothing wrong comes out without a word."""
 
 import asyncio
-import json
 import random
 import shutil
 import warnings
@@ -13,7 +12,6 @@ import torch
 
 from grpolab import files
 from grpolab.lab.counterfactual import fork, without_group
-from grpolab.lab.credit import credit_of
 from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.lab.restore import restore
 from grpolab.models.load import Policy, load_policy
@@ -33,27 +31,6 @@ def flip(path, place=-1):
 # --- which rollout it is ----------------------------------------------------------------------------------------------
 
 
-def test_a_group_of_a_partial_record_has_the_number_of_its_table(tiny, tmp_path):
-    """As with keep=4 of a larger batch, of which the second group may not be kept."""
-    part = Run("x", root=tmp_path, replay_every=1)
-    train(tiny, part, replace(CONFIG, steps=2, save_every=20))
-    last = [line for line in part.recorder.lines([1]) if line["group"] == 2]
-    part.recorder.rewind(1)
-    append_line_of(part, last)
-    found = replay(part, 1, group=2, rollout=1)
-    assert found.equal and found.rollouts[0].group == 2 == part.rollouts(1)["group"].iloc[0]
-    with pytest.raises(ValueError, match="step 1 has groups 2, not 0"):
-        replay(part, 1, group=0)
-    assert credit_of(part, 1, 2, 1, digits, continuations=2).advantage == last[0]["advantage"][1]
-
-
-def append_line_of(run, lines):  # noqa: F811
-    import gzip
-
-    with open(run.recorder.path(1), "ab") as file:
-        file.write(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0))
-
-
 def test_numbers_of_a_data_frame_are_numbers(run, tmp_path):  # noqa: F811
     step = np.int64(3)
     assert len(run.rollouts(step)) == 12 and replay(run, step, np.int64(1), np.int64(0)).equal
@@ -69,9 +46,9 @@ def test_a_record_of_another_run_is_named(run, tiny, tmp_path):  # noqa: F811
     train(tiny, other, replace(CONFIG, lr=5e-3, seed=1, save_every=20))
     shutil.rmtree(run.recorder.folder)
     shutil.copytree(other.recorder.folder, run.recorder.folder)
-    with pytest.raises(ValueError, match="the recorded rollouts of step 3 are not those of the weights kept"):
+    with pytest.raises(ValueError, match="the recorded rollouts of step 3 are not those of its weights"):
         replay(run, 4)
-    with pytest.raises(ValueError, match="the rollouts of step 3 are not those of its weights"):
+    with pytest.raises(ValueError, match="the recorded rollouts of step 3 are not those of its weights"):
         forked(run, 3, edit=without_group(0))
     assert not replay(run, 3).equal
 
@@ -96,15 +73,8 @@ def test_a_changed_configuration_or_start_is_named(run):  # noqa: F811
     path = run.folder / "run.json"
     text = path.read_text()
     path.write_text(text.replace('"lr": 0.001', '"lr": 0.003'))
-    assert path.read_text() != text
-    with pytest.raises(ValueError, match="run.json is damaged"):
-        restore(run, 3)
+    assert path.read_text() != text and "where the run had" in replay(run, 2).differs[0]
     path.write_text(text)
-    twin = forked(run, 3, lr=5e-3)
-    path = twin.folder / "forked.json"
-    path.write_text(path.read_text().replace("0.001", "0.002"))
-    with pytest.raises(ValueError, match="forked.json cannot be read"):
-        restore(twin, 1)
     flip(run.folder / "replay" / "policy" / "model.safetensors")
     with pytest.raises(ValueError, match=r"the policy that .* started from cannot be loaded.*model.safetensors"):
         restore(run, 3)
@@ -112,22 +82,21 @@ def test_a_changed_configuration_or_start_is_named(run):  # noqa: F811
 
 def test_a_damaged_bundle_is_a_value_error_or_the_bundle(run, tmp_path):  # noqa: F811
     """Whatever layer notices: the zip, JSON, base64, the configuration or the hash of the weights."""
-    draw, path = random.Random(0), bundle(run, 3, tmp_path / "b.zip", with_weights=False)
-    policy, whole = restore(run, 3).policy, path.read_bytes()
-    rollouts = [r.recorded for r in replay_bundle(path, policy=policy).rollouts]
-    refused = 0
-    for _ in range(40):
+    draw, path = random.Random(0), bundle(run, 3, tmp_path / "b.zip")
+    whole = path.read_bytes()
+    rollouts, refused = [r.recorded for r in replay_bundle(path).rollouts], 0
+    for _ in range(20):
         data, at = bytearray(whole), draw.randrange(len(whole))
         data[at : at + draw.choice([1, 1, 40])] = draw.randbytes(draw.choice([1, 40]))
         path.write_bytes(data if draw.random() < 0.8 else data[:at])
         try:
-            found = replay_bundle(path, 0, 0, policy=policy)
+            found = replay_bundle(path, 0, 0)
         except ValueError as error:
             assert "b.zip" in str(error)
             refused += 1
         else:
             assert found.rollouts[0].recorded == rollouts[0] and found.equal
-    assert refused > 20
+    assert refused > 10
 
 
 def test_a_folder_is_removed_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -165,7 +134,7 @@ def test_what_else_differs_in_a_fork_is_told(run, capsys):  # noqa: F811
         asyncio.run(fork(run, 3, "reward", PROBLEMS))  # the reward forgotten
         assert "rollouts of step 3 have another reward than in the run" in capsys.readouterr().out
         forked(run, 3, "same")
-        assert "otherwise" not in capsys.readouterr().out
+        assert "another reward" not in capsys.readouterr().out
 
 
 def test_a_change_of_the_optimiser_is_one(run):  # noqa: F811

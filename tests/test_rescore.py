@@ -13,8 +13,8 @@ from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.run import Run
-from tests.test_counterfactual import fresh, left, run  # noqa: F401
-from tests.test_rollout_log import CONFIG, digits, length, train
+from tests.test_counterfactual import left, run  # noqa: F401
+from tests.test_rollout_log import CONFIG, digits, train
 
 
 def test_the_same_reward_changes_nothing_and_its_negative_everything(run):  # noqa: F811
@@ -110,29 +110,17 @@ def test_a_reward_that_raises_costs_its_own_rollout(run, kind):  # noqa: F811
 
 def test_an_advantage_over_the_whole_batch_is_taken_over_it(tiny, tmp_path):
     """Of the groups that the update got; the same reward gives the recorded advantages in every bit."""
-    whole, part = Run("whole", root=tmp_path), Run("part", root=tmp_path, keep=8)
+    whole = Run("whole", root=tmp_path)
     config = replace(CONFIG, steps=2, advantage_kind="batch_standardised", refills=1)
 
     def reward(text, problem, rollout):
         return float(problem.a % 2 and rollout.seed % 2)
 
-    train(fresh(tiny), whole, config, reward=reward)
-    train(tiny, part, config, reward=reward)
+    train(tiny, whole, config, reward=reward)
     same = rescore(whole, reward).rollouts
     assert (same["advantage"] == same["rescored_advantage"]).all() and same["advantage"].any()
     assert same["advantage"].tolist() == whole.rollouts()["advantage"].tolist()
     assert not (rescore(whole, reward, kind="centred").rollouts["rescored_advantage"] == same["advantage"]).all()
-    with pytest.raises(ValueError, match="does not hold all rollouts of step 0"):
-        rescore(part, reward)
-    assert len(rescore(part, reward, kind="centred").rollouts) == 16
-
-
-def test_a_group_that_is_kept_in_part_is_left_out(tiny, tmp_path):
-    part = Run("x", root=tmp_path, keep=6)
-    train(tiny, part, replace(CONFIG, steps=2))
-    with pytest.warns(UserWarning, match="2 groups are partly recorded"):
-        found = rescore(part, length)
-    assert len(found.rollouts) == 8 and len(found.groups) == 2
 
 
 def test_what_was_lost_is_not_asked_for(run):  # noqa: F811
