@@ -46,9 +46,10 @@ FORKED = "forked.json"  # in a fork's folder: the configurations of the steps th
 
 
 def repository() -> Path:
-    """The nearest folder at or above the working directory that holds notebooks/, else the working directory."""
+    """The project of the working directory: the nearest folder at or above it with a pyproject.toml or a .git, else the working
+    directory itself."""
     here = Path.cwd()
-    return next((d for d in (here, *here.parents) if (d / "notebooks").is_dir()), here)
+    return next((d for d in (here, *here.parents) if (d / "pyproject.toml").exists() or (d / ".git").exists()), here)
 
 
 def runs_folder() -> Path:
