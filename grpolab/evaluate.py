@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from IPython import get_ipython
+from tqdm import tqdm
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import Message, prompt_ids
@@ -18,6 +22,7 @@ from grpolab.files import data_path
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 
+WAIT = 3.0  # seconds after which an evaluation shows its progress
 Z95 = 1.959964  # the standard normal quantile of a two-sided 95 % interval
 
 
@@ -134,12 +139,22 @@ async def _ask(policy: Policy, ids: list[list[int]], group_size: int, params: Sa
         raise ValueError("there are no questions to evaluate")
     if sampler is not None and getattr(sampler, "policy", policy) is not policy:
         raise ValueError(f"the sampler is of {sampler.policy!r}, not of the {policy!r} to evaluate: pass a Sampler of that one")
-    own = sampler or Sampler(policy)
-    try:
-        return await own.sample(ids, group_size=group_size, params=params)
-    finally:
-        if sampler is None:
-            await own.close()
+    if sampler is not None:
+        return await sampler.sample(ids, group_size=group_size, params=params)
+    rollouts: list[list] = [[None] * group_size for _ in ids]
+    async with Sampler(policy) as own:
+        with progress(len(ids) * group_size) as bar:
+            async for question, sample, rollout in own.stream(ids, group_size=group_size, params=params):
+                rollouts[question][sample] = rollout
+                bar.update()
+    return [Group(tuple(of)) for of in rollouts]
+
+
+def progress(completions: int) -> tqdm:
+    """A bar for who watches, in a terminal or a notebook, once an evaluation has taken some seconds; gone at its end."""
+    shell = get_ipython()
+    watched = sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
+    return tqdm(total=completions, desc="evaluating", unit=" completions", delay=WAIT, leave=False, disable=not watched)
 
 
 def _texts(policy: Policy, groups: Sequence[Group]) -> tuple[tuple[str, ...], ...]:

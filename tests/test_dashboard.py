@@ -21,7 +21,7 @@ from grpolab.runs.run import Run
 
 
 @pytest.fixture(autouse=True)
-def house_style():
+def style():
     with plt.rc_context():
         plots.use_style()
         yield
@@ -56,19 +56,18 @@ def test_a_sparkline_is_an_image_that_rises_with_its_values():
 
 
 def test_a_value_outside_its_healthy_range_is_coloured():
-    live = Dashboard(4, ["mixed", "kl", "mine"], healthy={"kl": (None, 0.1), "mine": (1, 2)},
-                     meanings={"mine": "what I count"})
-    live.update({"step": 0, "mixed": 0.5, "kl": 0.05, "mine": 11657.3})
-    assert plots.WARNING not in live._repr_html_().split("mine")[0]
-    live.update({"step": 1, "mixed": 0.05, "kl": 0.2, "mine": 1.5})
-    mixed, kl, mine = live._repr_html_().split("<tr>")[1:]
+    live = Dashboard(4, ["mixed", "ratio", "own"], meanings={"own": "what I count"})
+    live.update({"step": 0, "mixed": 0.5, "ratio": 1.05, "own": 11657.3})
+    assert plots.WARNING not in live._repr_html_()
+    live.update({"step": 1, "mixed": 0.05, "ratio": 1.2, "own": 1.5})
+    mixed, ratio, own = live._repr_html_().split("<tr>")[1:]
     assert plots.WARNING in mixed and "only these have a gradient" in mixed and "usually at least 0.1" in mixed
-    assert plots.WARNING in kl and "usually at most 0.1" in kl and "nats a token" in kl
-    assert plots.WARNING not in mine and "what I count; usually 1 to 2" in mine
-    assert "mine 1.5" in repr(live) and repr(live) == str(live)
+    assert plots.WARNING in ratio and "usually 0.9 to 1.1" in ratio
+    assert plots.WARNING not in own and "what I count<" in own
+    assert "own 1.5" in repr(live) and repr(live) == str(live)
 
 
-def test_a_run_that_goes_on_is_shown_from_its_start_and_its_time_left_from_this_sitting(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_is_shown_from_its_start_and_its_time_left_from_this_session(tmp_path, monkeypatch):
     run = Run("x", root=tmp_path)
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -76,7 +75,7 @@ def test_a_run_that_goes_on_is_shown_from_its_start_and_its_time_left_from_this_
     for step in range(51):
         run.log({"step": step, "loss": 1.0 / (step + 1)})
     now[0] = 6.0
-    live.update(run.metrics[-1])  # at 6: one row of this sitting, 49 to come
+    live.update(run.metrics[-1])  # at 6: one row of this session, 49 to come
     assert [r["step"] for r in live.rows] == list(range(51)) and live.done == 51
     assert "6 s, about 294 s left" in repr(live)
 
