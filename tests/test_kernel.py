@@ -120,7 +120,7 @@ def test_other_errors_and_later_interrupts_are_shown_as_ever(prepared):
 
 
 @pytest.mark.parametrize("waiting", ["await asyncio.sleep(60)", "time.sleep(60)"])
-def test_in_the_house_style_an_interrupt_is_one_line_in_any_cell(kernel, waiting):
+def test_in_the_style_an_interrupt_is_one_line_in_any_cell(kernel, waiting):
     cell = f"""import asyncio, time
 from IPython.display import display
 def work():
@@ -194,10 +194,3 @@ def test_figures_of_later_cells_are_drawn_at_double_resolution(kernel):
     _, _, errors, shown = kernel.run("fig, ax = plt.subplots(figsize=(4, 2))\nax.plot([0, 1])\nplt.show()")
     assert errors == [] and len(shown) == 1
     assert Image.open(BytesIO(base64.b64decode(shown[0]["image/png"]))).width > 1.5 * 4 * 100
-
-
-def test_a_slider_is_shown_in_a_kernel_and_runs_twice(kernel):
-    for _ in range(2):
-        _, _, errors, shown = kernel.run("from grpolab.lab.tokens import View, by_step\nby_step({0: View('<i>a</i>', 'a')})")
-        (data,) = [s for s in shown if "application/vnd.jupyter.widget-view+json" in s]
-        assert errors == [] and "<i>a</i>" in data["text/html"] and "step 0" in data["text/plain"]

@@ -259,23 +259,6 @@ def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
     assert (series / "01_fine.ipynb").read_text() == before
 
 
-def test_store_keeps_the_static_page_of_a_slider(series):
-    views = "{0: View('<i>first</i>', 'first'), 9: View('<i>last</i>', 'last')}"
-    slider = f"from grpolab.lab.tokens import View, by_step\nby_step({views})"
-    notebook = small(GATE.format(name="01_fine"))
-    notebook.cells.append(nbformat.v4.new_code_cell(slider))
-    nbformat.write(notebook, series / "01_fine.ipynb")
-    assert notebooks.run_series(["01"], {}, store=True) == 0
-    executed, stored = (
-        nbformat.read(path, as_version=4)
-        for path in (series.parent / "runs" / "01_fine" / "tiny" / "01_fine.ipynb", series / "01_fine.ipynb")
-    )
-    view = "application/vnd.jupyter.widget-view+json"
-    assert view in executed.cells[-1].outputs[0].data and "SelectionSliderModel" in json.dumps(executed.metadata)
-    assert set(stored.cells[-1].outputs[0].data) == {"text/html", "text/plain"} and "widgets" not in stored.metadata
-    assert "<i>last</i>" in stored.cells[-1].outputs[0].data["text/html"]
-
-
 @pytest.mark.slow
 def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
     """The first alone, the others at once, each in a process of its own; one that fails is told and fails the command."""

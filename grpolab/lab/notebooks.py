@@ -169,10 +169,8 @@ def _execute(path: Path, output: Path, parameters: dict, progress: bool) -> str 
 
 def clean(notebook: dict) -> dict:
     """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
-    the kernel's display name and Python version; and without widgets, which need a kernel: their static page stays. Pictures
-    in 64 colours."""
-    for key in ("papermill", "widgets"):
-        tidy(notebook)["metadata"].pop(key, None)
+    the kernel's display name and Python version, what went to stderr. Pictures in 64 colours."""
+    tidy(notebook)["metadata"].pop("papermill", None)
     for cell in notebook["cells"]:
         for key in ("papermill", "execution", "ExecuteTime"):
             cell["metadata"].pop(key, None)
@@ -182,7 +180,6 @@ def clean(notebook: dict) -> dict:
             cell["outputs"] = [o for o in cell["outputs"] if not (o["output_type"] == "stream" and o["name"] == "stderr")]
             for output in cell["outputs"]:
                 data = output.get("data", {})
-                data.pop("application/vnd.jupyter.widget-view+json", None)
                 if "image/png" in data:
                     image = fewer_colours(base64.b64decode("".join(data["image/png"])))
                     data["image/png"] = base64.b64encode(image).decode() + "\n"

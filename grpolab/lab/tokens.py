@@ -11,8 +11,8 @@ What training does to the same questions: keep the groups of a few steps in a di
             kept[row["step"] + 1] = score(policy, questions, await sampler.sample(...), finished_and_correct)
     by_step({step: [group_view(policy, g, answer=q.answer) for q, g in zip(questions, gs)] for step, gs in kept.items()})
 
-Everything is static HTML, so it shows on a page without a kernel; `by_step` adds an ipywidgets slider for the front ends
-that have one. A token takes some 200 bytes: four rollouts a question keep a notebook small.
+Everything is static HTML, so it shows on a page without a kernel. A token takes some 200 bytes: four rollouts a question keep
+a notebook small.
 """
 
 from __future__ import annotations
@@ -115,47 +115,12 @@ def group_view(
     return View(html, "\n".join([question, *lines] if question else lines))
 
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
-
-
-class by_step:
-    """Views by step, one below the other, and where the front end has ipywidgets a slider that shows one step at a time.
-
-    `views` maps a step (or any label) to a View or to a list of them. The slider is linked in the page itself, so it also
-    moves while the kernel is busy. A notebook that is stored keeps the static page alone.
-    """
-
-    def __init__(self, views: Mapping[object, View | Sequence[View]]):
-        if not views:
-            raise ValueError("there is nothing to show: give at least one step")
-        lists = {str(step): [v] if isinstance(v, View) else v for step, v in views.items()}
-        self.pages = {step: View("<br>".join(v.html for v in of), "\n\n".join(v.text for v in of))
-                      for step, of in lists.items()}
-
-    def _repr_html_(self):
-        pages = (f"<h4>step {escape(step)}</h4>{page.html}" for step, page in self.pages.items())
-        return f"<div style='text-align:left'>{''.join(pages)}</div>"
-
-    def __repr__(self):
-        return "\n\n".join(f"step {step}\n{page.text}" for step, page in self.pages.items())
-
-    def widget(self):
-        """The slider as an ipywidgets box."""
-        import ipywidgets
-
-        stack = getattr(ipywidgets, "Stack", ipywidgets.Accordion)  # ipywidgets 7, which Colab runs, has no Stack
-        pages = stack([ipywidgets.HTML(page.html) for page in self.pages.values()], selected_index=0)
-        slider = ipywidgets.SelectionSlider(options=list(self.pages), description="step")
-        ipywidgets.jslink((slider, "index"), (pages, "selected_index"))
-        return ipywidgets.VBox([slider, pages])
-
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        from IPython import get_ipython
-
-        bundle = {"text/html": self._repr_html_(), "text/plain": repr(self)}
-        if getattr(get_ipython(), "kernel", None):  # the same in ipywidgets 7, whose widgets give no bundle
-            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self.widget().model_id}
-        return bundle
+def by_step(views: Mapping[object, View | Sequence[View]]) -> View:
+    """Views by step (or any label), one below the other: `views` maps a step to a View or to a list of them."""
+    lists = {str(step): [v] if isinstance(v, View) else v for step, v in views.items()}
+    html = "".join(f"<h4>step {escape(step)}</h4>{'<br>'.join(v.html for v in of)}" for step, of in lists.items())
+    text = "\n\n".join(f"step {step}\n" + "\n\n".join(v.text for v in of) for step, of in lists.items())
+    return View(f"<div style='text-align:left'>{html}</div>", text)
 
 
 BREAK = "<wbr>"  # between two tokens a long line may end
