@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import safetensors.torch
@@ -48,19 +49,12 @@ def test_none_is_a_value_where_the_field_allows_it():
 
 @pytest.mark.parametrize("flags, says", [(["--clip-eps", "0.2"], "'--clip-eps'. Expected 2"), (["--lr", "-1"], "lr"),
                                          (["--kl-kind", "foo"], "Expected one of ('k1', 'k2',"),
-                                         (["--stepz", "3"], "--steps")])
+                                         (["--stepz", "3"], "--steps"), (["--steps", "many"], "--steps")])
 def test_a_value_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys, flags, says):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit:
         main(["grpo", "./no/such/model", *flags])
     assert exit.value.code == 2 and says in capsys.readouterr().err and not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("flags", [["--no-such-field", "3"], ["--steps", "many"]])
-def test_an_unknown_flag_or_type_is_a_usage_error(capsys, flags):
-    with pytest.raises(SystemExit) as exit:
-        main(["sft", "tiny", *flags])
-    assert exit.value.code == 2 and flags[0] in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, capsys):
@@ -95,14 +89,11 @@ def test_grpo_takes_rows_and_a_reward_of_ones_own(tmp_path, monkeypatch, capsys)
     ({"prompt": "a"}, [], "row 1.*no 'answer'|has no 'answer'"), ({"prompt": "a", "answer": "x"}, [], "row 1: .*no number"),
     ({"answer": 1}, [], "line 1"), ({"prompt": "a", "answer": 1}, ["--reward", "math"], "module:function"),
     ({"prompt": "a", "answer": 1}, ["--reward", "math:nothing"], "no function 'nothing'"),
-    ({"prompt": "a", "answer": 1}, ["--gym", "leg_counting"], "not both"),
 ])
 def test_rows_and_rewards_that_do_not_fit_are_refused_first(tmp_path, monkeypatch, capsys, row, flags, says):
-    import re
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    assert main(["grpo", "./no/such/model", "--data", "rows.jsonl", *flags]) == (2 if "--gym" in flags else 1)
+    assert main(["grpo", "./no/such/model", "--data", "rows.jsonl", *flags]) == 1
     assert re.search(says, capsys.readouterr().err) and not (tmp_path / "runs").exists()
 
 
@@ -149,8 +140,7 @@ def test_sft_holds_out_problems_reports_their_loss_and_keeps_the_best(tmp_path, 
 
 def test_what_is_held_out_is_not_trained_on_and_does_not_change_what_is(monkeypatch):
     def rows_of(*more):
-        rows = command("grpo", *SMALL[:6], *more).read()
-        return rows.train, rows.held_out
+        return command("grpo", *SMALL[:6], *more).read()
 
     (bare, none), (rows, held_out) = rows_of(), rows_of("--held-out", "30")
     assert bare == rows and not none and len(held_out) == 30 and not set(held_out) & set(rows)
@@ -180,15 +170,13 @@ def test_grpo_is_selected_by_its_own_reward(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--select-every", "5"], "add --held-out-data FILE or --held-out N"), (["--fixed-prompts"], "needs --select-every"),
+    (["--select-every", "5"], "add --held-out-data FILE, or --held-out N"), (["--fixed-prompts"], "needs --select-every"),
     (["--held-out", "3", "--held-out-data", "x.jsonl"], "not both"), (["--select-every", "-1"], "start at 0"),
     (["--held-out", "3", "--data", "rows.jsonl"], "give --held-out-data"),
     (["--held-out", "5000", "--ops", "+", "--max-operand", "9"], "key space"),
     (["--data", "rows.jsonl", "--held-out-data", "rows2.jsonl", "--select-every", "2"], "rows2.jsonl, row 1.*no number"),
 ])
 def test_what_cannot_be_held_out_is_refused(tmp_path, monkeypatch, capsys, flags, says):
-    import re
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}')
     (tmp_path / "rows2.jsonl").write_text('{"prompt": "a", "answer": "x"}')
@@ -205,7 +193,7 @@ def test_a_start_without_reward_says_that_demonstrations_come_first(tmp_path, mo
 
 
 def test_the_default_number_of_problems_fits_a_small_task():
-    assert len(command("grpo", "--ops", "+", "--max-operand", "9").read().train) == 50
+    assert len(command("grpo", "--ops", "+", "--max-operand", "9").read()[0]) == 50
     with pytest.raises(ValueError, match="at most 4/5"):
         command("grpo", "--ops", "+", "--max-operand", "9", "--problems", "90").read()
 
