@@ -109,8 +109,10 @@ def test_the_steps_before_a_fork_keep_their_configuration(run):
     assert [restore(again, step).config.lr for step in (3, 4)] == [5e-3, 1e-4]
     mended = forked(twin, 2, "mended", lr=1e-3)
     assert content(mended.recorder.folder) == content(run.recorder.folder)
-    (twin.folder / "forked.json").write_text("[[2")
-    with pytest.raises(ValueError, match="forked.json is damaged"):
+    assert restore(twin, 2).config.lr == 5e-3  # its own from where it was forked
+    path = run.folder / "run.json"
+    path.write_text(path.read_text().replace('"lr": 0.001', '"lr": 0.002'))  # another run in the folder above
+    with pytest.raises(ValueError, match="was forked from another run than .* holds now.*fork again"):
         restore(twin, 1)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -31,20 +30,20 @@ from grpolab.lab.replay import check_seeded
 from grpolab.lab.rescore import as_problem, score_recorded
 from grpolab.lab.restore import (
     State,
-    configs_of,
     groups_of,
+    identity,
     load_start,
     longest,
     restore,
     rows_of,
     session_at,
-    set_weight_decay,
     update_again,
     with_threads,
 )
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.checkpoints import weights_hash
+from grpolab.runs.kept_weights import KeptWeights
 from grpolab.runs.run import FORKED, Run, configured
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, prove_both, trainer_logps
@@ -130,16 +129,14 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
     if run.recorder.folder.exists():
         shutil.copytree(run.recorder.folder, forked.recorder.folder)
     forked.recorder.rewind(state.step)
-    for part in {run.kept()[state.kept], run.folder / "replay" / "policy", *(d for s, d in run.kept().items() if s == 0)}:
-        shutil.copytree(part, forked.folder / "replay" / part.name, copy_function=_link)
-    configs = configs_of(run)
-    eras = [(min(end, state.step), asdict(c)) for i, (end, c) in enumerate(configs) if not i or configs[i - 1][0] < state.step]
-    atomic_write(forked.folder / FORKED, json.dumps(eras) + "\n")
+    atomic_write(forked.folder / FORKED, json.dumps({"step": state.step, "run": identity(run)}) + "\n")
     rows = {row["step"]: row for row in rows_of(run)}
     forked.metrics = [row for s, row in rows.items() if s < state.step]
     done, policy = state.step, state.policy
     optimiser = state.optimiser if config.optimiser == state.config.optimiser else make_optimiser(policy, config)
-    set_weight_decay(optimiser, config)
+    for group in optimiser.param_groups:  # that of the run came with the optimiser's state
+        group["weight_decay"] = config.weight_decay
+    KeptWeights(forked.folder / "replay", every=1).keep(done, configured(config)["config"], policy, optimiser)
     if edit is not None:
         whole = groups_of(run, done)
         used, unused = [g for g in whole if g.used], [g for g in whole if not g.used]
@@ -159,14 +156,6 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
     atomic_write(forked.folder / "run.json", json.dumps(note, indent=1) + "\n")
     forked._write_table()
     return done
-
-
-def _link(source: str, target: str) -> None:
-    """The same file under a second name: kept weights are never changed in place. A copy where the disk has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def compare_forks(run: Run, forks: dict[str, Run], column: str = "reward", *, window: int = 1, ax=None):

@@ -7,7 +7,6 @@ reward is asked. Each row that is computed again is compared with the run's own.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -20,7 +19,7 @@ import torch
 from grpolab.decode.engines.attention import share_attention
 from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
-from grpolab.runs.checkpoints import check_seal, load_state
+from grpolab.runs.checkpoints import check_seal, data_hash, load_state
 from grpolab.runs.run import FORKED, Run
 from grpolab.sync import set_own_threads
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
@@ -45,36 +44,35 @@ class State:
 
 def restore(run: Run, step: int, *, reference: Policy | None = None) -> State:
     """The state before `step` (with the number of the run's steps: at its end). It computes, so call it with the threads of
-    the run (`with_threads`).
+    the run (`with_threads`). The steps before a fork are those of the run that it left, in the folder above.
 
     The `reference` of a run with a KL penalty is its start unless another is given. Raises ValueError where no weights were
     kept, where a step between is not wholly on the record, and for files that are damaged."""
-    step, kept, configs = index(step), run.kept(), configs_of(run)
-    before, last = [s for s in kept if s <= step], configs[-1][1].steps
-    if not before or step > last:
+    step, config, kept = index(step), config_of(run), run.kept()
+    parent, forked_at = parent_of(run)
+    if parent is not None and step < forked_at:
+        return restore(parent, step, reference=reference)
+    before = [s for s in kept if s <= step]
+    if not before or step > config.steps:
         there = f"weights are kept before steps {', '.join(map(str, kept))}" if kept else (
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
-        raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {last}: {there}")
-    policy, config, start = load_start(run), config_at(configs, step), max(before)
+        raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
+    policy, start, notes = load_start(run), max(before), []
     if config.exact:  # the trainer's forward of such a run, too
         share_attention(policy.model)
     optimiser = make_optimiser(policy, config)
     load_kept_state(run, start, policy, optimiser)
-    notes: list[str] = []
     if start < step:
-        steps = {s: (config_at(configs, s), groups_of(run, s)) for s in range(start, step)}
-        if reference is None and any(c.kl_coef for c, _ in steps.values()):
-            reference = load_start(run)
+        steps = {s: groups_of(run, s) for s in range(start, step)}
+        reference = reference or (load_start(run) if config.kl_coef else None)
         policy.model.train(bool(session_at(run, start).get("training")))
-        for of_step in dict.fromkeys(c for c, _ in steps.values()):
-            check_reference(policy, reference, of_step)
-            prove_both(policy, reference, of_step, longest(g for _, groups in steps.values() for g in groups))
+        check_reference(policy, reference, config)
+        prove_both(policy, reference, config, longest(g for groups in steps.values() for g in groups))
         rows = {row["step"]: row for row in rows_of(run)}
-        for s, (of_step, groups) in steps.items():
-            row = update_again(policy, reference, groups, of_step, optimiser, s)
+        for s, groups in steps.items():
+            row = update_again(policy, reference, groups, config, optimiser, s)
             if not notes and (note := _difference(row, rows.get(s, {}), s)):
                 notes.append(note)
-    set_weight_decay(optimiser, config)
     return State(step, start, policy, optimiser, config, tuple(notes))
 
 
@@ -82,7 +80,6 @@ def update_again(policy: Policy, reference: Policy | None, groups: list[Recorded
                  optimiser: torch.optim.Optimizer, step: int) -> dict:
     """The update of a step from its recorded groups; its row of metrics. ValueError where their log-probs are not those of
     the policy's weights."""
-    set_weight_decay(optimiser, config)
     used = [g for g in groups if g.used]
     try:
         with dropout_of(policy, config.seed, step):
@@ -91,12 +88,6 @@ def update_again(policy: Policy, reference: Policy | None, groups: list[Recorded
     except RuntimeError as error:
         raise ValueError(f"the recorded rollouts of step {step} are not those of its weights: one of the two is another run's, "
                          f"or an edit gave the rollouts log-probs of its own ({error})") from error
-
-
-def set_weight_decay(optimiser: torch.optim.Optimizer, config: GRPOConfig) -> None:
-    """Set the weight decay of this configuration; that of another one may have come with the optimiser's state."""
-    for group in optimiser.param_groups:
-        group["weight_decay"] = config.weight_decay
 
 
 def with_threads(threads: int | None, work: Callable[[], T]) -> T:
@@ -145,31 +136,33 @@ def _value(text: str) -> int | float | str:
     return text
 
 
+def parent_of(run: Run) -> tuple[Run | None, int]:
+    """The run that a fork left, and at which step; (None, 0) for a run that is no fork. ValueError where the folder above holds
+    another run by now."""
+    path = run.folder / FORKED
+    if not path.exists():
+        return None, 0
+    note, parent = json.loads(path.read_text()), Run(root=run.folder.parent)
+    if identity(parent) != note["run"]:
+        raise ValueError(f"{run.shown(run.folder)} was forked from another run than {run.shown(parent.folder)} holds now, so "
+                         "the steps before it are gone: fork again")
+    return parent, note["step"]
+
+
+def identity(run: Run) -> str:
+    """A hash of where a run started and of its configuration."""
+    note = json.loads((run.folder / "run.json").read_text())
+    return data_hash([note["start"], note["config"]])
+
+
 def config_of(run: Run) -> GRPOConfig:
-    """The configuration of the run's last loop; ValueError where it is not known."""
-    return configs_of(run)[-1][1]
-
-
-Configs = list[tuple[float, GRPOConfig]]
-
-
-def configs_of(run: Run) -> Configs:
-    """(up to which step, the configuration of the steps before it), in order; the last one is the run's own, without an end.
-    A run that is no fork has that one alone. ValueError for a file that is damaged. A value that was changed since is noticed
-    by the rows of the updates that are done again."""
-    path, configs = run.folder / FORKED, []
+    """The configuration of the run's last loop; ValueError where it is not known. A value that was changed since is noticed by
+    the rows of the updates that are done again."""
+    path = run.folder / "run.json"
     try:
-        if path.exists():
-            configs = [(step, as_config(plain)) for step, plain in json.loads(path.read_text())]
-        path = run.folder / "run.json"
-        return [*configs, (math.inf, as_config(json.loads(path.read_text())["config"]))]
+        return as_config(json.loads(path.read_text())["config"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{run.shown(path)} is damaged, or not of a run of GRPO that can be replayed: {error}") from error
-
-
-def config_at(configs: Configs, step: int) -> GRPOConfig:
-    """The configuration with which a step was computed; after the last step, the run's own."""
-    return next(config for end, config in configs if step < end)
 
 
 def as_config(plain: dict) -> GRPOConfig:
@@ -181,7 +174,10 @@ def as_config(plain: dict) -> GRPOConfig:
 
 
 def load_start(run: Run) -> Policy:
-    """The policy that the run started from; ValueError where its files are missing or damaged."""
+    """The policy that the run, or the one that it was forked from, started from; ValueError where its files are missing or
+    damaged."""
+    while (parent := parent_of(run)[0]) is not None:
+        run = parent
     folder = run.folder / "replay" / "policy"
     try:
         check_seal(folder)

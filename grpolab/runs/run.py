@@ -42,7 +42,7 @@ from grpolab.runs.kept_weights import KeptWeights
 from grpolab.runs.rollout_log import Recorder, table
 from grpolab.runs.selection import PREFIX, Selected, Selection
 
-FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
+FORKED = "forked.json"  # in a fork's folder: the step at which it left the run in the folder above
 
 
 def repository() -> Path:
