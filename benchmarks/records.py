@@ -18,8 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = ("models", "decode", "train")
 MEASURES = {  # record -> the rooms of the package whose code decides what it says
-    "aws": ("env",), "bridges": ("models", "decode", "serve"), "decode": ("models", "decode"), "grpo_seeds": TRAINING,
-    "lora": TRAINING, "pool": ("env",), "rollouts": TRAINING, "seeds": (*TRAINING, "env"), "series": (*TRAINING, "env", "lab"),
+    "aws": ("env",), "baselines": TRAINING,
+    "bridges": ("models", "decode", "serve"), "decode": ("models", "decode"), "grpo_seeds": TRAINING,
+    "long_prompts": TRAINING, "longer_answers": TRAINING, "lora": TRAINING, "pool": ("env",), "rollouts": TRAINING,
+    "seeds": (*TRAINING, "env"),
+    "series": (*TRAINING, "env", "lab"),
     "service": ("models", "decode", "serve"), "threads": ("models", "decode"), "trl": TRAINING,
     "smollm2_aws": (*TRAINING, "env"),
 }

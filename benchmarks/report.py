@@ -21,6 +21,7 @@ sys.path.insert(0, str(HERE))
 from report_smollm2 import administration, arithmetic, gym, real_model, style  # noqa: E402
 from tables import points, rate, record, share, table, times  # noqa: E402
 
+from grpolab.evaluate import Interval, mean_interval  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab.metrics import readable  # noqa: E402
 
@@ -84,6 +85,84 @@ def grpo_seeds(results: Path) -> str | None:
     text += table(["policy", "seed", *(f"k = {k}" for k in base["pass_at"])], passes)
     text += "\n\nSFT steps on the same demonstrations; the last column is on the 400 questions that chose the best:\n\n"
     return text + table(["seed", "steps", "seconds", "greedy", "sampled", "greedy, choosing"], curve)
+
+
+STUDENT = {3: 4.303, 8: 2.365}  # number of values -> the quantile of Student's t for a 95 % interval of their mean
+POLICIES = {"sft": "best SFT", "mixed": "SFT, half of it plain sums", "majority": "no checker: the base's majority of 8",
+            "rejection": "rejection sampling", "grpo": "GRPO"}
+
+
+def right(row: dict, kind: str, chosen: str | None = None, planted: str = "") -> float:
+    """The rate of right answers in a row of baselines.json: on the questions where `planted` is `chosen`, or all."""
+    counts = [int(c) for c, of in zip(row[kind], planted or row[kind]) if chosen is None or of == chosen]
+    return sum(counts) / len(counts) / (4 if kind == "sampled" else 1)
+
+
+def over_seeds(values: list[float]) -> Interval:
+    """Mean with its 95 % interval over seeds."""
+    return mean_interval(values, STUDENT[len(values)])
+
+
+def compared(found: dict, kind: str, a: str = "grpo", b: str = "rejection") -> Interval:
+    """Policy a − policy b, paired by seed."""
+    return over_seeds([right(of[a], kind) - right(of[b], kind) for of in found["seeds"].values()])
+
+
+def baselines(results: Path) -> str | None:
+    found = record("baselines", results)
+    if not found or len(found["seeds"]) not in STUDENT:
+        return None
+    planted, kinds = found["planted"], (("greedy", None), ("sampled", None), ("greedy", "1"), ("greedy", "0"))
+    rows = [["base, plain form", 1, *(f"{right(found['base'], kind, chosen, planted):.1%}" for kind, chosen in kinds)]]
+    for name, words in POLICIES.items():
+        of = [seed[name] for seed in found["seeds"].values() if name in seed]
+        if len(of) in STUDENT:
+            rows.append([words, len(of), *(over_seeds([right(row, kind, chosen, planted) for row in of])
+                                           for kind, chosen in kinds)])
+    text = (f"`{found['command']}`: {len(planted)} held-out questions, {len(found['seeds'])} seeds named beforehand, each with "
+            f"its own 100 demonstrations; {found['threads']} thread. Means over seeds with Student's interval. *Planted* are "
+            "questions whose pair of last digits the base's own text states wrongly on purpose. Rejection sampling and GRPO "
+            "start from the same best SFT and sample 51,200 rollouts each.\n\n")
+    text += table(["policy", "seeds", "greedy", "sampled at T = 1", "greedy, planted", "greedy, the rest"], rows)
+    pairs = (("grpo", "rejection"), ("grpo", "sft"), ("rejection", "sft"))
+    rows = [[f"{POLICIES[a]} − {POLICIES[b]}", *(f"{(d := compared(found, kind, a, b)).points}: {d.verdict}"
+                                                 for kind in ("greedy", "sampled"))] for a, b in pairs]
+    text += "\n\nPaired by seed:\n\n" + table(["difference", "greedy", "sampled at T = 1"], rows)
+    each_seed = [[seed, *(f"{right(of[name], 'greedy'):.1%}" for name in ("sft", "rejection", "grpo")),
+                  of["rejection"]["tokens"], of["grpo"]["tokens"]] for seed, of in found["seeds"].items()]
+    head = ["seed", "best SFT", "rejection sampling", "GRPO", "tokens sampled, rejection", "tokens sampled, GRPO"]
+    return text + "\n\nGreedy, seed by seed:\n\n" + table(head, each_seed)
+
+
+def longer_answers(results: Path) -> str | None:
+    found = record("longer_answers", results)
+    if not found:
+        return None
+    text = (f"`{found['command']}`: notebook 09's model and task, a tenth of the demonstrations long, {found['held_out']} "
+            "held-out questions. A guess is right in half of them.\n\n")
+    rows = []
+    for steps in dict.fromkeys(steps for of in found["seeds"].values() for steps in of):
+        runs = [of[steps] for of in found["seeds"].values() if steps in of]
+        became = sum(run["grpo"]["long"] > 0.5 for run in runs)
+        solved = sum(run["grpo"]["right"] > 0.95 for run in runs)
+        walk = sorted(run["sft"]["long_right"] or 0.0 for run in runs)
+        rows.append([steps, len(runs), f"{walk[0]:.0%} to {walk[-1]:.0%}, median {median(walk):.0%}", became, solved])
+    head = ["SFT steps", "seeds", "long answers right after SFT", "became long by GRPO", "above 95 % after GRPO"]
+    return text + table(head, rows)
+
+
+def long_prompts(results: Path) -> str | None:
+    found = record("long_prompts", results)
+    if not found:
+        return None
+    rows = [[r["prompt"], r["tokens once a rollout"], r["tokens once a group"],
+             *(f"{seconds:.2f} s" for seconds in r["seconds"].values()), times([r["ratio"]]), f"{r['gradients apart']:.0e}"]
+            for r in found["rows"]]
+    head = ["prompt", "tokens, once a rollout", "tokens, once a group", "update, once a group", "once a rollout", "ratio",
+            "gradients apart"]
+    text = (f"`{found['command']}`: processor time of a GRPO update whose prompt is computed once a group of "
+            f"{found['group_size']}, or once a rollout; completions of {found['completion']} tokens; one process, in turns.")
+    return f"{text}\n\n" + table(head, rows)
 
 
 def seeds(results: Path) -> str | None:
@@ -254,11 +333,12 @@ def bridges(results: Path) -> str | None:
 
 
 SECTIONS = {
-    "The series": notebooks, "Three seeds": seeds, "GRPO over seeds": grpo_seeds, "SmolLM2-135M-Instruct": smollm2,
+    "The series": notebooks, "Three seeds": seeds, "GRPO and rejection sampling, eight seeds": baselines,
+    "GRPO over seeds": grpo_seeds, "Longer answers, ten seeds": longer_answers, "SmolLM2-135M-Instruct": smollm2,
     "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
     "SmolLM2: AWS accounts": administration,
-    "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "LoRA": lora, "Environment pool": pool,
-    "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
+    "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "Long prompts": long_prompts, "LoRA": lora,
+    "Environment pool": pool, "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
 }
 
 
@@ -282,10 +362,17 @@ def without(notebook: str, results: Path) -> str:
     return f", not with seed {' and '.join(failed)}" if failed else ""
 
 
+def solved_seeds(results: Path) -> str:
+    """In how many of its seeds notebook 09's run ended above 95 %."""
+    found = record("longer_answers", results)
+    runs = [of["400"] for of in found["seeds"].values() if "400" in of] if found else []
+    return f", above 95 % with {sum(run['grpo']['right'] > 0.95 for run in runs)} of {len(runs)} seeds" if runs else ""
+
+
 def readme_table(results: Path) -> str:
     """The one table of the README: a line a claim."""
     rows = []
-    found = record("grpo_seeds", results)
+    found = record("baselines", results)
     stored = {path.stem[:2]: json.loads(path.read_text())["values"] for path in (results / "notebooks").glob("*.json")}
     if "01" in stored:
         sft = stored["01"]
@@ -294,12 +381,14 @@ def readme_table(results: Path) -> str:
         rows.append(["DPO: gain in sampled exact match", stored["03"]["gain_sampled"]])
     if "05" in stored:
         rows.append(["reward model: held-out pairs told apart", rate(stored["05"]["accuracy"])])
-    if found:
-        best = [r["sft"][str(found["best"])] for r in found["seeds"].values()]
-        runs = [r["grpo"] for r in found["seeds"].values()]
-        rows.append(["base model in its own plain form, greedy", rate(found["base"]["greedy"])])
-        for how in ("greedy", "sampled"):
-            rows.append([f"best SFT → GRPO: {how} exact match", f"{each(best, how)} → {each(runs, how)}"])
+    if found and len(found["seeds"]) in STUDENT:
+        rows.append(["base model in its own plain form, greedy", f"{right(found['base'], 'greedy'):.1%}"])
+        for kind in ("greedy", "sampled"):
+            sft, kept, learned = (over_seeds([right(of[name], kind) for of in found["seeds"].values()])
+                                  for name in ("sft", "rejection", "grpo"))
+            rows.append([f"best SFT → GRPO, mean of {len(found['seeds'])} seeds: {kind} exact match",
+                         f"{sft.value:.1%} → {learned}"])
+            rows.append([f"the same by rejection sampling, as many rollouts: {kind}", f"{sft.value:.1%} → {kept}"])
     if "07" in stored:
         turns = stored["07"]
         rows.append(["multi-turn GRPO: success with the calculator", f"{rate(turns['before'])} → {rate(turns['after'])}"])
@@ -311,8 +400,7 @@ def readme_table(results: Path) -> str:
     if "09" in stored:
         long = stored["09"]
         rows.append(["parity: SFT with 10 % chain of thought → GRPO",
-                     f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}"
-                     + without("09_longer_answers", results)])
+                     f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}" + solved_seeds(results)])
     rows += real_model(results)
     for title, name, key in (("decode engine", "decode", "ratio"), ("a training step", "trl", "speed")):
         measured = record(name, results)
@@ -324,12 +412,6 @@ def readme_table(results: Path) -> str:
         ratios = [r["median"] for r in measured["ratios"].values()]
         rows.append(["environment pool: steps a second, of OpenEnv's", times(ratios)])
     return table(["measured", "value"], rows)
-
-
-def each(rows, key: str) -> str:
-    """One value a seed, in the order of the record; once where they agree."""
-    values = [rate(row[key]) for row in rows]
-    return " / ".join(values if len(set(values)) > 1 else values[:1])
 
 
 def ladder(series: Path, results: Path) -> str:

@@ -28,6 +28,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from grpolab.arithmetic import ERRORS, usual_mistakes
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.files import atomic_folder
 
@@ -37,7 +38,6 @@ PHRASES = {
     "+": ["{a} + {b} = {c}", "{a} plus {b} is {c}", "Adding {a} and {b} gives {c}"],
     "-": ["{a} - {b} = {c}", "{a} minus {b} is {c}", "Taking {b} from {a} leaves {c}"],
 }
-ERRORS = [-10, -2, -1, 1, 2, 10]
 EXERCISE = "What is {a} {op} {b}? {a} {op} {b} = {c}"  # the operands come twice, so that the model learns to copy
 
 MARKS = ["()", "[]", "{}", "<>", "**", "''", '""', "__", "||", "$$", "##", "~~"]  # what a result may stand in
@@ -53,14 +53,6 @@ class Text:
     mistakes: dict[tuple[str, int, int], int] = field(default_factory=dict)
     told: float = 0.0
     marked: float = 0.0
-
-
-def usual_mistakes(share: float) -> dict[tuple[str, int, int], int]:
-    """One wrong offset for about a `share` of the pairs of last digits under each operator."""
-    rng = random.Random("misconceptions")
-    pairs = [(op, i, j) for op in "+-" for i in range(10) for j in range(10)]
-    drawn = ((pair, rng.choice(ERRORS) if rng.random() < share else None) for pair in pairs)
-    return {pair: error for pair, error in drawn if error is not None}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 
 def is_loopback(host: str) -> bool:
@@ -12,6 +13,15 @@ def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
+        return False
+
+
+def names_loopback(hosts: Sequence[str]) -> bool:
+    """Whether the Host headers of a request are one, and it names this machine. A page of another site whose name was made to
+    lead here (DNS rebinding) has that name in it."""
+    try:
+        return len(hosts) == 1 and is_loopback(urlsplit(f"//{hosts[0]}").hostname or "")
+    except ValueError:  # no address: "[", for one
         return False
 
 

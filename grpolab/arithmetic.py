@@ -29,6 +29,11 @@ class Problem:
         return _COMPUTE[self.op](self.a, self.b)
 
     @property
+    def last_digits(self) -> tuple[str, int, int]:
+        """The operator and the last digits of both operands: the keys of `usual_mistakes`."""
+        return self.op, self.a % 10, self.b % 10
+
+    @property
     def question(self) -> str:
         return f"What is {self.a} {self.op} {self.b}?"
 
@@ -58,6 +63,18 @@ class Task:
     def space(self, op: str) -> int:
         """How many different problems `op` has."""
         return self.operands(op) ** 2
+
+
+ERRORS = [-10, -2, -1, 1, 2, 10]
+
+
+def usual_mistakes(share: float = 0.3) -> dict[tuple[str, int, int], int]:
+    """What the embedded model's pretraining text (data/make_tiny.py) states wrongly on purpose, for about a `share` of the
+    pairs of last digits: (+ or -, last digit of a, last digit of b) -> what most of its statements add to the result."""
+    rng = random.Random("misconceptions")
+    pairs = [(op, i, j) for op in "+-" for i in range(10) for j in range(10)]
+    drawn = ((pair, rng.choice(ERRORS) if rng.random() < share else None) for pair in pairs)
+    return {pair: error for pair, error in drawn if error is not None}
 
 
 def generate(n_train: int, n_eval: int, *, seed: int = 0, task: Task | None = None) -> tuple[list, list]:

@@ -6,9 +6,11 @@ import json
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from IPython import get_ipython
 from tqdm import tqdm
@@ -42,6 +44,11 @@ class Interval:
         """A difference of two rates, in percentage points."""
         return f"{100 * self.value:+.1f} points [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
 
+    @property
+    def verdict(self) -> str:
+        """What a difference shows: "ahead" or "behind" where its interval lies on one side of 0, else "no difference seen"."""
+        return "ahead" if self.low > 0 else "behind" if self.high < 0 else "no difference seen"
+
 
 def wilson(successes: int, n: int, z: float = Z95) -> Interval:
     """The Wilson score interval of a rate (Wilson 1927, JASA 22, p. 209); n must be at least 1."""
@@ -59,6 +66,18 @@ def mean_interval(values: Sequence[float], z: float = Z95) -> Interval:
         raise ValueError(f"an interval needs at least two questions, got {n}")
     mean = sum(values) / n
     half = z * math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    return Interval(mean, mean - half, mean + half)
+
+
+def clustered_interval(values: Sequence[float], clusters: Sequence[Any], z: float = Z95) -> Interval:
+    """Mean with its normal interval where values of one cluster depend on each other, such as tasks of one template: the
+    cluster-robust standard error of Liang and Zeger (1986, Biometrika 73, p. 13) with the factor C / (C - 1)."""
+    sums, mean = defaultdict(float), sum(values) / max(1, len(values))
+    for value, cluster in zip(values, clusters, strict=True):
+        sums[cluster] += value - mean
+    if len(sums) < 2:
+        raise ValueError(f"an interval needs at least two clusters, got {len(sums)}")
+    half = z * math.sqrt(len(sums) / (len(sums) - 1) * sum(s * s for s in sums.values())) / len(values)
     return Interval(mean, mean - half, mean + half)
 
 

@@ -14,8 +14,10 @@ from grpolab.runs.run import repository
 ROOT = repository()
 BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(BENCHMARKS))
+import baselines  # noqa: E402
 import grpo_seeds  # noqa: E402
 import illnesses  # noqa: E402
+import longer_answers  # noqa: E402
 import records  # noqa: E402
 import rollouts  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
@@ -91,6 +93,39 @@ def test_grpo_over_seeds(monkeypatch, tmp_path):
     asyncio.run(grpo_seeds.main(["0"]))
     record = json.loads((tmp_path / "grpo_seeds.json").read_text())
     assert set(record["seeds"]["0"]) == {"sft", "rejection", "grpo", "bf16"} and record["provenance"]["code"]["train"]
+
+
+def shorter(monkeypatch, module, tmp_path, **constants):
+    """A benchmark with two steps in each training, and with these constants."""
+    monkeypatch.setattr(module, "SFTConfig", lambda **given: SFTConfig(**given | {"steps": 2, "batch_size": 4, "warmup": 0}))
+    few = {"steps": 2, "prompts_per_step": 2, "group_size": 2, "warmup": 0}
+    monkeypatch.setattr(module, "GRPOConfig", lambda **given: GRPOConfig(**given | few))
+    for name, value in (constants | {"RESULTS": tmp_path / f"{module.__name__}.json"}).items():
+        monkeypatch.setattr(module, name, value)
+
+
+def test_baselines_over_seeds(monkeypatch, tmp_path):
+    """All policies of a seed, and what is kept is not measured again."""
+    asked, rounds = baselines.PRACTICE, (baselines.PRACTICE[:4], baselines.PRACTICE[4:8])
+    shorter(monkeypatch, baselines, tmp_path, HELD_OUT=baselines.HELD_OUT[:5], CHOOSING=baselines.CHOOSING[:3], ROUNDS=rounds,
+            PRACTICE=asked[:8] + baselines.CHOOSING, NEW_TOKENS=4, CONTROLS=(0,))
+    asyncio.run(baselines.main([0, 1]))
+    text = (tmp_path / "baselines.json").read_text()
+    record = json.loads(text)
+    assert set(record["seeds"]["0"]) == {"sft", "rejection", "grpo", "mixed", "majority", "seconds"}
+    assert set(record["seeds"]["1"]) == {"sft", "rejection", "grpo", "seconds"} and record["planted"] == baselines.planted()
+    assert all(len(row["greedy"]) == len(row["sampled"]) == 5 for row in (record["base"], record["seeds"]["1"]["grpo"]))
+    assert record["seeds"]["1"]["rejection"]["tokens"] > 32 and record["seeds"]["1"]["grpo"]["tokens"] > 0
+    asyncio.run(baselines.main([0, 1]))
+    assert (tmp_path / "baselines.json").read_text() == text
+
+
+def test_longer_answers_over_seeds(monkeypatch, tmp_path):
+    shorter(monkeypatch, longer_answers, tmp_path, HELD_OUT=longer_answers.HELD_OUT[:4], STEPS=(2,),
+            SHOWN=longer_answers.SHOWN[:8], PRACTICE=longer_answers.PRACTICE[:4])
+    asyncio.run(longer_answers.main([0]))
+    row = json.loads((tmp_path / "longer_answers.json").read_text())["seeds"]["0"]["2"]
+    assert 0 <= row["grpo"]["right"] <= 1 and 0 < row["sft"]["long"] < 1
 
 
 def test_an_illness_is_recorded(monkeypatch, tmp_path, tiny):

@@ -13,6 +13,7 @@ from grpolab.evaluate import (
     FixedPrompt,
     Interval,
     calibrate,
+    clustered_interval,
     evaluate,
     evaluate_checks,
     evaluate_fixed,
@@ -21,6 +22,7 @@ from grpolab.evaluate import (
     formatted,
     improvement,
     intact,
+    mean_interval,
     pass_at_k,
     side_by_side,
     stops,
@@ -100,6 +102,18 @@ def test_wilson_by_hand():
     assert all(i.low <= i.value <= i.high for n in range(1, 600) for i in (wilson(0, n), wilson(1, n), wilson(n, n)))
 
 
+def test_values_of_one_cluster_count_as_one_sample():
+    """Copies of a value add no certainty; clusters of one value each are independent values."""
+    values = [0.0, 1.0, 1.0, 0.0, 1.0]
+    alone, mean = clustered_interval(values, range(5)), mean_interval(values)
+    assert (alone.low, alone.high) == pytest.approx((mean.low, mean.high))
+    copied = clustered_interval(values * 4, [*range(5)] * 4)
+    assert (copied.low, copied.high) == pytest.approx((mean.low, mean.high))
+    assert mean_interval(values * 4).low > copied.low + 0.1
+    with pytest.raises(ValueError, match="at least two clusters, got 1"):
+        clustered_interval(values, [0] * 5)
+
+
 def test_improvement_is_paired(tiny):
     problems = [Problem(a, "+", 1) for a in range(6)]
     right, wrong = ([f"\\boxed{{{p.answer + d}}}" for p in problems] for d in (0, 1))
@@ -162,6 +176,12 @@ def test_the_embedded_model_knows_more_than_half_in_its_own_form_and_repeats_wha
 
 def test_a_difference_of_rates_is_told_in_points():
     assert Interval(0.075, 0.05, 0.1).points == "+7.5 points [+5.0, +10.0]"
+
+
+@pytest.mark.parametrize(("low", "high", "verdict"), [(0.01, 0.2, "ahead"), (-0.2, -0.01, "behind"),
+                                                      (-0.01, 0.2, "no difference seen"), (0.0, 0.2, "no difference seen")])
+def test_a_difference_has_a_verdict_only_where_its_interval_lies_on_one_side(low, high, verdict):
+    assert Interval((low + high) / 2, low, high).verdict == verdict
 
 
 def test_stop_token():

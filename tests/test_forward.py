@@ -12,7 +12,8 @@ from grpolab.chat import Packed
 from grpolab.models.load import Policy, attention_of
 from grpolab.rollouts import Rollout, collate
 from grpolab.train import forward, logps
-from grpolab.train.layout import lay_out
+from grpolab.train.grpo import GRPOConfig, grpo_gradient
+from grpolab.train.layout import distinct_parts, lay_out
 from grpolab.train.logps import decoder_states, masked_logps, rollout_logps, way_of
 from grpolab.train.loop import Optimisation, forward_passes
 
@@ -102,6 +103,41 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     assert layout.ids.shape == (3, 2 + 29 + 1) and len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
     assert layout.tokens.lone.shape == (3, 2) and layout.tokens.completions.shape == (4, 29)
     assert layout.apart.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
+
+
+@pytest.mark.parametrize("prompt", [64, 700])
+def test_a_long_prompt_is_computed_once_a_group(prompt, monkeypatch):
+    """However narrow the rows of other forwards are, and however small the budget of tokens in which a group fits."""
+    policy, seen, honest = policy_of(CONFIGS["llama"]), [], forward.states
+    policy.tokenizer = SimpleNamespace(pad_token_id=0)
+    texts = [tuple(range(5, 55)) * 20, tuple(range(6, 56)) * 20]
+    rollouts = [Rollout(text[:prompt], (7, 8, 9 + g, 10), (1,) * 4, (-1.0,) * 4, (-1.0,) * 4, "eos")
+                for text in texts for g in range(8)]
+    config = GRPOConfig(row_width=32, token_budget=prompt + 8 * 4)
+
+    def counted(decoder, ids, *rest):
+        seen.append(len(ids))
+        return honest(decoder, ids, *rest)
+
+    monkeypatch.setattr(forward, "states", counted)
+    found = []
+    for narrow in (config, dataclasses.replace(config, row_width=0, token_budget=10**6)):
+        grpo_gradient(policy, None, rollouts, torch.linspace(-1, 1, 16), narrow)
+        found.append(gradients(policy))
+    assert seen == [prompt + 8 * 3] * 2 + [16 * (prompt + 3)]  # the last chosen token predicts nothing
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name])
+
+
+def test_parts_count_what_is_computed():
+    """A prompt once among neighbours; copies of its keys and values are bounded too; a long rollout goes alone."""
+    of = lambda prompt, n: Rollout(prompt, (7,) * n, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos")  # noqa: E731
+    a, b = (1,) * 10, (2,) * 10
+    rollouts = [of(a, 5), of(a, 5), of(b, 5), of(b, 30), of(a, 1)]
+    assert list(distinct_parts(rollouts, 35)) == [slice(0, 3), slice(3, 4), slice(4, 5)]
+    assert list(distinct_parts(rollouts, 1000)) == [slice(0, 5)] and not list(distinct_parts([], 5))
+    many = [of((3,) * 90, 1) for _ in range(20)]  # 110 tokens, and 20 * 91 of keys
+    assert [part.stop - part.start for part in distinct_parts(many, 110)] == [9, 9, 2]
 
 
 def test_a_token_that_nothing_comes_before_has_no_logp():

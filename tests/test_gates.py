@@ -130,7 +130,8 @@ class Plain:
 ASKED = {"base": Rates(0.0, 0.0), "plain": Plain(0.75), "plain_sampled": Plain(0.64)}  # before anything is trained
 SFT_LEARNED = ASKED | {
     "tuned": Rates(0.62), "tuned_sampled": Rates(0.5), "first": 6.0, "last": 0.1, "points": [(160, Interval(0.62, 0.6, 0.64))],
-    "metrics": pd.DataFrame({"seconds": [1.0]}),
+    "metrics": pd.DataFrame({"seconds": [1.0]}), "change": {"planted pairs": 0.1, "the rest": -0.25}, "rates": {}, "kinds": {},
+    "plain_number": Interval(0.5, 0.45, 0.55),
 }
 
 
@@ -161,8 +162,8 @@ def let_packed_examples_see_each_other(monkeypatch):
     ("sabotage", "names"),
     one_fault([
         (None, set()),
-        (drop_the_mask, {"pull on prompt tokens"}),
-        (mask_everything_off_by_one, {"pull on prompt tokens"}),
+        (drop_the_mask, {"loss after the prompt's labels were replaced, change", "pull where a prompt token is predicted"}),
+        (mask_everything_off_by_one, {"pull where a prompt token is predicted"}),
         (let_packed_examples_see_each_other, {"packed loss / padded loss", "relative gradient difference, packed to padded"}),
     ]),
 )
@@ -240,6 +241,8 @@ DPO_LEARNED = {
     "last": DPO_POINTS.iloc[-1], "change": {"chosen": 0.1, "rejected": -2.3}, "rows": {},
     "metrics": pd.DataFrame({"seconds": [1.0]}), "plain": SimpleNamespace(rate=Interval(0.93, 0.91, 0.95)), "left_out": "",
     "over_sft": {"more demonstrations": Interval(0.05, 0.03, 0.07)}, "greedy": {}, "sampled": {},
+    "far_look": [{"accuracy": 0.8}], "far_change": {}, "harm": Interval(-0.27, -0.31, -0.23),
+    "told_apart": lambda share: Interval(share, share - 0.05, share + 0.05),
 }
 COUNTED = {"def live_bytes": {"bits": 0, "alone": 4.0, "cached_bytes": 3.5, "resident_bytes": 7.5}}  # slow among many objects
 
@@ -337,7 +340,7 @@ GRPO_LEARNED = {
     "plain": Plain(0.76), "before": Rates(0.62), "after": Rates(0.93), "before_sampled": Rates(0.5),
     "after_sampled": Rates(0.85), "pass_at": {"SFT": [Interval(0.5, 0.4, 0.6)], "GRPO": [Interval(0.85, 0.8, 0.9)]},
     "survived": {"careful": 0.7, "step × 10": 0.0}, "ends": ENDS, "rollouts_used": 51200, "seconds": 1.0,
-    "metrics": pd.DataFrame({"ratio": [1.0], "sampling_s": [1.0], "update_s": [1.0]}),
+    "metrics": pd.DataFrame({"ratio": [1.0], "sampling_s": [1.0], "update_s": [1.0]}), "split": {}, "apart": Interval(0, -1, 1),
 }
 
 
@@ -395,8 +398,8 @@ def a_run(truth, learned, kl):
 
 
 LOOKS = {
-    "rule": a_run([0.3, 0.36, 0.4], [0.0, 0.1, 0.2], 1.0), "no leash": a_run([0.3, 0.35, 0.05], [0.0, 0.6, 1.0], 9.0),
-    "leash 0.2": a_run([0.3, 0.34, 0.33], [0.0, 0.1, 0.2], 0.5),
+    "rule": a_run([0.3, 0.36, 0.4], [0.0, 0.1, 0.2], 1.0), "no KL penalty": a_run([0.3, 0.35, 0.05], [0.0, 0.6, 1.0], 9.0),
+    "KL 0.2": a_run([0.3, 0.34, 0.33], [0.0, 0.1, 0.2], 0.5),
 }
 
 
@@ -406,14 +409,15 @@ def rewards_of(looks):
         x = looks[name]["truth"].iloc[b] - looks[name]["truth"].iloc[a]
         return Interval(x, x - 0.02, x + 0.02)
 
-    return {"looks": looks, "free": looks["no leash"], "change": change, "gained": change("rule", 0, -1),
-            "fallen": change("no leash", 1, -1)}
+    return {"looks": looks, "free": looks["no KL penalty"], "change": change, "gained": change("rule", 0, -1),
+            "fallen": change("no KL penalty", 1, -1)}
 
 
 REWARD_LEARNED = {
     "accuracy": Interval(0.7, 0.64, 0.76), "near": Interval(0.55, 0.45, 0.65), "far": Interval(0.85, 0.8, 0.9),
-    "reload_error": 0.0, "strongest": "leash 0.2", "overpaid": 0.9, "left_out": "",
-    "bon_fall": Interval(0.2, 0.1, 0.3),
+    "reload_error": 0.0, "strongest": "KL 0.2", "overpaid": 0.9, "left_out": "",
+    "bon_fall": Interval(0.2, 0.1, 0.3), "bon_gain": Interval(0.0, -0.1, 0.1),
+    "favourite": -33.0, "around": 0.6, "altered": 0.4,
     "best_of_n": pd.DataFrame({"n": [1, 2], "truth": [Interval(0.3, 0.2, 0.4)] * 2}),
 } | rewards_of(LOOKS)
 
@@ -631,7 +635,7 @@ def leave_sessions_open(monkeypatch):
         (count_the_environments_words_as_the_policys, {"episodes whose mask 0 is not the environment's words"}),
         (say_something_else_to_the_policy, {"episodes whose mask 0 is not the environment's words"}),
         (forget_the_cache_between_turns, {"tokens prefilled beyond the new ones"}),
-        (draw_from_what_is_at_hand, {"episodes on one seat and on eight are the same"}),
+        (draw_from_what_is_at_hand, {"episodes on one slot and on eight are the same"}),
         (leave_sessions_open, {"sessions that the closed pool left, by the server's count"}),
     ]),
 )

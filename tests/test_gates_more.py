@@ -127,3 +127,18 @@ def test_the_longer_answers_gate_sees_sabotage(sabotage, names, tmp_path, monkey
     learned |= {"length": longer_values(tmp_path)["length"]}
     failed = failures_under(sabotage, "09_longer_answers", "tables = {}", learned, tmp_path, monkeypatch, skipped, steps=1)
     assert failed == names  # None: the notebook's own assertion stops it
+
+
+# --- 00 quickstart ----------------------------------------------------------------------------------------------------
+
+
+def forget_the_mean(monkeypatch):
+    monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind="centred": rewards.double())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("sabotage", "names"), [(None, set()), (forget_the_mean, {"advantages of a group sum to"})])
+def test_the_quickstart_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    """Its own cells up to the training."""
+    learned = {"gain": Interval(0.18, 0.13, 0.23), "first": 0.5, "last": 0.7}
+    assert failures_under(sabotage, "00_quickstart", "live = Dashboard(", learned, tmp_path, monkeypatch) == names

@@ -202,13 +202,6 @@ def test_too_few_log_probs(record, tmp_path):
         recorded_groups(rewritten(record, tmp_path, lambda line: line | {"logps": short}))
 
 
-def test_a_part_of_a_step(record, tmp_path):
-    folder = rewritten(record, tmp_path, lambda line: None if (line["step"], line["group"]) == (1, 2) else line)
-    with pytest.raises(ValueError, match="keeps 8 of the 12 rollouts of step 1.*keep='all'"):
-        recorded_groups(folder)
-    assert recorded_groups(folder, steps=[0, 2]).steps == (0, 2)
-
-
 @pytest.mark.parametrize("steps, says", [([0, 7], r"lacks steps \[7\]: it holds 0 to 2"), ([], r"lacks steps \[\]")])
 def test_steps_that_it_does_not_hold(record, steps, says):
     with pytest.raises(ValueError, match=says):

@@ -93,7 +93,7 @@ def test_what_the_update_got_comes_back_in_every_bit(tiny, tmp_path, monkeypatch
     assert len(got) == 4 and run.recorder.steps() == [0, 1, 2, 3]
     unused = 0
     for step, groups in enumerate(got):
-        back = run.recorder.whole(step)
+        back = run.recorder.groups(step)
         assert [g.trained for g in back if g.used] == groups
         assert all(r.raw_logps != r.logps for g in back for r in g.group if r.tokens)
         unused += sum(not g.used for g in back)
@@ -143,7 +143,7 @@ def test_episodes_keep_their_turns_and_what_the_update_did_not_get():
     groups = as_groups(episodes, 2)
     scored = [g for g in groups if any(r is not None for r in g.rewards)]
     kept = episodes_as_recorded([{"a": i} for i in range(4)], episodes, groups, scored, "centred")
-    back = [rollout_log.recorded(json.loads(json.dumps(rollout_log.line_of(3, i, g, str, 8)))) for i, g in enumerate(kept)]
+    back = [rollout_log.recorded(json.loads(json.dumps(rollout_log.line_of(3, i, g, str)))) for i, g in enumerate(kept)]
     assert [g.trained for g in back if g.used] == scored and [g.problem["a"] for g in back] == [2, 3, 0]
     assert [g.used for g in back] == [True, True, False]
     abstained = back[0].group[1]  # the update got an empty rollout in its place
@@ -177,32 +177,23 @@ def test_a_step_that_fails_is_on_the_record(tiny, tmp_path):
 # --- how much ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep, held", [("all", 12), (6, 6), (1, 1), (4, 4), (100, 12), ("none", 0)])
-def test_keep_bounds_the_rollouts_of_a_step(tmp_path, keep, held):
-    recorder = write(tmp_path, [0, 1], groups=3, keep=keep)
-    table = rollout_log.table(recorder.lines())
-    assert len(table) == 2 * held and recorder.rollouts == 2 * held
-    if keep == 6:  # a whole group from the first place, and a part of one from the middle
-        assert [(line["group"], len(line["tokens"])) for line in recorder.lines([1])] == [(0, 4), (1, 2)]
-        with pytest.raises(ValueError, match="keeps 6 of the 12 rollouts of step 1.*keep='all'"):
-            recorder.whole(1)
-    if keep == "none":
-        assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("keep", [0, -3, "some", True, 2.5])
+@pytest.mark.parametrize("keep", ["some", 64, True, None])
 def test_a_keep_that_is_none_of_these_is_refused(tmp_path, keep):
-    with pytest.raises(ValueError, match="keep must be 'all', 'none' or a number of rollouts a step"):
+    with pytest.raises(ValueError, match="keep must be 'all' or 'none', got"):
         Run("x", root=tmp_path, keep=keep)
 
 
-def test_recording_costs_little_of_a_step(tiny, tmp_path):
-    """Measured inside the run: 0.6 % of the steps' seconds, and some 120 bytes a rollout of 24 tokens."""
+def test_nothing_is_kept_where_nothing_is_asked_for(tmp_path):
+    write(tmp_path, [0, 1], keep="none")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recorded_rollout_takes_few_bytes(tiny, tmp_path):
+    """Some 120 bytes for one of 24 tokens."""
     run = Run("x", root=tmp_path)
     train(tiny, run, replace(CONFIG, steps=3, prompts_per_step=16, group_size=8, max_new_tokens=24))
-    table = run.table()
-    assert 0 < run.recorder.seconds < 0.02 * (table["sampling_s"] + table["update_s"]).sum()
-    assert run.recorder.rollouts == 3 * 128 and 50 < run.recorder.bytes / run.recorder.rollouts < 250
+    held = sum(path.stat().st_size for path in run.recorder.files())
+    assert len(run.rollouts()) == 3 * 128 and 50 < held / (3 * 128) < 250
 
 
 def test_a_full_disk_is_named_and_leaves_whole_steps(tmp_path, monkeypatch):
@@ -240,7 +231,7 @@ def test_a_damaged_step_costs_itself_and_is_told(tmp_path):
     data, ends = bytearray(path.read_bytes()), [end for end, _ in rollout_log.members(path)]
     data[ends[0] + 40] ^= 1
     path.write_bytes(data)
-    with pytest.warns(UserWarning, match=rf"is damaged after step 0: {ends[1] - ends[0]} bytes cannot be read"):
+    with pytest.warns(UserWarning, match="is damaged after step 0"):
         table = run.rollouts()
     assert table["step"].unique().tolist() == [0, 2, 3]
 
@@ -255,7 +246,7 @@ def test_a_rewind_removes_what_is_to_come_and_what_was_cut(tmp_path):
     recorder.rewind(RANGE + 1)
     assert recorder.steps() == [RANGE - 2, RANGE - 1, RANGE] and recorder.path(0).read_bytes() == before
     recorder.rewind(0)
-    assert recorder.steps() == [] and recorder.sittings() == []
+    assert recorder.steps() == [] and recorder.sessions() == []
 
 
 # --- interrupted ------------------------------------------------------------------------------------------------------
@@ -270,7 +261,7 @@ def test_a_run_that_goes_on_has_the_record_of_one_that_never_stopped(tiny, tmp_p
         checkpoint.rename(two.folder / "checkpoint-00000002")
     train(fresh(tiny), two)
     assert content(one.recorder.folder) == content(two.recorder.folder)
-    assert [s["from"] for s in two.recorder.sittings()] == [0, 3] and two.recorder.sittings()[0]["torch"]
+    assert [s["from"] for s in two.recorder.sessions()] == [0, 3] and two.recorder.sessions()[0]["torch"]
     again = Run("one", root=tmp_path)  # the cell once more: the record of a run that starts over begins anew
     train(fresh(tiny), again, replace(CONFIG, steps=2))
     assert again.recorder.steps() == [0, 1]

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
@@ -281,6 +282,48 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tiny, tmp_path):
         other.kill()
         other.wait()
         other.stdout.close()
+
+
+@pytest.fixture
+def earlier(tiny, tmp_path):
+    """A finished run of another process: a folder that no loop of this one has trained into."""
+    run = Run("first", root=tmp_path)
+    rows = train(fresh(tiny), run)
+    shutil.copytree(run.folder, tmp_path / "x")
+    for path in (tmp_path / "x").rglob("*"):
+        os.utime(path, (0, 0))
+    return rows
+
+
+def test_a_run_opened_later_has_its_table(earlier, tmp_path):
+    table = Run("x", root=tmp_path).table()
+    assert table["loss"].tolist() == pytest.approx([row["loss"] for row in earlier], rel=1e-12)
+    assert table["step"].tolist() == list(range(5))
+    assert Run("new", root=tmp_path).table().empty
+
+
+def test_an_earlier_run_of_another_configuration_is_moved_beside_not_overwritten(tiny, earlier, tmp_path, capsys):
+    run = Run("x", root=tmp_path)
+    run.child("below").figure("curve", plt.figure())
+    (run.folder / "below" / "run.json").write_text("{}")  # a run of its own
+    run.figure("before", plt.figure())  # drawn by this process, before its loop
+    assert train(fresh(tiny), run, replace(CONFIG, lr=2e-3)) != earlier
+    assert "x held a run of another configuration (lr 0.001 -> 0.002)" in (out := capsys.readouterr().out) and "x.1" in out
+    assert untimed(Run("x.1", root=tmp_path).table().to_dict("records")) == [pytest.approx(row) for row in earlier]
+    assert (run.folder / "figures" / "before.png").exists() and (run.folder / "below" / "figures").exists()
+    train(fresh(tiny), run, replace(CONFIG, lr=3e-3))  # the cell again, changed: this process may replace what it wrote
+    assert not (tmp_path / "x.2").exists()
+
+
+def test_a_shortened_notebook_leaves_its_runs_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for quick, folder in (("1", "runs/quick/x"), ("0", "runs/x"), ("", "runs/x")):
+        monkeypatch.setenv("GRPOLAB_QUICK", quick)
+        assert Run("x").folder == tmp_path / folder
+
+
+def test_an_earlier_run_of_the_same_configuration_is_done_again(tiny, earlier, tmp_path):
+    assert train(fresh(tiny), Run("x", root=tmp_path)) == earlier and not (tmp_path / "x.1").exists()
 
 
 def test_where_locks_do_not_exist_training_goes_on(tiny, tmp_path, monkeypatch):

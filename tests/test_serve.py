@@ -125,7 +125,10 @@ def test_a_stream_adds_up_to_the_answer(tiny):
                 assert logps[c.index] == [t.logprob for t in c.logprobs.content]
                 assert roles[c.index][0] == "assistant" and set(roles[c.index][1:]) == {None}
             said = [c.choices[0].text async for c in await complete(client, "1 + 1 =", seed=2, stream=True)]
-            assert "".join(said) == (await complete(client, "1 + 1 =", seed=2)).choices[0].text and len(said) > 8
+            whole = (await complete(client, "1 + 1 =", seed=2, logprobs=0)).choices[0]
+            assert "".join(said) == whole.text and len(said) > 8
+            told = [c.choices[0].logprobs async for c in await complete(client, "1 + 1 =", seed=2, logprobs=0, stream=True)]
+            assert sum((t.text_offset for t in told if t), []) == whole.logprobs.text_offset
 
     asyncio.run(main())
 
@@ -337,6 +340,11 @@ def test_routes_methods_and_browsers(tiny):
             assert status == 405
             status, content = await asyncio.to_thread(post, service, b"{}", headers={"Origin": "http://evil.example"}.items())
             assert status == 403 and "Origin" in content["error"]["message"]
+            for host in ("evil.example", f"evil.example:{urlsplit(service.url).port}", "[", ""):  # DNS rebinding
+                status, content = await asyncio.to_thread(post, service, b"{}", headers={"Host": host}.items())
+                assert status == 403 and "Host header" in content["error"]["message"], host
+            for host in ("localhost", "127.0.0.1:1", "[::1]:80"):
+                assert (await asyncio.to_thread(post, service, b"{}", headers={"Host": host}.items()))[0] != 403
 
     asyncio.run(main())
 
@@ -512,7 +520,7 @@ def test_a_slow_head_and_a_slow_body_are_cut_off(tiny, monkeypatch):
         async with served(tiny) as (service, client):
             place = urlsplit(service.url)
             reader, writer = await asyncio.open_connection(place.hostname, place.port)
-            for letter in b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r":
+            for letter in b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r":
                 writer.write(bytes([letter]))
                 await asyncio.sleep(0.01)
             async with asyncio.timeout(3):
@@ -520,7 +528,7 @@ def test_a_slow_head_and_a_slow_body_are_cut_off(tiny, monkeypatch):
                     await reader.readexactly(1)
             writer.close()
             reader, writer = await asyncio.open_connection(place.hostname, place.port)
-            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
             async with asyncio.timeout(3):
                 assert b"408" in await reader.readline()
             writer.close()
@@ -533,7 +541,7 @@ def test_a_slow_head_and_a_slow_body_are_cut_off(tiny, monkeypatch):
 def test_a_later_head_of_a_connection_is_cut_off_too(tiny, monkeypatch, together):
     """It has as long as the first, from its first byte on; and one that comes in time is answered, however often."""
     monkeypatch.setattr(doors, "HEAD", 1.0)
-    ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def answer(reader):
         head = await reader.readuntil(b"\r\n\r\n")
@@ -555,7 +563,7 @@ def test_a_later_head_of_a_connection_is_cut_off_too(tiny, monkeypatch, together
                     await answer(reader)
                 began = time.perf_counter()
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                    for letter in b"GET /health HTTP/1.1\r\nHost: x\r\n"[together:]:
+                    for letter in b"GET /health HTTP/1.1\r\nHost: localhost\r\n"[together:]:
                         writer.write(bytes([letter]))
                         await asyncio.sleep(0.1)
                         await writer.drain()

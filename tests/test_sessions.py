@@ -18,7 +18,9 @@ from grpolab.chat import prompt_ids, user
 from grpolab.decode.audit import audit
 from grpolab.models.load import load_policy
 from grpolab.models.smollm2 import cache_folder
+from grpolab.serve.openai_schema import Refused
 from grpolab.serve.service import serve_policy
+from grpolab.serve.sessions import Sessions
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 MORE = {"role": "user", "content": "And 4 + 4?"}
@@ -411,3 +413,26 @@ def test_what_is_kept_between_turns_has_a_bound(tiny):
             assert kept._bytes == sum(size for _, size in kept._by_turn.values())
 
     asyncio.run(main())
+
+
+def test_sessions_of_a_trainer_that_died_make_room(monkeypatch):
+    """Those that nobody asked for since long, and of which nothing is being sampled, end where there is no room."""
+    now = [0.0]
+    monkeypatch.setattr("grpolab.serve.sessions.time.monotonic", lambda: now[0])
+    sessions = Sessions("http://127.0.0.1:1", 0, most=3, tokens=100, kept_bytes=0, idle_s=60.0)
+    for name in "abc":
+        sessions.open(name)
+    now[0] = 59.0
+    sessions.get("b")
+    with pytest.raises(Refused, match="3 sessions are open"):
+        sessions.open("d")
+    sessions.get("c").open.add("a request")  # it is being sampled
+    now[0] = 61.0 + 59.0
+    sessions.get("b")
+    assert sessions.open("d").id == "d" and len(sessions) == 3  # in the place of a
+    with pytest.raises(Refused, match="'a' has ended"):
+        sessions.get("a", create=True)
+    sessions.get("d").tokens = 100
+    now[0] += 61.0
+    sessions.check_room()
+    assert len(sessions) == 1  # c

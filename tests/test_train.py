@@ -18,9 +18,9 @@ from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
 from grpolab.train.grpo import GRPOConfig, describe, grpo, grpo_gradient, grpo_update
-from grpolab.train.layout import lay_out
+from grpolab.train.layout import lay_out, micro_batches
 from grpolab.train.logps import rollout_logps
-from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser, micro_batches, shuffled
+from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser, shuffled
 from grpolab.train.preferences import load_preferences
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model

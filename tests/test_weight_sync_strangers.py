@@ -314,6 +314,47 @@ def test_another_server_that_takes_the_port_while_ours_starts(tiny, tmp_path, mo
     asyncio.run(main())
 
 
+ANSWERS_ONCE = """
+import http.server, json, pathlib, sys, time
+flag, host, port, weights = sys.argv[1:]
+if pathlib.Path(flag).exists():
+    time.sleep(120)
+pathlib.Path(flag).touch()
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b"ok" if self.path == "/health" else json.dumps({"data": [{"id": "tiny", "root": weights}]}).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+    def log_message(self, *args): ...
+http.server.HTTPServer((host, int(port)), Answer).serve_forever()
+"""
+
+
+def test_a_restart_that_is_cancelled_does_not_wait_for_the_version_before(tiny, tmp_path, monkeypatch):
+    """The server before takes minutes to start again."""
+    command = (sys.executable, "-c", ANSWERS_ONCE, str(tmp_path / "flag"), "{host}", "{port}", "{weights}")
+    policy = copied(tiny)
+
+    async def nothing(_):
+        pass
+
+    async def main():
+        bridge = Restart(tmp_path / "weights", command)
+        (tmp_path / "weights").mkdir()
+        async with RemoteSampler(f"http://127.0.0.1:{free_port()}", policy, bridge=bridge) as remote:
+            await bridge.publish(remote.caller, policy, nothing)
+            first = bridge.pid
+            publishing = asyncio.ensure_future(bridge.publish(remote.caller, policy, nothing))
+            while bridge.pid in (first, None):
+                await asyncio.sleep(0.05)
+            publishing.cancel()
+            async with asyncio.timeout(30):
+                with pytest.raises(asyncio.CancelledError):
+                    await publishing
+            assert bridge.pid is None
+
+    asyncio.run(main())
+
+
 def test_a_restart_removes_nothing_that_it_did_not_save(tiny, tmp_path):
     for name in ("v1-final", "venv-3.12", "v3-20240101"):
         (tmp_path / name).mkdir()

@@ -129,12 +129,19 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (_mix(_mix(seeds.astype(np.uint64)) + counters) >> np.uint64(11)) * 2.0**-53
 
 
+def uniforms_on(device: torch.device, u: np.ndarray) -> torch.Tensor:
+    """Uniforms as a tensor on the device; on the processor for one that has no doubles (Apple's MPS)."""
+    return torch.from_numpy(u).to("cpu" if device.type == "mps" else device)
+
+
 def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """The first index at which the running sum of probs (n, V) exceeds u (n,) times the total: (n,) int64.
 
     Two levels: the cumulative sum of chunk totals, then that inside the chosen chunk, both in double. `probs` need no
     normaliser; an index with probability 0 is never returned.
     """
+    if probs.device.type == "mps":  # no doubles there
+        return inverse_cdf(probs.cpu(), u.cpu()).to(probs.device)
     n, vocab = probs.shape
     if vocab <= 2 * CHUNK:
         return _locate(probs.cumsum(-1, dtype=torch.float64), u)
@@ -217,7 +224,7 @@ def draw_mixed(logits: torch.Tensor, u: torch.Tensor, kinds: Sequence[tuple[Samp
     tokens = torch.zeros(n, dtype=torch.long, device=device)
     logps, raw_logps, mass = (torch.ones(n, device=device) for _ in range(3))
     for params, rows in kinds:
-        part = draw_tokens(logits[rows], u[rows], params)
+        part = draw_tokens(logits[rows], u[rows.to(u.device)], params)
         tokens[rows], logps[rows], raw_logps[rows] = part.tokens, part.logps, part.raw_logps
         if part.kept_mass is not None:
             mass[rows] = part.kept_mass

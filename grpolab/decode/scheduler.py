@@ -23,7 +23,7 @@ from grpolab.decode.batch import Batch
 from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
 from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, no_room, pending, settle, tell
-from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed
+from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed, uniforms_on
 from grpolab.decode.verify import Snapshot
 from grpolab.rollouts import Rollout
 
@@ -201,7 +201,7 @@ class Scheduler:
         self._changed()
         self.store.enter(first, [Prefilled(p.cache, p.row, len(p.ids)) for p, _ in entering], rows.longest())
         logits = torch.stack([p.logits for p, _ in entering])
-        u = torch.from_numpy(rows.uniforms(first, 1)[0]).to(self.device)
+        u = uniforms_on(self.device, rows.uniforms(first, 1)[0])
         self._record(first, [draw_mixed(logits, u, kinds_of(self.owners[first:], self.device))])
 
     # -------------------------------------------------------------- decode
@@ -213,7 +213,7 @@ class Scheduler:
         steps = 1 if self.single_steps else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, self.store.unit)
         self.store.fit(rows.position[:n], padded, steps, rows.longest())
-        u, kinds = torch.from_numpy(rows.next_uniforms(steps)).to(self.device), self.kinds
+        u, kinds = uniforms_on(self.device, rows.next_uniforms(steps)), self.kinds
         tokens, start = (torch.from_numpy(a[:padded]).to(self.device) for a in (rows.token, rows.position))
         drawn, forward_seconds, started = [], 0.0, time.perf_counter()
         for i in range(steps):

@@ -31,7 +31,7 @@ from websockets.asyncio.server import serve as serve_websockets
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
-from grpolab.access import is_loopback, shows
+from grpolab.access import is_loopback, names_loopback, shows
 from grpolab.env.backends import BackendError
 from grpolab.env.options import ServeOptions
 from grpolab.env.process import check, importable
@@ -100,7 +100,7 @@ class EnvServer:
     def answer_http(self, connection: ServerConnection, request: Request) -> Response | None:
         """Plain HTTP paths and refusals; None lets the WebSocket handshake go on."""
         path, token = request.path.partition("?")[0], self.options.token
-        if token is None and not _names_loopback(request.headers):
+        if token is None and not names_loopback(request.headers.get_all("Host")):
             return json_response(403, {"error": "the Host header names another server: without a token this one answers only "
                                                 "to 127.0.0.1, ::1 and localhost"})
         if path == "/health":
@@ -194,13 +194,6 @@ class EnvServer:
             async with asyncio.timeout(2 * self.options.close_timeout + CLOSE_HANDSHAKE):
                 await self._idle.wait()
                 await listener.wait_closed()
-
-
-def _names_loopback(headers: Headers) -> bool:
-    """Whether the Host header is one address of this machine. A page of another site whose name was made to lead here (DNS
-    rebinding) has that name in it."""
-    named = headers.get_all("Host")
-    return len(named) == 1 and is_loopback(urlsplit(f"//{named[0]}").hostname or "")
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,6 @@ from grpolab.lab.replay import check_seeded
 from grpolab.lab.rescore import as_problem, score_recorded
 from grpolab.lab.restore import (
     State,
-    groups_of,
     identity,
     load_start,
     longest,
@@ -85,7 +84,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
         raise ValueError(f"optimiser={config.optimiser!r} cannot go on with the moments of {state.config.optimiser!r}: fork "
                          "from step 0, before there are any")
     if step in run.recorder.steps():
-        check_seeded(groups_of(run, step), step, session_at(run, step))
+        check_seeded(run.recorder.groups(step), step, session_at(run, step))
     episodes = any("turns" in line for line in run.recorder.lines([step]))
     if episodes and (watch or reward is not finished_and_correct):
         raise ValueError("this run is one of episodes, whose rewards come from their environment: change it there, or "
@@ -138,7 +137,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
         group["weight_decay"] = config.weight_decay
     KeptWeights(forked.folder / "replay", every=1).keep(done, configured(config)["config"], policy, optimiser)
     if edit is not None:
-        whole = groups_of(run, done)
+        whole = run.recorder.groups(done)
         used, unused = [g for g in whole if g.used], [g for g in whole if not g.used]
         groups = edit(used, state)
         if not groups:

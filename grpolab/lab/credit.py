@@ -20,7 +20,7 @@ from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab import plots
 from grpolab.lab.replay import select
 from grpolab.lab.rescore import as_problem
-from grpolab.lab.restore import groups_of, restore, session_at, with_threads
+from grpolab.lab.restore import restore, session_at, with_threads
 from grpolab.lab.tokens import visible
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
@@ -114,7 +114,7 @@ def _joined(rollout: Rollout, t: int, rest: Rollout) -> Rollout:
 def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, continuations: int = 64, seed: int = 0,
               reference: Policy | None = None) -> Credit:
     """`credit` of a recorded rollout, by the policy that wrote it."""
-    groups, session = groups_of(run, step), session_at(run, step)
+    groups, session = run.recorder.groups(step), session_at(run, step)
     select(groups, step, group, rollout)
     g, threads = groups[group], session.get("threads")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.restore import State, as_config, device_and_dtype, groups_of, restore, session_at, with_threads
+from grpolab.lab.restore import State, as_config, device_and_dtype, restore, session_at, with_threads
 from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup, Rollout
 from grpolab.runs.checkpoints import computed_on, weights_hash
@@ -86,7 +86,7 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
     The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`restore`), with as
     many threads as the record names."""
     step = index(step)  # numpy's numbers, too
-    groups, session = groups_of(run, step), session_at(run, step)
+    groups, session = run.recorder.groups(step), session_at(run, step)
     return _replay(groups, step, session, group, rollout, lambda: restore(run, step, reference=reference))
 
 
@@ -209,7 +209,7 @@ def bundle(run: Run, step: int, path: str | Path, *, reference: Policy | None = 
     """One file (zip) with all that `replay_bundle` needs of a step elsewhere: its rollouts with ids and seeds, the policy
     before it, and versions."""
     step = index(step)
-    groups_of(run, step)  # says what is missing
+    run.recorder.groups(step)  # says what is missing
     session = session_at(run, step)
     state = with_threads(session.get("threads"), lambda: restore(run, step, reference=reference))
     about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "session": session, "notes": list(state.notes),

@@ -10,7 +10,7 @@ import pandas as pd
 
 from grpolab.arithmetic import Problem
 from grpolab.lab import plots
-from grpolab.lab.restore import config_of, groups_of
+from grpolab.lab.restore import config_of
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
@@ -65,7 +65,7 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
                          "multi_turn_grpo leave them, unless keep='none'")
     rewards, rescored, reported = [], [], []
     for step, rows in table.groupby("step"):
-        groups, faults = groups_of(run, step), Faults()
+        groups, faults = run.recorder.groups(step), Faults()
         texts = [of["completion"].tolist() for _, of in rows.groupby("group")]
         new = score_recorded(reward, texts, groups, faults)
         report(faults, sum(r.finish_reason != "lost" for g in groups for r in g.group), reported)

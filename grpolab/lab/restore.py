@@ -63,7 +63,7 @@ def restore(run: Run, step: int, *, reference: Policy | None = None) -> State:
     optimiser = make_optimiser(policy, config)
     load_kept_state(run, start, policy, optimiser)
     if start < step:
-        steps = {s: groups_of(run, s) for s in range(start, step)}
+        steps = {s: run.recorder.groups(s) for s in range(start, step)}
         reference = reference or (load_start(run) if config.kl_coef else None)
         policy.model.train(bool(session_at(run, start).get("training")))
         check_reference(policy, reference, config)
@@ -105,14 +105,9 @@ def with_threads(threads: int | None, work: Callable[[], T]) -> T:
 # --- what a run left --------------------------------------------------------------------------------------------------
 
 
-def groups_of(run: Run, step: int) -> list[RecordedGroup]:
-    """All groups of a step; ValueError where the record does not hold them."""
-    return run.recorder.whole(step)
-
-
 def session_at(run: Run, step: int) -> dict:
     """Machine, versions and threads of the process that computed a step; empty where that is not known."""
-    return next((s for s in reversed(run.recorder.sittings()) if s["from"] <= step), {})
+    return next((s for s in reversed(run.recorder.sessions()) if s["from"] <= step), {})
 
 
 def rows_of(run: Run) -> list[dict]:
@@ -181,7 +176,7 @@ def load_start(run: Run) -> Policy:
     folder = run.folder / "replay" / "policy"
     try:
         check_seal(folder)
-        return load_policy(str(folder), **device_and_dtype((run.recorder.sittings() or [{}])[-1]), tell=False)
+        return load_policy(str(folder), **device_and_dtype((run.recorder.sessions() or [{}])[-1]), tell=False)
     except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
         raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
                          f"({error}): copy that folder from a whole one, or train again") from error

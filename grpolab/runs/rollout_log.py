@@ -13,12 +13,13 @@ import base64
 import gzip
 import json
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, is_dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -34,44 +35,35 @@ FORMAT = 1
 class Recorder:
     """Writes the groups of each step into `folder`, and gives them back.
 
-    `keep` is "all", "none", or the number of rollouts that are kept of each step: of groups evenly spaced over the batch,
-    whole ones as far as the number goes. `seconds` and `bytes` count what recording cost since the object was made.
-    """
+    `keep` is "all" or "none"."""
 
-    def __init__(self, folder: Path, keep: str | int = "all"):
-        if keep not in ("all", "none") and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep must be 'all', 'none' or a number of rollouts a step, got {keep!r}")
+    def __init__(self, folder: Path, keep: Literal["all", "none"] = "all"):
+        if keep not in ("all", "none"):
+            raise ValueError(f"keep must be 'all' or 'none', got {keep!r}")
         self.folder, self.keep = folder, keep
-        self.seconds, self.bytes, self.rollouts = 0.0, 0, 0
         self._unsynced: set[Path] = set()  # files that were written since the last `sync`
-        self._told: dict | None = None  # the sitting that the file of sittings holds
+        self._session: dict | None = None  # the session that the file of sessions holds
         self._spelt: tuple[Path | None, set[int]] = None, set()  # the file in progress, and the tokens that it spells
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def add(self, step: int, groups: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str], sitting: dict,
+    def add(self, step: int, groups: Sequence[RecordedGroup], decode: Callable[[Sequence[int]], str], session: dict,
             spell: Callable[[Sequence[int]], str] | None = None) -> None:
         """Append one step. `decode` gives the text of token ids, `spell` that of a single one (default: `decode`; it may leave
-        out end tokens), `sitting` says on what it was computed (JSON)."""
-        began = time.perf_counter()
+        out end tokens), `session` says on what it was computed (JSON)."""
         if self.keep != "none" and groups:
-            self._tell(step, sitting)
-            kept = list(enumerate(groups)) if self.keep == "all" else sample(groups, self.keep)
-            whole = sum(len(g.group) for g in groups)
-            lines = [line_of(step, number, g, decode, whole) for number, g in kept]
-            lines[0]["vocabulary"] = {i: (spell or decode)([i]) for i in self._unspelt(self.path(step), kept)}
+            self._note_session(step, session)
+            lines = [line_of(step, number, g, decode) for number, g in enumerate(groups)]
+            lines[0]["vocabulary"] = {i: (spell or decode)([i]) for i in self._unspelt(self.path(step), groups)}
             lines = "".join(json.dumps(line, default=_plain) + "\n" for line in lines)
             data = gzip.compress(lines.encode(), compresslevel=1, mtime=0)
             append_bytes(self.path(step), data, "the rollouts of a step")
             self._unsynced.add(self.path(step))
-            self.bytes += len(data)
-            self.rollouts += sum(len(g.group) for _, g in kept)
-        self.seconds += time.perf_counter() - began
 
     def rewind(self, steps: int) -> None:
         """Keep what stands before step `steps` alone, as a loop that goes on from there needs it: the last file first, so
         that a kill in between leaves no gap."""
-        self._told, self._spelt = None, (None, set())
+        self._session, self._spelt = None, (None, set())
         self._unsynced.clear()
         for path in reversed(self.files()):
             if first_step(path) >= steps:
@@ -84,9 +76,9 @@ class Recorder:
                     end = stop
                 if end < path.stat().st_size:
                     os.truncate(path, end)
-        sittings = [s for s in self.sittings() if s["from"] < steps]
+        sessions = [s for s in self.sessions() if s["from"] < steps]
         if self.folder.exists():
-            atomic_write(self.folder / "sittings.json", json.dumps(sittings, indent=1) + "\n")
+            atomic_write(self.folder / "sessions.json", json.dumps(sessions, indent=1) + "\n")
 
     def sync(self) -> None:
         """See that what was written is on the disk: a checkpoint must not outlive the record before it."""
@@ -98,27 +90,27 @@ class Recorder:
     def path(self, step: int) -> Path:
         return self.folder / f"steps-{step // RANGE * RANGE:08d}.jsonl.gz"
 
-    def _unspelt(self, path: Path, kept: Sequence[tuple[int, RecordedGroup]]) -> list[int]:
+    def _unspelt(self, path: Path, groups: Sequence[RecordedGroup]) -> list[int]:
         """The tokens of these groups that the file does not spell yet; it will."""
         if self._spelt[0] != path:
             known = {int(i) for _, step in (members(path) if path.exists() else ()) for i in vocabulary([step])}
             self._spelt = path, known
-        new = {i for _, g in kept for r in g.group for i in (*r.tokens, *r.prompt)} - self._spelt[1]
+        new = {i for g in groups for r in g.group for i in (*r.tokens, *r.prompt)} - self._spelt[1]
         self._spelt[1].update(new)
         return sorted(new)
 
-    def _tell(self, step: int, sitting: dict) -> None:
-        if sitting != self._told:
-            sittings = [*self.sittings(), {"from": step, "format": FORMAT, "keep": self.keep} | sitting]
-            atomic_write(self.folder / "sittings.json", json.dumps(sittings, indent=1) + "\n")
-            self._told = sitting
+    def _note_session(self, step: int, session: dict) -> None:
+        if session != self._session:
+            sessions = [*self.sessions(), {"from": step, "format": FORMAT, "keep": self.keep} | session]
+            atomic_write(self.folder / "sessions.json", json.dumps(sessions, indent=1) + "\n")
+            self._session = session
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def sittings(self) -> list[dict]:
+    def sessions(self) -> list[dict]:
         """On what the run was computed: an entry for each loop that wrote here, from its first step on."""
         try:
-            found = json.loads((self.folder / "sittings.json").read_text())
+            found = json.loads((self.folder / "sessions.json").read_text())
         except (OSError, ValueError):
             return []
         known = isinstance(found, list) and all(isinstance(s, dict) and isinstance(s.get("from"), int) for s in found)
@@ -146,54 +138,24 @@ class Recorder:
         return [step_of(lines) for path in self.files() for _, lines in members(path)]
 
     def groups(self, step: int) -> list[RecordedGroup]:
-        """The kept groups of a step as the loop handed them over; ValueError where the record holds none."""
-        return list(self.numbered(step).values())
-
-    def numbered(self, step: int) -> dict[int, RecordedGroup]:
-        """`groups` by their number in the step, which with keep=n is not their place among the kept ones."""
+        """The groups of a step as the loop handed them over; ValueError where the record holds none."""
         lines = list(self.lines([step]))
         if not lines:
             held = self.steps()
             there = f"it holds {held[0]} to {held[-1]}" if held else (
                 "it holds none (grpo and multi_turn_grpo fill it, unless keep='none')")
             raise ValueError(f"step {step} is not in the record {self.folder}: {there}")
-        return {line["group"]: recorded(line) for line in lines}
-
-    def whole(self, step: int) -> list[RecordedGroup]:
-        """`groups`, where every rollout of the step was kept; else ValueError."""
-        groups, lines = self.groups(step), list(self.lines([step]))
-        held = sum(len(g.group) for g in groups)
-        if held < lines[0]["of"]:
-            raise ValueError(f"the record keeps {held} of the {lines[0]['of']} rollouts of step {step}, and an update needs "
-                             "all of them: record with keep='all'")
-        return groups
+        return [recorded(line) for line in lines]
 
 
 # --- one step, one group ----------------------------------------------------------------------------------------------
 
 
-def sample(groups: Sequence[RecordedGroup], keep: int) -> list[tuple[int, RecordedGroup]]:
-    """(place, group) of groups evenly spaced over the batch, `keep` rollouts in all; the last one may be a part of its own."""
-    size = max(len(g.group) for g in groups)
-    number = min(len(groups), -(-keep // size))
-    places, left, out = [len(groups) * i // number for i in range(number)], keep, []
-    for place in places:
-        out.append((place, first_rollouts(groups[place], left)))
-        left -= len(out[-1][1].group)
-    return [(place, g) for place, g in out if len(g.group)]
-
-
-def first_rollouts(g: RecordedGroup, n: int) -> RecordedGroup:
-    return g if n >= len(g.group) else replace(
-        g, group=Group(g.group.rollouts[:n]), advantages=g.advantages[:n], turns=g.turns[:n], absent=g.absent[:n],
-        parts={name: values[:n] for name, values in g.parts.items()})
-
-
-def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence[int]], str], of: int) -> dict:
-    """One group as JSON. What is the same for all rollouts, as a mask of ones, is left out; `of` counts the step's rollouts."""
+def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence[int]], str]) -> dict:
+    """One group as JSON. What is the same for all rollouts, as a mask of ones, is left out."""
     rollouts = g.group.rollouts
     line = {
-        "step": step, "group": number, "of": of, "used": g.used, "prompt": decode(rollouts[0].prompt),
+        "step": step, "group": number, "used": g.used, "prompt": decode(rollouts[0].prompt),
         "problem": g.problem, "prompt_ids": rollouts[0].prompt,
         "completion": [decode(r.tokens) for r in rollouts], "reward": [r.reward for r in rollouts],
         "advantage": list(g.advantages), "finish_reason": [r.finish_reason for r in rollouts],
@@ -271,35 +233,21 @@ def vocabulary(steps: Iterable[bytes]) -> dict[str, str]:
 
 
 def members(path: Path, tell: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:
-    """(where it ends in the file, its content) of each whole step in a file. What is damaged is passed over, up to the next
-    member that is whole, and `tell` hears of it."""
-    data, at, last = path.read_bytes(), 0, None
+    """(where it ends in the file, its content) of each whole step in a file. What is cut short or fails its checksum is passed
+    over, and `tell` hears of it."""
+    data, at, after = path.read_bytes(), 0, "at its beginning"
     while at < len(data):
-        content, end = _member(data, at)
-        if content is None:
-            end = data.find(MAGIC, at + 1)
-            while end > 0 and _member(data, end)[0] is None:
-                end = data.find(MAGIC, end + 1)
-            end = end if end > 0 else len(data)
-            if tell is not None:
-                after = "at its beginning" if last is None else f"after step {last}"
-                what = "ends in the middle of a step" if end == len(data) else "is damaged"
-                tell(f"{path} {what} {after}: {end - at} bytes cannot be read")
-        else:
-            last = step_of(content)
-            yield end, content
-        at = end
-
-
-def _member(data: bytes, at: int) -> tuple[bytes | None, int]:
-    """The gzip member that begins there and where it ends; None where it is cut short or fails its checksum."""
-    reader = zlib.decompressobj(wbits=31)
-    try:
-        content = reader.decompress(data[at:])
-    except zlib.error:
-        return None, at
-    whole = reader.eof and content.startswith(b'{"step": ')
-    return (content, len(data) - len(reader.unused_data)) if whole else (None, at)
+        reader = zlib.decompressobj(wbits=31)
+        with suppress(zlib.error):
+            content = reader.decompress(data[at:])
+            if reader.eof and content.startswith(b'{"step": '):
+                at, after = len(data) - len(reader.unused_data), f"after step {step_of(content)}"
+                yield at, content
+                continue
+        following = data.find(MAGIC, at + 1)
+        if tell is not None:
+            tell(f"{path} {'ends in the middle of a step' if following < 0 else 'is damaged'} {after}")
+        at = following if following > 0 else len(data)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A run's folder: metrics.csv, figures, a checkpoint, and where the run started; exact resume. The gate adds results.json.
 
-Longer than most: what may be asked of a run is in one class. Every rollout (`record.py`) and the weights for replay (`kept.py`)
-have modules of their own."""
+Longer than most: what may be asked of a run is in one class. Every rollout (`rollout_log`) and the weights for replay
+(`kept_weights`) have modules of their own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -53,7 +54,9 @@ def repository() -> Path:
 
 
 def runs_folder() -> Path:
-    return repository() / "runs"
+    """Where runs lie by default: runs/, and for notebooks that a test shortens (GRPOLAB_QUICK) a folder of their own in it."""
+    shortened = os.environ.get("GRPOLAB_QUICK", "0") not in ("", "0")
+    return repository() / "runs" / ("quick" if shortened else "")
 
 
 def seed_everything(seed: int) -> None:
@@ -71,14 +74,14 @@ class Run:
     model. Later, in the same folder:
     - a policy that this run has trained goes back to that start, or to a checkpoint of the same configuration, whatever
       was done with it since; one printed line says so;
-    - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same, else it
-      starts over, and a line says so where the start is new.
+    - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same. Where they
+      differ, what an earlier process left in the folder is moved into a folder beside it, `tiny.1`, and a line says so.
     Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
     or fails. One that was trained on other data or against another reference is refused (that a reward is another function
     is not noticed). Another seed in the same folder is refused, and so is a second loop at the same time, in this process
     or another; the lock goes with its process, however that ends.
 
-    The folder also keeps every rollout (`rollouts`; `keep="all"`, "none", or how many a step), from which `lab.replay` and
+    The folder also keeps every rollout (`rollouts`; with `keep="none"` none), from which `lab.replay` and
     its neighbours tell later what happened; with `replay_every=n` also the weights before every n-th step (`kept.py`).
 
     `sinks` are told each row's numbers too: objects with `.log(dict, step=...)`, as a run of Weights & Biases or trackio, or
@@ -87,8 +90,9 @@ class Run:
     With `select` the policy is measured on the way, and the best one is kept beside the last (`lab.selection`): `best()`.
     """
 
-    def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None, keep: str | int = "all",
-                 replay_every: int = 0, sinks: Sequence[Any] = (), select: Selection | None = None):
+    def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None,
+                 keep: Literal["all", "none"] = "all", replay_every: int = 0, sinks: Sequence[Any] = (),
+                 select: Selection | None = None):
         for name in names:
             if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
                 raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {name!r}; a folder to put "
@@ -110,7 +114,7 @@ class Run:
         self.weights = KeptWeights(self.folder / "replay", replay_every)
         self.sinks = list(sinks)
         self.selected = Selected(self.folder, select)
-        self._sitting: dict | None = None  # on what the present loop computes
+        self._session: dict | None = None  # on what the present loop computes
         self._columns: tuple[str, ...] = ()  # of the metrics.csv that holds self.metrics; none while it does not
 
     @staticmethod
@@ -189,15 +193,18 @@ class Run:
         atomic_write(self.folder / "metrics.csv", _lines([head, *self.metrics], self._columns))
 
     def table(self):
-        """The metrics as a DataFrame, one row a step."""
+        """The metrics as a DataFrame, one row a step: of the loop that this Run has seen, else those in the folder."""
         import pandas as pd
 
-        return pd.DataFrame(self.metrics)
+        path = self.folder / "metrics.csv"
+        if self.metrics or not path.exists():
+            return pd.DataFrame(self.metrics)
+        return pd.read_csv(path)
 
     def record(self, step: int, policy, groups: Sequence[RecordedGroup], engine: str = "") -> None:
         """Keep the rollouts of a step, before its update; `engine` names the sampler's."""
-        self._sitting = self._sitting or computed_on(policy, engine)
-        self.recorder.add(step, groups, policy.decode, self._sitting, policy.tokenizer.decode)
+        self._session = self._session or computed_on(policy, engine)
+        self.recorder.add(step, groups, policy.decode, self._session, policy.tokenizer.decode)
 
     def rollouts(self, steps: int | Iterable[int] | None = None, columns: Sequence[str] | None = None):
         """The recorded rollouts as a DataFrame, a row each, also while a loop is writing: of these steps (a number, a range;
@@ -248,14 +255,7 @@ class Run:
     def holds_another(self, config, policy) -> str | None:
         """What a loop of this configuration on this policy would replace in the folder, in words; None where the folder is
         new, or holds the same run, which then goes on or is done again with the same numbers."""
-        note, plain = self._note(), _plain_config(config)
-        if not note:
-            return None
-        before = note.get("config", {})
-        changed = [f"{k} {before.get(k)!r} -> {plain.get(k)!r}" for k in {**before, **plain} if before.get(k) != plain.get(k)]
-        if changed:
-            return f"a run of another configuration ({', '.join(changed[:4])}{', ...' * (len(changed) > 4)})"
-        return "a run that started from other weights" if note.get("start") != weights_hash(policy) else None
+        return _difference(self._note(), _plain_config(config), weights_hash(policy))
 
     def begin(self, config, policy, optimiser, data: str = "") -> int:
         """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
@@ -266,6 +266,10 @@ class Run:
         note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
         self._refuse_another_seed(note, plain)
         trained, name = _trained_by.setdefault(policy.model, {}), str(self.folder.resolve())
+        if name not in _begun and (other := _difference(note, plain, key)):
+            self._set_aside(other)
+            note = {}
+        _begun.add(name)
         mine = name in trained and trained[name] == note.get("start") and self._start.exists()
         if not mine:
             if name in trained and trained[name] != key:
@@ -276,7 +280,7 @@ class Run:
                 self.drop_checkpoint()
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
-        self.metrics, self._columns, self.base, self._data, self._sitting = [], (), note["base"], data, None
+        self.metrics, self._columns, self.base, self._data, self._session = [], (), note["base"], data, None
         self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         self.selected.begin(steps)
@@ -292,6 +296,18 @@ class Run:
             del trained[later]
         trained[name] = note["start"]
         return steps
+
+    def _set_aside(self, what: str) -> None:
+        """Move what an earlier process left in the folder to one beside it; runs in folders below stay."""
+        beside = (self.folder.with_name(f"{self.folder.name}.{n}") for n in count(1))
+        target = next(folder for folder in beside if not folder.exists())
+        earlier = [p for p in self.folder.iterdir() if not (p.name.startswith(".") or (p / "run.json").exists()
+                                                            or any(self._fresh(f) for f in (p, *p.rglob("*"))))]
+        if earlier:
+            target.mkdir()
+            for path in earlier:
+                os.rename(path, target / path.name)
+            print(f"{self.shown(self.folder)} held {what}: it is now {self.shown(target)}")
 
     @property
     def _start(self) -> Path:
@@ -410,6 +426,9 @@ class Run:
 _trained_by: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
+_begun: set[str] = set()  # the folders that a loop of this process has trained into
+
+
 def origin(policy) -> str:
     """Where the weights of a policy come from: the folder of the run that trained it, else its name."""
     return (policy.provenance or {}).get("run") or policy.name
@@ -430,6 +449,15 @@ def _forget(path: Path, process: int, inode: int) -> None:
     """Delete a start whose model is gone, unless a fork asks or the file is another's by now."""
     if os.getpid() == process and path.exists() and path.stat().st_ino == inode:
         path.unlink()
+
+
+def _difference(note: dict, plain: dict, start: str) -> str | None:
+    """What a folder with this note (empty: none) holds other than the run of this configuration from this start, in words."""
+    before = note.get("config", {})
+    changed = [f"{k} {before.get(k)!r} -> {plain.get(k)!r}" for k in {**before, **plain} if before.get(k) != plain.get(k)]
+    if note and changed:
+        return f"a run of another configuration ({', '.join(changed[:4])}{', ...' * (len(changed) > 4)})"
+    return "a run that started from other weights" if note and note.get("start") != start else None
 
 
 def configured(config) -> dict:

@@ -216,6 +216,7 @@ class Answer:
         n, params, rollouts = self.asked.n, self.params, []
         said = [Said(self.policy, params.stop_strings, params.stop_ids) for _ in range(len(self.prompts) * n)]
         fresh = set(range(len(said)))  # choices of which nothing was sent
+        sent = [0] * len(said)  # characters of the tokens of each choice so far
         version = self.policy.version
         try:
             while (event := await events.get())[0] != END:
@@ -233,7 +234,9 @@ class Answer:
                     new = said[index].add(tokens)
                 if new or rollout is not None or index in fresh or self.asked.logprobs or self.asked.token_ids:
                     pieces = pieces_of(self.policy, tokens) if self.asked.logprobs else ()
-                    chunk = openai_schema.delta(self.asked, index, new, tokens, logps, pieces, index in fresh, rollout)
+                    chunk = openai_schema.delta(self.asked, index, new, tokens, logps, pieces, index in fresh, rollout,
+                                                offset=sent[index])
+                    sent[index] += sum(map(len, pieces))
                     more = {"prompt_token_ids": list(self.prompts[i].ids)} if self.asked.token_ids and index in fresh else {}
                     if self.asked.kind == "text":
                         chunk, more = chunk | more, {}

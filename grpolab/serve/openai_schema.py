@@ -261,11 +261,12 @@ def choice(asked: Asked, index: int, rollout: Rollout, text: str, pieces: Sequen
 
 
 def delta(asked: Asked, index: int, text: str, tokens: Sequence[int], logps: Sequence[float], pieces: Sequence[str],
-          first: bool, rollout: Rollout | None = None) -> dict:
-    """One choice of a chunk: what is new since the last; with the finished rollout, its end."""
+          first: bool, rollout: Rollout | None = None, offset: int = 0) -> dict:
+    """One choice of a chunk: what is new since the last, its tokens from character `offset` on; with the finished rollout, its
+    end."""
     body = {"delta": ({"role": "assistant"} if first else {}) | {"content": text}} if asked.kind == "chat" else {"text": text}
     ids = {"token_ids": list(tokens)} if asked.token_ids else {}
     if asked.token_ids and rollout is not None:
         ids["grpolab"] = sampled_as(rollout)
     return {"index": index, **body, "finish_reason": None if rollout is None else finish(rollout), **ids,
-            "logprobs": logprobs_of(asked.kind, pieces, logps) if asked.logprobs and tokens else None}
+            "logprobs": logprobs_of(asked.kind, pieces, logps, offset) if asked.logprobs and tokens else None}

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from grpolab.access import shows
+from grpolab.access import names_loopback, shows
 from grpolab.serve.completions import Answer
 from grpolab.serve.openai_schema import Refused, read_json, read_request, sampled_as
 from grpolab.serve.sessions import Session
@@ -136,10 +136,14 @@ def application(service: Service, started: Callable[[], None]) -> Callable[..., 
 
 
 def unwelcome(scope: dict, token: str | None) -> Refused | None:
-    """Why a request is not let in: a browser's, or without the token. /health is open to all but browsers."""
+    """Why a request is not let in: a browser's, one that names another host (where no token is asked for), or without the
+    token. /health is open to all but these."""
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
     if any(name == "origin" for name, _ in headers):
         return Refused(403, "requests of web pages (with an Origin) are refused: a page of any site could reach this address")
+    if token is None and not names_loopback([value for name, value in headers if name == "host"]):
+        return Refused(403, "the Host header names another server: without a token this one answers only to 127.0.0.1, ::1 and "
+                            "localhost")
     if token is None or scope["path"] == "/health" or shows(token, [v for name, v in headers if name == "authorization"]):
         return None
     return Refused(401, "this service asks for its token: give it to the client as api_key", code="invalid_api_key")

@@ -13,9 +13,11 @@ import json
 import re
 import secrets
 import threading
+import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from grpolab.chat import Message, prompt_ids, rest_ids, text_ids
@@ -26,7 +28,7 @@ from grpolab.rollouts import Rollout
 from grpolab.serve.openai_schema import Refused
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-REMEMBERED = 4096  # ids of sessions that ended, whose late requests get 410
+REMEMBERED = 65_536  # ids of sessions that ended, whose late requests get 410
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +81,7 @@ class Session:
         self.tokens = 0  # that it keeps
         self.cancelled = 0  # answers that their caller did not wait for, which are in no rollout
         self.closed = False
+        self.used = time.monotonic()  # when it was last asked for
         self.open: set[Request] = set()
         self._chains: list[list[Turn]] = []
         self._asked = 0
@@ -222,11 +225,13 @@ class KeptTurns:
 
 
 class Sessions:
-    """The sessions of a service, by id. At most `most` at a time, which keep at most `tokens` tokens together; what is
-    recorded is never dropped to make room: a request that finds none is refused."""
+    """The sessions of a service, by id. At most `most` at a time, which keep at most `tokens` tokens together; a request that
+    finds no room is refused. Room is made only by sessions that nobody asked for during `idle_s` seconds, as those of a trainer
+    that died: they end, and what they recorded is gone."""
 
-    def __init__(self, url: str, seed: int, most: int, tokens: int, kept_bytes: int):
+    def __init__(self, url: str, seed: int, most: int, tokens: int, kept_bytes: int, idle_s: float = 3600.0):
         self.url, self.seed, self.most, self.tokens, self.kept = url, seed, most, tokens, KeptTurns(kept_bytes)
+        self.idle_s = idle_s
         self._by_id: dict[str, Session] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
         self._made = 0
@@ -237,6 +242,8 @@ class Sessions:
 
     def open(self, id: str | None = None, seed: int | None = None, **options) -> Session:
         """A new session. Refused for an id that is taken, odd or of a session that ended, and where there is no room."""
+        if len(self._by_id) >= self.most:
+            self._end_idle()
         with self._lock:
             id = secrets.token_hex(8) if id is None else _checked_id(id)
             if id in self._by_id:
@@ -254,6 +261,7 @@ class Sessions:
         """The session; with `create`, a first request opens it."""
         session = self._by_id.get(_checked_id(id))
         if session is not None:
+            session.used = time.monotonic()
             return session
         if id in self._ended:
             raise _gone(id)
@@ -267,9 +275,19 @@ class Sessions:
             raise
 
     def check_room(self) -> None:
-        kept = sum(s.tokens for s in list(self._by_id.values()))
-        if kept >= self.tokens:
+        if self._kept_tokens() >= self.tokens:
+            self._end_idle()
+        if (kept := self._kept_tokens()) >= self.tokens:
             raise Refused(429, f"the sessions keep {kept} tokens, and this service keeps at most {self.tokens}; collect some")
+
+    def _kept_tokens(self) -> int:
+        return sum(s.tokens for s in list(self._by_id.values()))
+
+    def _end_idle(self) -> None:
+        for session in list(self._by_id.values()):
+            if not session.open and time.monotonic() - session.used > self.idle_s:
+                with suppress(Refused):  # somebody collects it at this moment
+                    self.end(session.id)
 
     def end(self, id: str) -> Session:
         """Forget a session; its requests end, and later ones get 410."""

@@ -150,7 +150,8 @@ class Restart:
     seconds  that it may take until it answers /health
 
     Other clients' requests in progress end with an error of the server that goes. A version that does not start is an error
-    with the end of what the server wrote (`folder`/server.log), and the server is started again with the version before.
+    with the end of what the server wrote (`folder`/server.log), and the server is started again with the version before. A
+    publish that is cancelled leaves no server; the next one starts it.
     """
 
     own = (sys.executable, "-m", "grpolab", "serve-policy", "{weights}", "--name", "{name}", "--policy-version", "{version}",
@@ -187,7 +188,7 @@ class Restart:
             await check(None)
         except BaseException as error:
             await asyncio.to_thread(self._end)
-            if before is not None:
+            if before is not None and not isinstance(error, asyncio.CancelledError):
                 try:
                     await self._start(caller, before)
                 except RemoteError as again:

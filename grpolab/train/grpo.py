@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -20,14 +20,13 @@ from grpolab.tasks import prompt_of
 from grpolab.train import distributed, losses
 from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
-from grpolab.train.layout import Layout, lay_out
-from grpolab.train.logps import check_lengths, rollout_logps
+from grpolab.train.layout import Layout, distinct_parts, lay_out, micro_batches
+from grpolab.train.logps import check_lengths, rollout_logps, way_of
 from grpolab.train.loop import (
     apply_gradient,
     forward_passes,
     in_thread,
     loop,
-    micro_batches,
     off_loop,
 )
 from grpolab.train.recorded import as_recorded
@@ -207,11 +206,18 @@ def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Ten
     return losses.count(in_columns([r.mask for r in rollouts]), config.aggregation, max_new_tokens=config.max_new_tokens)
 
 
+def parts_of(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> Iterator[slice]:
+    """Slices of the rollouts for a forward pass each, within `config.token_budget`: of the tokens that are computed."""
+    if config.packed_width and way_of(policy, "rollouts") == "unpadded":
+        return distinct_parts(rollouts, config.token_budget)
+    return micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget)
+
+
 @torch.no_grad()
 def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> list[list[float]]:
     """Each rollout's log-probs by the trainer's forward as the policy stands."""
     out = []
-    for part in micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget):
+    for part in parts_of(policy, rollouts, config):
         members = rollouts[part]
         shape = (len(members), max(len(r.tokens) for r in members))
         layout = lay_out(members, width=config.packed_width, pad_id=policy.pad_id)
@@ -236,9 +242,8 @@ def grpo_gradient(
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
     old_logps = old_logps and [old_logps[i] for i in order]
-    lengths = [len(r.prompt) + len(r.tokens) for r in rollouts]
     parts = []
-    for part in micro_batches(lengths, config.token_budget):
+    for part in parts_of(policy, rollouts, config):
         batch = collate(rollouts[part], a[part])
         old = in_columns(old_logps[part]) if old_logps else None
         layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)

@@ -7,7 +7,8 @@ Shapes: R rows of W tokens, M tokens in a line, K chosen tokens, N rollouts, T t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -16,6 +17,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from grpolab.rollouts import Rollout
+
+COPIES = 8  # times the budget of tokens: of keys and values that a pass without rows gathers
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,14 @@ class Segment:
 @dataclass(frozen=True)
 class Layout:
     """Segments, and the numbers of those in each row: one rollout's tokens, or a prompt and after it several completions,
-    each at the positions that it would have alone.
+    each at the positions that it would have alone. `limit` is the most tokens of a shared row; 0: none is shared.
 
     For each of K chosen tokens: `segment` and `offset`, the place of the token whose hidden state predicts it, `target`, its
     id, and `row`, `column`, its place in the (N, T) of the Batch.
     """
 
     rollouts: tuple[Rollout, ...]
+    limit: int
     pad_id: int
     segments: tuple[Segment, ...]
     rows: tuple[tuple[int, ...], ...]
@@ -91,6 +95,11 @@ class Layout:
     def apart(self) -> Layout:
         """The same rollouts, one a row."""
         return lay_out(self.rollouts, width=0, pad_id=self.pad_id)
+
+    @cached_property
+    def together(self) -> Layout:
+        """The same rollouts, a shared prompt once however long it is: for a forward that has no rows."""
+        return lay_out(self.rollouts, width=sys.maxsize, pad_id=self.pad_id) if 0 < self.limit < sys.maxsize else self
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -167,7 +176,34 @@ def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -
             chosen.append(torch.stack([segment, offset, target, torch.full_like(column, i), column]))
         rows.append(tuple(range(first, len(segments))))
     chosen = torch.cat(chosen, dim=1) if chosen else torch.zeros(5, 0, dtype=torch.long)
-    return Layout(tuple(rollouts), pad_id, tuple(segments), tuple(rows), *chosen)
+    return Layout(tuple(rollouts), width, pad_id, tuple(segments), tuple(rows), *chosen)
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
+    """Consecutive slices whose rows, padded to the longest, hold at most `budget` tokens (a longer row goes alone)."""
+    start, longest = 0, 0
+    for i, n in enumerate(lengths):
+        longest = max(longest, n)
+        if i > start and longest * (i + 1 - start) > budget:
+            yield slice(start, i)
+            start, longest = i, n
+    if lengths:
+        yield slice(start, len(lengths))
+
+
+def distinct_parts(rollouts: Sequence[Rollout], budget: int) -> Iterator[slice]:
+    """Consecutive slices of at most `budget` tokens (a longer rollout goes alone), where neighbours of one prompt count it
+    once. Each still attends to its own copy of the prompt's keys and values: of these at most COPIES times `budget`."""
+    start, distinct, copied = 0, 0, 0
+    for i, r in enumerate(rollouts):
+        whole = len(r.prompt) + len(r.tokens)
+        new = len(r.tokens) if i > start and r.prompt == rollouts[i - 1].prompt else whole
+        if i > start and (distinct + new > budget or copied + whole > COPIES * budget):
+            yield slice(start, i)
+            start, distinct, copied, new = i, 0, 0, whole
+        distinct, copied = distinct + new, copied + whole
+    if rollouts:
+        yield slice(start, len(rollouts))
 
 
 def _families(rollouts: Sequence[Rollout], width: int) -> list[list[int]]:

@@ -124,6 +124,7 @@ def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, wit
     if way in ("rows", "alone"):
         layout = layout.apart
     if way == "unpadded":
+        layout = layout.together
         tokens = layout.tokens.to(d)
         decoder, attend = policy.model.get_decoder(), forward.with_prefixes(tokens)
         hidden = forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor)

@@ -97,6 +97,8 @@ async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
     step first, and whoever wants the model next waits for that."""
 
     def locked():
+        if policy.device.type == "cuda":
+            torch.cuda.set_device(policy.device)  # a thread starts with the first GPU
         with policy.lock:
             return work()
 
@@ -179,18 +181,6 @@ def forward_passes(policy: Policy, config: Optimisation):
             del layer.forward
 
 
-def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
-    """Consecutive slices whose rows, padded to the longest, hold at most `budget` tokens (a longer row goes alone)."""
-    start, longest = 0, 0
-    for i, n in enumerate(lengths):
-        longest = max(longest, n)
-        if i > start and longest * (i + 1 - start) > budget:
-            yield slice(start, i)
-            start, longest = i, n
-    if lengths:
-        yield slice(start, len(lengths))
-
-
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
     """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
     if isinstance(optimiser, Masters):
@@ -235,6 +225,69 @@ def dropout_of(policy: Policy, seed: int, step: int) -> Iterator[None]:
 Update = Callable[[torch.optim.Optimizer], dict]
 
 
+class Training:
+    """What a loop trains, and how far it is. `begin`, `step` and `keep` compute, so they run in the thread of the steps.
+
+    `done` steps are whole, the newest checkpoint holds `saved` of them, and `version` is the policy's after the last one."""
+
+    def __init__(self, policy: Policy, config: Optimisation, run: Run | None, data: Callable[[], str]):
+        self.policy, self.config, self.run, self.data = policy, config, run, data
+        self.writer = run if distributed.first() else None
+        self.done = self.saved = self.version = 0
+
+    def begin(self) -> int:
+        """Make the optimiser and go to where the run stands; the steps done."""
+        policy, run = self.policy, self.run
+        check_trainable(policy)
+        policy.model.zero_grad()  # of somebody else's backward
+        self.optimiser = make_optimiser(policy, self.config)
+        self.done, self.base = distributed.start(policy, self.optimiser, self.config, run, self.data)
+        if run is not None and (self.done or origin(policy) == str(run.shown(run.folder))):  # it went on, or back to the start
+            policy.provenance = provenance(self.config, run, self.done, self.base)
+        self.saved, self.version = self.done, policy.version
+        return self.done
+
+    def step(self, step: int, update: Update) -> dict:
+        """Take a whole step: the update, its row in the run, and a checkpoint where one is due."""
+        policy, config = self.policy, self.config
+        if policy.version != self.version:
+            raise RuntimeError(f"step {step}: somebody else changed the policy's weights since this loop's last step (version "
+                               f"{self.version} then, {policy.version} now): train one policy in one loop at a time")
+        try:
+            with dropout_of(policy, config.seed, step):
+                row = {"step": step} | update(self.optimiser)
+        except BaseException:
+            policy.model.zero_grad()  # half a step's gradient is nobody's
+            raise
+        if step + 1 == config.steps or (step + 1) % config.save_every == 0:
+            distributed.agree(policy, step + 1)
+        self.done, self.version = step + 1, policy.version
+        policy.provenance = provenance(config, self.run, self.done, self.base)
+        if self.writer is not None:
+            self._write(row)
+        elif self.run is not None:
+            self.run.metrics.append(row)
+        return row
+
+    def _write(self, row: dict) -> None:
+        run, done, config = self.writer, self.done, self.config
+        run.log(row)
+        run.keep_for_replay(done, config, self.policy, self.optimiser)
+        if done == config.steps and run.selected.selection is None:
+            run.drop_checkpoint()
+        elif done < config.steps and done % config.save_every == 0:
+            self._save()
+
+    def keep(self) -> None:
+        """A checkpoint of the whole steps, where there are some that none holds."""
+        if self.saved < self.done < self.config.steps and self.policy.version == self.version:
+            self._save()
+
+    def _save(self) -> None:
+        self.writer.save_checkpoint(self.done, self.config, self.policy, self.optimiser)
+        self.saved = self.done
+
+
 async def loop(
     policy: Policy, config: Optimisation, run: Run | None, gather: Callable[[int], Awaitable[Update]],
     data: Callable[[], str] = lambda: "",
@@ -246,76 +299,30 @@ async def loop(
     An interrupt, a cancel, an error or a consumer that leaves: a step whose update has begun is finished by its thread, and
     with a Run what is whole is kept as a checkpoint. An update that failed half-way leaves the checkpoint before it.
 
-    Under several processes (`ranks`) the first one writes, and all end with an error where one of them does.
+    Under several processes (`distributed`) the first one writes, and all end with an error where one of them does.
     """
-    optimiser, base = None, ""
-    writer = run if distributed.first() else None
     if run is None and policy.version and distributed.first():
         print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there")
-    done = saved = version = 0
-
-    def begin():
-        nonlocal done, saved, version, base, optimiser
-        check_trainable(policy)
-        policy.model.zero_grad()  # of somebody else's backward
-        optimiser = make_optimiser(policy, config)
-        done, base = distributed.start(policy, optimiser, config, run, data)
-        if run is not None and (done or origin(policy) == str(run.shown(run.folder))):  # it went on, or back to the start
-            policy.provenance = provenance(config, run, done, base)
-        saved, version = done, policy.version
-        return done
-
-    def whole_step(step, update):
-        nonlocal done, saved, version
-        if policy.version != version:
-            raise RuntimeError(f"step {step}: somebody else changed the policy's weights since this loop's last step (version "
-                               f"{version} then, {policy.version} now): train one policy in one loop at a time")
-        try:
-            with dropout_of(policy, config.seed, step):
-                row = {"step": step} | update(optimiser)
-        except BaseException:
-            policy.model.zero_grad()  # half a step's gradient is nobody's
-            raise
-        if step + 1 == config.steps or (step + 1) % config.save_every == 0:
-            distributed.agree(policy, step + 1)
-        done, version = step + 1, policy.version
-        policy.provenance = provenance(config, run, done, base)
-        if writer is None and run is not None:
-            run.metrics.append(row)
-        if writer is not None:
-            run.log(row)
-            run.keep_for_replay(done, config, policy, optimiser)
-            if done == config.steps and run.selected.selection is None:
-                run.drop_checkpoint()
-            elif done < config.steps and done % config.save_every == 0:
-                run.save_checkpoint(done, config, policy, optimiser)
-                saved = done
-        return row
-
-    def keep():
-        if saved < done < config.steps and policy.version == version:
-            run.save_checkpoint(done, config, policy, optimiser)
-
+    training = Training(policy, config, run, data)
+    writer = training.writer
     try:
         with writer.held() if writer else nullcontext():
-            start = await in_thread(policy, begin)
+            start = await in_thread(policy, training.begin)
             if writer is not None and start not in writer.selected.rows:
                 await writer.measure(start, config.steps, policy, in_thread)
             for step in range(start, config.steps):
                 try:
-                    update = await gather(step)
-                    row = await in_thread(policy, lambda: whole_step(step, update))  # noqa: B023
+                    row = await in_thread(policy, partial(training.step, step, await gather(step)))
                     if writer is not None:  # the other ranks wait at the next step
-                        row = row | await writer.measure(done, config.steps, policy, in_thread)
+                        row = row | await writer.measure(training.done, config.steps, policy, in_thread)
                     yield row
                 except BaseException:
                     if writer is not None:
-                        await in_thread(policy, keep)  # queued behind the step that the thread may still be in
+                        await in_thread(policy, training.keep)  # queued behind the step that the thread may still be in
                     raise
     except BaseException as error:
-        if distributed.world().size > 1 and done < config.steps:
-            fault = error
-            await off_loop(lambda: distributed.leave(fault))
+        if distributed.world().size > 1 and training.done < config.steps:
+            await off_loop(partial(distributed.leave, error))
         raise
 
 

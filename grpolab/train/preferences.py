@@ -23,8 +23,9 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
+from grpolab.train.layout import micro_batches
 from grpolab.train.logps import check_lengths
-from grpolab.train.loop import Optimisation, micro_batches
+from grpolab.train.loop import Optimisation
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None
     if not chosen or set(chosen) - set(held):
         there = f"it holds {held[0]} to {held[-1]}" if held else "it holds none: record with Run(..., keep='all')"
         raise ValueError(f"the record of {Run.shown(folder)} lacks steps {sorted(set(chosen) - set(held))}: {there}")
-    longest, found, whole = 1, dict.fromkeys(chosen, 0), {}
+    longest = 1
     for line in recorder.lines(chosen):
         where = f"{Run.shown(folder)}, step {line['step']}, group {line['group']}"
         if "logps" not in line:
@@ -65,11 +65,6 @@ def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None
                              "corrects for its distance")
         group = recorded(line).group
         longest = max([longest, *(len(r.prompt) + len(r.tokens) for r in group)])
-        found[line["step"]] += len(group)
-        whole[line["step"]] = line["of"]
-    if cut := [step for step in found if found[step] < whole[step]]:
-        raise ValueError(f"the record of {Run.shown(folder)} keeps {found[cut[0]]} of the {whole[cut[0]]} rollouts of step "
-                         f"{cut[0]}, and a group is compared as a whole: record with keep='all'")
     return Recorded(recorder, folder, tuple(chosen), max_age, longest, temperature, str(about.get("start")))
 
 
@@ -87,7 +82,7 @@ class Recorded:
 
     async def __call__(self, step: int) -> Drawn:
         """The recorded groups that stand at this step of training; `record_step` in the row says which."""
-        groups = await off_loop(lambda: self.recorder.whole(self.steps[step]))
+        groups = await off_loop(lambda: self.recorder.groups(self.steps[step]))
         trained = [g.trained for g in groups]
         used = [t for g, t in zip(groups, trained) if g.used]
         again = lambda: as_recorded([(g.problem, t) for g, t in zip(groups, trained)], used, {}, "centred")  # noqa: E731

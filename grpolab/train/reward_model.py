@@ -20,8 +20,9 @@ from grpolab.models.load import Policy, choose_device, evaluating, in_own_memory
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.train import losses
+from grpolab.train.layout import micro_batches
 from grpolab.train.logps import decoder_states, way_of
-from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, off_loop, over_batches
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, off_loop, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
 from grpolab.train.verify import prove
 

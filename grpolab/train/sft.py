@@ -15,8 +15,9 @@ from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.tasks import demonstration_of
 from grpolab.train import losses
+from grpolab.train.layout import micro_batches
 from grpolab.train.logps import can_pack, check_lengths, masked_logps
-from grpolab.train.loop import Optimisation, forward_passes, in_thread, micro_batches, over_batches
+from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
 from grpolab.train.verify import prove
 
 

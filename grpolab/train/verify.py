@@ -145,7 +145,9 @@ def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
     draw = _tokens(policy)
     shared = draw(prompt)
     pieces = [(shared, draw(n)) for n in sizes]
-    pieces += [(draw((n + 1) // 2), draw(n // 2)) for n in (one, max(2, min(SHORT, longest)))]
+    for n in (one, max(2, min(SHORT, longest))):  # and a long prompt of two, which without rows share it too
+        first = draw((n + 1) // 2)
+        pieces += [(first, draw(n // 2)), (first, draw(max(1, n // 4)))]
     rollouts = [Rollout(p, t, (1,) * len(t), (0.0,) * len(t), (0.0,) * len(t), "probe") for p, t in pieces]
     layout = lay_out(rollouts, width=width, pad_id=policy.pad_id)
     columns = max(len(r.tokens) for r in rollouts)
