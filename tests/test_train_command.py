@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from grpolab.__main__ import COMMANDS, main, parse
 from grpolab.cli import train as commands
 from grpolab.cli.train import load_function
 from grpolab.models.load import load_policy
+from grpolab.runs import run as lab_run
 
 OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
@@ -198,23 +200,14 @@ def test_the_default_number_of_problems_fits_a_small_task():
         command("grpo", "--ops", "+", "--max-operand", "9", "--problems", "90").read()
 
 
-def test_a_run_is_not_overwritten_by_another_flag_or_another_start(tmp_path, monkeypatch, capsys):
+def test_a_run_of_other_options_is_moved_beside(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    asked = ["sft", "tiny", "--steps", "2", "--batch-size", "4", "--problems", "20"]
-    metrics = tmp_path / "runs" / "cli_sft" / "tiny" / "metrics.csv"
+    asked, folder = ["sft", "tiny", "--steps", "2", "--batch-size", "4", "--problems", "20"], tmp_path / "runs" / "cli_sft"
     assert main(asked) == 0 and main(asked) == 0  # the same run, done again
-    before = metrics.read_text()
-    capsys.readouterr()
-    assert main([*asked, "--lr", "0.01"]) == 1
-    said = capsys.readouterr().err
-    assert "lr 0.0001 -> 0.01" in said and "--overwrite" in said and "--name" in said and metrics.read_text() == before
-    for folder in ("a", "b"):  # two models whose folders end alike share a name, not a run
-        model = load_policy("tiny", device="cpu", tell=False)
-        if folder == "b":
-            model.model.lm_head.weight.data.mul_(1.01)
-        model.save(tmp_path / folder / "policy")
-    started = ["sft", *asked[2:]]
-    assert main([started[0], str(tmp_path / "a" / "policy"), *started[1:]]) == 0
-    assert main([started[0], str(tmp_path / "b" / "policy"), *started[1:]]) == 1
-    assert "a run that started from other weights" in capsys.readouterr().err
-    assert main([*asked, "--lr", "0.01", "--overwrite"]) == 0 and metrics.read_text() != before
+    before = (folder / "tiny" / "metrics.csv").read_text()
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))
+    lab_run._begun.clear()  # as in a process of its own
+    assert main([*asked, "--lr", "0.01"]) == 0 and "lr 0.0001 -> 0.01" in capsys.readouterr().out
+    assert (folder / "tiny.1" / "metrics.csv").read_text() == before and (folder / "tiny.1" / "policy").exists()
+    assert (folder / "tiny" / "metrics.csv").read_text() != before

@@ -59,7 +59,6 @@ class Training:
     model: Positional[str]  # tiny, smollm2-135m, a Hugging Face id, or a folder
     name: str | None = None  # of the run's folder under runs/ (default: cli_ and the method)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 ones are trained over fp32 master weights
-    overwrite: bool = False  # replace another run in the folder: of another configuration, or from other weights
     dry_run: bool = False  # print the plan of memory and hours, and train nothing
     held_out_data: Path | None = None  # JSONL rows to measure on: as in --data, or with an answer
     select_every: int = 0  # every N steps, measure on what is held out, and keep the best policy beside the last (0: never)
@@ -109,10 +108,6 @@ class Training:
         shown = Path(self.model).name if Path(self.model).is_dir() else self.model
         run = Run(self.name or f"cli_{self.method}", shown, seed=self.config.seed, select=select,
                   replay_every=self.replay_every)
-        other = run.holds_another(self.config, ready.model) if distributed.first() and not self.overwrite else None
-        if other:
-            raise ValueError(f"{run.shown(run.folder)} holds {other}: add --overwrite to replace it, or --name for a folder of "
-                             "its own; the options it was started with go on with it")
         asyncio.run(self.print_steps(ready.steps(run)))
         if distributed.first():
             print(f"{run.shown(ready.model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}")

@@ -43,7 +43,7 @@ from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.checkpoints import weights_hash
 from grpolab.runs.kept_weights import KeptWeights
-from grpolab.runs.run import FORKED, Run, configured
+from grpolab.runs.run import FORKED, Run, plain_config
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, prove_both, trainer_logps
 from grpolab.train.multiturn import Limits, multi_turn_grpo
@@ -135,7 +135,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
     optimiser = state.optimiser if config.optimiser == state.config.optimiser else make_optimiser(policy, config)
     for group in optimiser.param_groups:  # that of the run came with the optimiser's state
         group["weight_decay"] = config.weight_decay
-    KeptWeights(forked.folder / "replay", every=1).keep(done, configured(config)["config"], policy, optimiser)
+    KeptWeights(forked.folder / "replay", every=1).keep(done, plain_config(config), policy, optimiser)
     if edit is not None:
         whole = run.recorder.groups(done)
         used, unused = [g for g in whole if g.used], [g for g in whole if not g.used]
@@ -151,7 +151,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
         done += 1
     forked.save_checkpoint(done, config, policy, optimiser)
     forked.keep_for_replay(done, config, policy, optimiser)
-    note = {"start": weights_hash(policy), "base": policy.name} | configured(config)
+    note = {"start": weights_hash(policy), "base": policy.name} | {"config": plain_config(config)}
     atomic_write(forked.folder / "run.json", json.dumps(note, indent=1) + "\n")
     forked._write_table()
     return done
