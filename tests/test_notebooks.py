@@ -203,15 +203,15 @@ def test_the_series_runs_and_reports_and_changes_no_file_that_git_keeps(series, 
                       if path.is_file() and not path.is_relative_to(runs)}
 
 
-@pytest.mark.parametrize("marker", ["pyproject.toml", ".git", None])
-def test_runs_lie_in_the_project_or_else_in_the_working_directory(tmp_path, monkeypatch, marker):
-    """A folder above that happens to hold notebooks/ is no project."""
-    project, here = tmp_path / "notebooks", tmp_path / "notebooks" / "deeper"
-    here.mkdir(parents=True)
-    if marker:
-        (project / marker).touch()
-    monkeypatch.chdir(here)
-    assert runs_folder() == (project if marker else here) / "runs"
+def test_runs_lie_in_the_working_directory_or_beside_the_notebooks_of_a_project(tmp_path, monkeypatch):
+    for name in ("notebooks", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert runs_folder() == tmp_path / "notebooks" / "runs"
+    (tmp_path / "pyproject.toml").touch()
+    assert runs_folder() == tmp_path / "runs"
+    monkeypatch.chdir(tmp_path / "other")
+    assert runs_folder() == tmp_path / "other" / "runs"
 
 
 def test_the_results_of_a_seed_are_found_in_its_own_folder_or_in_the_common_one(series):
@@ -333,7 +333,7 @@ def test_the_conda_environment_agrees_with_the_lock():
     import tomllib
 
     project = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]
-    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in ("interop", "lab", "gym")]
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in ("interop", "lab", "gym", "sinks")]
     wanted = sum(extras, project["dependencies"])
     direct = {re.split(r"[><=\[; ]", d)[0].lower().replace("_", "-") for d in wanted}
     assert direct == {k.lower().replace("_", "-") for k in pinned}
