@@ -1,4 +1,6 @@
-"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks."""
+"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks.
+
+Longer than most: what is measured, its intervals and its tables are read together."""
 
 from __future__ import annotations
 

@@ -81,12 +81,6 @@ def test_one_thing_changed_differs_from_there_on(run, change):
     assert [r.seed for g in twin.recorder.groups(4) for r in g.group] == [r.seed for g in other for r in g.group]
 
 
-def test_a_fork_says_where_it_begins(run, capsys):
-    forked(run, 3)
-    said = capsys.readouterr().out
-    assert "fork-twin begins after step 3, where it was forked" in said and "interrupted" not in said
-
-
 def test_a_fork_is_forked_and_replayed_like_a_run(run):
     """Its own edited step included: the record holds the advantages that the update had."""
     twin = forked(run, 3, edit=with_advantage(1, 2, -7.0))

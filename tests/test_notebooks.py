@@ -333,7 +333,8 @@ def test_the_conda_environment_agrees_with_the_lock():
     import tomllib
 
     project = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]
-    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in ("interop", "lab", "gym", "sinks")]
+    apart = {"interop", "lab", "gym", "sinks"}
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in apart]
     wanted = sum(extras, project["dependencies"])
     direct = {re.split(r"[><=\[; ]", d)[0].lower().replace("_", "-") for d in wanted}
     assert direct == {k.lower().replace("_", "-") for k in pinned}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpolab import files
 from grpolab.lab.counterfactual import fork, without_group
 from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.lab.restore import restore
@@ -97,29 +96,6 @@ def test_a_damaged_bundle_is_a_value_error_or_the_bundle(run, tmp_path):  # noqa
         else:
             assert found.rollouts[0].recorded == rollouts[0] and found.equal
     assert refused > 10
-
-
-def test_a_folder_is_removed_whole_or_not_at_all(tmp_path, monkeypatch):
-    """A kill in the middle of deleting a checkpoint left half of one, which the next loop took for damaged."""
-    folder = tmp_path / "checkpoint-00000003"
-    folder.mkdir()
-    (folder / "state.json").write_text("{}")
-    removed = []
-    monkeypatch.setattr(files.shutil, "rmtree", lambda path, **o: removed.append(path.name))  # killed before the first file
-    files.remove_folder(folder)
-    assert not folder.exists() and (tmp_path / ".checkpoint-00000003.gone.partial" / "state.json").exists()
-    assert removed[-1].endswith(".partial") and files.remove_folder(folder) is None
-
-
-def test_every_file_since_the_last_checkpoint_reaches_the_disk(tmp_path, monkeypatch):
-    from tests.test_rollout_log import write
-
-    recorder, synced = write(tmp_path, [24, 25, 50]), []
-    monkeypatch.setattr("grpolab.runs.rollout_log.os.fsync", lambda handle: synced.append(handle))
-    recorder.sync()
-    assert len(synced) == 3
-    recorder.sync()
-    assert len(synced) == 3
 
 
 # --- forks ------------------------------------------------------------------------------------------------------------
