@@ -103,15 +103,15 @@ test-full: environments
 	$(NBVAL) $(NOTEBOOKS)
 
 # The fast tests on the minimum dependency versions of pyproject.toml, in an environment of their own.
-.venv/lowest/installed: tests/lowest.py pyproject.toml .venv/installed
+.venv/lowest/installed: tools/minimum_versions.py pyproject.toml .venv/installed
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PY) tests/lowest.py > $(@D)/requirements.txt
+	$(PY) tools/minimum_versions.py > $(@D)/requirements.txt
 	$(PIP_INTO) -r $(@D)/requirements.txt
 	@touch $@
 
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest: .venv/lowest/installed
-	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not full" $$($(PY) tests/lowest.py --tests)
+	PYTHONPATH="$(CURDIR)" .venv/lowest/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not full" $$($(PY) tools/minimum_versions.py --tests)
 
 # RESULTS.md and the README's table from the records in benchmarks/results/.
 results: install
@@ -123,7 +123,7 @@ notebooks: install
 
 # After a change of the repository's address in pyproject.toml.
 badges: install
-	$(PY) tests/badges.py --write
+	$(PY) tools/badges.py --write
 
 lint: install
 	$(PY) -m ruff check .

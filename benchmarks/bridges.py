@@ -155,7 +155,6 @@ async def measure(model: str, kind: str, peer: str, rounds: int, tokens: int) ->
                     except RemoteError:
                         failed += 1
                         await asyncio.sleep(0.05)
-                client.close()
 
             asking = asyncio.ensure_future(other())
             for number in range(rounds):

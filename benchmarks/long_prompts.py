@@ -22,7 +22,7 @@ from grpolab.models import Policy
 from grpolab.rollouts import Rollout
 from grpolab.train import GRPOConfig
 from grpolab.train.grpo import grpo_gradient
-from grpolab.train.verify import prove
+from grpolab.train.verify import verify_forward
 
 RESULTS = Path(__file__).parent / "results" / "long_prompts.json"
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/long_prompts.py"
@@ -69,7 +69,7 @@ def measure(policy: Policy, prompt: int) -> dict:
 def main() -> None:
     policy = untrained()
     for config in WAYS.values():
-        prove(policy, config, max(PROMPTS) + COMPLETION)
+        verify_forward(policy, config, max(PROMPTS) + COMPLETION)
     rows = []
     for prompt in PROMPTS:
         rows.append(measure(policy, prompt))

@@ -107,13 +107,11 @@ def observation_ids(tokenizer, content: str) -> list[int]:
     Said as a user turn, and tokenised on its own, so that nothing the policy wrote is tokenised again. Raises ValueError
     for a template that rewrites earlier turns: under it no single token sequence stands for the conversation.
     """
-    asked, end = [*user("a"), {"role": "assistant", "content": "b"}], tokenizer.eos_token
-    answered = _render(tokenizer, asked, reply=False)
-    head = answered[: answered.rfind(end) + len(end)]
-    whole = _render(tokenizer, [*asked, *user(content)], reply=True)
-    if end not in answered or not whole.startswith(head):
+    said = [*user("a"), {"role": "assistant", "content": "b"}, *user(content)]
+    ids = rest_ids(tokenizer, said, answered=2, ended=True)
+    if ids is None:
         raise ValueError("the chat template rewrites earlier turns when a new one is added; use one that only appends")
-    return _encode(tokenizer, whole[len(head) :])
+    return ids
 
 
 @lru_cache(maxsize=4)

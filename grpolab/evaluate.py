@@ -146,29 +146,29 @@ async def evaluate(
     max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
 ) -> Evaluation:
     """Ask every question: once greedily (`samples=0`), or `samples` times at `temperature`."""
-    params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
-    groups = await _ask(policy, _chat(policy, [p.question for p in problems]), samples or 1, params, sampler)
-    return Evaluation(tuple(problems), _texts(policy, groups), greedy=samples == 0)
+    ids = [prompt_ids(policy.tokenizer, p.question) for p in problems]
+    texts, _ = await _ask(policy, ids, sampler, samples, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    return Evaluation(tuple(problems), texts, greedy=samples == 0)
 
 
-def _chat(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:
-    return [prompt_ids(policy.tokenizer, p) for p in prompts]
-
-
-async def _ask(policy: Policy, ids: list[list[int]], group_size: int, params: SamplingParams, sampler: Sampler | None):
+async def _ask(policy: Policy, ids: list[list[int]], sampler: Sampler | None, samples: int, **options):
+    """The completions of each prompt, one greedy one or `samples`: their texts, and their groups."""
     if not ids:
         raise ValueError("there are no questions to evaluate")
     if sampler is not None and getattr(sampler, "policy", policy) is not policy:
         raise ValueError(f"the sampler is of {sampler.policy!r}, not of the {policy!r} to evaluate: pass a Sampler of that one")
+    group_size, params = samples or 1, SamplingParams(greedy=samples == 0, **options)
     if sampler is not None:
-        return await sampler.sample(ids, group_size=group_size, params=params)
-    rollouts: list[list] = [[None] * group_size for _ in ids]
-    async with Sampler(policy) as own:
-        with progress(len(ids) * group_size) as bar:
-            async for question, sample, rollout in own.stream(ids, group_size=group_size, params=params):
-                rollouts[question][sample] = rollout
-                bar.update()
-    return [Group(tuple(of)) for of in rollouts]
+        groups = await sampler.sample(ids, group_size=group_size, params=params)
+    else:
+        rollouts: list[list] = [[None] * group_size for _ in ids]
+        async with Sampler(policy) as own:
+            with progress(len(ids) * group_size) as bar:
+                async for question, sample, rollout in own.stream(ids, group_size=group_size, params=params):
+                    rollouts[question][sample] = rollout
+                    bar.update()
+        groups = [Group(tuple(of)) for of in rollouts]
+    return tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups), groups
 
 
 def progress(completions: int) -> tqdm:
@@ -176,10 +176,6 @@ def progress(completions: int) -> tqdm:
     shell = get_ipython()
     watched = sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
     return tqdm(total=completions, desc="evaluating", unit=" completions", delay=WAIT, leave=False, disable=not watched)
-
-
-def _texts(policy: Policy, groups: Sequence[Group]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups)
 
 
 def rate_interval(rates: Sequence[float], greedy: bool) -> Interval:
@@ -256,14 +252,8 @@ async def evaluate_checks(
     max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
 ) -> Checked:
     """Ask each prompt (text or messages), once greedily or `samples` times, and apply its `check(text, rollout)`."""
-    params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
-    prompts = tuple(prompt for prompt, _ in cases)
-    groups = await _ask(policy, _chat(policy, prompts), samples or 1, params, sampler)
-    texts = _texts(policy, groups)
-    passed = tuple(
-        tuple(bool(check(t, r)) for t, r in zip(written, group)) for (_, check), written, group in zip(cases, texts, groups)
-    )
-    return Checked(prompts, texts, passed, greedy=samples == 0)
+    options = dict(samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    return await _checked(policy, cases, [prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases], sampler, **options)
 
 
 async def evaluate_plain(
@@ -272,12 +262,20 @@ async def evaluate_plain(
 ) -> Checked:
     """The same questions as plain text to be continued, `28 + 47 =`, without chat and box: what a base model knows in its
     own form. Right is a continuation whose first line is the number and nothing else."""
-    params = SamplingParams(temperature=temperature, greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
-    prompts = tuple(f"{p.a} {p.op} {p.b} =" for p in problems)
-    ids = [policy.tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    texts = _texts(policy, await _ask(policy, ids, samples or 1, params, sampler))
-    passed = tuple(tuple(t.split("\n")[0].strip() == str(p.answer) for t in written) for p, written in zip(problems, texts))
-    return Checked(prompts, texts, passed, greedy=samples == 0)
+    def says(answer: int) -> Check:
+        return lambda text, rollout: text.split("\n")[0].strip() == str(answer)
+
+    cases = [(f"{p.a} {p.op} {p.b} =", says(p.answer)) for p in problems]
+    ids = [policy.tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in cases]
+    options = dict(samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    return await _checked(policy, cases, ids, sampler, **options)
+
+
+async def _checked(policy: Policy, cases: Sequence[tuple[Prompt, Check]], ids, sampler, samples: int, **options) -> Checked:
+    texts, groups = await _ask(policy, ids, sampler, samples, **options)
+    passed = tuple(tuple(bool(check(t, r)) for t, r in zip(written, group))
+                   for (_, check), written, group in zip(cases, texts, groups))
+    return Checked(tuple(prompt for prompt, _ in cases), texts, passed, greedy=samples == 0)
 
 
 # --- the fixed prompts ------------------------------------------------------------------------------------------------
@@ -345,13 +343,12 @@ async def evaluate_fixed(
 ) -> Suite:
     """Answer the fixed prompts greedily and judge stop token, corruption, format and arithmetic."""
     prompts = tuple(fixed_prompts() if prompts is None else prompts)
-    params = SamplingParams(greedy=True, max_new_tokens=max_new_tokens)
-    groups = await _ask(policy, _chat(policy, [p.prompt for p in prompts]), 1, params, sampler)
-    texts, passed = [policy.decode(g[0].tokens) for g in groups], {}
-    for p, text, group in zip(prompts, texts, groups):
+    ids, passed = [prompt_ids(policy.tokenizer, p.prompt) for p in prompts], {}
+    texts, groups = await _ask(policy, ids, sampler, 0, max_new_tokens=max_new_tokens)
+    for p, (text,), (rollout,) in zip(prompts, texts, groups):
         for name, check in p.checks.items():
-            passed.setdefault(name, []).append(bool(check(text, group[0])))
-    return Suite(prompts, tuple(texts), passed)
+            passed.setdefault(name, []).append(bool(check(text, rollout)))
+    return Suite(prompts, tuple(text for text, in texts), passed)
 
 
 async def fixed_rates(policy: Policy) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-CUT = frozenset({"length", "context", "budget", "cancelled"})  # finish reasons of what the policy did not end itself
+CUT = frozenset({"length", "context", "cancelled"})  # finish reasons of what the policy did not end itself
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def collate(rollouts: Sequence[Rollout], advantages: torch.Tensor) -> Batch:
     """Rollouts and their advantages (N,) -> Batch; old_logps are the sampler's."""
     if not rollouts:
         raise ValueError("cannot collate an empty list of rollouts")
-    mask = in_columns([r.mask for r in rollouts])
-    return Batch(mask, in_columns([r.logps for r in rollouts]), advantages.float())
+    mask = padded([r.mask for r in rollouts])
+    return Batch(mask, padded([r.logps for r in rollouts]), advantages.float())
 
 
-def in_columns(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     """N lists of a number a token -> (N, T) in fp32, padded at the right with 0; T is at least 1."""
     table = torch.zeros(len(rows), max([1, *map(len, rows)]))
     for line, row in zip(table, rows):

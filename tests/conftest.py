@@ -1,4 +1,6 @@
+import asyncio
 import copy
+import inspect
 
 import pytest
 import torch
@@ -16,3 +18,20 @@ def _tiny() -> Policy:
 def tiny(_tiny) -> Policy:
     """The embedded model, a copy of its own for each test."""
     return Policy(copy.deepcopy(_tiny.model), _tiny.tokenizer, _tiny.name, _tiny.eos_ids)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """An `async def` test runs on a loop of its own, for a minute at most, and leaves no task behind."""
+    async def main():
+        await asyncio.wait_for(pyfuncitem.obj(**arguments), 60)
+        for _ in range(200):
+            if len(asyncio.all_tasks()) == 1:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"tasks are left: {asyncio.all_tasks() - {asyncio.current_task()}}")
+
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        asyncio.run(main())
+        return True

@@ -32,7 +32,7 @@ from grpolab.train.multiturn import multi_turn_grpo
 from grpolab.train.preferences import load_preferences
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_model
 from grpolab.train.sft import SFTConfig, demonstrations, sft
-from grpolab.train.sources import Drawn
+from grpolab.train.sources import StepGroups
 
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
 TIMES = {"seconds", "tokens_per_s", "pairs_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s",
@@ -256,7 +256,7 @@ def refusals(folder):
 
     async def own_groups(step):
         groups = await sampler.sample([[1, 2, 3]] * 2, group_size=4, params=SamplingParams(seed=rank, max_new_tokens=4))
-        return Drawn([g.with_rewards([0.0, 1.0, 0.0, 1.0]) for g in groups])
+        return StepGroups([g.with_rewards([0.0, 1.0, 0.0, 1.0]) for g in groups])
 
     async def elsewhere():
         distributed.exchange(["the one", "the other"][rank])

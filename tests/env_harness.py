@@ -237,6 +237,7 @@ async def proxy(target: str, plan=lambda n: 0.0):
     try:
         yield p
     finally:
+        p.frozen = False
         p.cut()
         listener.close()
         await asyncio.sleep(0)

@@ -66,8 +66,8 @@ def double(number):
 
 
 class AsyncOdd(Base):
-    """{"exit": 3}: sys.exit; {"background": 3}: the same in a task of its own; {"block": s}: time.sleep on its loop;
-    {"wait": s}; {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
+    """{"exit": 3}: sys.exit; {"block": s}: time.sleep on its loop; {"wait": s};
+    {"deaf": s}: swallows cancellation for that long; {"cancelled": true}: raises CancelledError by itself."""
 
     deaf_in_close = 0.0
 
@@ -84,9 +84,6 @@ class AsyncOdd(Base):
     async def step(self, action):
         if "exit" in action:
             sys.exit(action["exit"])
-        if "background" in action:
-            asyncio.get_running_loop().call_soon(sys.exit, action["background"])
-            await asyncio.sleep(60)
         if "block" in action:
             time.sleep(action["block"])
         if "cancelled" in action:
@@ -115,13 +112,6 @@ async def deaf(seconds):
             pass
 
 
-class SaysAwaitable(Base):
-    """An awaitable from a method that is no `async def`."""
-
-    def step(self, action):
-        return asyncio.sleep(0)
-
-
 class Returns(Base):
     """Returns what its action names, from a list of things that are no results."""
 
@@ -131,7 +121,8 @@ class Returns(Base):
         "list reward": lambda: StepResult({}, [1.0]), "text done": lambda: StepResult({}, 0.0, "False"),
         "text observation": lambda: StepResult("seen"), "set": lambda: StepResult({"a": {1, 2}}),
         "nan inside": lambda: StepResult({"a": [float("nan")]}), "bytes": lambda: StepResult({"a": b"x"}),
-        "metadata": lambda: StepResult({}, metadata=[1]), "none": lambda: None, "dict": lambda: {"observation": {}},
+        "metadata": lambda: StepResult({}, metadata=[1]), "none": lambda: None,
+        "awaitable": lambda: asyncio.sleep(0), "dict": lambda: {"observation": {}},
     }
 
     def step(self, action):
@@ -143,34 +134,3 @@ class Returns(Base):
 
 def not_an_environment():
     return object()
-
-
-def store_backend(index):
-    from test_backends import store
-
-    return store(index)
-
-
-def broken_backend(index):
-    raise KeyError("no backend")
-
-
-def not_a_backend(index):
-    return object()
-
-
-class LameBackend:
-    def __init__(self, index):
-        pass
-
-    def start(self):
-        raise OSError("lame")
-
-    def healthy(self):
-        return True
-
-    def scrub(self):
-        return True
-
-    def stop(self):
-        pass

@@ -1,16 +1,17 @@
 """Agents that talk to a served policy, as a source of groups: what is trained is what was sampled for them, nothing else."""
 
 import asyncio
+import copy
 import time
 import warnings
 from contextlib import asynccontextmanager
 
 import pytest
-import torch
 from openai import AsyncOpenAI
 
 from grpolab.arithmetic import generate
 from grpolab.decode.audit import audit
+from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
 from grpolab.serve.agents import AgentRun, agent_grpo, as_groups, run_agent
@@ -66,8 +67,6 @@ def test_an_agent_learns(tiny):
 
 
 def test_the_same_seed_trains_the_same(tiny):
-    import copy
-
     again = copy.deepcopy(tiny.model)
     a = rows_of(tiny, ones)
     tiny.model, tiny.version = again, 0
@@ -104,10 +103,13 @@ def test_a_run_that_rewrites_history_counts_once(tiny):
 
     runs = [AgentRun((rollout([3], 1.0), rollout([4, 5], 1.0), rollout([6], 1.0)), 1.0), AgentRun((rollout([7], 0.0),), 0.0),
             AgentRun((), None, KeyError("boom")), AgentRun((rollout([8], None),), None), AgentRun((), 1.0)]
-    (group,), (seen,), weights, (record,) = as_groups(["t"], [runs], "centred")
-    assert weights.tolist() == [[0.5, 0.5, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]]
-    assert [r.tokens for r in group if r.tokens] == [(3,), (4, 5), (6,), (7,)]
-    assert [r.reward for r in seen] == [1.0, 0.0, None, None, None]
+    group, abstained = as_groups("tus", [runs, [runs[3]] * 5, [runs[4]] * 5], "centred")  # in u none asked
+    assert group.trained and not abstained.trained and list(abstained.advantages) == [0.0] * 5
+    rollouts, weights = zip(*group.padded(3))
+    assert weights == (0.5, 0.5, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert [r.tokens for r in rollouts if r.tokens] == [(3,), (4, 5), (6,), (7,)]
+    assert [r.reward for r in group.last_rollouts()] == [1.0, 0.0, None, None, None]
+    record = group.recorded()
     assert record.absent == (False, False, False, False, True) and record.parts["run"] == [0, 0, 0, 1, 3]
     assert record.advantages == (0.5, 0.5, 0.5, -0.5, 0.0)
 
@@ -250,7 +252,7 @@ def test_an_interrupted_step_leaves_nothing_behind(tiny):
                 await task
             assert len(service.sessions) == 0
             async with asyncio.timeout(10):
-                while service.open:
+                while service.jobs:
                     await asyncio.sleep(0.01)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -261,17 +263,10 @@ def test_an_interrupted_step_leaves_nothing_behind(tiny):
 
 
 def test_a_service_of_another_policy(tiny):
-    import copy
-
     async def main():
-        other = copy.deepcopy(tiny.model)
-        async with one_client(), serve_policy(tiny) as service:
-            from grpolab.models.load import Policy
-
-            stranger = Policy(other, tiny.tokenizer, "tiny", tiny.eos_ids)
-            async for _ in agent_grpo(stranger, None, ROWS, config(), ones, service=service):
-                pass
+        async with serve_policy(tiny) as service:
+            stranger = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "tiny", tiny.eos_ids)
+            await anext(agent_grpo(stranger, None, ROWS, config(), ones, service=service))
 
     with pytest.raises(ValueError, match="another policy object"):
         asyncio.run(main())
-    assert torch.isfinite(next(tiny.model.parameters())).all()

@@ -1,13 +1,11 @@
-import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from env_harness import ROOT, EchoEnv, alive, eventually, wait_for
+from env_harness import EchoEnv, alive, eventually, wait_for
 
 from grpolab.env.backends import BackendError, BackendPool, ProcessBackend
 from grpolab.env.client import EnvSession
@@ -173,29 +171,6 @@ def test_many_threads_share_the_pool():
         assert faults == [] and pool.status()["free"] == 4
 
 
-OWNER = """
-import sys, time
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from test_backends import BackendPool, pid, store
-pool = BackendPool(store, 3)
-pool.start()
-leases = [pool.acquire() for _ in range(2)]
-print(*[b.address.split()[0] for b in pool._backends], *[b.pid for b in pool._backends], flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_backend_outlives_its_owner(number):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(root=str(ROOT))], stdout=subprocess.PIPE, text=True)
-    pids = [int(word) for word in owner.stdout.readline().split()]
-    assert len(pids) == 6 and all(alive(p) for p in pids)
-    owner.send_signal(number)
-    owner.wait()
-    wait_for(lambda: not any(alive(p) for p in pids), 2, "every backend and its guard is gone")
-    owner.stdout.close()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_no_backend_outlives_its_guard():
     backend = store()
@@ -225,55 +200,46 @@ class StoreEnv(EchoEnv):
         return self._result({"answer": answer, "pid": int(self.resource.split()[0])}, 1.0)
 
 
-def test_sessions_lease_a_backend_for_their_life():
-    async def main():
-        EchoEnv.close_seconds = 0.0
-        async with serve(StoreEnv, max_sessions=2, backends=BackendPool(store, 2)) as server:
-            async with EnvSession(server.url) as a, EnvSession(server.url) as b:
-                await a.step({"text": "SET mine"})
-                assert (await b.step({"text": "GET"})).observation["answer"] == "-"
-                assert (await a.step({"text": "GET"})).observation["answer"] == "mine"
-                assert server.status()["backends"]["leased"] == 2
-                assert sorted(s["backend"] for s in server.status()["session_list"]) == ["backend-0.1", "backend-1.1"]
-            assert server.status()["backends"] == {"size": 2, "free": 2, "leased": 0, "generations": [1, 1]}
-            for _ in range(30):  # at once after close, and clean, each time
-                async with EnvSession(server.url) as c:
-                    assert (await c.step({"text": "GET"})).observation["answer"] == "-"
-                    await c.step({"text": "SET dirty"})
-        with pytest.raises(ValueError, match="1 backends for max_sessions=2"):
-            async with serve(StoreEnv, max_sessions=2, backends=BackendPool(store, 1)):
-                pass
-
-    asyncio.run(main())
+async def test_sessions_lease_a_backend_for_their_life():
+    EchoEnv.close_seconds = 0.0
+    async with serve(StoreEnv, max_sessions=2, backends=BackendPool(store, 2)) as server:
+        async with EnvSession(server.url) as a, EnvSession(server.url) as b:
+            await a.step({"text": "SET mine"})
+            assert (await b.step({"text": "GET"})).observation["answer"] == "-"
+            assert (await a.step({"text": "GET"})).observation["answer"] == "mine"
+            assert server.status()["backends"]["leased"] == 2
+            assert sorted(s["backend"] for s in server.status()["session_list"]) == ["backend-0.1", "backend-1.1"]
+        assert server.status()["backends"] == {"size": 2, "free": 2, "leased": 0, "generations": [1, 1]}
+        for _ in range(30):  # at once after close, and clean, each time
+            async with EnvSession(server.url) as c:
+                assert (await c.step({"text": "GET"})).observation["answer"] == "-"
+                await c.step({"text": "SET dirty"})
+    with pytest.raises(ValueError, match="1 backends for max_sessions=2"):
+        async with serve(StoreEnv, max_sessions=2, backends=BackendPool(store, 1)):
+            pass
 
 
-def test_a_hung_step_gets_its_backend_killed_which_frees_the_thread():
-    async def main():
-        async with serve(StoreEnv, max_sessions=1, backends=BackendPool(store, 1), step_timeout=0.2) as server:
-            async with EnvSession(server.url) as session:
-                before = (await session.step({"text": "GET"})).observation["pid"]
-                with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
-                    await session.step({"text": "HANG"})
-            await eventually(lambda: server.status()["sessions"] == 0, 3, "the slot is free")
-            assert server.status()["abandoned"] == 0 and not alive(before)
-            async with EnvSession(server.url) as session:
-                again = (await session.step({"text": "GET"})).observation
-                assert again["pid"] != before and again["answer"] == "-"
-            assert server.status()["backends"]["generations"] == [2]
-
-    asyncio.run(main())
+async def test_a_hung_step_gets_its_backend_killed_which_frees_the_thread():
+    async with serve(StoreEnv, max_sessions=1, backends=BackendPool(store, 1), step_timeout=0.2) as server:
+        async with EnvSession(server.url) as session:
+            before = (await session.step({"text": "GET"})).observation["pid"]
+            with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
+                await session.step({"text": "HANG"})
+        await eventually(lambda: server.status()["sessions"] == 0, 3, "the slot is free")
+        assert server.status()["abandoned"] == 0 and not alive(before)
+        async with EnvSession(server.url) as session:
+            again = (await session.step({"text": "GET"})).observation
+            assert again["pid"] != before and again["answer"] == "-"
+        assert server.status()["backends"]["generations"] == [2]
 
 
-def test_an_environment_that_does_not_close_in_order_poisons_its_backend():
+async def test_an_environment_that_does_not_close_in_order_poisons_its_backend():
     class Breaks(StoreEnv):
         def close(self):
             super().close()
             raise OSError("left a mess")
 
-    async def main():
-        async with serve(Breaks, max_sessions=1, backends=BackendPool(store, 1)) as server:
-            for generation in (1, 2, 3):
-                async with EnvSession(server.url):
-                    assert server.status()["backends"]["generations"] == [generation]
-
-    asyncio.run(main())
+    async with serve(Breaks, max_sessions=1, backends=BackendPool(store, 1)) as server:
+        for generation in (1, 2, 3):
+            async with EnvSession(server.url):
+                assert server.status()["backends"]["generations"] == [generation]

@@ -183,7 +183,7 @@ def test_gradients_and_metrics_add_also_where_a_rank_has_none(faults):
 
 def test_a_single_process_is_left_alone(monkeypatch):
     items, metrics = [1, 2, 3], {"loss": 1.0}
-    assert distributed.mine(items) is items and distributed.add_up(None, metrics, "") is metrics
+    assert distributed.shard(items) is items and distributed.add_up(None, metrics, "") is metrics
     assert distributed.exchange("", items) == [items]
     assert distributed.first() and not torch.distributed.is_initialized()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():

@@ -5,12 +5,13 @@ import logging
 import pytest
 import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
+from test_families import STRAIGHT, make
 from test_losses import token_logps
 from transformers import AutoModelForCausalLM
 from transformers import models as families
 
 from grpolab.decode import verify
-from grpolab.decode.audit import audit, recompute
+from grpolab.decode.audit import audit
 from grpolab.decode.engines import attention
 from grpolab.decode.engines.hf import HFEngine
 from grpolab.decode.engines.llama import LlamaEngine
@@ -19,52 +20,14 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.decode.verify import choose_engine
 from grpolab.models.load import attention_of
 
-SHAPE = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-             vocab_size=100, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-             initializer_range=0.2)
-LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=64, rope_theta=1e4)
-FAMILIES = {  # name -> (config, the engine that auto takes)
-    "llama": (lambda: families.llama.LlamaConfig(**SHAPE), "llama"),
-    "llama3 rope": (lambda: families.llama.LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE), "llama"),
-    "llama with biases": (lambda: families.llama.LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True), "llama"),
-    "qwen2": (lambda: families.qwen2.Qwen2Config(**SHAPE), "llama"),
-    "qwen3": (lambda: families.qwen3.Qwen3Config(**SHAPE, head_dim=32), "llama"),
-    "mistral": (lambda: families.mistral.MistralConfig(**SHAPE, sliding_window=None), "llama"),
-    "sliding mistral": (lambda: families.mistral.MistralConfig(**SHAPE, sliding_window=8), "hf"),
-    "gemma2": (lambda: families.gemma2.Gemma2Config(**SHAPE, head_dim=16, sliding_window=8), "hf"),
-    "gpt2": (lambda: families.gpt2.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=256,
-                                              bos_token_id=1, eos_token_id=2, initializer_range=0.2), "hf"),
-}
-
-
-def policy_of(name, dtype=torch.float32):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[name][0]())
-    for parameter_name, p in model.named_parameters():  # biases and norms away from 0 and 1, so that they matter
-        if p.ndim == 1:
-            torch.nn.init.normal_(p, 1.0 if "norm" in parameter_name or "ln" in parameter_name else 0.0, 0.2)
-    return tiny_policy(model=model, dtype=dtype)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_decodes_as_its_own_forward(name):
-    policy = policy_of(name)
-    with Sampler(policy, slots=6) as sampler:
-        assert sampler.engine.name == FAMILIES[name][1]
-        prompts = ragged_prompts(5)
-        greedy = sampler.sample_sync(prompts, group_size=2, params=SamplingParams(greedy=True, max_new_tokens=24))
-        sampled = sampler.sample_sync(prompts, group_size=2, params=SamplingParams(max_new_tokens=24, seed=0))
-    assert [g[1].tokens for g in greedy] == [recompute(policy, p, 24) for p in prompts]
-    assert audit(policy, flat(sampled)).max_error <= 1e-4
-
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("qwen3", torch.bfloat16),
                                              ("gemma2", torch.bfloat16), ("llama", torch.float16)])
 def test_low_precision_is_within_rounding_by_teacher_forcing(name, dtype):
-    policy = policy_of(name, dtype)
+    policy = make(name)
+    policy.model.to(dtype)
     with Sampler(policy, slots=6) as sampler:
-        assert sampler.engine.name == FAMILIES[name][1]
+        assert (sampler.engine.name == "llama") == (name in STRAIGHT)
         groups = sampler.sample_sync(ragged_prompts(8), params=SamplingParams(greedy=True, max_new_tokens=32))
     found = audit(policy, flat(groups))
     assert found.worst_ulps <= 8 and found.disagreements < 0.1 * found.tokens  # at this size; SmolLM2 is held to 2
@@ -97,14 +60,14 @@ def test_an_hf_engine_that_is_wrong_is_refused(monkeypatch):
     true = attention.mask_bias
     monkeypatch.setattr(attention, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))
     with pytest.raises(ValueError, match="cached step is not its own forward"):
-        choose_engine(policy_of("gpt2").model)
+        choose_engine(make("gpt2").model)
 
 
 def test_an_unknown_engine_is_named():
     with pytest.raises(ValueError, match="'fast'"):
         choose_engine(tiny_policy().model, "fast")
     with pytest.raises(ValueError, match="gpt2"):
-        choose_engine(policy_of("gpt2").model, "llama")
+        choose_engine(make("gpt2").model, "llama")
 
 
 def trainer_logps(policy, rollouts):

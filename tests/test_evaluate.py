@@ -174,35 +174,23 @@ def test_the_embedded_model_knows_more_than_half_in_its_own_form_and_repeats_wha
     assert 0.5 < known.rate.value < 0.95
 
 
-def test_a_difference_of_rates_is_told_in_points():
-    assert Interval(0.075, 0.05, 0.1).points == "+7.5 points [+5.0, +10.0]"
-
-
 @pytest.mark.parametrize(("low", "high", "verdict"), [(0.01, 0.2, "ahead"), (-0.2, -0.01, "behind"),
                                                       (-0.01, 0.2, "no difference seen"), (0.0, 0.2, "no difference seen")])
 def test_a_difference_has_a_verdict_only_where_its_interval_lies_on_one_side(low, high, verdict):
     assert Interval((low + high) / 2, low, high).verdict == verdict
+    assert Interval(0.075, 0.05, 0.1).points == "+7.5 points [+5.0, +10.0]"
 
 
-def test_stop_token():
-    assert stops("3", ENDED) and not stops("3", CUT) and not stops(" \n", ENDED)
+CHECKS = [
+    (stops, "3", True), (stops, " \n", False),
+    *((intact, text, False) for text in ("What\ufffd", "a\x00b", "7 - 7? " * 4, "abc" * 4, "-" * 12)),
+    *((intact, text, True) for text in ("1 + 1 = \\boxed{2}.", "ha ha ha", "one\ntwo\n\nthree", "1111111", "", "é ü 日本")),
+    (formatted, "= \\boxed{2}.", True), *((formatted, text, False) for text in ("2", "\\boxed{a}", "\\boxed{1} \\boxed{2}"))]
 
 
-@pytest.mark.parametrize("text", ["What\ufffd", "a\x00b", "7 - 7? 7 - 7? 7 - 7? 7 - 7? ", "abcabcabcabc", "-" * 12])
-def test_corruption_is_seen(text):
-    assert not intact(text, ENDED)
-
-
-@pytest.mark.parametrize("text", ["1 + 1 = \\boxed{2}.", "ha ha ha", "one\ntwo\n\nthree", "1111111", "", "é ü 日本"])
-def test_sound_texts_are_intact(text):
-    assert intact(text, ENDED)
-
-
-@pytest.mark.parametrize(
-    ("text", "ok"), [("= \\boxed{2}.", True), ("2", False), ("\\boxed{a}", False), ("\\boxed{1} \\boxed{2}", False)]
-)
-def test_format_is_one_box(text, ok):
-    assert formatted(text, ENDED) == ok
+@pytest.mark.parametrize(("check", "text", "passes"), CHECKS)
+def test_stop_token_corruption_and_format(check, text, passes):
+    assert check(text, ENDED) == passes and not stops(text, CUT)
 
 
 def test_the_shipped_prompts_are_sound():
@@ -227,11 +215,6 @@ def test_the_suite_judges_each_prompt_by_its_checks(tiny):
     assert list(table["prompts"]) == [3, 3, 2, 2]
     with pytest.raises(ValueError, match="different prompts"):
         suite_table(a=good, b=run_sync(evaluate_fixed(tiny, prompts[:1], sampler=Parrot(tiny, "x"))))
-
-
-def test_the_suite_runs_on_the_embedded_model(tiny):
-    suite = run_sync(evaluate_fixed(tiny, max_new_tokens=12))
-    assert len(suite.texts) == len(fixed_prompts()) and suite.rate("arithmetic").value == 0
 
 
 BROKEN = ["{", '{"answer": 3}', '{"prompt": 3}', '{"prompt": "a", "answer": "b"}', '{"prompt": "a", "x": 1}']

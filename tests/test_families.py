@@ -34,6 +34,8 @@ FAMILIES = {
     "llama dynamic": ("llama", dict(PLAIN, rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4))),
     "llama longrope": ("llama", dict(PLAIN, rope_parameters=LONG)),
     "qwen2 windows": ("qwen2", dict(WINDOW, use_sliding_window=True, max_window_layers=1)),
+    "llama with biases": ("llama", dict(PLAIN, attention_bias=True, mlp_bias=True)), "qwen2": ("qwen2", PLAIN),
+    "mistral": ("mistral", dict(PLAIN, sliding_window=None)),
     "qwen3": ("qwen3", dict(PLAIN, **HEAD)), "mistral window": ("mistral", WINDOW),
     "mixtral window": ("mixtral", dict(WINDOW, **EXPERTS)),
     "phi": ("phi", PLAIN), "phi3 window": ("phi3", WINDOW),
@@ -57,6 +59,7 @@ FAMILIES = {
         d_model=32, num_layers=3, attention_heads=4, ffn_dim=48, max_position_embeddings=250, init_std=0.2, **IDS)),
     "modernbert decoder": ("modernbert-decoder", dict(PLAIN, local_attention=24)),
 }
+STRAIGHT = {"llama", "llama yarn", "llama llama3", "llama with biases", "qwen2", "qwen3", "mistral"}  # by the llama engine
 SHIFTED, TO_64 = {"gpt_neo", "gpt_neo window 64"}, {"llama longrope", "phi3 longrope", "phimoe longrope"}
 
 
@@ -76,6 +79,7 @@ def test_greedy_rollouts_past_every_window_are_recomputed(name):
     with Sampler(policy, slots=4) as sampler:
         prompts = ragged_prompts(2, 12, 40)
         rollouts = flat(sampler.sample_sync(prompts, params=SamplingParams(greedy=True, max_new_tokens=150)))
+        assert (sampler.engine.name == "llama") == (name in STRAIGHT)
         assert getattr(sampler.engine, "shifted", False) == (name in SHIFTED)
         reached = 64 if name in TO_64 else len(prompts[0]) + 150
     found = audit(policy, rollouts)

@@ -90,7 +90,7 @@ async def played(policy, env, tasks, limits=None, size=2, temperature=1.0, actio
                                   params=SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens))
 
 
-class Drawn(CalculatorEnv):
+class StepGroups(CalculatorEnv):
     """Takes its question from the seed alone."""
 
     def reset(self, seed=None):
@@ -125,7 +125,7 @@ def saying(text):
 
 
 def test_the_rollouts_of_a_group_get_one_question_of_an_environment_that_draws_it_from_the_seed(caller, trained):
-    run(train(caller, Drawn, config=replace(CONFIG, steps=2)))
+    run(train(caller, StepGroups, config=replace(CONFIG, steps=2)))
     questions = [{r.prompt for r in group} for step in trained for group in step]
     assert [len(q) for q in questions] == [1] * 6 and len(set.union(*questions)) == 6  # the groups', and the steps', differ
     drawn = [[r.tokens for r in group] for step in trained for group in step]
@@ -147,8 +147,8 @@ def test_the_run_makes_the_questions_and_the_draws(caller, trained):
         rollouts = [r for group in trained.pop() for r in group]
         return [r.prompt for r in rollouts], [r.tokens for r in rollouts]
 
-    first = again(Drawn, PROBLEMS, 0)
-    assert first == again(Drawn, PROBLEMS, 0) and set(first[0]).isdisjoint(again(Drawn, PROBLEMS, 1)[0])
+    first = again(StepGroups, PROBLEMS, 0)
+    assert first == again(StepGroups, PROBLEMS, 0) and set(first[0]).isdisjoint(again(StepGroups, PROBLEMS, 1)[0])
     same, other = (again(CalculatorEnv, PROBLEMS[:1], seed) for seed in (0, 1))
     assert same[0] == other[0] and same[1] != other[1]  # one question, other draws
 
@@ -179,7 +179,7 @@ def test_a_turn_that_fills_the_context_is_cut_and_not_said(tiny):
     assert len(episode.rollout.prompt) + len(episode.rollout.tokens) == 512
 
 
-@pytest.mark.parametrize("reason", ["length", "context", "budget", "cancelled"])
+@pytest.mark.parametrize("reason", ["length", "context", "cancelled"])
 def test_a_turn_that_the_policy_did_not_end_is_heard_by_nobody(caller, reason, monkeypatch):
     honest = Conversation.sample
 

@@ -60,67 +60,58 @@ def their_server(python):
     process.wait()
 
 
-def test_our_client_with_their_server(their_server):
+async def test_our_client_with_their_server(their_server):
     _, url = their_server
 
-    async def episode():
-        async with EnvSession(url) as session, EnvSession(url) as other:
-            assert await session.state() == {"episode_id": None, "step_count": 0}
-            first = await session.reset(seed=7, episode_id="ep1", task={"id": 3})
-            assert (first.observation["seed"], first.reward, first.done) == (7, None, False)
-            result = await session.step({"text": "hello"})
-            assert (result.observation["echo"], result.observation["turn"], result.reward) == ("hello", 1, 5.0)
-            assert "metadata" not in result.observation
-            assert (await session.state())["step_count"] == 1
-            with pytest.raises(ServerError) as caught:
-                await session.step({"zzz": 1})
-            assert caught.value.code == "VALIDATION_ERROR" and caught.value.errors[0]["loc"] == ["zzz"]
-            with pytest.raises(ServerError, match="boom: x") as caught:
-                await session.step({"boom": "boom: x"})
-            assert caught.value.code == "EXECUTION_ERROR"
-            assert (await session.step({"text": "on"})).observation["turn"] == 3
-            assert (await other.reset()).observation["env"] != first.observation["env"]
-            with pytest.raises(CapacityError) as caught:  # behind a handshake that succeeded
-                await EnvSession(url).connect()
-            assert (caught.value.active, caught.value.max_sessions) == (2, 2)
-
-    run(episode())
+    async with EnvSession(url) as session, EnvSession(url) as other:
+        assert await session.state() == {"episode_id": None, "step_count": 0}
+        first = await session.reset(seed=7, episode_id="ep1", task={"id": 3})
+        assert (first.observation["seed"], first.reward, first.done) == (7, None, False)
+        result = await session.step({"text": "hello"})
+        assert (result.observation["echo"], result.observation["turn"], result.reward) == ("hello", 1, 5.0)
+        assert "metadata" not in result.observation
+        assert (await session.state())["step_count"] == 1
+        with pytest.raises(ServerError) as caught:
+            await session.step({"zzz": 1})
+        assert caught.value.code == "VALIDATION_ERROR" and "zzz" in str(caught.value)
+        with pytest.raises(ServerError, match="boom: x") as caught:
+            await session.step({"boom": "boom: x"})
+        assert caught.value.code == "EXECUTION_ERROR"
+        assert (await session.step({"text": "on"})).observation["turn"] == 3
+        assert (await other.reset()).observation["env"] != first.observation["env"]
+        with pytest.raises(CapacityError) as caught:  # behind a handshake that succeeded
+            await EnvSession(url).connect()
+        assert (caught.value.active, caught.value.max_sessions) == (2, 2)
 
 
-def test_our_pool_is_all_or_nothing_on_their_server(their_server):
+async def test_our_pool_is_all_or_nothing_on_their_server(their_server):
     _, url = their_server
 
-    async def main():
-        for _ in range(5):
-            with pytest.raises(CapacityError):
-                await GrpoPool(url, size=3).connect()
-        async with GrpoPool(url, size=2, queue=5) as pool:  # nothing was leaked
+    for _ in range(5):
+        with pytest.raises(CapacityError):
+            await GrpoPool(url, size=3).connect()
+    async with GrpoPool(url, size=2, queue=5) as pool:  # nothing was leaked
+        await pool.reset_group()
+        assert await pool.run_group(lambda slot: slot.step({"text": "abc"})) is not None
+    for _ in range(10):  # close waits for the server, so the slots are free at once
+        async with GrpoPool(url, size=2) as pool:
             await pool.reset_group()
-            assert await pool.run_group(lambda slot: slot.step({"text": "abc"})) is not None
-        for _ in range(10):  # close waits for the server, so the slots are free at once
-            async with GrpoPool(url, size=2) as pool:
-                await pool.reset_group()
-
-    run(main())
 
 
-def test_no_stale_reply_from_their_server(their_server):
+async def test_no_stale_reply_from_their_server(their_server):
     _, url = their_server
 
-    async def main():
-        async with GrpoPool(url, size=1, deadlines=Deadlines(step=1)) as pool:
-            before = (await pool.reset_group())[0].observation
-            with pytest.raises(DeadlineExceeded):
-                await pool.run_group_step([{"text": "AAAA", "sleep": 1.5}])
-            with pytest.raises(SessionLost):
-                await pool.run_group_step([{"text": "BBBB"}])
-            after = (await pool.reset_group())[0].observation
-            assert after["env"] != before["env"]
-            for i in range(20):
-                result, = await pool.run_group_step([{"text": f"C{i}"}])
-                assert (result.observation["echo"], result.observation["turn"]) == (f"C{i}", i + 1)
-
-    run(main())
+    async with GrpoPool(url, size=1, deadlines=Deadlines(step=1)) as pool:
+        before = (await pool.reset_group())[0].observation
+        with pytest.raises(DeadlineExceeded):
+            await pool.run_group_step([{"text": "AAAA", "sleep": 1.5}])
+        with pytest.raises(SessionLost):
+            await pool.run_group_step([{"text": "BBBB"}])
+        after = (await pool.reset_group())[0].observation
+        assert after["env"] != before["env"]
+        for i in range(20):
+            result, = await pool.run_group_step([{"text": f"C{i}"}])
+            assert (result.observation["echo"], result.observation["turn"]) == (f"C{i}", i + 1)
 
 
 def test_their_client_with_our_server(python):
@@ -151,14 +142,11 @@ def test_their_client_may_reopen_at_once_on_one_slot(python, isolate, times):
         assert status(url)["opened"] == times
 
 
-def test_at_last_their_server_dies(their_server):
+async def test_at_last_their_server_dies(their_server):
     process, url = their_server
 
-    async def main():
-        async with GrpoPool(url, size=2) as pool:
-            await pool.reset_group()
-            process.kill()
-            with pytest.raises(SessionLost):
-                await pool.run_group_step([{}] * 2)
-
-    run(main())
+    async with GrpoPool(url, size=2) as pool:
+        await pool.reset_group()
+        process.kill()
+        with pytest.raises(SessionLost):
+            await pool.run_group_step([{}] * 2)

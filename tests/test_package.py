@@ -84,6 +84,11 @@ def test_the_source_distribution_makes_the_same_wheel(source, wheel, tmp_path):
     assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
 
 
+def test_uv_takes_the_torch_that_pip_locks():
+    (constraint,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
+    assert constraint in (ROOT / "requirements.lock").read_text().split()
+
+
 def test_an_installed_copy_works_from_another_folder(wheel, tmp_path):
     target, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()

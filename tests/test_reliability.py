@@ -2,7 +2,6 @@
 bounded time, and the server's own count says what is left."""
 
 import asyncio
-import json
 import logging
 import os
 import random
@@ -21,7 +20,7 @@ from grpolab.env import protocol
 from grpolab.env.backends import BackendPool
 from grpolab.env.client import Deadlines, EnvSession
 from grpolab.env.pool import GrpoPool
-from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, SessionLost, StepResult
+from grpolab.env.protocol import ConnectError, DeadlineExceeded, EnvError, SessionLost, StepResult
 from grpolab.env.server import serve
 
 
@@ -37,77 +36,32 @@ async def steps(slot, n=3):
     return [(await slot.step({"text": f"{slot.index}.{i}"})).observation["echo"] for i in range(n)]
 
 
-# 1 ------------------------------------------------------------------------------------------ all-or-nothing admission
-def test_01_all_or_nothing_by_the_servers_own_count():
-    with server_process("env_harness:EchoEnv", "--max-sessions", "2") as (_, url):
-        async def main():
-            with pytest.raises(CapacityError) as caught:
-                await GrpoPool(url, size=3).connect()
-            assert caught.value.max_sessions == 2
-            assert sessions(url) == 0  # already, and not after a while
-
-        run(main())
-    with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
-        async def late():
-            async with proxy(url, lambda n: None if n == 1 else 0.3) as p:
-                with pytest.raises(ConnectError):
-                    await GrpoPool(p.url, size=8).connect()
-                await asyncio.sleep(0.5)
-                assert await asyncio.to_thread(sessions, url) == 0
-
-        run(late())
-
-
 # 2 ------------------------------------------------------------------------------------------------- layered deadlines
-def test_02_every_deadline_holds_against_a_real_process():
+async def test_02_every_deadline_holds_against_a_real_process():
     with server_process() as (process, url):
-        async def main():
-            deadlines = Deadlines(connect=1, admit=1, reset=1, step=1, close=1)
-            async with GrpoPool(url, size=2, deadlines=deadlines) as pool:
-                await pool.reset_group()
-                process.send_signal(signal.SIGSTOP)
-                try:
-                    for phase, call in (("step", lambda: pool.run_group_step([{}] * 2)),
-                                        ("connect", lambda: EnvSession(url, deadlines=deadlines).connect())):
-                        start = time.monotonic()
-                        with pytest.raises(DeadlineExceeded) as caught:
-                            await call()
-                        assert caught.value.phase == phase and 1 <= time.monotonic() - start < SOON
-                finally:
-                    process.send_signal(signal.SIGCONT)
-                await eventually(lambda: sessions(url) == 0, SOON)
-                await pool.reset_group()  # on new sessions
-
-        run(main())
+        deadlines = Deadlines(connect=1, admit=1, reset=1, step=1, close=1)
+        async with GrpoPool(url, size=2, deadlines=deadlines) as pool:
+            await pool.reset_group()
+            process.send_signal(signal.SIGSTOP)
+            try:
+                for phase, call in (("step", lambda: pool.run_group_step([{}] * 2)),
+                                    ("connect", lambda: EnvSession(url, deadlines=deadlines).connect())):
+                    start = time.monotonic()
+                    with pytest.raises(DeadlineExceeded) as caught:
+                        await call()
+                    assert caught.value.phase == phase and 1 <= time.monotonic() - start < SOON
+            finally:
+                process.send_signal(signal.SIGCONT)
+            await eventually(lambda: sessions(url) == 0, SOON)
+            await pool.reset_group()  # on new sessions
 
 
-def test_02_admission_has_a_deadline_of_its_own():
-    async def main():
-        async with serve(lambda: time.sleep(10) or 1, close_timeout=0.1) as server:
-            start = time.monotonic()
-            with pytest.raises(DeadlineExceeded) as caught:
-                await EnvSession(server.url, deadlines=Deadlines(admit=0.2)).connect()
-            assert caught.value.phase == "admit" and time.monotonic() - start < SOON
-
-    run(main())
-
-
-# 3 ---------------------------------------------------------------------------------------------------- no stale reply
-def test_03_no_reply_is_ever_paired_with_another_request():
-    with server_process("env_harness:EchoEnv", "--max-sessions", "2") as (_, url):
-        async def main():
-            async with GrpoPool(url, size=1, deadlines=Deadlines(step=1)) as pool:
-                before = (await pool.reset_group())[0].observation
-                with pytest.raises(DeadlineExceeded):
-                    await pool.run_group_step([{"text": "AAAA", "sleep": 1.5}])
-                episode = pool.slots[0].session.episode_id
-                after = (await pool.reset_group())[0].observation
-                assert after["env"] != before["env"] and pool.slots[0].session.episode_id != episode
-                for i in range(20):
-                    result, = await pool.run_group_step([{"text": f"B{i}"}])
-                    assert (result.observation["echo"], result.observation["turn"]) == (f"B{i}", i + 1)
-
-        run(main())
+async def test_02_admission_has_a_deadline_of_its_own():
+    async with serve(lambda: time.sleep(10) or 1, close_timeout=0.1) as server:
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded) as caught:
+            await EnvSession(server.url, deadlines=Deadlines(admit=0.2)).connect()
+        assert caught.value.phase == "admit" and time.monotonic() - start < SOON
 
 
 # 4 ------------------------------------------------------------------------------------------- structured cancellation
@@ -158,35 +112,32 @@ def test_04_interrupting_a_notebook_cell_leaves_nothing_and_the_next_cell_works(
 
 
 # 5 --------------------------------------------------------------------------------------------------- partial failure
-def test_05_one_killed_session_of_eight_is_a_record_and_not_a_reward():
+async def test_05_one_killed_session_of_eight_is_a_record_and_not_a_reward():
     with server_process("env_harness:EchoEnv", "--max-sessions", "8") as (_, url):
-        async def main():
-            async with proxy(url) as p, GrpoPool(p.url, size=8, on_failure="drop", min_group=6) as pool:
-                async def rollout(slot):
-                    await steps(slot, 2)
-                    if slot.index == 5:
-                        p.cut([p.by_port[slot.session._socket.local_address[1]]])
-                    await steps(slot, 2)
-                    return 1.0
+        async with proxy(url) as p, GrpoPool(p.url, size=8, on_failure="drop", min_group=6) as pool:
+            async def rollout(slot):
+                await steps(slot, 2)
+                if slot.index == 5:
+                    p.cut([p.by_port[slot.session._socket.local_address[1]]])
+                await steps(slot, 2)
+                return 1.0
 
-                await pool.reset_group()
-                rewards = await pool.run_group(rollout)
-                assert rewards == [1.0] * 7 and 5 not in rewards.rollouts
-                failure, = rewards.failures
-                assert (failure.rollout, failure.turn) == (5, 2) and isinstance(failure.cause, SessionLost)
-                assert failure.episode and failure.group == 0
-
-        run(main())
+            await pool.reset_group()
+            rewards = await pool.run_group(rollout)
+            assert rewards == [1.0] * 7 and 5 not in rewards.rollouts
+            failure, = rewards.failures
+            assert (failure.rollout, failure.turn) == (5, 2) and isinstance(failure.cause, SessionLost)
+            assert failure.episode and failure.group == 0
 
 
 # 7 ----------------------------------------------------------------------------------------------------- back-pressure
-def test_07_sixteen_pools_share_a_server_of_eight_for_ten_seconds_without_starving():
+async def test_07_sixteen_pools_share_a_server_of_eight_for_ten_seconds_without_starving():
     with server_process("env_harness:EchoEnv", "--max-sessions", "8", "--isolate", "thread") as (_, url):
         done = [0] * 16
 
         async def come_again(number, end):
             while time.monotonic() < end:
-                async with GrpoPool(url, size=2, queue=30, name=f"p{number}") as pool:
+                async with GrpoPool(url, size=2, queue=30) as pool:
                     await pool.reset_group()
                     outcome = await pool.run_group(lambda slot: steps(slot, 3))
                     await pool.run_group_step([{"sleep": 0.1}] * 2)
@@ -194,16 +145,13 @@ def test_07_sixteen_pools_share_a_server_of_eight_for_ten_seconds_without_starvi
                 done[number] += time.monotonic() < end
                 await asyncio.sleep(0.3)  # what training on the group takes
 
-        async def main():
-            busy, start = time.process_time(), time.monotonic()
-            await asyncio.gather(*(come_again(i, start + 10) for i in range(16)))
-            wall = time.monotonic() - start
-            assert min(done) >= 2, f"groups of each pool: {done}"
-            assert time.process_time() - busy < 0.03 * sum(done) + 0.05 * wall, "waiting is not spinning"
-            said = await asyncio.to_thread(status, url)
-            assert said["most_sessions"] == 8 and said["sessions"] == 0
-
-        run(main(), 50)
+        busy, start = time.process_time(), time.monotonic()
+        await asyncio.gather(*(come_again(i, start + 10) for i in range(16)))
+        wall = time.monotonic() - start
+        assert min(done) >= 2, f"groups of each pool: {done}"
+        assert time.process_time() - busy < 0.03 * sum(done) + 0.05 * wall, "waiting is not spinning"
+        said = await asyncio.to_thread(status, url)
+        assert said["most_sessions"] == 8 and said["sessions"] == 0
 
 
 # 8 ------------------------------------------------------------------------------------------- heartbeat and half-open
@@ -235,36 +183,30 @@ def test_08_a_stopped_client_loses_its_slot_in_seconds_and_a_killed_one_at_once(
         client.wait()
 
 
-def test_08_a_long_step_survives_and_a_silent_network_does_not():
+async def test_08_a_long_step_survives_and_a_silent_network_does_not():
     with server_process("env_harness:EchoEnv", "--ping-interval", "0.5", "--ping-timeout", "1") as (_, url):
-        async def main():
-            async with EnvSession(url) as session:
-                assert (await session.step({"text": "long", "sleep": 3})).observation["echo"] == "long"
-            async with proxy(url) as p:
-                deadlines = Deadlines(step=30, close=0.3)
-                session = EnvSession(p.url, ping_interval=0.5, ping_timeout=1, deadlines=deadlines)
-                await session.connect()
-                p.freeze()
-                start = time.monotonic()
-                with pytest.raises(SessionLost):
-                    await session.step({"text": "into the void"})
-                assert time.monotonic() - start < SOON  # by the client's pings, not by the step's 30 s
-                await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, SOON)
-                await session.close()
-
-        run(main())
+        async with EnvSession(url) as session:
+            assert (await session.step({"text": "long", "sleep": 3})).observation["echo"] == "long"
+        async with proxy(url) as p:
+            deadlines = Deadlines(step=30, close=0.3)
+            session = EnvSession(p.url, ping_interval=0.5, ping_timeout=1, deadlines=deadlines)
+            await session.connect()
+            p.freeze()
+            start = time.monotonic()
+            with pytest.raises(SessionLost):
+                await session.step({"text": "into the void"})
+            assert time.monotonic() - start < SOON  # by the client's pings, not by the step's 30 s
+            await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, SOON)
+            await session.close()
     with server_process("env_harness:EchoEnv", "--ping-interval", "0") as (_, url):
-        async def no_pings():
-            async with EnvSession(url, ping_interval=None) as session:
-                await session.reset()
-                await asyncio.sleep(1.0)
-                await session.step({"text": "still here"})
-
-        run(no_pings())
+        async with EnvSession(url, ping_interval=None) as session:
+            await session.reset()
+            await asyncio.sleep(1.0)
+            await session.step({"text": "still here"})
 
 
 # 9 --------------------------------------------------------------------------------------------- server-side ownership
-def test_09_two_hundred_times_close_and_reconnect_never_meets_the_last_tenant():
+async def test_09_two_hundred_times_close_and_reconnect_never_meets_the_last_tenant():
     with server_process("env_harness:SlowToClose", "--max-sessions", "8", "--isolate", "thread") as (_, url):
         async def tenant():
             for _ in range(25):
@@ -273,135 +215,81 @@ def test_09_two_hundred_times_close_and_reconnect_never_meets_the_last_tenant():
                     start = time.monotonic()
                 assert time.monotonic() - start >= 0.5  # close has waited for the environment
 
-        async def main():
-            await asyncio.gather(*(tenant() for _ in range(8)))
-            said = await asyncio.to_thread(status, url)
-            assert (said["closed"], said["refused"], said["most_sessions"]) == (200, 0, 8)
-
-        run(main())
+        await asyncio.gather(*(tenant() for _ in range(8)))
+        said = await asyncio.to_thread(status, url)
+        assert (said["closed"], said["refused"], said["most_sessions"]) == (200, 0, 8)
 
 
 @pytest.mark.parametrize("isolate", ["thread", "process"])
-def test_09_a_client_that_leaves_a_hung_step_frees_its_slot_within_the_step_timeout(isolate):
+async def test_09_a_client_that_leaves_a_hung_step_frees_its_slot_within_the_step_timeout(isolate):
     options = ("--step-timeout", "1", "--close-timeout", "0.2", "--isolate", isolate)
     with server_process("env_harness:EchoEnv", *options) as (process, url):
-        async def main():
-            session = EnvSession(url)
-            await session.connect()
-            step = asyncio.create_task(session.step({"hang": True}))
-            await eventually(lambda: status(url)["session_list"][0]["busy"] == "step", 5)
-            step.cancel()
-            await asyncio.gather(step, return_exceptions=True)
-            await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, SOON, "the step's timeout and the closing's")
-            assert status(url)["abandoned"] == (isolate == "thread")  # a thread, which nothing can end, is counted
-            assert psutil.Process(process.pid).children() == []
-
-        run(main())
+        session = EnvSession(url)
+        await session.connect()
+        step = asyncio.create_task(session.step({"hang": True}))
+        await eventually(lambda: status(url)["session_list"][0]["busy"] == "step", 5)
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, SOON, "the step's timeout and the closing's")
+        assert status(url)["abandoned"] == (isolate == "thread")  # a thread, which nothing can end, is counted
+        assert psutil.Process(process.pid).children() == []
 
 
-def test_09_a_killed_backend_fails_its_own_session_and_the_next_gets_a_fresh_one():
+async def test_09_a_killed_backend_fails_its_own_session_and_the_next_gets_a_fresh_one():
     from test_backends import StoreEnv
 
-    async def main():
-        async with serve(StoreEnv, max_sessions=2, backends=BackendPool(store, 2)) as server:
-            async with GrpoPool(server.url, size=2, on_failure="drop", min_group=1) as pool:
-                async def rollout(slot):
-                    first = await slot.step({"text": "GET"})
-                    if slot.index == 0:
-                        os.kill(first.observation["pid"], signal.SIGKILL)
-                        await asyncio.sleep(0.1)
-                    return (await slot.step({"text": "GET"})).observation["pid"]
+    async with serve(StoreEnv, max_sessions=2, backends=BackendPool(store, 2)) as server:
+        async with GrpoPool(server.url, size=2, on_failure="drop", min_group=1) as pool:
+            async def rollout(slot):
+                first = await slot.step({"text": "GET"})
+                if slot.index == 0:
+                    os.kill(first.observation["pid"], signal.SIGKILL)
+                    await asyncio.sleep(0.1)
+                return (await slot.step({"text": "GET"})).observation["pid"]
 
-                await pool.reset_group()
-                results = await pool.run_group(rollout)
-                assert len(results) == 1 and len(results.failures) == 1
-                await pool.reset_group()  # and the same pool goes on with both slots
-                pids = [r.observation["pid"] for r in await pool.run_group_step([{"text": "GET"}] * 2)]
-                assert all(alive(p) for p in pids) and results[0] in pids and not pool.failures[1:]
-            async with GrpoPool(server.url, size=2) as pool:
-                pids = [r.observation["pid"] for r in await pool.run_group_step([{"text": "GET"}] * 2)]
-                assert all(alive(p) for p in pids) and results[0] in pids
-                assert sorted(server.status()["backends"]["generations"]) == [1, 2]
-
-    run(main())
-
-
-# 10 ------------------------------------------------------------------------------------------------------ determinism
-def test_10_the_same_seed_gives_the_same_transcripts_in_another_server_process():
-    def transcript():
-        with server_process("calculator") as (_, url):
-            async def main():
-                async with GrpoPool(url, size=4, seed=11) as pool:
-                    async def rollout(slot):
-                        rng = random.Random(slot.seed)
-                        said = [(await slot.reset(seed=slot.seed)).observation["text"]]
-                        for _ in range(3):
-                            said.append((await slot.step({"text": f"calc: {rng.randrange(999)}"})).observation["text"])
-                        return said
-
-                    return [await pool.run_group(rollout) for _ in range(2)]
-
-            return asyncio.run(main())
-
-    first = transcript()
-    assert transcript() == first and len({tuple(said) for group in first for said in group}) == 8
-
-
-# 11 ---------------------------------------------------------------------------------------------------------- tracing
-def test_11_every_step_is_found_in_both_logs(tmp_path):
-    log = tmp_path / "server.jsonl"
-    with server_process("env_harness:EchoEnv", "--trace", str(log)) as (process, url):
-        async def main():
-            async with GrpoPool(url, size=8) as pool:
-                await pool.reset_group()
-                await pool.run_group(lambda slot: steps(slot, 6))
-                return pool.trace
-
-        trace = asyncio.run(main())
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    theirs = {(r["episode_id"], r["turn"]): r["seconds"] for r in rows if r["phase"] == "step"}
-    mine = {(s.episode, s.turn): s.end - s.start for s in trace if s.phase == "step"}
-    assert len(mine) == 48 and mine.keys() == theirs.keys()
-    assert all(theirs[key] <= mine[key] for key in mine)  # what the server spent is part of what the client waited
+            await pool.reset_group()
+            results = await pool.run_group(rollout)
+            assert len(results) == 1 and len(results.failures) == 1
+            await pool.reset_group()  # and the same pool goes on with both slots
+            pids = [r.observation["pid"] for r in await pool.run_group_step([{"text": "GET"}] * 2)]
+            assert all(alive(p) for p in pids) and results[0] in pids and not pool.failures[1:]
+        async with GrpoPool(server.url, size=2) as pool:
+            pids = [r.observation["pid"] for r in await pool.run_group_step([{"text": "GET"}] * 2)]
+            assert all(alive(p) for p in pids) and results[0] in pids
+            assert sorted(server.status()["backends"]["generations"]) == [1, 2]
 
 
 # 12 ----------------------------------------------------------------------------------------------- shutdown and leaks
-def test_12_sigterm_answers_what_is_in_flight_and_exits_in_order():
+async def test_12_sigterm_answers_what_is_in_flight_and_exits_in_order():
     with server_process() as (process, url):
-        async def main():
-            session = EnvSession(url)
-            await session.connect()
-            step = asyncio.create_task(session.step({"text": "last", "sleep": 1}))
-            await asyncio.sleep(0.3)
-            process.send_signal(signal.SIGTERM)
-            assert (await step).observation["echo"] == "last"
-            with pytest.raises(SessionLost):
-                await session.step({"text": "late"})
-            await session.close()
-
-        run(main())
+        session = EnvSession(url)
+        await session.connect()
+        step = asyncio.create_task(session.step({"text": "last", "sleep": 1}))
+        await asyncio.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert (await step).observation["echo"] == "last"
+        with pytest.raises(SessionLost):
+            await session.step({"text": "late"})
+        await session.close()
         assert process.wait(5) == 0
 
 
-def test_12_a_killed_server_fails_every_rollout_at_once():
+async def test_12_a_killed_server_fails_every_rollout_at_once():
     with server_process() as (process, url):
-        async def main():
-            pool = GrpoPool(url, size=4)
-            await pool.connect()
+        pool = GrpoPool(url, size=4)
+        await pool.connect()
+        await pool.reset_group()
+        group = asyncio.create_task(pool.run_group(lambda slot: slot.step({"sleep": 30})))
+        await asyncio.sleep(0.2)
+        process.kill()
+        start = time.monotonic()
+        with pytest.raises(SessionLost):
+            await group
+        with pytest.raises(ConnectError):
             await pool.reset_group()
-            group = asyncio.create_task(pool.run_group(lambda slot: slot.step({"sleep": 30})))
-            await asyncio.sleep(0.2)
-            process.kill()
-            start = time.monotonic()
-            with pytest.raises(SessionLost):
-                await group
-            with pytest.raises(ConnectError):
-                await pool.reset_group()
-            await pool.close()
-            assert time.monotonic() - start < SOON
-            await eventually(lambda: len(asyncio.all_tasks()) == 2, SOON)
-
-        run(main())
+        await pool.close()
+        assert time.monotonic() - start < SOON
+        await eventually(lambda: len(asyncio.all_tasks()) == 2, SOON)
 
 
 SERVER_WITH_BACKENDS = """
@@ -409,26 +297,23 @@ import asyncio, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 from test_backends import BackendPool, StoreEnv, store
 from grpolab.env.server import serve_forever
-asyncio.run(serve_forever(StoreEnv, max_sessions=3, backends=BackendPool(store, 3), trace=sys.argv[1]))
+asyncio.run(serve_forever(StoreEnv, max_sessions=3, backends=BackendPool(store, 3)))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_12_no_backend_survives_its_server(number, tmp_path):
+async def test_12_no_backend_survives_its_server(number):
     code = SERVER_WITH_BACKENDS.format(root=str(ROOT))
-    process, url = start_process(sys.executable, "-c", code, str(tmp_path / "trace"))
+    process, url = start_process(sys.executable, "-c", code)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 6  # three backends, each under its guard
 
-    async def main():
-        session = EnvSession(url)
-        await session.connect()
-        await session.step({"text": "SET x"})
-        process.send_signal(number)
-        await asyncio.to_thread(process.wait, 5)
-        await session.close()
-
-    run(main())
+    session = EnvSession(url)
+    await session.connect()
+    await session.step({"text": "SET x"})
+    process.send_signal(number)
+    await asyncio.to_thread(process.wait, 5)
+    await session.close()
     wait_for(lambda: not any(alive(c.pid) for c in children), 2, "every backend is gone")
 
 
@@ -492,7 +377,7 @@ class Liar:
             if kind == "close":
                 return
             if kind == "state":
-                await connection.send(protocol.state({}))
+                await connection.send(protocol.message("state", {}))
                 continue
             self.calls += 1
             seed, turn = (data.get("seed"), 0) if kind == "reset" else (seed, turn + 1)
@@ -518,33 +403,30 @@ class Liar:
 
 
 @pytest.mark.parametrize("policy, seed", [("drop", 1), ("drop", 2), ("fail", 5)])
-def test_13_whatever_a_server_does_a_result_is_true_or_there_is_none(policy, seed):
-    async def main():
-        liar, true, failed = Liar(random.Random(seed), 0.1 if policy == "drop" else 0.05), 0, 0
-        async with serve_websockets(liar.handle, "127.0.0.1", 0, logger=logging.getLogger("grpolab.test.quiet")) as listener:
-            url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-            options = {"deadlines": Deadlines(step=0.2, reset=0.2, close=0.5), "on_failure": policy, "min_group": 1}
-            before = len(psutil.Process().net_connections()), len(asyncio.all_tasks())
-            async with GrpoPool(url, size=4, seed=seed, **options) as pool:
-                async def rollout(slot):
-                    said = [(await slot.reset(seed=slot.seed)).observation["said"]]
-                    for i in range(4):
-                        result = await slot.step({"text": f"{slot.index}.{i}"})
-                        said.append(result.observation["said"])
-                        assert result.reward == i + 1
-                    assert said == [Liar.truth(slot.seed, 0, None)] + [
-                        Liar.truth(slot.seed, i + 1, f"{slot.index}.{i}") for i in range(4)]
-                    return 1.0
-
-                for _ in range(25):
-                    try:
-                        results = await pool.run_group(rollout)
-                        true, failed = true + len(results), failed + len(results.failures)
-                    except EnvError:
-                        failed += 1
-            assert liar.wrong > 10 and true > 3, (liar.wrong, true, failed)
-        await eventually(lambda: len(psutil.Process().net_connections()) < before[0]
-                         and len(asyncio.all_tasks()) < before[1] + 1, SOON, "no socket and no task is left")
-
+async def test_13_whatever_a_server_does_a_result_is_true_or_there_is_none(policy, seed):
     logging.getLogger("grpolab.test.quiet").setLevel(logging.CRITICAL)
-    run(main(), 60)
+    liar, true, failed = Liar(random.Random(seed), 0.1 if policy == "drop" else 0.05), 0, 0
+    async with serve_websockets(liar.handle, "127.0.0.1", 0, logger=logging.getLogger("grpolab.test.quiet")) as listener:
+        url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        options = {"deadlines": Deadlines(step=0.2, reset=0.2, close=0.5), "on_failure": policy, "min_group": 1}
+        before = len(psutil.Process().net_connections()), len(asyncio.all_tasks())
+        async with GrpoPool(url, size=4, seed=seed, **options) as pool:
+            async def rollout(slot):
+                said = [(await slot.reset(seed=slot.seed)).observation["said"]]
+                for i in range(4):
+                    result = await slot.step({"text": f"{slot.index}.{i}"})
+                    said.append(result.observation["said"])
+                    assert result.reward == i + 1
+                assert said == [Liar.truth(slot.seed, 0, None)] + [
+                    Liar.truth(slot.seed, i + 1, f"{slot.index}.{i}") for i in range(4)]
+                return 1.0
+
+            for _ in range(25):
+                try:
+                    results = await pool.run_group(rollout)
+                    true, failed = true + len(results), failed + len(results.failures)
+                except EnvError:
+                    failed += 1
+        assert liar.wrong > 10 and true > 3, (liar.wrong, true, failed)
+    await eventually(lambda: len(psutil.Process().net_connections()) < before[0]
+                     and len(asyncio.all_tasks()) < before[1] + 1, SOON, "no socket and no task is left")

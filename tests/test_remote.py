@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
-import http.client
 import http.server
 import json
 import os
@@ -24,8 +22,8 @@ from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.runs.run import repository
-from grpolab.serve.http_client import Caller, RemoteError
-from grpolab.serve.remote import PROBE, RemoteSampler, following
+from grpolab.serve.http_client import RemoteError
+from grpolab.serve.remote import RemoteSampler, following
 from grpolab.serve.service import serve_policy
 from grpolab.serve.shared_weights import SharedWeights, Torn
 from grpolab.serve.weight_sync import SharedFile
@@ -86,45 +84,25 @@ def test_it_samples_what_the_sampler_here_samples(tiny, elsewhere):
             ((wanted,),) = await here.sample([[5] * 500], params=params)
             assert full == wanted and full.finish_reason == "context"
             assert (len(full.tokens), len(short.tokens), short.finish_reason) == (12, 12, "length")
-            with pytest.raises(ValueError, match="no such budget"):
-                await remote.sample(PROMPTS, params=SamplingParams(max_total_tokens=5))
-            with pytest.raises(ValueError, match="leaves no room in the context of 512"):
+            with pytest.raises(RemoteError, match="the context is 512 tokens here, and the request has 512 in its prompt"):
                 await remote.sample([[5] * 512])
 
     asyncio.run(main())
 
 
 def test_published_weights_are_sampled_from_and_carry_their_version(tiny, elsewhere):
-    """Also while others sample there: their rollouts are of one version each, never of half of an update."""
     url, weights = elsewhere
 
     async def main():
         async with RemoteSampler(url, tiny, token="s3cret", bridge=SharedFile(weights), max_staleness=0) as remote:
             await remote.publish()
-            states, rollouts = {tiny.version: copy.deepcopy(tiny.model.state_dict())}, []
-
-            async def others():
-                while len(states) < 6:
-                    free = RemoteSampler(url, tiny, token="s3cret")
-                    for group in await free.sample(PROMPTS, group_size=2, params=SamplingParams(max_new_tokens=30)):
-                        rollouts.extend(group)
-
-            asking = asyncio.ensure_future(others())
-            for i in range(5):
+            for i in range(3):
                 moved(tiny, i)
                 with pytest.raises(RemoteError, match="409.*none before"):
                     await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
                 assert await remote.publish() == tiny.version
-                states[tiny.version] = copy.deepcopy(tiny.model.state_dict())
                 (group,) = await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=8))
                 assert group[0].policy_version == tiny.version and audit(tiny, group).max_error < 1e-4
-            await asking
-        seen = {r.policy_version for r in rollouts}
-        assert len(seen) > 1 and seen <= set(states)
-        for version, state in states.items():
-            tiny.model.load_state_dict(state)
-            mine = [r for r in rollouts if r.policy_version == version]
-            assert not mine or audit(tiny, mine).max_error < 1e-3  # of another version's weights it is over 1
 
     asyncio.run(main())
 
@@ -152,7 +130,7 @@ def test_a_cancelled_request_ends_at_the_server(tiny):
                 with pytest.raises(asyncio.CancelledError):
                     await asking
             async with asyncio.timeout(5):
-                while service.rows or service.sampler._scheduler.busy:
+                while service.rows or service.sampler.busy:
                     await asyncio.sleep(0.005)
             assert service.counts["cancelled"] == 1 + service.counts["requests"] - requests
 
@@ -180,30 +158,6 @@ def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
         assert [row[f"ratio_{which}"] for which in ("low", "median", "high")] == pytest.approx([1] * 3, abs=1e-3)
         assert row["ess"] == pytest.approx(1, abs=1e-6)
     assert far[1]["ratio_low"] < far[1]["ratio_median"] < far[1]["ratio_high"] and far[1]["ess"] < 1 - 1e-6
-
-
-def test_a_call_cancelled_before_it_has_a_connection_is_not_made(tiny, monkeypatch):
-    connect = http.client.HTTPConnection.connect
-
-    def late(connection):
-        time.sleep(0.2)
-        connect(connection)
-
-    async def main():
-        asked = []
-        with imitation({"/x": lambda body: asked.append(body) or {}}) as url:
-            caller = Caller(url)
-            await caller.ask("POST", "/x", {})
-            monkeypatch.setattr(http.client.HTTPConnection, "connect", late)
-            asking = asyncio.ensure_future(caller.ask("POST", "/x", {}))
-            await asyncio.sleep(0.05)
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            await asyncio.sleep(0.6)
-        assert len(asked) == 1
-
-    asyncio.run(main())
 
 
 # --- the mapped file --------------------------------------------------------------------------------------------------
@@ -295,8 +249,7 @@ def test_weights_of_another_model(tmp_path, tiny):
 
 
 TOO_SHORT = b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'
-STRANGERS = [b"", b"x" * 5, *(bytes([len(word)]) + b"\0" * 7 + word for word in (b"5", b"null", b'"ab"')),
-             b"\xff" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x02" + b"\0" * 7 + b"[]",
+STRANGERS = [b"", b"x" * 5, b"\xff" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x01" + b"\0" * 7 + b"5",
              bytes([len(TOO_SHORT)]) + b"\0" * 7 + TOO_SHORT + b" " * 30]
 
 
@@ -401,16 +354,16 @@ def test_a_server_that_cannot_be_trained_from(tiny, changes, said):
 def test_servers_that_are_not_there(tiny):
     with socket.create_server(("127.0.0.1", 0)) as quiet:
         port = quiet.getsockname()[1]
-        with pytest.raises(RemoteError, match="gave no answer.*timed out"):
+        with pytest.raises(RemoteError, match="gave no answer within 0.5 s, though it took the request") as slow:
             asyncio.run(RemoteSampler(f"http://127.0.0.1:{port}", tiny, timeout=0.5).sample(PROMPTS))
+        assert "is it running" not in str(slow.value)
     with pytest.raises(RemoteError, match=f"{port}.*is it running"):
         asyncio.run(RemoteSampler(f"http://127.0.0.1:{port}", tiny).sample(PROMPTS))
-    for url in ("127.0.0.1:80", "https://x", "http://"):
+    for url in ("127.0.0.1:80", "ftp://x", "http://"):
         with pytest.raises(ValueError, match="no address"):
             RemoteSampler(url, tiny)
     with imitation({"/v1/models": {"data": [{"id": "m"}]}}) as url, pytest.raises(RemoteError, match="not 'other'"):
         asyncio.run(RemoteSampler(url, tiny, model="other").sample(PROMPTS))
-    assert PROBE.isprintable()
 
 
 def test_a_wrong_token_and_the_command(tiny, elsewhere, capsys, tmp_path):

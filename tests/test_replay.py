@@ -26,7 +26,7 @@ from grpolab.runs.checkpoints import processor
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo, grpo_from
 from grpolab.train.multiturn import Limits, multi_turn_grpo
-from grpolab.train.sources import Drawn
+from grpolab.train.sources import StepGroups
 from tests.test_multiturn import PROBLEMS as SUMS
 from tests.test_multiturn import caller  # noqa: F401
 from tests.test_rollout_log import digits
@@ -271,7 +271,7 @@ def recorded_run(policy, folder, parts, seeds, engine):
 
     async def source(step):
         a = tuple(x - (len(seeds) - 1) / 2 for x in range(len(seeds)))
-        return Drawn(groups, record=lambda: [RecordedGroup(groups[0], a, {"task": 1}, parts=parts)], engine=engine)
+        return StepGroups(groups, record=lambda: [RecordedGroup(groups[0], a, {"task": 1}, parts=parts)], engine=engine)
 
     async def cell():
         config = GRPOConfig(steps=1, group_size=8, max_new_tokens=4, max_logp_diff=None)

@@ -1,4 +1,4 @@
-"""A fault, a cancel or a budget of one request never touches another's; nothing waits for ever."""
+"""A fault or a cancel of one request never touches another's; nothing waits for ever."""
 
 import asyncio
 import threading
@@ -168,41 +168,6 @@ def test_rollouts_that_memory_admits_only_a_few_at_a_time_all_come(policy):
         rollouts = flat(request.result(timeout=30))
         assert [len(r.tokens) for r in rollouts] == [200] * 8
         assert sampler.stats.row_steps / sampler.stats.steps > 2, "the memory holds three"
-
-
-def test_the_head_of_the_queue_out_of_budget_holds_nobody_up(policy):
-    """Its neighbours' prompts, once in, leave the queue; each is prefilled once."""
-    with Sampler(policy, slots=8) as sampler:
-        free = asyncio.run(sampler.run(time.sleep, 0))  # the worker is there
-        assert free is None
-        prompts = ragged_prompts(6)
-        poor = SamplingParams(max_new_tokens=9, max_total_tokens=1, seed=0)
-        both = []
-        sampler.run_sync(lambda: both.extend((sampler.submit(prompts[:1], group_size=4, params=poor),
-                                              sampler.submit(prompts[1:], params=PARAMS))))
-        poorly, good = (r.result(timeout=10) for r in both)
-        assert [r.finish_reason for r in poorly[0]] == ["budget"] * 4
-        assert sum(len(r.tokens) for r in poorly[0]) <= 1
-        assert sampler.stats.prefill_tokens == sum(map(len, prompts))
-        assert all(len(g[0].tokens) == 25 for g in good)
-
-
-def test_a_prompt_that_is_done_leaves_the_queue_behind_a_neighbour_out_of_budget(policy, expected):
-    """A conversation's turn of one token would be fed again, with nothing to feed, and fail the next caller."""
-    with Sampler(policy, slots=8) as sampler:
-        conversation, both = sampler.conversation(seed=1), []
-        conversation.sample_sync([1, 2, 3], PARAMS)
-
-        def together():
-            both.append(sampler.submit([[4, 5]], group_size=4, params=SamplingParams(max_total_tokens=1, seed=0)))
-            both.append(conversation._submit([6], SamplingParams(max_new_tokens=1)))
-
-        sampler.run_sync(together)
-        assert both[0].result(timeout=10)[0][0].finish_reason == "budget"
-        assert len(both[1].result(timeout=10)[0][0].tokens) == 1
-        assert sampler.submit(ragged_prompts(5), group_size=2, params=PARAMS).result(timeout=10) == expected
-        sampler.run_sync(int)
-        assert not sampler._scheduler.busy, "the worker spins"
 
 
 # --- cancelling -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Sources of groups and rewards: any source trains as grpo's own does, slow rewards overlap, and a fault costs its rollout."""
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
@@ -16,7 +17,7 @@ from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.train import GRPOConfig, grpo, grpo_from
 from grpolab.train.rewards import Faults, finished_and_correct, sample_and_score
-from grpolab.train.sources import Drawn, distinct
+from grpolab.train.sources import StepGroups, distinct
 
 ROWS = [{"prompt": f"What is {a} + 2?", "answer": a + 2} for a in range(6)]
 CONFIG = GRPOConfig(steps=2, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, seed=5)
@@ -75,7 +76,7 @@ def test_a_source_of_ones_own_trains_as_grpo_does(tiny):
         for prompt in asked:
             members = sorted(((r, reward) for p, r, reward in mine if p == prompt), key=lambda m: m[0].seed)
             groups.append(Group(tuple(r for r, _ in members)).with_rewards([reward for _, reward in members]))
-        return Drawn(groups, {"cost": 7.0 + step})
+        return StepGroups(groups, {"cost": 7.0 + step})
 
     async def collect():
         return [row async for row in grpo_from(other, None, again, CONFIG, longest=64)]
@@ -180,8 +181,6 @@ def test_a_curriculum_is_told_by_single_turns_too(tiny):
 
 
 def test_refills_are_not_for_a_curriculum(tiny):
-    import dataclasses
-
     with pytest.raises(ValueError, match="refills=1: a curriculum"):
         train(tiny, Curriculum([ROWS], seed=1), config=dataclasses.replace(CONFIG, refills=1))
 
@@ -221,10 +220,20 @@ def test_a_source_may_be_an_object_and_give_the_groups_alone(tiny):
     assert not torch.equal(before, weights(tiny))
 
 
+@pytest.mark.parametrize("cap, far", [(None, False), (2.0, False), (None, True)])
+def test_a_step_without_signal_has_the_columns_of_any_other(tiny, cap, far):
+    async def source(step):
+        groups = await sampled_groups(tiny, step)
+        return StepGroups([g.with_rewards([1.0] * 4) for g in groups] if step else groups, off_policy=far)
+
+    first, second = from_source(tiny, source, dataclasses.replace(CONFIG, sampler_cap=cap))
+    assert first.keys() == second.keys() and second["trained_groups"] == 0
+
+
 @pytest.mark.parametrize("given, error, says", [
     (lambda groups: [], ValueError, "gave no groups"), (lambda groups: "groups", TypeError, "hold 'groups', a str"),
     (lambda groups: [list(groups[0])], TypeError, "a list"), (lambda groups: None, TypeError, "None, a NoneType"),
-    (lambda groups: Drawn([*groups, Group(groups[0].rollouts[:2])]), ValueError, r"groups of \[2, 4\] rollouts"),
+    (lambda groups: StepGroups([*groups, Group(groups[0].rollouts[:2])]), ValueError, r"groups of \[2, 4\] rollouts"),
 ])
 def test_what_a_source_gives_is_checked_before_a_weight_moves(tiny, given, error, says):
     async def source(step):

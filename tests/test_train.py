@@ -26,7 +26,7 @@ from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
 from grpolab.train.rewards import finished_and_correct, score
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
-from grpolab.train.verify import prove
+from grpolab.train.verify import verify_forward
 
 train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
@@ -712,15 +712,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny):
 
 
 def test_a_model_that_changes_its_logits_is_refused(tiny):
-    prove(tiny, GRPOConfig(), 60)
+    verify_forward(tiny, GRPOConfig(), 60)
     policy = fresh(tiny)
     policy.model.register_forward_hook(lambda module, args, out: out.__setitem__("logits", out.logits * 2))
     with pytest.raises(ValueError, match="changes its logits"):
-        prove(policy, GRPOConfig(), 60)
+        verify_forward(policy, GRPOConfig(), 60)
 
 
 def test_what_the_policy_did_not_end_counts_as_truncated():
-    reasons = {"eos": 1, "stop_string": 2, "length": 3, "context": 4, "budget": 5, "lost": 0}
+    reasons = {"eos": 1, "stop_string": 2, "length": 3, "context": 4, "cancelled": 5, "lost": 0}
     rollouts = [Rollout((1,), (7,) * n, (1,) * n, (0.0,) * n, (0.0,) * n, why, reward=1.0) for why, n in reasons.items()]
     row = describe([Group(tuple(rollouts))])
     assert (row["truncated"], row["truncated_length"], row["ended_length"]) == (3 / 5, 4.0, 1.5)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpolab.arithmetic import Task, generate
 from grpolab.chat import Example, pack, pad
 from grpolab.decode.engines.attention import EXACT, share_attention
+from grpolab.decode.verify import thresholds
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.train import losses, verify
@@ -22,7 +23,7 @@ from grpolab.train.loop import make_optimiser
 from grpolab.train.preferences import Pair
 from grpolab.train.reward_model import RewardModel
 from grpolab.train.sft import SFTConfig, sft, sft_gradient
-from grpolab.train.verify import prove, thresholds
+from grpolab.train.verify import verify_forward
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -74,6 +75,10 @@ def policy_of(tiny, name, attention="sdpa", dtype=torch.float32):
     return Policy(model.to(dtype), tiny.tokenizer, name, (2,))
 
 
+def copied(policy):
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.name, policy.eos_ids)
+
+
 def draws(seed=5):
     generator = torch.Generator().manual_seed(seed)
     return lambda n: tuple(torch.randint(10, 60, (n,), generator=generator).tolist())
@@ -101,7 +106,7 @@ def check_sft(policy, bound):
     draw = draws()
     examples = [Example(draw(n), (0,) + (1,) * (n - 1)) for n in (9, 25, 31, 14, 40, 22, 7, 50)]
     config = SFTConfig(pack_width=110)
-    prove(policy, config, 50, "examples")
+    verify_forward(policy, config, 50, "examples")
     for e in examples:
         (-plain_logps(policy, e.ids[:1], e.ids[1:]).sum() / sum(len(e.ids) - 1 for e in examples)).backward()
     own = gradient(policy)
@@ -112,7 +117,7 @@ def check_sft(policy, bound):
 def check_dpo(policy, bound):
     draw = draws()
     pairs = [Pair(draw(p), *(Example(draw(n), (1,) * n) for n in ns)) for p, *ns in ((9, 20, 31), (22, 15, 18), (3, 4, 3))]
-    prove(policy, DPOConfig(row_width=110), 40)
+    verify_forward(policy, DPOConfig(row_width=110), 40)
     sums = torch.stack([plain_logps(policy, p.prompt, s.ids).sum() for p in pairs for s in (p.chosen, p.rejected)]).view(-1, 2)
     losses.dpo_loss(*sums.T, *sums.detach().T, beta=0.1, denominator=3)[0].backward()
     own = gradient(policy)
@@ -124,7 +129,7 @@ def check_grpo(policy, bound):
     draw = draws()
     pieces = [(p, draw(n)) for p, ns in ((draw(21), (24, 30, 17, 26)), (draw(4), (3, 40, 5))) for n in ns]
     a, tokens = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -0.5, -0.5]), sum(len(t) for _, t in pieces)
-    prove(policy, GRPOConfig(row_width=120), 51)
+    verify_forward(policy, GRPOConfig(row_width=120), 51)
     rollouts = []
     for (p, t), advantage in zip(pieces, a):
         logps = plain_logps(policy, p, t)
@@ -143,7 +148,7 @@ def test_what_a_loop_trains_on_is_the_models_own_forward_or_it_is_refused(tiny, 
     if way == "refused":
         for what, config in (("examples", SFTConfig()), ("rollouts", GRPOConfig())):
             with pytest.raises(ValueError, match="changes its logits after the head"):
-                prove(policy, config, 50, what)
+                verify_forward(policy, config, 50, what)
         return
     for check in (check_sft, check_dpo, check_grpo):
         check(policy, 1e-3)
@@ -155,7 +160,7 @@ def test_a_bf16_policy_is_judged_by_what_it_differs_from_itself(tiny, name):
     policy, way = policy_of(tiny, name, "eager", torch.bfloat16), FAMILIES[name][2].split()[1]
     if way == "refused":
         with pytest.raises(ValueError, match="changes its logits after the head"):
-            prove(policy, GRPOConfig(), 60)
+            verify_forward(policy, GRPOConfig(), 60)
         return
     check_grpo(policy, 0.15)
     assert way_of(policy, "rollouts") == way
@@ -175,18 +180,16 @@ def test_a_wrong_mask_is_found_out_in_either_precision(tiny, monkeypatch, caplog
 
         monkeypatch.setattr("grpolab.train.logps.masks", blind)
     with caplog.at_level(logging.WARNING):
-        assert prove(policy, GRPOConfig(row_width=120), 51) == "rows"
+        assert verify_forward(policy, GRPOConfig(row_width=120), 51) == "rows"
     assert "packed: its values differ" in caplog.text or "packed: what stands before" in caplog.text
     check_grpo(policy, 1e-3 if dtype == torch.float32 else 0.15)
 
 
 def test_a_wrong_gradient_of_right_values_is_found_out(tiny, monkeypatch):
     """A backward that forgets the mean of the norm: every value is right, and the gradient of nothing is."""
-    right = torch.Tensor.addcmul_
+    assert verify_forward(tiny, GRPOConfig(), 60) == "unpadded"
     monkeypatch.setattr(torch.Tensor, "addcmul_", lambda x, *args, **options: x)
-    assert prove(tiny, GRPOConfig(), 60) == "packed"
-    monkeypatch.setattr(torch.Tensor, "addcmul_", right)
-    assert prove(tiny, GRPOConfig(), 60) == "unpadded"
+    assert verify_forward(copied(tiny), GRPOConfig(), 60) == "packed"
 
 
 def test_the_proof_leaves_no_gradient_and_changes_nothing(tiny):
@@ -194,7 +197,7 @@ def test_the_proof_leaves_no_gradient_and_changes_nothing(tiny):
         tiny.model.train()
         modes, state = [m.training for m in tiny.model.modules()], copy.deepcopy(tiny.model.state_dict())
         drawn, hooks = torch.get_rng_state(), sum(len(m._forward_hooks) for m in tiny.model.modules())
-        prove(tiny, GRPOConfig(autocast=autocast, checkpoint_activations=keep), 60)
+        verify_forward(tiny, GRPOConfig(autocast=autocast, checkpoint_activations=keep), 60)
         assert all(p.grad is None for p in tiny.model.parameters()) and tiny.version == 0
         assert all(torch.equal(x, state[k]) for k, x in tiny.model.state_dict().items())
         assert [m.training for m in tiny.model.modules()] == modes and torch.equal(torch.get_rng_state(), drawn)
@@ -204,8 +207,8 @@ def test_the_proof_leaves_no_gradient_and_changes_nothing(tiny):
 def test_a_proof_holds_for_the_model_as_it_was(tiny):
     """Another attention afterwards: nothing is packed until it is proved again."""
     policy = policy_of(tiny, "gemma3")
-    prove(policy, GRPOConfig(), 60)
-    prove(policy, SFTConfig(pack_width=100), 60, "examples")
+    verify_forward(policy, GRPOConfig(), 60)
+    verify_forward(policy, SFTConfig(pack_width=100), 60, "examples")
     assert way_of(policy, "rollouts") == "packed" and can_pack(policy)
     share_attention(policy.model)
     assert way_of(policy, "rollouts") == "rows" and not can_pack(policy)
@@ -218,7 +221,7 @@ def test_rows_that_nobody_proved_are_not_shared(tiny):
         masked_logps(policy, pack(examples, 40))
     packed = masked_logps(policy, pad(examples))[0]
     sft_gradient(policy, examples, SFTConfig(pack_width=40))  # a row an example
-    prove(policy, SFTConfig(pack_width=40), 9, "examples")
+    verify_forward(policy, SFTConfig(pack_width=40), 9, "examples")
     assert masked_logps(policy, pack(examples, 40))[0].sum().item() == pytest.approx(packed.sum().item(), rel=1e-5)
 
 
@@ -228,19 +231,34 @@ def test_the_probe_goes_past_windows_and_scaling_and_no_further_than_the_data(ti
     seen = []
     policy = policy_of(tiny, "longrope")
     policy.model.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
-    prove(policy, GRPOConfig(row_width=0), 64)
+    verify_forward(policy, GRPOConfig(row_width=0), 64)
     assert max(seen) > 20
     seen.clear()
-    prove(policy, GRPOConfig(row_width=0), 18)
+    verify_forward(policy, GRPOConfig(row_width=0), 18)
     assert max(seen) <= 18 and way_of(policy, "rollouts") == "rows"
 
 
 def test_a_reward_model_is_proved_too(tiny, monkeypatch):
-    model = RewardModel.from_policy(tiny)  # under a head of zeros every reward is equal: its states are compared
-    assert prove(model, SFTConfig(), 60, "rewards") == "unpadded"
+    assert verify_forward(RewardModel.from_policy(tiny), SFTConfig(), 60, "rewards") == "unpadded"
     monkeypatch.setattr("grpolab.train.forward.in_rows", lambda n, mask: lambda q, k, v, scale: v.repeat_interleave(
         q.shape[1] // v.shape[1], 1))
-    assert prove(model, SFTConfig(), 60, "rewards") == "rows"
+    model = RewardModel.from_policy(tiny)  # under a head of zeros every reward is equal: its states are compared
+    assert verify_forward(model, SFTConfig(), 60, "rewards") == "rows"
+
+
+def test_the_same_proof_of_the_same_model_is_not_made_twice(tiny):
+    """Another width, or a changed module, is proved anew."""
+    policy, forwards = copied(tiny), []
+    count = policy.model.forward
+    policy.model.forward = lambda *args, **options: forwards.append(1) or count(*args, **options)
+    made = []
+    for change in (lambda: None, lambda: None, lambda: policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: None)):
+        change()
+        verify_forward(policy, GRPOConfig(), 60)
+        made.append(len(forwards))
+    assert 0 < made[0] == made[1] < made[2]
+    verify_forward(policy, GRPOConfig(row_width=90), 60)
+    assert len(forwards) > made[2]
 
 
 def test_the_loops_prove_before_their_first_step_and_keep_the_event_loop_free(tiny, monkeypatch):
@@ -259,10 +277,10 @@ def test_the_loops_prove_before_their_first_step_and_keep_the_event_loop_free(ti
             held.append("on the event loop")
         except RuntimeError:
             pass
-        return prove(policy, config, longest, what)
+        return verify_forward(policy, config, longest, what)
 
     for name in ("grpolab.train.sft", "grpolab.train.dpo"):
-        monkeypatch.setattr(importlib.import_module(name), "prove", noted)
+        monkeypatch.setattr(importlib.import_module(name), "verify_forward", noted)
     for rows in (sft(policy, examples, SFTConfig()), dpo(policy, policy_of(tiny, "granite"), pairs, DPOConfig())):
         with pytest.raises(ValueError, match="changes its logits after the head"):
             asyncio.run(first(rows))
@@ -298,7 +316,7 @@ def test_a_step_whose_sampler_and_trainer_disagree_stops_before_the_optimiser(ti
 
 def test_grpo_after_an_exact_sampler_trains_on_what_was_sampled(tiny):
     """`Sampler(exact=True)` leaves another attention in the model, which adds its mask: packed rows saw the future there."""
-    policy = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "tiny", tiny.eos_ids)
+    policy = copied(tiny)
     share_attention(policy.model)
     problems, _ = generate(6, 0, seed=2, task=Task("+-", max_operand=20))
     config = GRPOConfig(steps=1, prompts_per_step=6, group_size=4, max_new_tokens=12)
@@ -346,7 +364,7 @@ def test_another_samplers_rollouts_are_weighed_against_the_trainers_own_logps(ti
         ("over", 0.5, GRPOConfig(sampler_cap=1.5, max_logp_diff=(0.6, 0.6))),
         ("under", -0.5, GRPOConfig(sampler_cap=1.5, max_logp_diff=(0.6, 0.6))),
     ):
-        policy = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "tiny", tiny.eos_ids)
+        policy = copied(tiny)
         rows = sampled(policy, shift=shift)
         found[name] = grpo_update(policy, None, rows, config, make_optimiser(policy, config), 0)
         assert found[name]["ratio"] == pytest.approx(1.0, abs=1e-5)
@@ -365,5 +383,5 @@ def test_in_bf16_no_row_is_shared_where_a_layer_keeps_state_or_counts_columns(ti
             p.div_(6.0 if p.dim() > 1 else 1.0)  # weights as a model begins with: differences are small, and still there
     with caplog.at_level(logging.WARNING):
         for what in ("rollouts", "examples"):
-            assert prove(policy, SFTConfig(), 100, what, width=64) in ("rows", "alone")
+            assert verify_forward(policy, SFTConfig(), 100, what, width=64) in ("rows", "alone")
     assert "packed: " in caplog.text

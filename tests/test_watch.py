@@ -10,7 +10,7 @@ from torch import nn
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.decode.verify import Snapshot
+from grpolab.decode.snapshot import Snapshot
 
 GREEDY = SamplingParams(greedy=True, max_new_tokens=12, seed=0)
 PROMPTS = ragged_prompts(3)
@@ -164,12 +164,12 @@ def test_a_policy_of_nan_is_compared_once_it_is_repaired():
     whole = weight.detach().clone()
     weight.data.fill_(torch.nan)
     with Sampler(policy, slots=4) as sampler:
-        assert not sampler.engine.proved
+        assert not sampler.engine.verified
         with pytest.raises(FloatingPointError, match="not finite"):
             sampled(sampler)
         weight.data.copy_(whole)
         assert audit(policy, sampled(sampler)).disagreements == 0
-        assert sampler.engine.proved
+        assert sampler.engine.verified
 
 
 class Wrapped(nn.Module):

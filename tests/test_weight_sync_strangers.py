@@ -4,14 +4,11 @@ answer that does not come. What is sampled is the policy's, or an error says why
 import asyncio
 import contextlib
 import copy
-import os
 import resource
 import sys
-import threading
 import time
 
 import pytest
-import torch
 from test_remote import PROMPTS, moved
 from test_weight_sync import SHORT, adapted, agree, free_port, turn
 
@@ -22,10 +19,10 @@ from grpolab.decode.sampler import Sampler  # noqa: E402
 from grpolab.decode.sampling import SamplingParams  # noqa: E402
 from grpolab.models.load import Policy  # noqa: E402
 from grpolab.serve import state as service_module  # noqa: E402
-from grpolab.serve import weight_sync
 from grpolab.serve.http_client import RemoteError  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
 from grpolab.serve.service import serve_policy  # noqa: E402
+from grpolab.serve.shared_weights import SharedWeights  # noqa: E402
 from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile  # noqa: E402
 
 
@@ -90,7 +87,7 @@ def test_a_server_takes_in_what_was_published_and_nothing_else(tiny, tmp_path):
             remote.caller.ask = ask
             await agree(remote, policy, 1)
             for wrong in ({"checksum": "1"}, {"checksum": 1, "more": 2}):
-                with pytest.raises(RemoteError, match="400.*checksum"):
+                with pytest.raises(RemoteError, match="400: (checksum|more)"):
                     await ask("POST", "/weights", wrong)
 
     asyncio.run(main())
@@ -142,7 +139,7 @@ def test_a_server_that_is_ahead_of_the_policy(tiny):
 
     async def main():
         async with serve_policy(ahead) as service:
-            with pytest.raises(RemoteError, match="of version 50, and the policy has only 0"):
+            with pytest.raises(RemoteError, match="of version 50, the policy is at 0"):
                 await RemoteSampler(service.url, tiny, max_staleness=2).sample(PROMPTS, params=SHORT)
 
     asyncio.run(main())
@@ -165,7 +162,7 @@ def test_a_server_that_computes_something_else_with_the_same_weights(tiny, tmp_p
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("fault", ["deleted", "cut short", "another program's"])
+@pytest.mark.parametrize("fault", ["deleted", "another program's"])
 def test_a_file_that_others_touch(tiny, tmp_path, fault):
     """Server and trainer live on, the server with the weights that it has; the next publish makes a file that is gone again."""
     path, policy = tmp_path / "w.safetensors", copied(tiny)
@@ -175,8 +172,6 @@ def test_a_file_that_others_touch(tiny, tmp_path, fault):
             await remote.publish()
             if fault == "deleted":
                 path.unlink()
-            if fault == "cut short":
-                os.truncate(path, 5000)
             if fault == "another program's":
                 (tmp_path / "other").write_text("hello")
                 (tmp_path / "other").rename(path)
@@ -193,17 +188,6 @@ def test_a_file_that_others_touch(tiny, tmp_path, fault):
             await agree(remote, policy, 1)
 
     asyncio.run(main())
-
-
-def test_a_reader_whose_file_is_cut_short_under_it(tiny, tmp_path):
-    file = SharedFile(tmp_path / "w.safetensors")
-    file._write(tiny)
-    reader = weight_sync.SharedWeights(file.path)
-    os.truncate(file.path, 5000)
-    for touch in (lambda: reader.read(tiny.model), lambda: reader.write(tiny.model, 3)):
-        with pytest.raises(ValueError, match="was cut short by another program"):
-            touch()
-    file.close()
 
 
 @pytest.mark.parametrize("kind", ["shared", "swap", "restart"])
@@ -293,23 +277,6 @@ def test_an_adapter_whose_answer_does_not_come_is_taken_back(tmp_path, how):
                 remote.caller.ask = ask
                 await remote.publish()
                 await agree(remote, policy, 2)
-
-    asyncio.run(main())
-
-
-def test_another_server_that_takes_the_port_while_ours_starts(tiny, tmp_path, monkeypatch):
-    """It answers first, serves the same model at the same version, and its weights are almost the policy's."""
-    near = copied(tiny)
-    with torch.no_grad():
-        near.model.model.norm.weight.mul_(1.001)
-    slow = (sys.executable, "-c", "import time; time.sleep(60)", "{weights}")
-
-    async def main():
-        async with serve_policy(near) as service:
-            monkeypatch.setattr(weight_sync, "_listens", lambda *_: False)
-            async with RemoteSampler(service.url, tiny, bridge=Restart(tmp_path, slow)) as remote:
-                with pytest.raises(RemoteError, match="is another server, of 'tiny' and not"):
-                    await remote.publish()
 
     asyncio.run(main())
 
@@ -415,7 +382,7 @@ def test_completions_that_do_not_end_keep_the_weights_that_they_began_with(tiny,
 
 def test_a_write_that_a_cancelled_publish_left_is_not_overlapped(tiny, tmp_path, monkeypatch):
     """Each policy has a lock of its own, and both would write half of the file, with a checksum of the mixture."""
-    write, inside, most = weight_sync.SharedWeights.write, [], []
+    write, inside, most = SharedWeights.write, [], []
 
     def slow(shared, model, version):
         inside.append(version)
@@ -424,12 +391,19 @@ def test_a_write_that_a_cancelled_publish_left_is_not_overlapped(tiny, tmp_path,
         inside.remove(version)
         return write(shared, model, version)
 
-    monkeypatch.setattr(weight_sync.SharedWeights, "write", slow)
-    file = SharedFile(tmp_path / "w.safetensors")
-    threads = [threading.Thread(target=file._write, args=[copied(tiny, by)]) for by in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    file.close()
+    monkeypatch.setattr(SharedWeights, "write", slow)
+    bridge = SharedFile(tmp_path / "w.safetensors")
+
+    class Server:
+        async def ask(self, *_):
+            return {"policy_version": 1}
+
+    async def check(_):
+        pass
+
+    async def main():
+        await asyncio.gather(*(bridge.publish(Server(), copied(tiny, by), check) for by in range(3)))
+
+    asyncio.run(main())
+    bridge.close()
     assert most == [1, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from grpolab.cli import UsageError
 from grpolab.cli.address import Address
-from grpolab.env.backends import BackendError, BackendPool, read_backend
+from grpolab.env.backends import BackendError, BackendPool, ProcessBackend
 from grpolab.env.process import Isolation
 from grpolab.env.server import serve_forever
 from grpolab.env.worker import load_factory
@@ -45,7 +46,6 @@ class AwsOptions:
 class Limits:
     """Times in seconds."""
 
-    latency: float = 0.0  # added to every reset and step
     reset_timeout: float = 60.0  # longest reset
     step_timeout: float = 60.0  # longest step
     close_timeout: float = 5.0  # longest closing of an environment
@@ -69,11 +69,8 @@ class Serve:
     memory_mib: int | None = None
     """The most private memory that one of those processes may allocate; shared mappings (/dev/shm) are not counted, and each
     process that it starts has as much again."""
-    backend: str | None = None
-    """What each session leases: a command that prints its address as its first line, or package.module:function that makes a
-    Backend from its number."""
+    backend: str | None = None  # what each session leases: a command that prints its address as its first line
     limits: OmitArgPrefixes[Limits] = Limits()
-    trace: Path | None = None  # JSONL file to append every call to
     aws: OmitArgPrefixes[AwsOptions] = AwsOptions()
 
     def run(self) -> int:
@@ -98,7 +95,7 @@ class Serve:
         try:
             asyncio.run(serve_forever(
                 environment, beside=page, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port,
-                isolate=isolation, backends=self.backends(variables), token=token, trace=self.trace, **options))
+                isolate=isolation, backends=self.backends(variables), token=token, **options))
         except BackendError as error:
             raise ValueError(str(error)) from error
         return 0
@@ -114,7 +111,10 @@ class Serve:
             return accounts(max(self.max_sessions, 1), options=options)
         if self.backend is None:
             return None
-        return BackendPool(read_backend(self.backend, env=variables), max(self.max_sessions, 1))
+        command = shlex.split(self.backend)  # as a shell splits it, with nothing expanded
+        if not command:
+            raise UsageError("--backend: write a command")
+        return BackendPool(lambda _: ProcessBackend(command, env=variables), max(self.max_sessions, 1))
 
 
 def variable(option: str) -> tuple[str, str]:

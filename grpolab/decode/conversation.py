@@ -41,7 +41,7 @@ class Conversation:
         """
         request = self._submit(ids, params)
         try:
-            await self.sampler._awaited(request)
+            await request.wait()
         finally:
             self._waiting = False
         return self._take(request)
@@ -73,8 +73,7 @@ class Conversation:
         if self.turns and (len(ids) > self.room or len(self._ids) >= self.sampler.context):
             raise ValueError(f"the conversation holds {len(self._ids)} of the context's {self.sampler.context} tokens, "
                              f"and {len(ids)} more leave no room for an answer; end it here, its rollout() is whole")
-        request = self.sampler._request([(*self._ids, *ids)], [[self.seed]], params or SamplingParams(), None, self._kept, None)
-        self.sampler._enqueue(request)
+        request = self.sampler.submit([(*self._ids, *ids)], seeds=[[self.seed]], params=params, kept=self._kept)
         self._waiting = True
         return request
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -57,7 +58,6 @@ class Request:
     kept        of a conversation: what its turns before this one left, and from the end of this one what it leaves
     may_wait    raises where waiting for the result would last for ever
     stopped     the finish reason that its unfinished rollouts get
-    spent       tokens taken from params.max_total_tokens
     """
 
     prompts: list[tuple[int, ...]]
@@ -71,7 +71,6 @@ class Request:
     future: Future = field(default_factory=Future)
     submitted: float = field(default_factory=time.perf_counter)
     stopped: str | None = None
-    spent: int = 0
 
     def __post_init__(self):
         self.rollouts: list[list[Rollout | None]] = [[None] * len(s) for s in self.seeds]
@@ -82,6 +81,15 @@ class Request:
         if not self.future.done():
             self.may_wait()
         return self.future.result(timeout)
+
+    async def wait(self) -> list[Group]:
+        """As `result`; cancelling the await cancels the request."""
+        try:
+            self.may_wait()
+            return await asyncio.wrap_future(self.future)
+        except BaseException:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """End the unfinished rollouts at the next step, with what they have and finish_reason "cancelled"."""
@@ -156,16 +164,6 @@ def pending(request: Request) -> list[Pending]:
 def ending(request: Request) -> str | None:
     """The finish reason that its unfinished rollouts get at once, if any: it was stopped, has failed, or nobody waits."""
     return request.stopped or ("cancelled" if request.future.done() else None)
-
-
-def book(request: Request, tokens: int) -> bool:
-    """Take tokens from its budget; a request that has too few left stops."""
-    budget = request.params.max_total_tokens
-    if budget is not None and request.spent + tokens > budget:
-        request.stopped = request.stopped or "budget"
-        return False
-    request.spent += tokens
-    return True
 
 
 def deliver(request: Request, index: int, sample: int, rollout: Rollout) -> None:

@@ -81,7 +81,7 @@ class Sampler:
     `verify.batch_dependence` is 0: for the llama engine, and on processors that we tried for the hf engine, mixtures of
     experts excepted; elsewhere a last bit, and so rarely a token, may.
 
-    Changed weights and modules (`verify.Snapshot`) are looked for where rows are admitted and where `policy.version` has
+    Changed weights and modules (`snapshot.Snapshot`) are looked for where rows are admitted and where `policy.version` has
     moved. With nothing running the look is thorough. While rows run it does not see edits through `.data`, which torch does
     not count, nor plain numbers set on a module; and what is swapped and swapped back between two looks is never seen. A row
     in progress may then be sampled from two models. So change weights in `run`, and add one to `policy.version`.
@@ -97,8 +97,7 @@ class Sampler:
         self.threads = threads or torch.get_num_threads()
         self._choice: Future[Scheduler] = Future()
         self._choice.set_running_or_notify_cancel()  # a cancelled await of it may not cancel it
-        self._requests: list[Request] = []  # that the worker has not yet taken
-        self._jobs: list[Job] = []
+        self._inbox: list[Request | Job] = []  # that the worker has not yet taken
         self._wake = threading.Condition()
         self._worker: threading.Thread | None = None
         self._closed = False
@@ -119,7 +118,7 @@ class Sampler:
     @property
     def busy(self) -> bool:
         """Whether rollouts are being decoded or wait for it; false until the engine is chosen."""
-        return bool(self._requests or self._jobs) or self._choice.done() and self._scheduler.busy
+        return bool(self._inbox) or self._choice.done() and self._scheduler.busy
 
     @property
     def slots(self) -> int:
@@ -136,7 +135,7 @@ class Sampler:
                      seeds: Sequence[Sequence[int]] | None = None) -> list[Group]:
         """Token id lists -> one Group of `group_size` rollouts for each; cancelling the await frees its slots. `seeds` as in
         `submit`."""
-        return await self._awaited(self.submit(prompts, group_size=group_size, params=params, seeds=seeds))
+        return await self.submit(prompts, group_size=group_size, params=params, seeds=seeds).wait()
 
     def sample_sync(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                     params: SamplingParams | None = None) -> list[Group]:
@@ -189,8 +188,19 @@ class Sampler:
             seeds = group_seeds(base, range(len(prompts)), group_size)
         elif [len(s) for s in seeds] != [group_size] * len(prompts):
             raise ValueError(f"seeds must be {len(prompts)} lists of {group_size}, got lengths {[len(s) for s in seeds]}")
-        request = self._request(prompts, seeds, params, on_rollout, kept, on_tokens)
-        self._enqueue(request)
+        vocab = len(self.policy.model.get_input_embeddings().weight)
+        ids = [checked_prompt(prompt, i, vocab, self.context) for i, prompt in enumerate(prompts)]
+        if bad := [i for i in params.stop_ids if not 0 <= i < vocab]:
+            raise ValueError(f"stop_ids {bad} are outside the vocabulary 0..{vocab - 1}; give token ids")
+        if params.stop_strings and self.policy.tokenizer is None:
+            raise ValueError("stop_strings need a policy with a tokenizer; use stop_ids")
+        eos = frozenset(() if params.ignore_eos else self.policy.eos_ids)
+        seeds = [[checked_seed(s) for s in row] for row in seeds]
+        request = Request(ids, seeds, params, eos, on_rollout, kept, on_tokens, self._check_may_wait)
+        if request.left:
+            self._start(request)
+        else:
+            settle(request.future, [])
         return request
 
     async def run(self, fn: Callable, *args):
@@ -205,7 +215,7 @@ class Sampler:
     def _run(self, fn: Callable, args: tuple) -> Future:
         self._check_may_wait()
         job = Job(fn, args)
-        self._start(jobs=[job])
+        self._start(job)
         return job.future
 
     def close(self) -> asyncio.Future | None:
@@ -243,19 +253,7 @@ class Sampler:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
-    # ------------------------------------------------------------- requests
-
-    def _request(self, prompts, seeds, params: SamplingParams, on_rollout, kept: Kept | None, on_tokens) -> Request:
-        """A request of checked prompts, ids and seeds."""
-        vocab = len(self.policy.model.get_input_embeddings().weight)
-        ids = [checked_prompt(prompt, i, vocab, self.context) for i, prompt in enumerate(prompts)]
-        if bad := [i for i in params.stop_ids if not 0 <= i < vocab]:
-            raise ValueError(f"stop_ids {bad} are outside the vocabulary 0..{vocab - 1}; give token ids")
-        if params.stop_strings and self.policy.tokenizer is None:
-            raise ValueError("stop_strings need a policy with a tokenizer; use stop_ids")
-        eos = frozenset(() if params.ignore_eos else self.policy.eos_ids)
-        seeds = [[checked_seed(s) for s in row] for row in seeds]
-        return Request(ids, seeds, params, eos, on_rollout, kept, on_tokens, self._check_may_wait)
+    # ------------------------------------------------------------- worker
 
     def _fresh_seed(self) -> int:
         with self._wake:
@@ -270,23 +268,7 @@ class Sampler:
             raise RuntimeError("this thread holds policy.lock, which the sampler needs for every step: waiting for it would "
                                "last for ever; leave the `with policy.lock` block first")
 
-    async def _awaited(self, request: Request) -> list[Group]:
-        try:
-            self._check_may_wait()
-            return await asyncio.wrap_future(request.future)
-        except BaseException:
-            request.cancel()
-            raise
-
-    # ------------------------------------------------------------- worker
-
-    def _enqueue(self, request: Request) -> None:
-        if request.left:
-            self._start(requests=[request])
-        else:
-            settle(request.future, [])
-
-    def _start(self, requests: Sequence[Request] = (), jobs: Sequence[Job] = ()) -> None:
+    def _start(self, *items: Request | Job) -> None:
         """Queue them and see that there is a worker to take them."""
         rest_threads()
         with self._wake:
@@ -294,8 +276,7 @@ class Sampler:
                 raise RuntimeError("the sampler is closed; make a new Sampler(policy)")
             if self._choice.done():
                 self._choice.result()  # raises why no engine fits
-            self._requests.extend(requests)
-            self._jobs.extend(jobs)
+            self._inbox.extend(items)
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="grpolab-sampler", daemon=True)
                 self._worker.start()
@@ -318,7 +299,7 @@ class Sampler:
                 self._choice.set_exception(error)
                 return self._end(error)
         scheduler = self._choice.result()
-        needed = lambda: scheduler.busy or self._requests or self._jobs or self._closed  # noqa: E731
+        needed = lambda: scheduler.busy or self._inbox or self._closed  # noqa: E731
         while True:
             with self._wake:
                 if not self._wake.wait_for(needed, REST_SECONDS):
@@ -329,12 +310,10 @@ class Sampler:
                 if not needed():
                     self._worker = None
                     return
-                requests, jobs = self._take_queued()
+                items, self._inbox = self._inbox, []
             with self.policy.lock:
-                for job in jobs:
-                    job.run()
-                for request in requests:
-                    scheduler.add(request)
+                for item in items:
+                    item.run() if isinstance(item, Job) else scheduler.add(item)
                 try:
                     scheduler.step()
                 except BaseException as error:  # a fault that is nobody's own fails all; the worker lives on
@@ -342,19 +321,13 @@ class Sampler:
         scheduler.fail_all(error := RuntimeError("the sampler was closed before this was done"))
         self._end(error)
 
-    def _take_queued(self) -> tuple[list[Request], list[Job]]:
-        queued = self._requests, self._jobs
-        self._requests, self._jobs = [], []
-        return queued
-
     def _end(self, error: BaseException) -> None:
         """What is still queued gets the error; nothing can come after it."""
         with self._wake:
-            requests, jobs = self._take_queued()
-        for item in (*requests, *jobs):
+            items, self._inbox = self._inbox, []
+        for item in items:
             settle(item.future, error=error)
-        with self._wake:
-            self._worker = None
+        self._worker = None
 
 
 _open_samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()

@@ -31,7 +31,6 @@ class SamplingParams:
     min_p           keep tokens with at least min_p times the largest probability; 0.0 is off
     greedy          take the argmax; `logps` are then the raw ones
     max_new_tokens  tokens a rollout may take; one that fills the context before or with them finishes as "context"
-    max_total_tokens  tokens that all rollouts of the request may take together; None is off
     stop_ids        further token ids that end a rollout, beside the policy's eos ids
     stop_strings    texts that end a rollout at the token that completes them
     ignore_eos      run through the policy's eos ids (benchmarks)
@@ -44,7 +43,6 @@ class SamplingParams:
     min_p: float = 0.0
     greedy: bool = False
     max_new_tokens: int = 64
-    max_total_tokens: int | None = None
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -52,7 +50,7 @@ class SamplingParams:
 
     def __post_init__(self):
         set_to = partial(object.__setattr__, self)
-        for name in ("top_k", "max_new_tokens", "max_total_tokens", "seed"):
+        for name in ("top_k", "max_new_tokens", "seed"):
             set_to(name, None if getattr(self, name) is None else _integer(name, getattr(self, name)))
         for name in ("temperature", "top_p", "min_p"):
             set_to(name, float(getattr(self, name)))
@@ -70,8 +68,6 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.max_total_tokens is not None and self.max_total_tokens < 1:
-            raise ValueError(f"max_total_tokens must be at least 1, got {self.max_total_tokens}; None switches it off")
         for s in self.stop_strings:
             if not isinstance(s, str) or not s or s != s.encode("utf-8", "ignore").decode():
                 raise ValueError(f"stop_strings holds {s!r}: it takes texts of at least one character, without half a "

@@ -12,7 +12,7 @@ the requests that were in it. The others go on.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from grpolab.decode.batch import Batch
 from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
-from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, book, deliver, ending, no_room, pending, settle, tell
+from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, deliver, ending, no_room, pending, settle, tell
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed, uniforms_on
-from grpolab.decode.verify import Snapshot
+from grpolab.decode.snapshot import Snapshot
 from grpolab.rollouts import Rollout
 
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
@@ -58,8 +58,6 @@ class Scheduler:
         self.kinds = kinds_of(self.owners, self.device)
         self.listening = [i for i, o in enumerate(self.owners) if o.request.params.stop_strings]
         self.streamed = [i for i, o in enumerate(self.owners) if o.request.on_tokens is not None]
-        self.budgets = Counter(o.request for o in self.owners if o.request.params.max_total_tokens)
-        self.single_steps = bool(self.listening or self.budgets)
 
     @property
     def context(self) -> int:
@@ -90,8 +88,6 @@ class Scheduler:
         self._drop_stopped()
         if settled:
             self._admit()
-        if not all([book(request, rows) for request, rows in self.budgets.items()]):  # a token for each of its rows
-            self._drop_stopped()
         if self.rows.n:
             try:
                 self._decode()
@@ -124,7 +120,7 @@ class Scheduler:
         again = snapshot.structure_changed(deep=idle)
         if not again and not snapshot.weights_changed(deep=idle):
             return True
-        if again or not self.engine.proved:
+        if again or not self.engine.verified:
             if not idle:
                 return False
             self.engine = self.choose()
@@ -175,9 +171,8 @@ class Scheduler:
                     settle(p.request.future, error=error)
         entering = []
         for p, count in chosen:
-            while count and p.cache is not None and book(p.request, 1):
-                entering.append((p, p.samples.popleft()))
-                count -= 1
+            if p.cache is not None:  # else its prefill failed
+                entering += [(p, p.samples.popleft()) for _ in range(count)]
         if entering:
             try:
                 self._enter(entering)
@@ -210,7 +205,7 @@ class Scheduler:
         rows, n = self.rows, self.rows.n
         padded = self.engine.rows(n)
         rows.token[n:padded] = rows.position[n:padded] = 0
-        steps = 1 if self.single_steps else min(self.block, int((rows.limit - rows.count)[:n].min()))
+        steps = 1 if self.listening else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, self.store.unit)
         self.store.fit(rows.position[:n], padded, steps, rows.longest())
         u, kinds = uniforms_on(self.device, rows.next_uniforms(steps)), self.kinds

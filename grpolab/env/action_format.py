@@ -1,5 +1,5 @@
 """How a policy's text meets an environment: an `ActionFormat` turns what it wrote into an action and what was observed
-into text, and rules what an action that the environment cannot read costs.
+into text, and says what an action that the environment cannot read costs.
 
 `TEXT` is the format of grpolab's own environments: {"text": ...} both ways. `MCP` speaks to OpenEnv's environments with
 tools: the question comes with their list, a turn is one call written as JSON. Others are made by `replace`:
@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpolab.env import protocol
 from grpolab.env.protocol import InvalidAction, SessionLost, StepResult
 
 ON_INVALID = ("tell", "penalise", "abstain")
@@ -24,11 +23,6 @@ MAX_REASON = 500  # characters of what the policy is told about an action that c
 
 # OpenEnv's server cannot serialise the error of an action that failed a validator of its own, and ends the session so.
 _UNSENT_ERROR = "Unable to serialize unknown type"
-
-
-def text_action(text: str) -> dict:
-    """{"text": text}"""
-    return {"text": text}
 
 
 def text_observation(observation: dict) -> str:
@@ -41,7 +35,7 @@ def text_observation(observation: dict) -> str:
 
 
 def counted_calls(results: Sequence[StepResult]) -> dict[str, float]:
-    """{"calls": n}: how many tool calls the environment counted so far, the number `calls` in its last metadata; else 0."""
+    """{"calls": n}: the number `calls` in the last metadata, the tool calls that the environment counted so far; else 0."""
     calls = results[-1].metadata.get("calls", 0) if results else 0
     return {"calls": calls if type(calls) in (int, float) else 0}
 
@@ -67,7 +61,7 @@ class ActionFormat:
                 "abstain" ends the episode without a reward, so that it is not trained on. It counts as a turn.
     """
 
-    to_action: Callable[[str], dict] = text_action
+    to_action: Callable[[str], dict] = lambda text: {"text": text}
     to_text: Callable[[dict], str] = text_observation
     introduce: Callable[[Any], Awaitable[str]] | None = None
     measure: Callable[[Sequence[StepResult]], Mapping[str, float]] = counted_calls
@@ -95,8 +89,8 @@ class ActionFormat:
             if not isinstance(action, dict):
                 raise ValueError(f"an action is a JSON object, not {action!r:.50}")
             _check_depth(action)
-            protocol.dumps(action)  # NaN is not JSON
-            json.dumps(action, ensure_ascii=False).encode()  # half of a surrogate pair ends an OpenEnv session
+            # NaN is not JSON, and half of a surrogate pair ends an OpenEnv session.
+            json.dumps(action, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, LookupError, RecursionError) as fault:
             raise InvalidAction(str(fault) or repr(fault)) from fault
         return action
@@ -125,8 +119,7 @@ def _reason(why: str) -> str:
     return f"error: {why}" if len(why) <= MAX_REASON else f"error: {why[:MAX_REASON]} ..."
 
 
-# --- environments with MCP tools --------------------------------------------------------------------------------------
-
+# Environments with MCP tools.
 CALL_FORM = '{"name": "...", "arguments": {...}}'
 
 
@@ -156,14 +149,8 @@ def tool_text(observation: dict) -> str:
     result = observation.get("result")
     if not isinstance(result, dict) or not isinstance(result.get("content"), list):
         return _plain(result)
-    text = "\n".join(_block(block) for block in result["content"])
+    text = "\n".join(str(block.get("text", f"[{block.get('type')}]")) for block in result["content"])
     return _reason(text) if result.get("is_error") else text
-
-
-def _block(block: Any) -> str:
-    if isinstance(block, dict) and isinstance(block.get("text"), str):
-        return block["text"]
-    return f"[{block.get('type', 'unknown')}]" if isinstance(block, dict) else _plain(block)
 
 
 def _plain(value: Any) -> str:
@@ -171,7 +158,7 @@ def _plain(value: Any) -> str:
 
 
 async def list_tools(slot: Any) -> str:
-    """The environment's tools, a line each, and the form of a call. Asking is no step of the episode."""
+    """The environment's tools, a line each, and the form of a call."""
     tools = (await slot.mcp("tools/list")).get("tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and "name" in tool for tool in tools):
         raise SessionLost(f"tools/list was answered with {tools!r:.200}, which is no list of tools")

@@ -2,18 +2,13 @@
 
 A backend is used by one tenant after another, so between two it is scrubbed, and where that cannot be done or cannot be
 trusted it is killed and started anew, under a higher generation number. The least recently used one is leased first.
-
-Source of the idea: the server-side pool of aws-rl-env (acquire, release); what it lacks (membership, health, scrubbing,
-generations) is what this module adds.
+The idea: the server-side pool of aws-rl-env.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -21,25 +16,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from grpolab.env import child_processes
-from grpolab.env.worker import load_factory
 
 log = logging.getLogger("grpolab.env.backends")
 
 
 class Backend(Protocol):
-    """One resource. `start` returns what the environment gets; a `start` after a `stop` gives a fresh one."""
+    """One resource. `start` returns what the environment gets, after a `stop` a fresh one. `scrub` wipes what the last tenant
+    left, or returns False where only a restart does."""
 
     def start(self) -> Any: ...
 
     def healthy(self) -> bool: ...
 
-    def scrub(self) -> bool:
-        """Wipe what the last tenant left; False where only a restart does."""
-        ...
+    def scrub(self) -> bool: ...
 
     def stop(self) -> None: ...
 
@@ -47,23 +39,22 @@ class Backend(Protocol):
 class BackendError(RuntimeError):
     """A backend could not be started, leased or given back."""
 
+
 class ProcessBackend:
     """A child process as a backend. It prints its address as its first line, and dies with us however we die.
 
     `command` is a list, never a shell line. `health(address)` and `scrub(address)` return truth when all is well;
     without `scrub` each tenant gets a new process. `start_timeout` in seconds bounds the wait for the address. Of our
-    environment variables it inherits only those in `child_processes.INHERITED`; `env` are more. `cwd` is its folder.
+    environment variables it inherits only those in `child_processes.INHERITED`; `env` are more.
     """
 
     def __init__(self, command: Sequence[str], *, health: Callable[[str], bool] | None = None,
-                 scrub: Callable[[str], bool] | None = None, start_timeout: float = 10.0,
-                 env: Mapping[str, str] | None = None, cwd: str | Path | None = None):
+                 scrub: Callable[[str], bool] | None = None, start_timeout: float = 10.0, env: Mapping[str, str] | None = None):
         if isinstance(command, str) or not command:
             raise ValueError(f"command={command!r}: pass the program and its arguments as a list")
         self.command, self.start_timeout = list(command), start_timeout
         self.address = ""
-        self._env, self._cwd = dict(env or {}), cwd
-        self._health, self._scrub = health, scrub
+        self._env, self._health, self._scrub = dict(env or {}), health, scrub
         self._process: subprocess.Popen | None = None
         self._listeners: list[threading.Thread] = []
 
@@ -74,45 +65,52 @@ class ProcessBackend:
 
     def start(self) -> str:
         """Start the process and wait for its first line, the address; raises BackendError with what it output instead."""
-        guarded = [sys.executable, "-I", "-S", child_processes.__file__, *self.command]
         self.address = ""
         output: deque[str] = deque(maxlen=20)
-        process = subprocess.Popen(guarded, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-                                   env=child_processes.environment(self._env), cwd=self._cwd)
-        self._process = process
         answered = threading.Event()
-        self._listeners = [threading.Thread(target=self._listen, args=(process.stdout, output, answered), daemon=True),
-                           threading.Thread(target=self._listen, args=(process.stderr, output, None), daemon=True)]
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-I", "-S", child_processes.__file__, *self.command], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+            env=child_processes.environment(self._env))
+
+        def drain(stream: TextIO, address: bool) -> None:
+            """Read one output, so that no full pipe blocks the process; the first line of stdout is its address."""
+            with stream:
+                for line in stream:
+                    output.append(line.strip())
+                    if address and not answered.is_set():
+                        self.address = line.strip()
+                        answered.set()
+            if address:
+                answered.set()
+
+        self._listeners = [threading.Thread(target=drain, args=of, daemon=True)
+                           for of in ((process.stdout, True), (process.stderr, False))]
         for listener in self._listeners:
             listener.start()
-        answered.wait(self.start_timeout)
+        in_time = answered.wait(self.start_timeout)
         if not self.address:
-            why = f"gave no address within {self.start_timeout:g} s" if not answered.is_set() else "ended without an address"
             self.stop()
+            why = "ended without an address" if in_time else f"gave no address within {self.start_timeout:g} s"
             raise BackendError(f"{self.command[0]} {why}; it printed: " + (" | ".join(output) or "nothing"))
         return self.address
 
-    def _listen(self, stream: TextIO, output: deque[str], answered: threading.Event | None) -> None:
-        """Drain one output, so that no full pipe blocks the process; the first line of stdout is its address."""
-        with stream:
-            for line in stream:
-                output.append(line.strip())
-                if answered is not None and not answered.is_set():
-                    self.address = line.strip()
-                    answered.set()
-        if answered is not None:
-            answered.set()
-
     def healthy(self) -> bool:
         """Whether the process runs and, where there is a health check, passes it."""
-        if self._process is None or self._process.poll() is not None:
-            return False
-        return self._health is None or _true(self._health, self.address)
+        running = self._process is not None and self._process.poll() is None
+        return running and (self._health is None or self._passes(self._health))
 
     def scrub(self) -> bool:
         """Whether the last tenant's state could be wiped in place."""
-        return self._scrub is not None and _true(self._scrub, self.address)
+        return self._scrub is not None and self._passes(self._scrub)
+
+    def _passes(self, check: Callable[[str], bool]) -> bool:
+        """The check's answer; one that raises counts as no."""
+        try:
+            return bool(check(self.address))
+        except Exception as fault:
+            log.info("check of backend %s failed: %r", self.address, fault)
+            return False
 
     def stop(self) -> None:
         """Kill the process and everything in its group; returns when it is gone."""
@@ -129,47 +127,10 @@ class ProcessBackend:
                 listener.join(timeout=1.0)
 
 
-def read_backend(text: str, *, env: Mapping[str, str] | None = None) -> Callable[[int], Backend]:
-    """What makes the backends of a BackendPool, from one argument of a command line: `package.module:function`, which gets a
-    backend's number, or the command of a ProcessBackend (split as a shell splits it, with nothing expanded). Raises
-    ValueError for what is neither."""
-    if re.fullmatch(r"[\w.]+:[\w.]+", text):
-        return load_factory(text, "backend")
-    try:
-        command = shlex.split(text)
-    except ValueError as fault:  # a quotation that does not end
-        raise ValueError(f"backend {text!r}: {fault}") from None
-    if not command:
-        raise ValueError(f"backend {text!r}: write a command, or package.module:function")
-    return lambda _: ProcessBackend(command, env=env)
-
-
-def _true(check: Callable[[str], bool], address: str) -> bool:
-    """The check's answer; one that raises counts as no."""
-    try:
-        return bool(check(address))
-    except Exception as fault:
-        log.info("check of backend %s failed: %r", address, fault)
-        return False
-
-
-def _made(make: Callable[[int], Backend], index: int) -> Backend:
-    """Backend `index`; raises BackendError where it is none."""
-    try:
-        backend = make(index)
-    except Exception as fault:
-        raise BackendError(f"backend {index} could not be made: {fault!r}") from fault
-    missing = [name for name in ("start", "healthy", "scrub", "stop") if not callable(getattr(backend, name, None))]
-    if missing:
-        raise BackendError(f"backend {index} is a {type(backend).__name__} without {', '.join(missing)}")
-    return backend
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lease:
-    """One tenant's hold on a backend. `number` is unique, `generation` counts the backend's starts."""
+    """One tenant's hold on a backend. `generation` counts the backend's starts."""
 
-    number: int
     index: int
     generation: int
     resource: Any
@@ -182,20 +143,19 @@ class Lease:
 class BackendPool:
     """`BackendPool(lambda i: ProcessBackend([...]), size=8)`: thread-safe; `with` it, or give it to `serve`.
 
-    `acquire` raises BackendError when all are leased. `release` takes each lease once, from whom it was given to: a
-    second or foreign release raises ValueError. `poisoned=True` says that the tenant may have broken the backend.
+    `acquire` raises BackendError when all are leased, `release` ValueError for a lease that is not this pool's (any more).
+    `poisoned=True` says that the tenant may have broken the backend.
     """
 
     def __init__(self, make: Callable[[int], Backend], size: int):
         if size < 1:
             raise ValueError(f"size={size}: a pool holds at least one backend")
         self.size = size
-        self._backends = [_made(make, i) for i in range(size)]
+        self._backends = [make(i) for i in range(size)]
         self._resources: list[Any] = [None] * size
         self._generations = [0] * size
         self._free: deque[int] = deque(range(size))  # the left end was used longest ago
-        self._leases: dict[int, Lease] = {}
-        self._numbers = itertools.count(1)
+        self._leases: set[Lease] = set()
         self._lock = threading.Lock()
         self._running = False
 
@@ -219,12 +179,7 @@ class BackendPool:
         self._running = True
 
     def _start(self, index: int) -> None:
-        try:
-            self._resources[index] = self._backends[index].start()
-        except BackendError:
-            raise
-        except Exception as fault:
-            raise BackendError(f"backend {index} did not start: {fault!r}") from fault
+        self._resources[index] = self._backends[index].start()
         self._generations[index] += 1
 
     def acquire(self) -> Lease:
@@ -244,9 +199,9 @@ class BackendPool:
             with self._lock:
                 self._free.append(index)  # last in line: the next acquire tries another one first
             raise
+        lease = Lease(index, self._generations[index], self._resources[index])
         with self._lock:
-            lease = Lease(next(self._numbers), index, self._generations[index], self._resources[index])
-            self._leases[lease.number] = lease
+            self._leases.add(lease)
         if not self._running:  # closed meanwhile
             self.release(lease)
             raise BackendError("the backends were stopped")
@@ -254,20 +209,16 @@ class BackendPool:
 
     def kill(self, lease: Lease) -> None:
         """Stop a leased backend under its tenant, so that whatever waits for it fails; then release it as poisoned."""
-        with self._lock:
-            if self._leases.get(lease.number) is not lease:
-                raise ValueError(f"{lease.name} is not leased under number {lease.number}")
-        self._backends[lease.index].stop()
+        if lease in self._leases:
+            self._backends[lease.index].stop()
 
     def release(self, lease: Lease, *, poisoned: bool = False) -> None:
-        """Take a backend back, clean for the next tenant: scrubbed in place, or else killed and started anew.
-
-        Where it cannot be started it stays off, last in line, until an `acquire` can.
-        """
+        """Take a backend back, clean for the next tenant: scrubbed in place, or else killed and started anew. Where it cannot
+        be started it stays off, last in line, until an `acquire` can."""
         with self._lock:
-            if self._leases.get(lease.number) is not lease:
-                raise ValueError(f"{lease.name} is not leased under number {lease.number}: released twice, or not ours")
-            del self._leases[lease.number]
+            if lease not in self._leases:
+                raise ValueError(f"{lease.name} is not leased so: released twice, or not ours")
+            self._leases.remove(lease)
         backend = self._backends[lease.index]
         try:
             if poisoned or not backend.healthy() or not backend.scrub():

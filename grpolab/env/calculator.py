@@ -138,13 +138,5 @@ def read_problem(task: dict) -> Problem:
     a, op, b = (task.get(key) for key in ("a", "op", "b")) if isinstance(task, dict) else (None,) * 3
     if any(whole(number) is None or abs(number) >= 10**MAX_DIGITS for number in (a, b)) or op not in ("+", "-", "*"):
         raise InvalidAction(f'a task here is {{"a": 3, "op": "*", "b": 4}} with whole numbers of at most {MAX_DIGITS} digits '
-                            f"and '+', '-' or '*', got {_shown(task)}")
+                            f"and '+', '-' or '*', got {task!r:.100}")
     return Problem(a, op, b)
-
-
-def _shown(task: object) -> str:
-    """The start of its repr; Python refuses to write integers of more than 4300 digits."""
-    try:
-        return f"{task!r:.100}"
-    except ValueError:
-        return "a number of thousands of digits"

@@ -2,11 +2,10 @@
 
     python child_processes.py COMMAND ARGUMENT...
 
-Standard input ties it to its owner, who holds the other end of that pipe, and however the owner dies, the kernel closes
-it. Then, or on SIGTERM, the command's whole process group is killed, and on Linux also whatever has left that group and
-lost its parent (a daemon): it becomes this process's child (PR_SET_CHILD_SUBREAPER). If this process itself is killed, the
-kernel kills the command (PR_SET_PDEATHSIG, Linux), and no more than the command. On macOS neither of the two is there: what
-leaves the group outlives it.
+Standard input ties it to its owner, who holds the other end of that pipe: however the owner dies, the kernel closes it.
+Then, or on SIGTERM, the command's process group is killed, and on Linux also whatever has left that group and lost its
+parent (a daemon): it becomes this process's child (PR_SET_CHILD_SUBREAPER). If this process itself is killed, the kernel
+kills the command (PR_SET_PDEATHSIG, Linux). On macOS what leaves the group outlives it.
 """
 
 import contextlib
@@ -25,16 +24,13 @@ INHERITED = frozenset(
 
 def environment(extra=None) -> dict:
     """The environment variables of a child: INHERITED and LC_* of ours, and `extra` ({name: text}) over them."""
-    for name, text in (extra or {}).items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise ValueError(f"env={{{name!r}: ...}}: names and values of environment variables are text")
     inherited = {name: text for name, text in os.environ.items() if name in INHERITED or name.startswith("LC_")}
     return {**inherited, **(extra or {})}
 
 
 def fork() -> int:
-    """os.fork, whose child leads a session and a process group of its own and is killed by the kernel when this process
-    ends; what the child's own leave behind becomes ours (both on Linux). Only for a process with one thread."""
+    """os.fork, whose child leads a session and a group of its own and is killed by the kernel when this process ends; what the
+    child's own leave behind becomes ours (both on Linux). Only for a process with one thread."""
     parent = os.getpid()
     if linux := sys.platform == "linux":
         import ctypes
@@ -68,10 +64,10 @@ def guard(pid: int, owner: int) -> int:
         ready = dict(poller.poll())
         if owner in ready or (wake in ready and signal.SIGTERM in os.read(wake, 4096)):
             break
-    for kill, victim in ((os.killpg, pid), (os.kill, pid)):  # the second, should it not lead its group yet
-        if kill is os.killpg or status is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: all of the group are zombies (macOS)
-                kill(victim, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: all of the group are zombies (macOS)
+        os.killpg(pid, signal.SIGKILL)
+    if status is None:  # should it not lead its group yet
+        os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1] if status is None else status)
     _kill_orphans()
     return code if code >= 0 else 128 - code

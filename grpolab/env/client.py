@@ -17,23 +17,29 @@ from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.http11 import Response
 from websockets.protocol import State
 
 from grpolab.access import check_token
 from grpolab.env import protocol
-from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, ServerError, SessionLost, StepResult
+from grpolab.env.protocol import (
+    CapacityError,
+    ConnectError,
+    DeadlineExceeded,
+    InvalidAction,
+    ServerError,
+    SessionLost,
+    StepResult,
+)
 
 TRACE_SPANS = 100_000  # how many spans a trace keeps, the last ones: some 20 MB
-EPISODE_SHOWN = 255  # characters of an episode's name in a span; our server takes no longer ones
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds that each phase may take. All are finite, so everything that fails, fails in bounded time.
-
-    connect: TCP and handshake; for a pool also the wait for a free place when it replaces a lost session.
-    admit: from the handshake to the proof that an environment stands behind it. step: also a state or an MCP request.
-    close: the goodbye. episode and group belong to the pool: one rollout, and all of a group's.
+    """Seconds that each phase may take, all finite. connect: TCP and handshake; for a pool also the wait for a free place when
+    it replaces a lost session. admit: from the handshake to the proof that an environment stands behind it. step: also a
+    state or an MCP request. close: the goodbye. episode and group belong to the pool: one rollout, and all of a group's.
     """
 
     connect: float = 10.0
@@ -51,11 +57,7 @@ class Deadlines:
 
 
 class Span(NamedTuple):
-    """One phase of one session: times are perf_counter seconds. `error` names what ended it, '' if nothing did.
-
-    `episode` and `turn` identify a step on both sides of the wire: the server's trace carries the same two (`episode` is
-    cut after EPISODE_SHOWN characters).
-    """
+    """One phase of one session: times are perf_counter seconds. `error` names what ended it, '' if nothing did."""
 
     phase: str
     start: float
@@ -76,10 +78,9 @@ def socket_url(url: str) -> str:
     return urlunsplit((scheme, parts.netloc, path if path.endswith("/ws") else path + "/ws", parts.query, ""))
 
 
-def _refused(status: InvalidStatus, url: str) -> ConnectError:
+def _refused(response: Response, url: str) -> ConnectError:
     """The typed error for a handshake that the server answered with something else than 101."""
-    response = status.response
-    body: Any = {}
+    body: Any = None
     with suppress(ValueError, RecursionError):  # a body of whatever kind: then the reason phrase has to do
         body = json.loads(response.body or b"{}")
     body = body if isinstance(body, dict) else {}
@@ -87,28 +88,17 @@ def _refused(status: InvalidStatus, url: str) -> ConnectError:
     message = f"{url} refused the session with HTTP {response.status_code}: {reason}"
     if response.status_code != 503:
         return ConnectError(message, response.status_code)
-    return CapacityError(message, protocol.whole(body.get("active_sessions")), protocol.whole(body.get("max_sessions")),
-                         _seconds(response.headers.get("Retry-After", "")))
-
-
-def _seconds(wait: str) -> float | None:
-    """A Retry-After in seconds; None for a date or anything else, and for more than a day."""
-    return float(wait) if wait.isascii() and wait.isdigit() and len(wait) < 6 else None
-
-
-def _cut(connection: ClientConnection) -> None:
-    """End a connection at once, with no word to the other side. `websockets` itself only closes with a handshake, which
-    takes time and a task; `transport` is asyncio's own object."""
-    connection.transport.abort()
+    wait = response.headers.get("Retry-After", "")  # a date, or more than a day, says nothing to us
+    seconds = float(wait) if wait.isascii() and wait.isdigit() and len(wait) < 6 else None
+    return CapacityError(message, body.get("active_sessions"), body.get("max_sessions"), seconds)
 
 
 class EnvSession:
     """`async with EnvSession(url) as session: await session.reset(seed=1); await session.step({"text": "..."})`.
 
-    `connect` returns only when the server has answered on this session, so an admitted session is a real one (an
-    OpenEnv server accepts the handshake and refuses afterwards). After `lost` is set, every call raises SessionLost.
-    `trace` has a Span a phase, the last TRACE_SPANS; a pool passes its own for all sessions to write to.
-    `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
+    `connect` returns when the server has answered on this session (OpenEnv's accepts the handshake and refuses afterwards).
+    After `lost` is set, every call raises SessionLost. `trace` has a Span a phase, the last TRACE_SPANS; a pool passes its
+    own for all sessions. `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
     """
 
     def __init__(self, url: str, *, token: str | None = None, deadlines: Deadlines | None = None,
@@ -120,6 +110,7 @@ class EnvSession:
         self.episode_id = ""
         self.turn = 0
         self.lost: BaseException | None = None
+        self.doubtful = False  # its environment failed: a pool opens another session for the next episode
         self._headers = {} if token is None else {"Authorization": f"Bearer {check_token(token)}"}
         self._pings = {"ping_interval": ping_interval, "ping_timeout": ping_timeout}
         self._spans: deque[Span] = deque(maxlen=TRACE_SPANS) if trace is None else trace
@@ -133,11 +124,6 @@ class EnvSession:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def __enter__(self):
-        raise TypeError("EnvSession is asynchronous: write `async with`; in a script, MultiTurnEnvPool is synchronous")
-
-    def __exit__(self, *_: object) -> None: ...
-
     @property
     def open(self) -> bool:
         """Whether requests can be sent: connected, not lost, and not closed by the server meanwhile."""
@@ -149,18 +135,16 @@ class EnvSession:
         return list(self._spans)
 
     async def connect(self) -> None:
-        """Open the connection and prove the session with a `state` request.
-
-        Raises CapacityError, FactoryError or ConnectError when there is none, DeadlineExceeded when it takes too long.
-        """
+        """Open the connection and prove the session with a `state` request. Raises CapacityError, FactoryError or ConnectError
+        when there is none, DeadlineExceeded when it takes too long."""
         if self._socket is not None:
             raise RuntimeError("this session was connected before; a session is used once, make a new EnvSession")
         try:
             with self.span("connect"):
                 await self._open_socket()
-            await self._request("admit", protocol.STATE, self.deadlines.admit)
+            await self._request("admit", protocol.STATE, "state")
         except ServerError:
-            pass  # an environment that cannot tell its state before reset is an environment all the same
+            self.doubtful = False  # an environment that cannot tell its state before reset is one all the same
         except SessionLost as fault:
             if isinstance(fault, DeadlineExceeded):
                 raise
@@ -170,33 +154,27 @@ class EnvSession:
             raise
 
     async def _open_socket(self) -> None:
-        """The handshake. One that is cancelled is finished first if that takes no longer than a second: the server may
-        have taken a place for it already, and only over the connection can that be undone in order."""
+        """The handshake. One that is cancelled is finished first, for at most a second: the server may have taken a place for
+        it already, which only a goodbye gives back in order."""
         handshake = asyncio.ensure_future(self._handshake())
         try:
-            await asyncio.wait([handshake])
+            self._socket = await asyncio.shield(handshake)
         except asyncio.CancelledError:
-            try:
-                await asyncio.wait([handshake], timeout=min(self.deadlines.close, 1.0))
-            finally:
-                handshake.cancel()  # which does nothing to one that is done
-                if handshake.done() and not handshake.cancelled() and handshake.exception() is None:
-                    self._socket = handshake.result()
+            with suppress(ConnectError, TimeoutError):
+                self._socket = await asyncio.wait_for(handshake, min(self.deadlines.close, 1.0))
             raise
-        self._socket = handshake.result()
 
-    async def _handshake(self):
-        seconds = self.deadlines.connect
+    async def _handshake(self) -> ClientConnection:
         local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self.deadlines.connect):
                 return await connect(self.url, additional_headers=self._headers, compression=None, open_timeout=None,
                                      close_timeout=self.deadlines.close, max_size=protocol.MAX_REPLY_BYTES,
                                      proxy=None if local else True, **self._pings)
         except TimeoutError as fault:
-            raise DeadlineExceeded("connect", seconds, self.url) from fault
+            raise DeadlineExceeded("connect", self.deadlines.connect, self.url) from fault
         except InvalidStatus as fault:
-            raise _refused(fault, self.url) from fault
+            raise _refused(fault.response, self.url) from fault
         except InvalidURI as fault:
             raise ConnectError(f"{self.url} redirects to {fault.uri!r:.200}, which is no WebSocket address: pass the address "
                                "that it leads to, as ws:// or wss://") from fault
@@ -207,33 +185,28 @@ class EnvSession:
         """Start an episode. `options` (`task`, ...) reach the environment's reset; `episode_id` is new by default."""
         self.episode_id, self.turn = episode_id or uuid.uuid4().hex, 0
         sent = {"episode_id": self.episode_id, **({} if seed is None else {"seed": seed}), **options}
-        reply = await self._request("reset", protocol.reset(sent), self.deadlines.reset)
-        return self._result(*reply)
+        return self._result(await self._request("reset", protocol.message("reset", sent), "observation"))
 
     async def step(self, action: dict) -> StepResult:
         """Send one action. InvalidAction (it could not be read) and ServerError leave the session usable; SessionLost and
         DeadlineExceeded end it."""
         self.turn += 1
-        reply = await self._request("step", protocol.step(action), self.deadlines.step)
-        return self._result(*reply)
+        return self._result(await self._request("step", protocol.message("step", action), "observation"))
 
     async def state(self) -> dict:
         """What the environment says of itself: at least `episode_id` and `step_count`."""
-        kind, data = await self._request("state", protocol.STATE, self.deadlines.step)
-        if kind != "state":
-            raise self._drop(SessionLost(f"{self.url} answered a state request with {kind!r:.100}: it is out of step"))
-        return data
+        return await self._request("state", protocol.STATE, "state")
 
     async def mcp(self, method: str, params: dict | None = None) -> dict:
         """The result of one JSON-RPC request ("tools/list", "tools/call") to an environment with MCP tools. It is no step:
         no turn, no reward. Raises ServerError with the JSON-RPC code where it is refused."""
         request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params or {}}
-        kind, data = await self._request("mcp", protocol.dumps({"type": "mcp", "data": request}), self.deadlines.step)
-        if kind != "mcp" or not isinstance(data.get("result", {}), dict):
-            raise self._drop(SessionLost(f"{method} was answered with {kind!r} {data!r:.200}: the connection is out of step"))
+        data = await self._request("mcp", protocol.message("mcp", request), "mcp")
         if fault := data.get("error"):
             reason = fault if isinstance(fault, dict) else {"message": fault}
             raise ServerError(f"{method}: {reason.get('message', 'refused')}", str(reason.get("code", "")))
+        if not isinstance(data.get("result", {}), dict):
+            raise self._drop(SessionLost(f"{method} was answered with {data!r:.200}: the connection is out of step"))
         return data.get("result", {})
 
     async def close(self) -> None:
@@ -249,7 +222,7 @@ class EnvSession:
                         await socket.send(protocol.CLOSE)
                         await socket.wait_closed()
         finally:
-            _cut(socket)
+            self._cut()
         await socket.wait_closed()
 
     @contextmanager
@@ -262,27 +235,28 @@ class EnvSession:
             fault = type(error).__name__
             raise
         finally:
-            episode = self.episode_id[:EPISODE_SHOWN]
-            self._spans.append(Span(phase, start, perf_counter(), self.index, episode, self.turn, fault))
+            self._spans.append(Span(phase, start, perf_counter(), self.index, self.episode_id, self.turn, fault))
 
     def _drop(self, cause: BaseException) -> BaseException:
         """Give the connection up, at once and for ever; returns `cause`."""
         self.lost = self.lost or cause
-        if self._socket is not None:
-            _cut(self._socket)
+        self._cut()
         return cause
 
-    def _result(self, kind: str, data: dict) -> StepResult:
-        if kind != "observation":
-            raise self._drop(SessionLost(f"{self.url} answered a request with {kind!r:.100}: it is out of step"))
+    def _cut(self) -> None:
+        """End the connection at once, with no word to the other side: `close` of websockets takes a handshake's time."""
+        if self._socket is not None and self._socket.state is not State.CLOSED:
+            self._socket.transport.abort()
+
+    def _result(self, data: dict) -> StepResult:
         try:
             return protocol.step_result(data, self.url)
         except SessionLost as fault:
             raise self._drop(fault) from None
 
-    async def _request(self, phase: str, text: str, seconds: float) -> tuple[str, dict]:
-        """Send one message and wait for its reply: the only place where a session talks. All but a ServerError, which
-        the server answered in order, ends the session."""
+    async def _request(self, phase: str, text: str, expected: str) -> dict:
+        """Send one message and wait for its reply, of the kind `expected`. All but a ServerError, which the server answered in
+        order, ends the session."""
         if self._socket is None:
             raise RuntimeError("this session is not connected: use `async with EnvSession(url) as session`")
         if self.lost is not None:
@@ -292,44 +266,43 @@ class EnvSession:
         self._in_flight = True
         try:
             with self.span(phase):
-                return protocol.parse_reply(await self._within(phase, text, seconds), self.url)
+                return await self._answered(phase, text, expected)
+        except ServerError as fault:
+            self.doubtful |= phase == "reset" or not isinstance(fault, InvalidAction)
+            raise
         except BaseException as fault:
-            # When `admit` is cancelled, connect says goodbye instead.
-            if not isinstance(fault, ServerError) and not (isinstance(fault, asyncio.CancelledError) and phase == "admit"):
+            if not (isinstance(fault, asyncio.CancelledError) and phase == "admit"):  # then connect says goodbye instead
                 self._drop(fault)
             raise
         finally:
             self._in_flight = False
 
-    async def _within(self, phase: str, text: str, seconds: float) -> str | bytes:
-        """The reply to `text`, or a typed error for none in time."""
+    async def _answered(self, phase: str, text: str, expected: str) -> dict:
+        """The data of the reply to `text`, or a typed error."""
+        seconds = getattr(self.deadlines, phase, self.deadlines.step)
         try:
             async with asyncio.timeout(seconds):
-                return await self._exchange(phase, text)
+                reply = await self._exchange(phase, text)
         except TimeoutError as fault:
-            limit = phase if phase in vars(self.deadlines) else "step"
-            raise DeadlineExceeded(phase, seconds, f"session {self.index} at {self.url}", limit=limit) from fault
+            raise DeadlineExceeded(phase, seconds, f"session {self.index} at {self.url}") from fault
         except ConnectionClosed as fault:
             raise SessionLost(f"{self.url} closed the connection during {phase}: {fault}") from fault
+        kind, data = protocol.parse_reply(reply, self.url)
+        if kind != expected:
+            raise SessionLost(f"{self.url} answered a {phase} with {kind!r:.100}: it is out of step")
+        return data
 
     async def _exchange(self, phase: str, text: str) -> str | bytes:
-        """The next message after `text` was sent; raises ConnectionClosed."""
-        unasked = await self._unasked()
-        if unasked is not None:
-            with suppress(ServerError):  # a refusal or an ending that the server announced says why by itself
-                protocol.parse_reply(unasked, self.url)
-            raise SessionLost(f"{self.url} sent a message that nobody had asked for, before a {phase}: its replies would be "
-                              f"paired with the wrong requests from here on: {str(unasked[:200])!r}")
+        """The next message after `text` was sent; raises ConnectionClosed, and SessionLost where one is here already."""
+        for _ in range(2):  # the first look lets the loop read the socket, the second finds what it has read
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    unasked = await self._socket.recv()
+                with suppress(ServerError):  # a refusal or an ending that the server announced says why by itself
+                    protocol.parse_reply(unasked, self.url)
+                raise SessionLost(f"{self.url} sent a message that nobody had asked for, before a {phase}: "
+                                  f"{str(unasked[:200])!r}")
         # A server that refuses may have hung up already; what it said is then still there to be read.
         with suppress(ConnectionClosed):
             await self._socket.send(text)
         return await self._socket.recv()
-
-    async def _unasked(self) -> str | bytes | None:
-        """A message that is here before the next request, or None. The first look lets the loop read the socket, the
-        second finds what it has read."""
-        for _ in range(2):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0):
-                    return await self._socket.recv()
-        return None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpolab.access import check_host
-from grpolab.env import protocol
 from grpolab.env.backends import BackendPool
 from grpolab.env.process import Isolation
 
@@ -23,10 +21,7 @@ class ServeOptions:
     token         every client must send it; required on an address that other machines reach
     ping_interval, ping_timeout
                   a client that answers no ping for the sum of both is gone, however long its step takes, and so is one that
-                  reads nothing of a reply for that long; None turns pings off
-    latency       added to every reset and step
-    drain         what a request in flight gets at shutdown
-    trace         a JSONL file that every call is appended to
+                  has not taken a reply by then; None turns pings off
     """
 
     max_sessions: int = 8
@@ -40,39 +35,30 @@ class ServeOptions:
     close_timeout: float = 5.0
     ping_interval: float | None = 5.0
     ping_timeout: float | None = 10.0
-    max_message_bytes: int = protocol.MAX_MESSAGE_BYTES
-    latency: float = 0.0
-    drain: float = 2.0
-    trace: str | Path | None = None
 
     def __post_init__(self):
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: a port is 0 (any free one) to 65535")
         if self.max_sessions < 1:
             raise ValueError(f"max_sessions={self.max_sessions}: a server holds at least one session")
-        if self.max_message_bytes < 1:
-            raise ValueError(f"max_message_bytes={self.max_message_bytes}: a message has at least one")
-        for name in ("drain", "latency"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: seconds, 0 or more and finite")
-        for name in ("reset_timeout", "step_timeout", "close_timeout"):
-            if not 0 < (getattr(self, name) or 0) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: seconds, more than 0 and finite")
-        for name in ("ping_interval", "ping_timeout"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: seconds, more than 0 and finite; None turns it off")
+        for name in ("reset_timeout", "step_timeout", "close_timeout", "ping_interval", "ping_timeout"):
+            seconds = getattr(self, name)
+            if seconds is None and name.startswith("ping"):
+                continue
+            if not 0 < (seconds or 0) < math.inf:
+                raise ValueError(f"{name}={seconds}: seconds, more than 0 and finite")
         check_host(self.host, self.token)
         if self.backends is not None and self.backends.size < self.max_sessions:
             raise ValueError(f"{self.backends.size} backends for max_sessions={self.max_sessions}: each session leases one")
-        if isinstance(self.isolate, str) and self.isolate not in ("thread", "process"):
+        if self.isolate not in ("thread", "process") and not isinstance(self.isolate, Isolation):
             raise ValueError(f"isolate={self.isolate!r}: use 'thread', 'process' or an Isolation(...)")
 
     @property
     def isolation(self) -> Isolation | None:
         """How a session's process runs; None for a thread."""
-        if isinstance(self.isolate, Isolation):
-            return self.isolate
-        return None if self.isolate == "thread" else Isolation()
+        if self.isolate == "thread":
+            return None
+        return Isolation() if self.isolate == "process" else self.isolate
 
     @property
     def patience(self) -> float | None:

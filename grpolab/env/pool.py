@@ -4,32 +4,41 @@
         await pool.reset_group(task)
         rewards = await pool.run_group(rollout)             # rollout: async (slot) -> anything
 
-A slot is one place of the group; behind it stands a session, which is replaced when it is lost, never repaired. What
-fails is an error or a `Failure` record: no reward is ever made up, no rollout stands in for another.
+What fails is an error or a `Failure` record: no reward is ever made up, no rollout stands in for another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import random
-import uuid
+import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
-from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, FactoryError, StepResult
-from grpolab.env.slot import Failure, Slot, rollout_seed
+from grpolab.env.protocol import CapacityError, DeadlineExceeded, EnvError, FactoryError, StepResult
 
 ON_FAILURE = ("fail", "drop")
 LAST_FAILURES = 100  # how many failures a pool remembers
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # s between two attempts at a server that does not say when to ask again
 
-__all__ = ["Failure", "GroupFailed", "GrpoPool", "Results", "Slot", "rollout_seed"]
+
+@dataclass(frozen=True)
+class Failure:
+    """A rollout that gave no result: which, in which group and turn, of which episode, and why."""
+
+    group: int
+    rollout: int
+    turn: int
+    episode: str
+    cause: BaseException
 
 
 class GroupFailed(EnvError):
@@ -49,19 +58,77 @@ class Results(list):
         self.rollouts, self.failures = tuple(rollouts), tuple(failures)
 
 
+def rollout_seed(seed: int, group: int, rollout: int) -> int:
+    """The seed of one rollout, from 0 to 2**32 - 1, as numpy takes it: the first four bytes of SHA-256 of
+    "seed:group:rollout"."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{group}:{rollout}".encode()).digest()[:4], "big")
+
+
+class Slot:
+    """What a rollout gets: `reset`, `step`, `state` of one environment, its own `seed`, and `span` for the timeline.
+
+    `index` is the rollout's number in the group, `turn` the number of its steps in this episode, `result` the last reply.
+    After an error of the environment (a ServerError other than InvalidAction), a failed reset or a lost connection the
+    session is closed and replaced before the next episode.
+    """
+
+    def __init__(self, pool: GrpoPool, index: int, session: EnvSession):
+        self.index, self.session = index, session
+        self.group = self.turn = 0
+        self.result: StepResult | None = None
+        self._pool = pool
+
+    @property
+    def seed(self) -> int:
+        """The seed of this rollout's own randomness: differs between rollouts and groups."""
+        return rollout_seed(self._pool.seed, self.group, self.index)
+
+    @property
+    def group_seed(self) -> int:
+        """The seed that all rollouts of this group share, so that their environments pose the same question."""
+        return rollout_seed(self._pool.seed, self.group, -1)
+
+    def span(self, phase: str):
+        """`with slot.span("generate"): ...` records the enclosed time in the pool's trace."""
+        return self.session.span(phase)
+
+    async def reset(self, *, seed: int | None = None, task: Any = None, **options: Any) -> StepResult:
+        """Start an episode, on a new session if this one was lost or in doubt."""
+        self.turn = 0
+        options = {"seed": seed, "task": task, **options}
+        if self.session.doubtful or not self.session.open:
+            await self.session.close()
+            self.session, = await self._pool._open([self.index], self._pool.deadlines.connect)
+        self.result = await self.session.reset(**{name: value for name, value in options.items() if value is not None})
+        return self.result
+
+    async def step(self, action: dict) -> StepResult:
+        """Send one action; its reply is also kept as `result`."""
+        self.result = await self.session.step(action)
+        self.turn += 1
+        return self.result
+
+    async def state(self) -> dict:
+        """What the environment says of itself."""
+        return await self.session.state()
+
+    async def mcp(self, method: str, params: dict | None = None) -> dict:
+        """One MCP request to the environment (`EnvSession.mcp`), which is no step of the episode."""
+        return await self.session.mcp(method, params)
+
+
 class GrpoPool:
     """`size` sessions of one server for the rollouts of a group.
 
     on_failure: `fail` (the first failure cancels the group and is raised) or `drop` (finish with the others, at least
-    `min_group` of them). `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, or each
-    with its own under `distinct=True`; the rollouts of group g have `rollout_seed(seed, g, i)`. `queue` is how many seconds
-    `connect` may ask a full server again, all or nothing each time (0: raise CapacityError at once). `trace` has a Span for
-    each phase of each session, the last TRACE_SPANS; `failures` the last LAST_FAILURES.
+    `min_group` of them). `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, the
+    rollouts of group g have `rollout_seed(seed, g, i)`. `queue` is how many seconds `connect` may ask a full server again,
+    all or nothing each time (0: raise CapacityError at once). `session` are EnvSession's: token, ping_interval, ping_timeout.
+    `trace` has a Span for each phase of each session, the last TRACE_SPANS; `failures` the last LAST_FAILURES.
     """
 
     def __init__(self, url: str, size: int = 8, *, deadlines: Deadlines | None = None, on_failure: str = "fail",
-                 min_group: int = 2, seed: int = 0, queue: float = 0.0, curriculum: Any = None, token: str | None = None,
-                 ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0, name: str = ""):
+                 min_group: int = 2, seed: int = 0, queue: float = 0.0, curriculum: Any = None, **session: Any):
         if size < 1:
             raise ValueError(f"size={size}: a pool has at least one session")
         if on_failure not in ON_FAILURE:
@@ -72,14 +139,12 @@ class GrpoPool:
             raise ValueError(f"queue={queue}: the seconds that connect may ask a full server again, 0 or more and finite")
         self.url, self.size, self.deadlines = url, size, deadlines or Deadlines()
         self.on_failure, self.min_group, self.seed = on_failure, min_group, seed
-        self.name = name or f"pool-{uuid.uuid4().hex[:6]}"
         self.queue, self.curriculum = queue, curriculum
         self.group = -1
         self.slots: list[Slot] = []
-        self._options = {"token": token, "ping_interval": ping_interval, "ping_timeout": ping_timeout}
+        self._options = session
         self._trace: deque[Span] = deque(maxlen=TRACE_SPANS)
         self._failures: deque[Failure] = deque(maxlen=LAST_FAILURES)
-        self._jitter = random.Random()  # of pauses only; nothing that a result depends on
         self._running = False
         self._was_reset = False
         self._session(0)  # which checks url and token, so that a mistake is reported where it was made
@@ -91,14 +156,9 @@ class GrpoPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def __enter__(self):
-        raise TypeError("GrpoPool is asynchronous: write `async with`; MultiTurnEnvPool is its synchronous twin")
-
-    def __exit__(self, *_: object) -> None: ...
-
     @property
     def trace(self) -> list[Span]:
-        """The last spans of all sessions, oldest first: a copy. Those of a while are found by their `start`."""
+        """The last spans of all sessions, oldest first: a copy."""
         return list(self._trace)
 
     @property
@@ -110,72 +170,37 @@ class GrpoPool:
         return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
 
     async def connect(self) -> None:
-        """Open every session, or none: on any failure the others are cancelled, awaited and closed before it is raised.
-
-        `slots` is published only when each session has been admitted. Raises CapacityError, ConnectError, FactoryError
-        or DeadlineExceeded. Does nothing on a connected pool.
-        """
+        """Open every session, or none: on any failure the others are cancelled, awaited and closed before it is raised, also
+        between two attempts (two pools that each held half a server would wait for ever). Raises CapacityError, ConnectError,
+        FactoryError or DeadlineExceeded. Does nothing on a connected pool."""
         if self.slots:
             return
-
-        def may_end(refused: ConnectError) -> bool:
-            return isinstance(refused, CapacityError) and (refused.max_sessions or self.size) >= self.size
-
-        # All or nothing also while waiting: two pools that each held half a server would wait for ever.
         with _interruptible():
-            sessions = await self._ask_again(self._open_all, self.queue, may_end)
-        self.slots = [Slot(i, session, self._reopen, pool_seed=self.seed, pool_name=self.name)
-                      for i, session in enumerate(sessions)]
+            sessions = await self._open(range(self.size), self.queue)
+        self.slots = [Slot(self, i, session) for i, session in enumerate(sessions)]
 
-    async def _open_all(self) -> list[EnvSession]:
-        sessions = [self._session(i) for i in range(self.size)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for session in sessions:
-                    group.create_task(session.connect())
-            return sessions
-        except BaseExceptionGroup as faults:
-            failed = _first(faults)
-            await _close_all(sessions)
-        except BaseException:
-            await _close_all(sessions)
-            raise
-        raise failed  # out here, so that its traceback says what happened and not how it was handled
-
-    async def _reopen(self, index: int) -> EnvSession:
-        """A new session in place of a lost one; waits for a free place at most `deadlines.connect` s."""
-        async def open_one() -> EnvSession:
-            session = self._session(index)
-            try:
-                await session.connect()
-            except BaseException:
-                await session.close()
-                raise
-            return session
-
-        def may_end(refused: ConnectError) -> bool:
-            # The lost session's place or backend may be on its way back (FACTORY_ERROR: OpenEnv frees places too early).
-            return isinstance(refused, CapacityError | FactoryError)
-
-        return await self._ask_again(open_one, self.deadlines.connect, may_end, index)
-
-    async def _ask_again(self, attempt: Callable[[], Awaitable], seconds: float, may_end: Callable[[ConnectError], bool],
-                         index: int = -1) -> Any:
-        """`await attempt()`, again after each refusal that `may_end` by itself, for up to `seconds`: when the server's
-        Retry-After says, without one later each time. A pause is a `queue` span of the trace."""
-        end, wait = perf_counter() + seconds, FIRST_PAUSE
+    async def _open(self, indices: Sequence[int], seconds: float) -> list[EnvSession]:
+        """A session for each, or none; a full server is asked again for up to `seconds`, when its Retry-After says, else later
+        each time. A pause is a `queue` span of the trace."""
+        end, pause = perf_counter() + seconds, FIRST_PAUSE
         while True:
+            sessions = [self._session(i) for i in indices]
             try:
-                return await attempt()
-            except ConnectError as refused:
-                # Those who were refused together come back apart.
-                pause = (getattr(refused, "retry_after", None) or wait) * self._jitter.uniform(0.5, 1.5)
+                await _all(session.connect() for session in sessions)
+                return sessions
+            except BaseException as fault:
+                await _close_all(sessions)
+                # FACTORY_ERROR: OpenEnv frees places too early, and a lost session's backend may be on its way back.
+                may_end = isinstance(fault, CapacityError | FactoryError) and (
+                    getattr(fault, "max_sessions", None) or self.size) >= len(indices)
                 start = perf_counter()
-                if not may_end(refused) or start >= end:
+                if not may_end or start >= end:
                     raise
-            await asyncio.sleep(min(pause, end - start))
-            self._trace.append(Span("queue", start, perf_counter(), index))
-            wait = min(2 * wait, LONGEST_PAUSE)
+                # Those who were refused together come back apart.
+                wait = (getattr(fault, "retry_after", None) or pause) * random.Random().uniform(0.5, 1.5)
+            await asyncio.sleep(min(wait, end - start))
+            self._trace.append(Span("queue", start, perf_counter(), indices[0]))
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def close(self) -> None:
         """Close every session and wait until the server has freed it, at most `deadlines.close` s (one that was lost was
@@ -183,22 +208,16 @@ class GrpoPool:
         slots, self.slots = self.slots, []
         await _close_all([slot.session for slot in slots])
 
-    async def reset_group(self, task: Any = None, *, seed: int | None = None,
-                          distinct: bool = False) -> list[StepResult]:
+    async def reset_group(self, task: Any = None, *, seed: int | None = None) -> list[StepResult]:
         """Start the next group: one episode of the same task on every session, lost ones replaced first.
 
-        All get the same seed (default: this group's) and so face the same question; under `distinct` each its own.
-        Fails as a whole, whatever the policy; under `drop`, let the rollout itself `reset(seed=slot.group_seed)`.
+        All get the same seed (default: this group's) and so face the same question. Fails as a whole, whatever `on_failure`;
+        under `drop`, let the rollout itself `reset(seed=slot.group_seed)`.
         """
         with self._exclusive():
             self._next_group()
             self._was_reset = True
-
-            def start(slot: Slot) -> Coroutine:
-                shared = slot.group_seed if seed is None else seed
-                return slot.reset(seed=slot.seed if distinct else shared, task=task)
-
-            return await self._all(start)
+            return await self._on_all(lambda slot: slot.reset(seed=slot.group_seed if seed is None else seed, task=task))
 
     def _next_group(self) -> None:
         self.group += 1
@@ -206,47 +225,45 @@ class GrpoPool:
             slot.group = self.group
 
     async def run_group_step(self, actions: Sequence[dict]) -> list[StepResult]:
-        """One step on every session at once: `actions[i]` on slot i. Fails as a whole, whatever the policy."""
+        """One step on every session at once: `actions[i]` on slot i. Fails as a whole."""
         if len(actions) != self.size:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
         with self._exclusive():
             self._was_reset = False  # these are the group's rollouts: the next ones are another group's
-            return await self._all(lambda slot: slot.step(actions[slot.index]))
+            return await self._on_all(lambda slot: slot.step(actions[slot.index]))
 
     async def run_group(self, rollout: Callable[[Slot], Awaitable[Any]], *, rounds: int = 1) -> Results:
         """`rollout(slot)` on every slot at once; the results in order, and under `drop` those that there are.
 
         A rollout has `deadlines.episode` s, all together `deadlines.group` s; `rounds` times that where it plays several
-        episodes one after another. When this returns or raises, no rollout runs any more. Raises the first failure (`fail`),
-        GroupFailed (`drop`), DeadlineExceeded (`group`).
+        episodes. Afterwards no rollout runs any more. Raises the first failure (`fail`), GroupFailed (`drop`) or
+        DeadlineExceeded.
         """
         failures: list[Failure] = []
         finished: dict[int, Any] = {}
 
         async def run(slot: Slot) -> None:
             try:
-                finished[slot.index] = await within(
-                    rollout(slot), rounds * self.deadlines.episode, f"rollout {slot.index}")
+                work = rollout(slot)
+                finished[slot.index] = await within(work, rounds * self.deadlines.episode, f"rollout {slot.index}")
             except Exception as cause:
-                failure = Failure(slot.group, slot.index, slot.turn, slot.session.episode_id, cause)
+                failures.append(Failure(slot.group, slot.index, slot.turn, slot.session.episode_id, cause))
                 if self.on_failure != "drop" or not isinstance(cause, EnvError):
-                    failures.append(failure)
                     raise
-                failures.append(failure.without_frames())
+                _forget_frames(cause)
 
         with self._exclusive():
             if not self._was_reset:  # the rollouts reset by themselves
                 self._next_group()
             self._was_reset = False
             try:
-                await self._all(run, rounds)
+                await self._on_all(run, rounds)
             finally:
-                self._failures += failures
+                self.note_failures(failures)
         if failures and len(finished) < self.min_group:
-            raise GroupFailed(f"{len(finished)} of {self.size} rollouts finished, {self.min_group} are needed",
-                              tuple(failures))
-        order = sorted(finished)
-        return Results([finished[i] for i in order], order, sorted(failures, key=lambda f: f.rollout))
+            raise GroupFailed(f"{len(finished)} of {self.size} rollouts finished, {self.min_group} are needed", tuple(failures))
+        rollouts = sorted(finished)
+        return Results([finished[i] for i in rollouts], rollouts, sorted(failures, key=lambda f: f.rollout))
 
     def note_failures(self, failures: Sequence[Failure]) -> None:
         """Put on record what a rollout of several episodes lost and went on without."""
@@ -273,19 +290,45 @@ class GrpoPool:
         finally:
             self._running = False
 
-    async def _all(self, work: Callable[[Slot], Coroutine], rounds: int = 1) -> list:
-        """`work(slot)` for every slot, concurrently, under the group's deadline; the first failure cancels the rest."""
-        try:
-            async with asyncio.timeout(rounds * self.deadlines.group) as scope, asyncio.TaskGroup() as group:
-                tasks = [group.create_task(work(slot)) for slot in self.slots]
-            return [task.result() for task in tasks]
-        except TimeoutError as fault:
-            if not scope.expired():
-                raise
-            raise DeadlineExceeded("group", rounds * self.deadlines.group, f"group {self.group}") from fault
-        except BaseExceptionGroup as faults:
-            failed = _first(faults)
-        raise failed
+    async def _on_all(self, work: Callable[[Slot], Coroutine], rounds: int = 1) -> list:
+        """`work(slot)` for every slot, concurrently, under the group's deadline."""
+        return await within(_all(map(work, self.slots)), rounds * self.deadlines.group, f"group {self.group}", "group")
+
+
+async def _all(work: Iterable[Coroutine]) -> list:
+    """The results of all, concurrently; the first failure cancels the rest and is raised as it is, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+        return [task.result() for task in tasks]
+    except BaseExceptionGroup as faults:
+        fault: BaseException = faults
+        while isinstance(fault, BaseExceptionGroup):
+            fault = fault.exceptions[0]
+    raise fault  # out here, so that its traceback says what happened and not how it was handled
+
+
+async def within(work: Awaitable, seconds: float, what: str, phase: str = "episode") -> Any:
+    """The result of `what`, a rollout, an episode or a group; raises DeadlineExceeded(phase) after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            return await work
+    except TimeoutError as fault:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded(phase, seconds, what) from fault
+
+
+async def _close_all(sessions: Sequence[EnvSession]) -> None:
+    """Close every session, whatever happens to one of them; a cancellation cuts the connections and is passed on."""
+    await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
+
+
+def _forget_frames(fault: BaseException | None) -> None:
+    """Drop what the frames of an error's traceback hold, observations and caches, and of those that led to it."""
+    while fault is not None:
+        traceback.clear_frames(fault.__traceback__)
+        fault = fault.__cause__ or fault.__context__
 
 
 @contextmanager
@@ -302,25 +345,3 @@ def _interruptible():
         yield
     finally:
         handle.cancel()
-
-
-async def within(work: Awaitable, seconds: float, what: str) -> Any:
-    """The result of `what`, a rollout or an episode; raises DeadlineExceeded("episode") after `seconds`."""
-    try:
-        async with asyncio.timeout(seconds) as scope:
-            return await work
-    except TimeoutError as fault:
-        if not scope.expired():
-            raise
-        raise DeadlineExceeded("episode", seconds, what) from fault
-
-
-async def _close_all(sessions: Sequence[EnvSession]) -> None:
-    """Close every session, whatever happens to one of them; a cancellation cuts the connections and is passed on."""
-    await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
-
-
-def _first(faults: BaseExceptionGroup) -> BaseException:
-    """The failure that a reader wants to see: the first that is no group."""
-    fault = faults.exceptions[0]
-    return _first(fault) if isinstance(fault, BaseExceptionGroup) else fault

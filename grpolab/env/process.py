@@ -1,9 +1,8 @@
 """Environments in processes of their own: what `serve(..., isolate="process")` starts for each session.
 
-Such an environment can be killed, whatever it does, takes its memory with it, sees none of our environment variables but
-those in `child_processes.INHERITED`, and none of our descriptors but its socket to us. What passes over that socket is JSON. It
-is a guard against faults and leaks, not against an attacker: it runs as the same user on the same machine. What it has
-started ends with it, on Linux also daemons (see `child_processes`).
+Such an environment can be killed, takes its memory with it, sees none of our environment variables but those in
+`child_processes.INHERITED`, and none of our descriptors but its socket to us, over which JSON passes. It is a guard against
+faults and leaks, not against an attacker: it runs as the same user. What it has started ends with it (`child_processes`).
 """
 
 from __future__ import annotations
@@ -11,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
+import pkgutil
 import socket
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from grpolab.env import child_processes, protocol
-from grpolab.env.worker import SHIPPED, Done, load_factory, settle
-
-log = logging.getLogger("grpolab.env.process")
+from grpolab.env.worker import SHIPPED, load_factory, settle
 
 GRACE = 1.0  # s; what a process gets to exit by itself once its environment has closed
 LAST = 5.0  # s; what the kernel gets to end a killed one
@@ -35,11 +32,8 @@ LAST = 5.0  # s; what the kernel gets to end a killed one
 @dataclass(frozen=True)
 class Isolation:
     """How a session's process runs: `env` are variables beside those of `child_processes.INHERITED`, `cwd` its folder,
-    `memory_mib` the most private memory that it may allocate (None: no limit).
-
-    `memory_mib` is a guard against mistakes: it counts neither shared mappings (`multiprocessing.shared_memory`, /dev/shm)
-    nor files, and each process that the environment starts has as much again. Where that matters, run the server under a
-    cgroup or in a container with a limit.
+    `memory_mib` the most private memory that it may allocate (None: no limit). That counts neither shared mappings (/dev/shm)
+    nor files, and each process that the environment starts has as much again.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -47,33 +41,28 @@ class Isolation:
     memory_mib: int | None = None
 
     def __post_init__(self):
-        if os.name != "posix":
-            raise ValueError("isolate='process' needs fork, which this system lacks: use isolate='thread'")
         if self.memory_mib is not None and self.memory_mib < 64:
             raise ValueError(f"memory_mib={self.memory_mib}: a Python process needs at least 64")
         if self.cwd is not None and not Path(self.cwd).is_dir():
             raise ValueError(f"cwd={str(self.cwd)!r} is no folder")
-        child_processes.environment(self.env)
 
 
 def importable(factory: Callable[..., Any] | str) -> str:
     """The name under which another process finds a factory; raises ValueError if there is none."""
     if isinstance(factory, str):
-        if not SHIPPED.get(factory, factory).partition(":")[2]:
+        name = SHIPPED.get(factory, factory)
+        if ":" not in name or find_spec(name.partition(":")[0].partition(".")[0]) is None:
             load_factory(factory)  # which says what is wrong with it
-        return SHIPPED.get(factory, factory)
-    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
-    target: Any = sys.modules.get(module) if module != "__main__" else None
-    for part in name.split("."):
-        target = getattr(target, part, None)
-    if target is not factory:
+        return name
+    name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', '')}"
+    if name.startswith("__main__:") or "<" in name or pkgutil.resolve_name(name) is not factory:
         raise ValueError(f"isolate='process' imports the environment anew, and {factory!r} is no class or function of an "
                          "importable module (a notebook's is none): put it into a file, or use isolate='thread'")
-    return f"{module}:{name}"
+    return name
 
 
 class Child:
-    """One environment in its own process: posted calls, as a `Worker`; `done` is called on the loop. `await Child.start(...)`.
+    """One environment in its own process, called as an `EnvThread`: `await Child.start(...)`.
 
     When the process ends, every call that waits or comes later is answered with SESSION_ERROR.
     """
@@ -81,17 +70,15 @@ class Child:
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str):
         self.pid = process.pid
         self._process, self._reader, self._writer, self._name = process, reader, writer, name
-        self._waiting: deque[Done] = deque()
+        self._waiting: deque[asyncio.Future] = deque()
         self._listening = asyncio.ensure_future(self._listen())
 
     @classmethod
-    async def start(cls, factory: str, isolation: Isolation, name: str, *, arguments: tuple = (), latency: float = 0.0,
-                    check: bool = False) -> Child:
-        """Start a process for `factory(*arguments)`; raises ValueError if the arguments are no JSON, OSError if it cannot.
-        Under `check` the first call is answered by whether the factory can be imported, and the process ends."""
+    async def start(cls, factory: str, isolation: Isolation, name: str, *, arguments: tuple = ()) -> Child:
+        """Start a process for `factory(*arguments)`; raises ValueError if the arguments are no JSON, OSError if it cannot."""
         try:
             description = protocol.dumps({
-                "factory": factory, "arguments": arguments, "name": name, "latency": latency, "check": check,
+                "factory": factory, "arguments": arguments, "name": name,
                 "path": [os.path.abspath(folder) for folder in sys.path],
                 "memory": isolation.memory_mib and isolation.memory_mib * 2**20})
         except TypeError as fault:
@@ -103,75 +90,52 @@ class Child:
                 [sys.executable, str(Path(__file__).with_name("process_main.py")), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, cwd=isolation.cwd,
                 env=child_processes.environment(isolation.env), start_new_session=True)
-            reader, writer = await asyncio.open_connection(sock=ours.dup())
+            # A reply of the largest size that clients take is a line of less than four times that.
+            reader, writer = await asyncio.open_connection(sock=ours.dup(), limit=4 * protocol.MAX_REPLY_BYTES)
         child = cls(process, reader, writer, name)
-        child._write(description.encode())
+        child._write(description)
         return child
 
-    def post(self, kind: str, data: Any, done: Done) -> None:
+    async def call(self, kind: str, data: Any) -> tuple[str, str]:
+        """(reply, fault) of one call (`worker.Worker`); fault is "ProcessEnded" where there is nobody to make it."""
         if self._listening.done():
-            asyncio.get_running_loop().call_soon(done, self._ending(), "ProcessEnded")
-        else:
-            self._waiting.append(done)
-            self._write(json.dumps([kind, data]).encode())
+            return self._ending()
+        outcome = asyncio.get_running_loop().create_future()
+        self._waiting.append(outcome)
+        self._write(json.dumps([kind, data]))
+        return await outcome
 
     def cancel(self) -> None:
-        self._write(b'["cancel",null]')
+        self._write('["cancel",null]')
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, line: str) -> None:
         if not self._writer.is_closing():
-            self._writer.write(len(data).to_bytes(8, "big") + data)
+            self._writer.write(line.encode() + b"\n")
 
     async def _listen(self) -> None:
-        try:
-            while True:
-                size = int.from_bytes(await self._reader.readexactly(8), "big")
-                if size > 4 * protocol.MAX_REPLY_BYTES:  # which the child keeps to, unless something else writes there
-                    break
-                fault, _, text = str(await self._reader.readexactly(size), "utf-8", "replace").partition("\n")
-                self._waiting.popleft()(text, fault)
-        except (asyncio.IncompleteReadError, OSError, IndexError):
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it has hung up, so its status is there or about to be
-                await asyncio.to_thread(self._process.wait, 1.0)
-        finally:
-            self._writer.close()
-            ended = self._ending()
-            while self._waiting:
-                self._waiting.popleft()(ended, "ProcessEnded")
+        with contextlib.suppress(OSError, ValueError, TypeError, IndexError):  # it died, or something else wrote there
+            while line := await self._reader.readline():
+                settle(self._waiting.popleft(), *json.loads(line))
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has hung up, so its status is there or about to be
+            await asyncio.to_thread(self._process.wait, 1.0)
+        self._writer.close()
+        while self._waiting:
+            settle(self._waiting.popleft(), *self._ending())
 
-    def _ending(self) -> str:
+    def _ending(self) -> tuple[str, str]:
         code = self._process.poll()
         how = "was ended" if code is None else f"ended with status {code}" + (" (killed)" if code == 137 else "")
-        return protocol.error(f"the process of {self._name} {how}; the session is over", "SESSION_ERROR")
+        return protocol.error(f"the process of {self._name} {how}; the session is over", "SESSION_ERROR"), "ProcessEnded"
 
     async def end(self, kill: bool) -> None:
         """End the process and all of its group: at once under `kill`, else after GRACE. Complete when it returns."""
         if not kill:
-            self._write(b'["stop",null]')
+            self._write('["stop",null]')
             await asyncio.wait([self._listening], timeout=GRACE)
         self._writer.close()  # its guard kills it now
         self._listening.cancel()
         try:
             await asyncio.to_thread(self._process.wait, LAST)
-        except subprocess.TimeoutExpired:
-            log.error("the guard of %s (process %d) did not end it; killing both", self._name, self.pid)
+        except subprocess.TimeoutExpired:  # the guard is stuck, or stopped: the kernel kills its child with it
             self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._process.wait, LAST)
-
-
-async def check(factory: str, isolation: Isolation, seconds: float) -> None:
-    """Import the factory in a process of its own; raises ValueError with what went wrong there."""
-    child = await Child.start(factory, isolation, factory, check=True)
-    try:
-        loop = asyncio.get_running_loop()
-        answer = loop.create_future()
-        child._waiting.append(partial(settle, answer))
-        async with asyncio.timeout(seconds):
-            text, fault = await answer
-    except TimeoutError:
-        raise ValueError(f"environment {factory!r}: importing it took longer than reset_timeout={seconds:g} s") from None
-    finally:
-        await child.end(kill=True)
-    if fault:
-        raise ValueError(text if fault == "ValueError" else f"environment {factory!r} cannot be imported: {text}")
+            await asyncio.to_thread(self._process.wait)

@@ -1,35 +1,15 @@
 """The process of one session's environment: `python process_main.py DESCRIPTOR`, started by `process.Child`.
 
-The descriptor is a socket to the server and the only one inherited beside the standard ones. On it go JSON messages behind
-their length in 8 bytes; a reply is the name of a fault (or nothing), a line break and the reply's text. The process is two:
-the first guards the second, so that it and all that it started die when the server closes the socket, or dies.
+The descriptor is a socket to the server and the only one inherited beside the standard ones. On it go JSON messages, one a
+line: what to make, then [kind, data] of each call, and back [text, fault] of each reply. The process is two: the first
+guards the second, so that it and all that it started die when the server closes the socket, or dies.
 """
 
+import contextlib
 import json
 import os
+import socket
 import sys
-
-
-def read(descriptor: int) -> bytes:
-    """The next message's bytes; raises EOFError at the end."""
-    return _read(descriptor, int.from_bytes(_read(descriptor, 8), "big"))
-
-
-def _read(descriptor: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = os.read(descriptor, min(size - len(data), 2**20))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
-
-
-def write(descriptor: int, text: str, fault: str) -> None:
-    data = memoryview(f"{fault}\n{text}".encode(errors="replace"))
-    data = memoryview(len(data).to_bytes(8, "big") + data)
-    while data:
-        data = data[os.write(descriptor, data):]
 
 
 def limit_memory(size: int) -> None:
@@ -43,42 +23,29 @@ def limit_memory(size: int) -> None:
 
 def serve(descriptor: int) -> None:
     """Make the environment that the first message describes, and answer all that follow."""
-    description = json.loads(read(descriptor))
+    stream = socket.socket(fileno=descriptor).makefile("rwb")
+    description = json.loads(stream.readline())
     if description["memory"] is not None:
         limit_memory(description["memory"])
     sys.path[:] = description["path"]
     import threading
-    from functools import partial
 
     from grpolab.env.worker import Worker, load_factory
 
-    def make():
-        factory = load_factory(description["factory"])
-        return factory(*description["arguments"])
+    def answer(text: str, fault: str) -> None:
+        stream.write(json.dumps([text, fault]).encode() + b"\n")
+        stream.flush()
 
-    answer = partial(write, descriptor)
-    worker = Worker(make, description["name"], description["latency"])
-    if description["check"]:
-        try:
-            load_factory(description["factory"])
-        except BaseException as fault:  # noqa: BLE001  KeyboardInterrupt, say, which a module may raise as well
-            answer(str(fault) if isinstance(fault, ValueError) else repr(fault), type(fault).__name__)
-        else:
-            answer("", "")
-        return
+    worker = Worker(lambda: load_factory(description["factory"])(*description["arguments"]), description["name"])
 
     def listen() -> None:
-        try:
-            while True:
-                kind, data = json.loads(read(descriptor))
-                if kind == "cancel":
-                    worker.cancel()
-                elif kind == "stop":
-                    worker.stop()
+        with contextlib.suppress(OSError):  # the server has hung up, and the guard kills us
+            for line in stream:
+                kind, data = json.loads(line)
+                if kind in ("cancel", "stop"):
+                    getattr(worker, kind)()
                 else:
                     worker.post(kind, data, answer)
-        except (EOFError, OSError):  # the server has hung up, and the guard kills us
-            pass
 
     threading.Thread(target=listen, daemon=True).start()
     worker.run()

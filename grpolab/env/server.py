@@ -3,23 +3,21 @@
     async with serve(CalculatorEnv, max_sessions=8) as server:    # in a notebook or a script: server.url, .status()
     python -m grpolab serve calculator --port 0 --max-sessions 8    # a process of its own, and one for each session
 
-What a session costs stays with that session. It holds a place from the handshake until its environment has closed and
-its leased backend is back; over capacity the handshake is answered with HTTP 503 and Retry-After. An environment that
-raises gets an error reply; one that hangs past its deadline loses its session, its backend is killed, and so is its process
-under `isolate="process"`. A thread cannot be killed: it is left behind and counted (`abandoned`), at most `max_sessions`
-of them.
+A session holds a place from the handshake until its environment has closed and its leased backend is back; over capacity the
+handshake is answered with HTTP 503 and Retry-After. An environment that raises gets an error reply; one that hangs past its
+deadline loses its session, its backend and its process. A thread cannot be killed: it is left behind and counted
+(`abandoned`), at most `max_sessions` of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import signal
+import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from http import HTTPStatus
@@ -32,9 +30,9 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from grpolab.access import is_loopback, names_loopback, shows
-from grpolab.env.backends import BackendError
 from grpolab.env.options import ServeOptions
-from grpolab.env.process import check, importable
+from grpolab.env.process import importable
+from grpolab.env.protocol import MAX_MESSAGE_BYTES
 from grpolab.env.session import Hosting, Session
 from grpolab.env.worker import load_factory
 
@@ -42,6 +40,7 @@ _wire_log = logging.getLogger("grpolab.env.wire")
 _wire_log.setLevel(logging.CRITICAL)  # refused handshakes and dropped peers are no errors here
 
 CLOSE_HANDSHAKE = 1.0  # s; how long a client may take to answer the close frame before its connection is cut
+DRAIN = 2.0  # s; what a request in flight gets when the server stops
 HANDSHAKE = 10.0  # s; how long a client may take to finish its HTTP request
 LEAVING = 1.0  # s; how long a handshake waits for the place of a session that is closing
 RETRY_AFTER = 1  # s; when a refused client is to ask again
@@ -61,40 +60,20 @@ class EnvServer:
     def __init__(self, hosting: Hosting):
         self.hosting, self.options = hosting, hosting.options
         self.url = ""
-        self._sessions: dict[int, Session] = {}
-        self._admitted: dict[ServerConnection, tuple[Session, asyncio.Task]] = {}  # their handlers have not begun
-        self._numbers = itertools.count()
-        self._counts: Counter = Counter()
-        self._started = time.monotonic()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def trace(self) -> list[dict]:
-        """The last calls, oldest first; (episode_id, turn) identifies a step in the client's trace, too."""
-        return list(self.hosting.trace)
+        self._sessions: dict[ServerConnection, Session] = {}
+        self._counts = {"opened": 0, "closed": 0, "refused": 0, "most_sessions": 0}
 
     def status(self) -> dict:
         """Sessions, leases and generations, as JSON-able numbers. `sessions` are the places that are taken."""
-        now, options = time.monotonic(), self.options
+        options = self.options
         return {
-            "environment": self.hosting.name,
-            "isolate": "thread" if options.isolation is None else "process",
-            "sessions": len(self._sessions),
-            "max_sessions": options.max_sessions,
+            "environment": self.hosting.name, "isolate": "thread" if options.isolation is None else "process",
+            "sessions": len(self._sessions), "max_sessions": options.max_sessions, **self._counts,
             "abandoned": self.hosting.abandoned,
-            "opened": self._counts["opened"],
-            "closed": self._counts["closed"],
-            "refused": self._counts["refused"],
-            "most_sessions": self._counts["most"],
-            "stopping": self.hosting.stopping,
-            "uptime_s": now - self._started,
             "session_list": [
                 {"session": s.number, "episode_id": s.episode_id, "steps": s.steps, "busy": s.busy,
-                 "age_s": now - s.opened, "backend": s.lease and s.lease.name,
-                 "pid": getattr(s.worker, "pid", None)} for s in self._sessions.values()
-            ],
-            "backends": None if options.backends is None else options.backends.status(),
+                 "backend": s.lease and s.lease.name, "pid": s.env and s.env.pid} for s in self._sessions.values()],
+            "backends": options.backends and options.backends.status(),
         }
 
     def answer_http(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -115,23 +94,29 @@ class EnvServer:
         return None
 
     async def admit(self, connection: ServerConnection, request: Request, response: Response) -> Response | None:
-        """Take a place for a valid handshake, or refuse it with 503. While a session is closing, a handshake waits a moment
-        for its place, so that a client which closes and opens again is let in."""
+        """Take a place for a valid handshake, or refuse it with 503. It waits a moment for the place of a session that is
+        closing, so that a client which closes and opens again is let in."""
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             return None
-        end = time.monotonic() + LEAVING
-        while self._full and any(s.leaving for s in self._sessions.values()) and time.monotonic() < end:
-            await asyncio.sleep(0.005)
+
+        def settled() -> bool:
+            return len(self._sessions) < self.options.max_sessions or not any(s.leaving for s in self._sessions.values())
+
+        await _until(settled, LEAVING)
         if refusal := self._refusal():
             self._counts["refused"] += 1
             body = {"error": refusal, "active_sessions": len(self._sessions), "max_sessions": self.options.max_sessions}
             return json_response(503, body, Retry_After=str(RETRY_AFTER))
-        self._take(connection)
-        return None
+        self._sessions[connection] = session = Session(self._counts["opened"], self.hosting, connection)
+        self._counts["opened"] += 1
+        self._counts["most_sessions"] = max(self._counts["most_sessions"], len(self._sessions))
 
-    @property
-    def _full(self) -> bool:
-        return len(self._sessions) >= self.options.max_sessions
+        def closed(_: asyncio.Future) -> None:
+            if session.serving is None:  # before its handler began: nobody else gives its place back
+                self._free(connection)
+
+        asyncio.ensure_future(connection.wait_closed()).add_done_callback(closed)
+        return None
 
     def _refusal(self) -> str:
         """Why no session can be opened now; empty if one can."""
@@ -140,60 +125,46 @@ class EnvServer:
         if self.hosting.abandoned >= self.options.max_sessions:
             return (f"{self.hosting.abandoned} environments hang; restart the server, or serve with isolate='process', which "
                     "can end them")
-        if self._full:
+        if len(self._sessions) >= self.options.max_sessions:
             return f"Server at capacity: {len(self._sessions)}/{self.options.max_sessions} sessions active"
         return ""
 
-    def _take(self, connection: ServerConnection) -> None:
-        session = Session(next(self._numbers), self.hosting, connection)
-        self._sessions[session.number] = session
-        self._idle.clear()
-        self._counts["opened"] += 1
-        self._counts["most"] = max(self._counts["most"], len(self._sessions))
-        closed = asyncio.ensure_future(connection.wait_closed())
-        self._admitted[connection] = session, closed
-        closed.add_done_callback(lambda _: self._handshake_died(connection))
-
-    def _handshake_died(self, connection: ServerConnection) -> None:
-        """The connection is closed: if that was before its handler began, nobody else gives its place back."""
-        if (admitted := self._admitted.pop(connection, None)) is not None:
-            self._free(admitted[0])
-
-    def _free(self, session: Session) -> None:
+    def _free(self, connection: ServerConnection) -> None:
         """Give a session's place back."""
-        if self._sessions.pop(session.number, None) is not None:
+        if self._sessions.pop(connection, None) is not None:
             self._counts["closed"] += 1
-        if not self._sessions:
-            self._idle.set()
 
     async def host(self, connection: ServerConnection) -> None:
         """Serve one session until it ends; its place is free before the close frame leaves."""
-        admitted = self._admitted.pop(connection, None)
-        if admitted is None:  # it was closed before we came to it
+        session = self._sessions.get(connection)
+        if session is None:  # it was closed before we came to it
             return
-        session, closed = admitted
-        closed.cancel()
         try:
             await session.serve()
         finally:
             # In a task of its own, so that no cancellation can leave an environment or a backend behind.
             closing = asyncio.ensure_future(session.close())
-            closing.add_done_callback(lambda _: self._free(session))
+            closing.add_done_callback(lambda _: self._free(connection))
             await asyncio.shield(closing)
 
     async def stop(self, listener: Any) -> None:
-        """Refuse newcomers, give requests in flight `drain` s, then end every session and wait for it."""
+        """Refuse newcomers, give requests in flight DRAIN s, then end every session and wait for it."""
         self.hosting.stopping = True
-        finished = time.monotonic() + self.options.drain
-        while any(s.busy for s in self._sessions.values()) and time.monotonic() < finished:
-            await asyncio.sleep(0.01)
+        await _until(lambda: not any(s.busy for s in self._sessions.values()), DRAIN)
         for session in self._sessions.values():
-            session.hurry()
+            session.abort()
         listener.close()
+        await _until(lambda: not self._sessions, 2 * self.options.close_timeout + CLOSE_HANDSHAKE)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * self.options.close_timeout + CLOSE_HANDSHAKE):
-                await self._idle.wait()
-                await listener.wait_closed()
+            await asyncio.wait_for(listener.wait_closed(), 2 * CLOSE_HANDSHAKE)
+
+
+async def _until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until it holds, at most `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        await asyncio.sleep(0.005)
+
 
 
 @contextlib.asynccontextmanager
@@ -201,22 +172,18 @@ async def serve(env_factory: Callable[..., Any] | str, options: ServeOptions | N
                 **changes: Any) -> AsyncIterator[EnvServer]:
     """Serve `env_factory()` (or `env_factory(resource)` with `backends`) to at most `max_sessions` sessions at once.
 
-    `env_factory` may be the name of one: "package.module:Class". Keyword arguments are the fields of `ServeOptions`, such as
-    `serve(CalculatorEnv, max_sessions=8)`, and change those of `options`. Browsers are refused (a page of any site could
-    connect to a loopback address): clients must send no Origin.
+    `env_factory` may be the name of one: "package.module:Class". Keyword arguments are the fields of `ServeOptions`, and change
+    those of `options`. Browsers are refused (a page of any site could connect to a loopback address).
     """
     options = replace(options or ServeOptions(), **changes)
     if options.isolation is not None:
         factory: Any = importable(env_factory)
         name = factory.partition(":")[2]
-        await check(factory, options.isolation, options.reset_timeout)
     else:
         factory = load_factory(env_factory) if isinstance(env_factory, str) else env_factory
         name = getattr(factory, "__name__", type(factory).__name__)
     server = EnvServer(Hosting(factory, name, options))
     async with contextlib.AsyncExitStack() as stack:
-        if options.trace is not None:
-            server.hosting.file = stack.enter_context(open(options.trace, "a", buffering=1))
         if options.backends is not None:
             stack.push_async_callback(asyncio.to_thread, options.backends.close)  # also of those that are about to start
             await asyncio.to_thread(options.backends.start)
@@ -224,23 +191,23 @@ async def serve(env_factory: Callable[..., Any] | str, options: ServeOptions | N
         listener = await serve_websockets(
             server.host, options.host, options.port, process_request=server.answer_http, process_response=server.admit,
             origins=[None], compression=None, open_timeout=HANDSHAKE, close_timeout=CLOSE_HANDSHAKE,
-            ping_interval=options.ping_interval, ping_timeout=options.ping_timeout, max_size=options.max_message_bytes,
+            ping_interval=options.ping_interval, ping_timeout=options.ping_timeout, max_size=MAX_MESSAGE_BYTES,
             max_queue=0, server_header=None, logger=_wire_log)
         stack.push_async_callback(server.stop, listener)
         bound = listener.sockets[0].getsockname()
         server.url = f"ws://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
-        _loops[bound[1]] = asyncio.get_running_loop()
-        stack.callback(_loops.pop, bound[1])
+        _threads[bound[1]] = threading.get_ident()
+        stack.callback(_threads.pop, bound[1])
         yield server
 
 
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # of this process's servers, by port
+_threads: dict[int, int] = {}  # that serve in this process, by port
 
 
-def serving_loop(url: str) -> asyncio.AbstractEventLoop | None:
-    """The event loop of this process that serves `url`, an address of this machine; None if none does."""
+def serving_thread(url: str) -> int | None:
+    """The identity of the thread of this process that serves `url`, an address of this machine; None if none does."""
     parts = urlsplit(url)
-    return _loops.get(parts.port) if parts.hostname and is_loopback(parts.hostname) else None
+    return _threads.get(parts.port) if parts.hostname and is_loopback(parts.hostname) else None
 
 
 async def serve_forever(env_factory: Callable[..., Any] | str, options: ServeOptions | None = None, *,
@@ -248,21 +215,11 @@ async def serve_forever(env_factory: Callable[..., Any] | str, options: ServeOpt
                         **changes: Any) -> None:
     """`serve` until SIGTERM or SIGINT, then shut down in order; a start that is under way is given up. Prints the URL once
     it listens; `beside` is entered then, and left first."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    stopped = asyncio.ensure_future(stop.wait())
-    async with contextlib.AsyncExitStack() as stack:
-        starting = asyncio.ensure_future(stack.enter_async_context(serve(env_factory, options, **changes)))
-        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait([starting])
-            if starting.cancelled() or isinstance(starting.exception(), BackendError):  # which were stopped as they started
-                return
-        server = starting.result()
-        print(f"serving {server.hosting.name} at {server.url} to at most {server.options.max_sessions} sessions", flush=True)
-        if beside is not None:
-            await stack.enter_async_context(beside(server))
-        await stopped
+        asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        async with serve(env_factory, options, **changes) as server:
+            most = server.options.max_sessions
+            print(f"serving {server.hosting.name} at {server.url} to at most {most} sessions", flush=True)
+            async with contextlib.nullcontext() if beside is None else beside(server):
+                await asyncio.Event().wait()

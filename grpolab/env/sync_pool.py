@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from grpolab.env.client import Span
-from grpolab.env.pool import GrpoPool, Results
-from grpolab.env.protocol import StepResult
-from grpolab.env.server import serving_loop
-from grpolab.env.slot import Slot
+from grpolab.env.pool import GrpoPool
+from grpolab.env.server import serving_thread
+
+
+def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of GrpoPool as one of MultiTurnEnvPool."""
+    @wraps(method)
+    def call(self: MultiTurnEnvPool, *arguments: Any, **options: Any) -> Any:
+        return self._call(method, *arguments, **options)
+
+    return call
 
 
 class MultiTurnEnvPool:
     """The synchronous pool: a GrpoPool, with the same arguments and methods, without `await`; rollouts are `async` still.
 
     The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
-    pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it over there before it returns.
-    It cannot be called on the event loop that serves its own server, which it would keep from answering: RuntimeError.
+    pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it there before it returns.
     """
 
     def __init__(self, url: str, size: int = 8, **options: Any):
@@ -38,12 +45,11 @@ class MultiTurnEnvPool:
         """Start the loop's thread and connect, all or nothing; a failure leaves nothing, and it may be tried again."""
         if self._loop is not None:
             return
-        self._refuse_own_loop()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            self._call(self.pool.connect)
+            self._call(GrpoPool.connect)
         except BaseException:
             self._end()
             raise
@@ -51,61 +57,43 @@ class MultiTurnEnvPool:
     def close(self) -> None:
         """Close every session and end the thread; bounded by `deadlines.close`. Idempotent."""
         if self._loop is not None:
-            self._refuse_own_loop()
-            try:
-                self._call(self.pool.close)
-            finally:
-                self._end()
+            self._call(GrpoPool.close)
+            self._end()
 
-    def reset_group(self, task: Any = None, *, seed: int | None = None, distinct: bool = False) -> list[StepResult]:
-        return self._call(self.pool.reset_group, task, seed=seed, distinct=distinct)
-
-    def run_group_step(self, actions: Sequence[dict]) -> list[StepResult]:
-        return self._call(self.pool.run_group_step, actions)
-
-    def run_group(self, rollout: Callable[[Slot], Awaitable[Any]]) -> Results:
-        return self._call(self.pool.run_group, rollout)
-
-    def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
-        return self.pool.record_group_result(task, rewards, success=success)
+    reset_group = _synchronous(GrpoPool.reset_group)
+    run_group_step = _synchronous(GrpoPool.run_group_step)
+    run_group = _synchronous(GrpoPool.run_group)
 
     @property
     def trace(self) -> list[Span]:
         return self.pool.trace
 
-    def _call(self, work: Callable[..., Coroutine], *arguments: Any, **options: Any) -> Any:
-        """Run a method of the pool over there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
+    def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
+        return self.pool.record_group_result(task, rewards, success=success)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Run a method of the pool there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
         if self._loop is None:
             raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
-        self._refuse_own_loop()
+        if serving_thread(self.pool.url) == threading.get_ident():
+            raise RuntimeError(f"{self.pool.url} is served by this very event loop, which cannot answer while a synchronous "
+                               "call waits for it: write `async with GrpoPool(url) as pool`, or serve in a process of its own, "
+                               "with `python -m grpolab serve`")
         ended = threading.Event()
 
         async def run() -> Any:
             try:
-                return await work(*arguments, **options)
+                return await method(self.pool, *arguments, **options)
             finally:
                 ended.set()
 
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
-            while not ended.wait(0.1):  # in short waits, so that an interrupt gets in on every platform
-                pass
             return future.result()
-        except BaseException:
+        except BaseException:  # the call's own error; or an interrupt, which has to end the call
             future.cancel()
             ended.wait(self.pool.deadlines.close + 1.0)
             raise
-
-    def _refuse_own_loop(self) -> None:
-        """Raise RuntimeError where waiting would keep the server from answering."""
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        if serving_loop(self.pool.url) is here:
-            raise RuntimeError(f"{self.pool.url} is served by this very event loop, which cannot answer while a synchronous "
-                               "call waits for it: write `async with GrpoPool(url) as pool`, or serve in a process of its own, "
-                               "with `python -m grpolab serve`")
 
     def _end(self) -> None:
         thread, loop = self._thread, self._loop

@@ -24,6 +24,7 @@ from grpolab.runs.figures import fewer_colours
 from grpolab.runs.run import repository
 
 EXAMPLES = {"bool": "True or False", "int": "3", "float": "1e-4", "str": "tiny"}  # of parameters' types
+SERIES = 3  # times of the whole series that its record keeps, the last ones
 
 
 def find(numbers: list[str]) -> list[Path]:
@@ -74,8 +75,11 @@ def run_series(numbers: list[str], parameters: dict, *, jobs: int = 1, store: bo
         minutes = (time.monotonic() - began) / 60
         print(f"{len(passed)} notebooks, {passed.count(False)} failed, {minutes:.1f} min", flush=True)
         if store and not numbers and all(passed):
-            series = {"minutes": round(minutes, 1), "jobs": jobs, "processors": os.cpu_count(), "notebooks": len(passed)}
-            write_record(paths[0].parent.parent / "benchmarks" / "results" / "series.json", series)
+            path = paths[0].parent.parent / "benchmarks" / "results" / "series.json"
+            same = {"jobs": jobs, "processors": os.cpu_count(), "notebooks": len(passed)}
+            before = json.loads(path.read_text()) if path.exists() else {}
+            earlier = before["minutes"] if before.items() >= same.items() else []
+            write_record(path, {"minutes": [*earlier, round(minutes, 1)][-SERIES:]} | same)
     return 0 if all(passed) else 1
 
 

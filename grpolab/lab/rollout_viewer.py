@@ -27,7 +27,7 @@ from grpolab.rollouts import Rollout
 from grpolab.runs.rollout_log import recorded
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, trainer_logps
-from grpolab.train.verify import prove
+from grpolab.train.verify import verify_forward
 
 BIGGEST = 4_900_000  # bytes of a page
 LONGEST = 4000  # tokens of a rollout that it holds
@@ -141,7 +141,7 @@ def _policy_of(run: Run, what: Policy | int) -> Policy:
 def logps_under(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig, most: int) -> list[list[float]]:
     """Each rollout's log-probs by the trainer's forward of a policy; 0 where an environment wrote."""
     with policy.lock:
-        prove(policy, config, most)
+        verify_forward(policy, config, most)
         return trainer_logps(policy, rollouts, config)
 
 

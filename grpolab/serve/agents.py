@@ -36,7 +36,7 @@ from grpolab.train.advantages import advantages, number, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
 from grpolab.train.loop import off_loop
 from grpolab.train.rewards import is_async, name_of
-from grpolab.train.sources import Drawn, Source, Tasks
+from grpolab.train.sources import Source, StepGroups, Tasks
 
 GRACE = 1.0  # s; how long a run may take to end once it was cancelled
 Agent = Callable[[str, Any], Awaitable[float | None]]
@@ -56,6 +56,10 @@ class AgentRun:
     @property
     def trained(self) -> bool:
         return self.reward is not None and bool(self.rollouts)
+
+    @property
+    def used_reward(self) -> float | None:
+        return self.reward if self.trained else None
 
 
 async def run_agent(service: Service, agent: Agent, task: Any, *, timeout: float, seed: int | None = None,
@@ -109,59 +113,78 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
                         "thread: `return await asyncio.to_thread(blocking, base_url, task)`")
     if not timeout > 0 or concurrent < 1:
         raise ValueError(f"timeout must be positive and concurrent at least 1, got {timeout} s and {concurrent}")
-    told: list[str] = []
+    warned = False
 
-    async def source(step: int) -> Drawn:
-        size = config.group_size
-        asked = tasks.tasks(step)
+    async def source(step: int) -> StepGroups:
+        nonlocal warned
+        size, step_tasks = config.group_size, tasks.tasks(step)
         runs = await run_agents(
-            service, agent, [task for task in asked for _ in range(size)], timeout=timeout, concurrent=concurrent,
-            seeds=[fold_seed(config.seed, step, i) for i in range(len(asked) * size)], temperature=config.temperature,
+            service, agent, [task for task in step_tasks for _ in range(size)], timeout=timeout, concurrent=concurrent,
+            seeds=[fold_seed(config.seed, step, i) for i in range(len(step_tasks) * size)], temperature=config.temperature,
             max_tokens=config.max_new_tokens, limit=max_total_tokens, fixed=True)
-        _report(runs, told)
-        by_task = [runs[i * size : (i + 1) * size] for i in range(len(asked))]
-        groups, seen, weights, record = as_groups(asked, by_task, config.advantage_kind)
-        rewards = [[run.reward if run.trained else None for run in members] for members in by_task]
-        return Drawn(
-            groups, habits(runs), seen=seen, tokens=sum(len(r.tokens) for run in runs for r in run.rollouts),
-            taken=lambda: tasks.record(asked, rewards), advantages=weights, record=lambda: record,
+        fault = first_fault(runs)
+        if fault is not None and not warned:
+            warned = True
+            warnings.warn(f"an agent failed with {fault!r}; its run abstains, and rows count such runs as agent_errors and "
+                          "agent_timeouts", stacklevel=2)
+        by_task = [runs[i : i + size] for i in range(0, len(runs), size)]
+        groups = as_groups(step_tasks, by_task, config.advantage_kind)
+        width = max((len(run.rollouts) for run in runs if run.trained), default=1)
+        padded = [group.padded(width) for group in groups if group.trained]
+        return StepGroups(
+            [Group(tuple(rollout for rollout, _ in pairs)) for pairs in padded], habits(runs),
+            seen=[group.last_rollouts() for group in groups],
+            tokens=sum(len(r.tokens) for run in runs for r in run.rollouts),
+            after_step=lambda: tasks.record(step_tasks, [[run.used_reward for run in members] for members in by_task]),
+            advantages=torch.tensor([[a for _, a in pairs] for pairs in padded]) if padded else None,
+            record=lambda: [group.recorded() for group in sorted(groups, key=lambda group: not group.trained)],
             engine=service.sampler.engine.name)
 
     return source
 
 
-def as_groups(tasks: Sequence[Any], runs: Sequence[Sequence[AgentRun]], kind: str):
-    """(groups to train on, one rollout a run for the row, advantages (B, G) of the former, the record) of each task's runs.
+@dataclass(frozen=True)
+class TaskRuns:
+    """The runs of an agent on one task, with the advantage of each run among them, which each of its rollouts has; 0 where it
+    abstains. A step's groups have room for the run with the most rollouts (`width`): an empty rollout without reward stands
+    where a run has fewer, or abstains."""
 
-    The advantage is that of the run in its group of runs; each of its rollouts has it. Groups have room for the run with the
-    most rollouts: an empty rollout without reward stands where a run has fewer, or abstains. A group without any reward is not
-    trained on, and one in which nothing was sampled is left out.
-    """
-    asked = [(task, members) for task, members in zip(tasks, runs) if any(run.rollouts for run in members)]
-    given = [[run.reward if run.trained else None for run in members] for _, members in asked]
-    used = [any(reward is not None for reward in rewards) for rewards in given]
-    table = iter(advantages(reward_tensor([r for r, use in zip(given, used) if use]), kind).tolist() if any(used) else ())
-    width = max((len(run.rollouts) for _, members in asked for run in members if run.trained), default=1)
-    groups, seen, weights, record = [], [], [], []
-    for (task, members), use in zip(asked, used):
-        absent = Rollout(next(run.rollouts[0].prompt for run in members if run.rollouts), (), (), (), (), "lost")
-        row = next(table) if use else [0.0] * len(members)
-        filled = [[*(run.rollouts if run.trained else ()), *[absent] * width][:width] for run in members]
-        if use:
-            groups.append(Group(tuple(r for part in filled for r in part)))
-            weights.append([x if r is not absent else 0.0 for part, x in zip(filled, row) for r in part])
-        seen.append(Group(tuple(run.rollouts[-1] if run.trained else absent for run in members)))
-        record.append(_recorded(task, members, row, use))
-    return groups, seen, torch.tensor(weights) if weights else None, sorted(record, key=lambda g: not g.used)
+    task: Any
+    runs: Sequence[AgentRun]
+    advantages: Sequence[float]
+
+    @property
+    def trained(self) -> bool:
+        return any(run.trained for run in self.runs)
+
+    @property
+    def _absent(self) -> Rollout:
+        return Rollout(next(run.rollouts[0].prompt for run in self.runs if run.rollouts), (), (), (), (), "lost")
+
+    def padded(self, width: int) -> list[tuple[Rollout, float]]:
+        """(rollout, advantage) of all that is trained on, `width` for each run."""
+        return [pair for run, a in zip(self.runs, self.advantages)
+                for pair in [*((r, a) for r in run.rollouts if run.trained), *[(self._absent, 0.0)] * width][:width]]
+
+    def last_rollouts(self) -> Group:
+        """One rollout a run, which the step's row describes."""
+        return Group(tuple(run.rollouts[-1] if run.trained else self._absent for run in self.runs))
+
+    def recorded(self) -> RecordedGroup:
+        """The group as the record keeps it: all that was sampled, also of runs that abstain."""
+        rollouts = [(i, run, rollout) for i, run in enumerate(self.runs) for rollout in run.rollouts]
+        return RecordedGroup(
+            Group(tuple(rollout for _, _, rollout in rollouts)),
+            tuple(self.advantages[i] if run.trained else 0.0 for i, run, _ in rollouts), self.task,
+            parts={"run": [float(i) for i, _, _ in rollouts]}, used=self.trained,
+            absent=tuple(not run.trained for _, run, _ in rollouts))
 
 
-def _recorded(task: Any, members: Sequence[AgentRun], row: Sequence[float], used: bool) -> RecordedGroup:
-    """A group as the record keeps it: all that was sampled, also of runs that abstain."""
-    flat = [(r, x if run.trained else 0.0, i, not run.trained)
-            for i, (run, x) in enumerate(zip(members, row)) for r in run.rollouts]
-    rollouts, a, which, absent = zip(*flat)
-    return RecordedGroup(Group(tuple(rollouts)), tuple(a), task, parts={"run": [float(i) for i in which]}, used=used,
-                         absent=tuple(absent))
+def as_groups(tasks: Sequence[Any], runs: Sequence[Sequence[AgentRun]], kind: str) -> list[TaskRuns]:
+    """Each task's runs with their advantages of this kind (`advantages`); tasks for which nothing was sampled are left out."""
+    sampled = [(task, members) for task, members in zip(tasks, runs) if any(run.rollouts for run in members)]
+    rewards = reward_tensor([[run.used_reward for run in members] for _, members in sampled])
+    return [TaskRuns(task, members, row) for (task, members), row in zip(sampled, advantages(rewards, kind).tolist())]
 
 
 def habits(runs: Sequence[AgentRun]) -> dict:
@@ -176,17 +199,14 @@ def habits(runs: Sequence[AgentRun]) -> dict:
             "unread": sum(run.cancelled for run in runs), "agent_s": sum(run.seconds for run in runs) / len(runs)}
 
 
-def _report(runs: Sequence[AgentRun], told: list[str]) -> None:
-    """Raise what every run raised, or that none asked the policy; warn of the first fault of a training."""
+def first_fault(runs: Sequence[AgentRun]) -> Exception | None:
+    """What the first of the runs raised. It is raised here where every run failed, ValueError where none asked the policy."""
     faults = [run.fault for run in runs if run.fault is not None]
     if len(faults) == len(runs):
         raise faults[0]
     if not any(run.rollouts for run in runs):
         raise ValueError("no agent of this step asked the policy: they must call the base_url that they are given")
-    if faults and not told:
-        told.append(repr(faults[0]))
-        warnings.warn(f"an agent failed with {faults[0]!r}; its run abstains, and rows count such runs as agent_errors and "
-                      "agent_timeouts", stacklevel=2)
+    return faults[0] if faults else None
 
 
 async def agent_grpo(policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, agent: Agent, *,

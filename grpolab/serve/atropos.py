@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.train.grpo import GRPOConfig
-from grpolab.train.sources import Drawn, Source
+from grpolab.train.sources import Source, StepGroups
 
 MASKED = -100  # in `masks`, where the policy did not choose the token
 NO_LOGP = 1.0  # in `inference_logprobs`, there
@@ -55,27 +56,21 @@ def as_group(item: dict, vocab: int, temperature: float, context: int | None = N
         if any(sent) if isinstance(sent, list) else sent:
             raise ValueError(f"an environment sent {name!r}, which this trainer does not know: switch it off there")
     params = item.get("generation_params") or {}
-    said = params.get("temperature", 1.0)
-    if said != temperature:
-        raise ValueError(f"an environment sampled at temperature {said}, and the loss is at {temperature}: set one of them")
-    tokens, masks, scores, logps = (item.get(name) for name in ("tokens", "masks", "scores", "inference_logprobs"))
-    if not logps:
+    if (theirs := params.get("temperature", 1.0)) != temperature:
+        raise ValueError(f"an environment sampled at temperature {theirs}, and the loss is at {temperature}: set one of them")
+    if not item.get("inference_logprobs"):
         raise ValueError("a group came without inference_logprobs, which the loss compares the policy with: start the "
                          "environment with --openai.server_type vllm, or another that returns log-probs, not openai")
-    parts = {"tokens": tokens or (), "masks": masks or (), "scores": scores or (), "inference_logprobs": logps}
-    sizes = {name: len(part) for name, part in parts.items()}
-    if len(set(sizes.values())) != 1 or not tokens:
-        raise ValueError(f"half a group came: {sizes}")
-    try:
-        longest = max(map(len, tokens))
-        if context is not None and longest > context:
-            raise ValueError(f"a sequence of {longest} tokens came, and this trainer registered for at most {context}: lower "
-                             "the environment's --env.max_token_length")
-        version = int(params.get("policy_version", 0))
-        return Group(tuple(_rollout(*of, version=version, vocab=vocab, eos_ids=eos_ids)
-                           for of in zip(tokens, masks, scores, logps)))
-    except TypeError as error:
-        raise ValueError(f"a group came in another shape than ScoredData has: {error}") from None
+    parts = [item.get(name) or () for name in ("tokens", "masks", "scores", "inference_logprobs")]
+    if len(set(map(len, parts))) != 1:
+        raise ValueError(f"half a group came: {[len(part) for part in parts]} tokens, masks, scores and log-probs")
+    version = int(params.get("policy_version", 0))
+    rollouts = tuple(_rollout(*sequence, version=version, vocab=vocab, eos_ids=eos_ids) for sequence in zip(*parts))
+    longest = max(len(r.prompt) + len(r.tokens) for r in rollouts)
+    if context is not None and longest > context:
+        raise ValueError(f"a sequence of {longest} tokens came, and this trainer registered for at most {context}: lower the "
+                         "environment's --env.max_token_length")
+    return Group(rollouts)
 
 
 def _rollout(ids: Sequence[int], masks: Sequence[int], score: Any, logps: Sequence[float], *, version: int,
@@ -87,49 +82,54 @@ def _rollout(ids: Sequence[int], masks: Sequence[int], score: Any, logps: Sequen
     if wrong is not None:
         raise ValueError(f"a sequence holds token id {wrong}, outside the vocabulary 0..{vocab - 1}: the environment samples "
                          "from another model")
-    if not isinstance(score, int | float) or not math.isfinite(score):
+    if not math.isfinite(score):
         raise ValueError(f"a sequence came with the score {score!r}: a finite number is needed")
-    first = next((i for i, m in enumerate(masks) if m != MASKED), len(masks))
-    if first in (0, len(masks)):
-        raise ValueError("a sequence came " + ("without a prompt: its first token is trained" if first == 0 else
+    begin = next((i for i, m in enumerate(masks) if m != MASKED), len(masks))
+    if begin in (0, len(masks)):
+        raise ValueError("a sequence came " + ("without a prompt: its first token is trained" if begin == 0 else
                                                f"with all its {len(masks)} tokens masked") + ", so there is nothing to train")
     other = next(((m, t) for m, t in zip(masks, ids) if m not in (MASKED, t)), None)
     if other is not None:
         raise ValueError(f"a mask holds {other[0]} where the token is {other[1]}: a mask is the token, or {MASKED} "
                          "where the policy did not choose it")
-    mask = tuple(int(m != MASKED) for m in masks[first:])
-    bad = next((x for x, m in zip(logps[first:], mask) if m and not (math.isfinite(x) and x <= 0)), None)
+    mask = tuple(int(m != MASKED) for m in masks[begin:])
+    bad = next((x for x, m in zip(logps[begin:], mask) if m and not (math.isfinite(x) and x <= 0)), None)
     if bad is not None:
         raise ValueError(f"a trained token came with the log-prob {bad}, which is none (masked positions have {NO_LOGP}): the "
                          "environment's inference_logprobs are shifted or missing")
-    own = tuple(float(x) if m else 0.0 for x, m in zip(logps[first:], mask))
+    own = tuple(float(x) if m else 0.0 for x, m in zip(logps[begin:], mask))
     reason = "eos" if ids[-1] in eos_ids else "length"
-    return Rollout(tuple(ids[:first]), tuple(ids[first:]), mask, own, own, reason, policy_version=version, reward=float(score))
+    return Rollout(tuple(ids[:begin]), tuple(ids[begin:]), mask, own, own, reason, policy_version=version, reward=float(score))
 
 
 class AtroposTrainer:
-    """The trainer's end. `batch_size` counts sequences; `timeout` are the seconds that a batch may take to come."""
+    """The trainer's end. `batch_size` counts sequences; `timeout` are the seconds that a batch may take to come. The API serves
+    one trainer and knows it by its `name` (default: a new one): give one to register again after an interruption."""
 
-    def __init__(self, url: str, *, batch_size: int, max_token_len: int, num_steps: int = 1000, timeout: float = 600.0):
+    def __init__(self, url: str, *, batch_size: int, max_token_len: int, num_steps: int = 1000, timeout: float = 600.0,
+                 name: str | None = None):
         self.caller = Caller(url, timeout=60.0)
         self.url, self.batch_size, self.max_token_len, self.timeout = self.caller.url, batch_size, max_token_len, timeout
-        self.num_steps, self._first = num_steps, None
+        self.num_steps, self.name, self._first = num_steps, name or f"grpolab-{secrets.token_hex(4)}", None
 
     async def __aenter__(self) -> AtroposTrainer:
-        """Register. RemoteError where another trainer is registered: the API would ignore this one in silence."""
+        """Register. RemoteError where another trainer is registered: the API would ignore this one in silence, and both would
+        share the groups."""
+        ours = {"batch_size": self.batch_size, "max_token_len": self.max_token_len, "group": self.name}
         await self.caller.ask("POST", "/register", {
-            "wandb_group": "grpolab", "wandb_project": "grpolab", "batch_size": self.batch_size,
+            "wandb_group": self.name, "wandb_project": "grpolab", "batch_size": self.batch_size,
             "max_token_len": self.max_token_len, "checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0,
             "num_steps": self.num_steps})
-        told = await self.caller.ask("GET", "/info")
-        if (told.get("batch_size"), told.get("max_token_len")) != (self.batch_size, self.max_token_len):
-            raise RemoteError(f"{self.url} goes on with another trainer's batch_size {told.get('batch_size')} and "
-                              f"max_token_len {told.get('max_token_len')}: restart run-api")
+        registered = await self.caller.ask("GET", "/info") | await self.caller.ask("GET", "/wandb_info")
+        theirs = {name: registered.get(name) for name in ours}
+        if theirs != ours:
+            raise RemoteError(f"{self.url} goes on with another trainer, {theirs}, where this one is {ours}: restart run-api, "
+                              "or take its numbers and its group as the name, if it is an earlier start of this one")
         self._first = (await self.caller.ask("GET", "/batch")).get("batch")  # environments wait for the first look
         return self
 
     async def __aexit__(self, *_) -> None:
-        self.caller.close()
+        self._first = None
 
     async def batch(self) -> list[dict]:
         """The next batch, groups as ScoredData; RemoteError after `timeout` seconds without one, with the queue's length."""
@@ -138,11 +138,11 @@ class AtroposTrainer:
             return first
         until = asyncio.get_running_loop().time() + self.timeout
         while True:
-            told = await self.caller.ask("GET", "/batch")
-            if told.get("batch"):
-                return told["batch"]
-            if told.get("status") == "error":
-                raise RemoteError(f"{self.url} knows no trainer ({told.get('message')}): was it restarted? Register again")
+            answer = await self.caller.ask("GET", "/batch")
+            if answer.get("batch"):
+                return answer["batch"]
+            if answer.get("status") == "error":
+                raise RemoteError(f"{self.url} knows no trainer ({answer.get('message')}): was it restarted? Register again")
             if asyncio.get_running_loop().time() > until:
                 state = await self.caller.ask("GET", "/status")
                 raise RemoteError(f"{self.url} gave no batch in {self.timeout} s, with {state.get('queue_size')} groups in its "
@@ -153,7 +153,7 @@ class AtroposTrainer:
 
 def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) -> Source:
     """A batch a step. Groups may differ in size: an empty rollout without reward fills up the smaller ones."""
-    async def source(step: int) -> Drawn:
+    async def source(step: int) -> StepGroups:
         vocab = len(policy.model.get_input_embeddings().weight)
         groups, refused = [], []
         for item in await trainer.batch():  # a group that does not fit costs itself
@@ -169,8 +169,8 @@ def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) 
         filled = [Group((*g, *[Rollout(g[0].prompt, (), (), (), (), "lost")] * (size - len(g)))) for g in groups]
         state = await trainer.caller.ask("GET", "/status")
         behind = policy.version - min(r.policy_version for g in groups for r in g)
-        return Drawn(filled, {"refused_groups": len(refused), "staleness": behind, "queued_groups": state.get("queue_size", 0)},
-                     engine="atropos")
+        row = {"refused_groups": len(refused), "staleness": behind, "queued_groups": state.get("queue_size", 0)}
+        return StepGroups(filled, row, engine="atropos")
 
     return source
 
@@ -187,22 +187,19 @@ class AtroposEnv:
         """Register, once a trainer has started; RemoteError where none does in `timeout` seconds."""
         until = asyncio.get_running_loop().time() + self.timeout
         while self.id is None:
-            told = await self.caller.ask("POST", "/register-env", {
+            answer = await self.caller.ask("POST", "/register-env", {
                 "max_token_length": self.max_token_len, "desired_name": self.name, "weight": 1.0, "group_size": self.group_size,
                 "min_batch_allocation": None})
-            if told.get("status") == "success":
-                self.id = told["env_id"]
+            if answer.get("status") == "success":
+                self.id = answer["env_id"]
             elif asyncio.get_running_loop().time() > until:
-                raise RemoteError(f"{self.caller.url} has no trainer after {self.timeout} s ({told.get('status')}): start it")
+                raise RemoteError(f"{self.caller.url} has no trainer after {self.timeout} s ({answer.get('status')}): start it")
             else:
                 await asyncio.sleep(POLL)
         return self
 
     async def __aexit__(self, *_) -> None:
-        try:
-            await self.caller.ask("POST", "/disconnect-env", {"env_id": self.id})
-        finally:
-            self.caller.close()
+        await self.caller.ask("POST", "/disconnect-env", {"env_id": self.id})
 
     async def post(self, group: Group, temperature: float = 1.0) -> str:
         """Post a group with its rewards; returns "received" or "buffered". ValueError for another size, or one too long."""
@@ -210,5 +207,4 @@ class AtroposEnv:
         if len(group) != self.group_size or longest > self.max_token_len:
             raise ValueError(f"a group of {len(group)} with at most {longest} tokens, and this environment registered for "
                              f"groups of {self.group_size} with at most {self.max_token_len}")
-        told = await self.caller.ask("POST", "/scored_data", as_scored(group, temperature) | {"env_id": self.id})
-        return told["status"]
+        return (await self.caller.ask("POST", "/scored_data", as_scored(group, temperature) | {"env_id": self.id}))["status"]

@@ -1,16 +1,11 @@
-"""Calls to a server that speaks JSON over HTTP, from coroutines, with an error that names it for whatever goes wrong."""
+"""Calls to a server that speaks JSON over HTTP or HTTPS, with an error that names it for whatever goes wrong."""
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-import json
-import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx2
 
 
 class RemoteError(RuntimeError):
@@ -18,57 +13,41 @@ class RemoteError(RuntimeError):
 
 
 class Caller:
-    """Calls of one server. `token` is sent as a bearer token; no call takes longer than `timeout` seconds without a byte."""
+    """Calls of one server, each over a connection of its own, so that nothing has to be closed. `token` is sent as a bearer
+    token; no call waits longer than `timeout` seconds for the next byte."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 300.0):
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no address of a server: write http://host:port")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
-        self.url, self.token, self.timeout = url.rstrip("/"), token, timeout
-        self._host, self._port, self._path = parts.hostname, parts.port or 80, parts.path.rstrip("/")
-        self._threads = ThreadPoolExecutor(32, "grpolab-calls")
+        self.url, self.timeout = url.rstrip("/"), timeout
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = httpx2.create_ssl_context() if parts.scheme == "https" else False  # 0.1 s, which plain HTTP need not pay
 
     async def ask(self, method: str, path: str, body: Any = None, *, text: bool = False) -> dict:
         """The JSON object that a request is answered with; RemoteError for anything else. With `text`, an answer that is no
         object is {"text": ...}. Cancelling the await closes the connection, so that the server hears of it."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self.timeout)
-        loop, left = asyncio.get_running_loop(), threading.Event()
+        at = self.url + path
         try:
-            return await loop.run_in_executor(self._threads, self._exchange, connection, left, method, path, body,
-                                              text)
-        except asyncio.CancelledError:
-            left.set()  # before it looks whether there is a socket: the thread looks the other way round
-            with suppress(OSError, AttributeError):
-                connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            raise
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _exchange(self, connection: http.client.HTTPConnection, left: threading.Event, method: str, path: str,
-                  body: Any, text: bool) -> dict:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
+            async with httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=self.timeout) as client:
+                answer = await client.request(method, at, json=body, headers=self._headers)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise RemoteError(f"{at} gave no answer ({type(error).__name__}: {error}): is it running?") from error
+        except httpx2.TimeoutException as error:
+            raise RemoteError(f"{at} gave no answer within {self.timeout:g} s, though it took the request: ask for less at a "
+                              "time, or give it a longer timeout") from error
+        except httpx2.HTTPError as error:
+            raise RemoteError(f"{at} gave no answer, for the connection ended ({type(error).__name__}: {error})") from error
         try:
-            connection.connect()
-            if left.is_set():
-                raise ConnectionAbortedError("the caller has left")
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            raw = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise RemoteError(f"{self.url}{path} gave no answer ({type(error).__name__}: {error}): is it running?") from error
-        finally:
-            connection.close()
-        try:
-            content = json.loads(raw)
+            content = answer.json()
         except (ValueError, RecursionError):
-            content = raw[:200].decode("utf-8", "replace")
-        if text and answer.status == 200 and not isinstance(content, dict):
+            content = answer.text[:200]
+        if answer.is_success and isinstance(content, dict):
+            return content
+        if answer.is_success and text:
             return {"text": content}
-        if answer.status != 200 or not isinstance(content, dict):
-            said = content.get("error", content) if isinstance(content, dict) else content
-            raise RemoteError(f"{self.url}{path} refused with {answer.status}: "
-                              f"{said.get('message', said) if isinstance(said, dict) else said}")
-        return content
+        reason = content.get("error", content) if isinstance(content, dict) else content
+        reason = reason.get("message", reason) if isinstance(reason, dict) else reason
+        raise RemoteError(f"{at} refused with {answer.status_code}: {reason}")

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import secrets
 import threading
 import time
 from array import array
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 from grpolab.chat import Message, prompt_ids, rest_ids, text_ids
 from grpolab.decode.conversation import joined
@@ -27,42 +26,37 @@ from grpolab.decode.sampling import fold_seed
 from grpolab.rollouts import Rollout
 from grpolab.serve.openai_schema import Refused
 
-ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 REMEMBERED = 65_536  # ids of sessions that ended, whose late requests get 410
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One answer of the policy. `given`: the ids between the turn before and this answer; `rollout` holds no prompt."""
+    """One answer of the policy: a rollout without its prompt, which is the turn before and the ids `between`."""
 
     parent: Turn | None
-    given: tuple[int, ...]
+    between: tuple[int, ...]
     rollout: Rollout
     ended: bool  # by an end token of its own
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """All ids that the answer was sampled after."""
-        return (self.parent.ids if self.parent else ()) + self.given
 
     @property
     def ids(self) -> tuple[int, ...]:
         """All ids up to the end of the answer."""
         parts, turn = [], self
         while turn is not None:
-            parts += [turn.rollout.tokens, turn.given]
+            parts += [turn.rollout.tokens, turn.between]
             turn = turn.parent
         return tuple(i for part in reversed(parts) for i in part)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of a request, the turn that they go on from, and what the session finds it again by once it is answered."""
+    """The ids of a request, the turn that they go on from, and what the session finds it again by once it is answered: the
+    `key` of a chat, or the text of a text prompt."""
 
     ids: tuple[int, ...]
     parent: Turn | None = None
-    key: bytes = b""  # of a chat
-    text: str | None = None  # of a text prompt
+    key: bytes = b""
+    text: str | None = None
 
 
 class Session:
@@ -78,22 +72,20 @@ class Session:
         self.id, self.url, self.seed = id, url, seed
         self.temperature, self.max_tokens, self.limit, self.fixed = temperature, max_tokens, limit, fixed
         self.turns: list[Turn] = []
-        self.tokens = 0  # that it keeps
         self.cancelled = 0  # answers that their caller did not wait for, which are in no rollout
         self.closed = False
         self.used = time.monotonic()  # when it was last asked for
         self.open: set[Request] = set()
-        self._chains: list[list[Turn]] = []
-        self._asked = 0
+        self._requests = 0
+        self._turns: dict[bytes, list[Turn]] = {}  # by the key of the conversation up to them
+        self._lengths: set[int] = set()  # of the texts and id lists among these conversations
         self._lock = threading.Lock()
-        self._said: dict[bytes, list[Turn]] = {}
-        self._lengths: set[tuple[str, int]] = set()  # kinds and lengths of what `_said` knows beside chats
 
     def next_seed(self) -> int:
         """The seed of the next request."""
         with self._lock:
-            self._asked += 1
-            return fold_seed(self.seed, self._asked)
+            self._requests += 1
+            return fold_seed(self.seed, self._requests)
 
     def track(self, request: Request) -> None:
         """A request that is being sampled; the end of the session ends it."""
@@ -104,8 +96,8 @@ class Session:
 
     def prompt_of_chat(self, tokenizer, messages: Sequence[Message]) -> Prompt:
         keys = [b"chat"]
-        for m in messages:
-            keys.append(_roll(keys[-1], m))
+        for message in messages:
+            keys.append(_key_after(keys[-1], message))
         for k in range(len(messages) - 1, 0, -1):
             turn = self._find(keys[k]) if messages[k - 1]["role"] == "assistant" else None
             rest = rest_ids(tokenizer, messages, k, turn.ended) if turn else None
@@ -113,175 +105,171 @@ class Session:
                 return Prompt(turn.ids + tuple(rest), turn, keys[-1])
         return Prompt(tuple(prompt_ids(tokenizer, messages)), None, keys[-1])
 
-    def prompt_of_text(self, tokenizer, text: str) -> Prompt:
-        for length in self._known("text", len(text)):
-            if turn := self._find(_digest("text", text[:length])):
+    def prompt_of_completion(self, tokenizer, prompt: str | tuple[int, ...]) -> Prompt:
+        text = prompt if isinstance(prompt, str) else None
+        for length in sorted((n for n in list(self._lengths) if n <= len(prompt)), reverse=True):
+            turn = self._find(_key(prompt[:length]))
+            if turn and text is None:
+                return Prompt(prompt, turn)
+            if turn:
                 rest = text_ids(tokenizer, text[length:]) if length < len(text) else []
-                lead = 1 if rest and rest[0] == tokenizer.bos_token_id and turn.ids[0] == rest[0] else 0
-                return Prompt(turn.ids + tuple(rest[lead:]), turn, text=text)
-        return Prompt(tuple(text_ids(tokenizer, text)), text=text)
-
-    def prompt_of_ids(self, ids: tuple[int, ...]) -> Prompt:
-        for length in self._known("ids", len(ids)):
-            if turn := self._find(_digest("ids", ids[:length])):
-                return Prompt(ids, turn)
-        return Prompt(ids)
+                begin_token = rest[:1] == [tokenizer.bos_token_id] and rest[0] == turn.ids[0]  # only once
+                return Prompt(turn.ids + tuple(rest[begin_token:]), turn, text=text)
+        return Prompt(prompt if text is None else tuple(text_ids(tokenizer, text)), text=text)
 
     def record(self, prompt: Prompt, rollout: Rollout, text: str, ended: bool) -> Turn | None:
         """Keep an answer, `text` as its caller got it; None where the session is closed."""
         before = len(prompt.parent.ids) if prompt.parent else 0
         turn = Turn(prompt.parent, rollout.prompt[before:], replace(rollout, prompt=()), ended)
-        ids = rollout.prompt + rollout.tokens
-        keys = [_digest("ids", ids)]
+        conversations = [rollout.prompt + rollout.tokens, *([] if prompt.text is None else [prompt.text + text])]
+        keys = [_key(conversation) for conversation in conversations]
         if prompt.key:
-            keys.append(_roll(prompt.key, {"role": "assistant", "content": text}))
+            keys.append(_key_after(prompt.key, {"role": "assistant", "content": text}))
         with self._lock:
             if self.closed:
                 return None
             self.turns.append(turn)
-            self.tokens += len(turn.given) + len(rollout.tokens)
-            self._lengths.add(("ids", len(ids)))
-            if prompt.text is not None:
-                keys.append(_digest("text", prompt.text + text))
-                self._lengths.add(("text", len(prompt.text + text)))
+            self._lengths.update(map(len, conversations))
             for key in keys:
-                self._said.setdefault(key, []).append(turn)
-            tail = next((c for c in self._chains if c[-1] is turn.parent), None)
-            self._chains.append([turn]) if tail is None else tail.append(turn)
+                self._turns.setdefault(key, []).append(turn)
         return turn
 
     def rollouts(self) -> list[Rollout]:
         """What was sampled so far: one rollout while turns only append, a further one for each time that history changed. A
         rollout's `finish_reason` is that of its last turn, its `policy_version` that of its first."""
-        with self._lock:
-            chains = [list(chain) for chain in self._chains]
-        out = []
-        for chain in chains:
-            whole = replace(chain[0].rollout, prompt=chain[0].prompt)
-            for turn in chain[1:]:
-                whole = joined(whole, replace(turn.rollout, prompt=whole.prompt + whole.tokens + turn.given))
-            out.append(whole)
-        return out
+        chains: list[list[Turn]] = []
+        for turn in list(self.turns):
+            chain = next((chain for chain in chains if chain[-1] is turn.parent), None)
+            if chain is None:
+                chains.append([turn])
+            else:
+                chain.append(turn)
+        return [_rollout_of(chain) for chain in chains]
 
     def close(self) -> None:
         """End what is still being sampled and keep nothing more."""
         with self._lock:
             self.closed = True
-            waiting = list(self.open)
-        for request in waiting:
-            request.cancel()
+            for request in self.open:
+                request.cancel()
 
     def _find(self, key: bytes) -> Turn | None:
         """A turn that was answered with this: one that nothing goes on from yet, so that the next appends, else the last."""
         with self._lock:
-            turns = self._said.get(key, [])
-            tails = {id(chain[-1]) for chain in self._chains} if len(turns) > 1 else set()
-            return next((t for t in turns if id(t) in tails), turns[-1] if turns else None)
-
-    def _known(self, kind: str, most: int) -> list[int]:
-        with self._lock:
-            return sorted((n for k, n in self._lengths if k == kind and n <= most), reverse=True)
+            turns = self._turns.get(key, [])
+            parents = {turn.parent for turn in self.turns}
+            return next((turn for turn in turns if turn not in parents), turns[-1] if turns else None)
 
 
-def _roll(key: bytes, message: Message) -> bytes:
+def _rollout_of(chain: Sequence[Turn]) -> Rollout:
+    """The turns of a chain as one rollout."""
+    first, *later = chain
+    whole = replace(first.rollout, prompt=(first.parent.ids if first.parent else ()) + first.between)
+    for turn in later:
+        whole = joined(whole, replace(turn.rollout, prompt=whole.prompt + whole.tokens + turn.between))
+    return whole
+
+
+def _key_after(key: bytes, message: Message) -> bytes:
     """The key of a conversation that goes on with a message."""
     return hashlib.sha256(key + json.dumps([message["role"], message["content"]]).encode()).digest()
 
 
-def _digest(kind: str, what: str | Sequence[int]) -> bytes:
-    data = what.encode("utf-8", "surrogatepass") if isinstance(what, str) else array("q", what).tobytes()
-    return hashlib.sha256(kind.encode() + b"\0" + data).digest()
+def _key(conversation: str | Sequence[int]) -> bytes:
+    """The key of a text, or of token ids."""
+    if isinstance(conversation, str):
+        return hashlib.sha256(b"text" + conversation.encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(b"ids" + array("q", conversation).tobytes()).digest()
 
 
-class KeptTurns:
+class TurnCaches:
     """Keys and values of the newest answers, at most `most` bytes of them, so that a next turn feeds only what is new. They are
     a shortcut: without them, as after new weights, a turn is fed as a whole."""
 
     def __init__(self, most: int):
-        self.most, self._bytes = most, 0
-        self._by_turn: OrderedDict[Turn, tuple[Kept, int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self.most = most
+        self._by_turn: dict[Turn, Kept] = {}  # the oldest first
+
+    @property
+    def nbytes(self) -> int:
+        caches = [kept.cache for kept in list(self._by_turn.values()) if kept.cache is not None]
+        return sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
 
     def after(self, turn: Turn | None) -> Kept:
-        """What was kept of a turn; nothing where it is gone."""
-        with self._lock:
-            return self._by_turn[turn][0] if turn in self._by_turn else Kept()
+        """The cache after a turn; an empty one where it is gone."""
+        return self._by_turn.get(turn) or Kept()
 
     def keep(self, turn: Turn, kept: Kept) -> None:
-        """In the place of what was kept of the turn before."""
-        size = sum(t.nbytes for t in kept.cache.tensors) if kept.cache is not None else 0
+        """In the place of the one after the turn before."""
         self.forget([turn.parent])
-        with self._lock:
-            if 0 < size <= self.most:
-                self._by_turn[turn] = kept, size
-                self._bytes += size
-            while self._bytes > self.most:
-                self._bytes -= self._by_turn.popitem(last=False)[1][1]
+        self._by_turn[turn] = kept
+        while self.nbytes > self.most:
+            self.forget([next(iter(self._by_turn))])
 
     def forget(self, turns: Sequence[Turn | None]) -> None:
-        with self._lock:
-            for turn in turns:
-                self._bytes -= self._by_turn.pop(turn, (None, 0))[1]
+        for turn in turns:
+            self._by_turn.pop(turn, None)
 
 
 class Sessions:
-    """The sessions of a service, by id. At most `most` at a time, which keep at most `tokens` tokens together; a request that
-    finds no room is refused. Room is made only by sessions that nobody asked for during `idle_s` seconds, as those of a trainer
-    that died: they end, and what they recorded is gone."""
+    """The sessions of a service, by id, at most `most` at a time. Room is made only by sessions that nobody asked for during
+    `idle_s` seconds, as those of a trainer that died: they end, and what they recorded is gone."""
 
-    def __init__(self, url: str, seed: int, most: int, tokens: int, kept_bytes: int, idle_s: float = 3600.0):
-        self.url, self.seed, self.most, self.tokens, self.kept = url, seed, most, tokens, KeptTurns(kept_bytes)
-        self.idle_s = idle_s
+    def __init__(self, url: str, seed: int, *, most: int, cache_bytes: int, idle_s: float):
+        self.url, self.seed, self.most, self.idle_s = url, seed, most, idle_s
+        self.caches = TurnCaches(cache_bytes)
         self._by_id: dict[str, Session] = {}
-        self._ended: deque[str] = deque(maxlen=REMEMBERED)
-        self._made = 0
-        self._lock = threading.Lock()
+        self._ended: dict[str, None] = {}  # ids, the oldest first
+        self._opened = 0
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def open(self, id: str | None = None, seed: int | None = None, **options) -> Session:
-        """A new session. Refused for an id that is taken, odd or of a session that ended, and where there is no room."""
-        if len(self._by_id) >= self.most:
-            self._end_idle()
+        """A new session. Refused for an id that is taken or of a session that ended, and where there is no room."""
+        id = secrets.token_hex(8) if id is None else id
         with self._lock:
-            id = secrets.token_hex(8) if id is None else _checked_id(id)
             if id in self._by_id:
                 raise Refused(409, f"there is a session {id!r} already; collect it first, or take another id")
             if id in self._ended:
-                raise _gone(id)
-            if len(self._by_id) >= self.most:
+                raise self._missing(id)
+            if len(self) >= self.most:
+                self._end_idle()
+            if len(self) >= self.most:
                 raise Refused(429, f"{self.most} sessions are open, as many as this service keeps; collect some of them")
-            self._made += 1
-            seed = fold_seed(self.seed, self._made) if seed is None else seed
-            session = self._by_id[id] = Session(id, f"{self.url}/sessions/{id}/v1", seed, **options)
+            self._opened += 1
+            seed = fold_seed(self.seed, self._opened) if seed is None else seed
+            session = self._by_id[id] = Session(id, f"{self.url}/sessions/{quote(id, safe='')}/v1", seed, **options)
             return session
 
     def get(self, id: str, create: bool = False) -> Session:
         """The session; with `create`, a first request opens it."""
-        session = self._by_id.get(_checked_id(id))
-        if session is not None:
+        with self._lock:
+            session = self._by_id.get(id)
+            if session is None and create:
+                return self.open(id)
+            if session is None:
+                raise self._missing(id)
             session.used = time.monotonic()
             return session
-        if id in self._ended:
-            raise _gone(id)
-        if not create:
-            raise Refused(404, f"there is no session {id!r}")
-        try:
-            return self.open(id)
-        except Refused as refused:
-            if refused.status == 409:  # another request of the same moment opened it
-                return self.get(id)
-            raise
 
-    def check_room(self) -> None:
-        if self._kept_tokens() >= self.tokens:
-            self._end_idle()
-        if (kept := self._kept_tokens()) >= self.tokens:
-            raise Refused(429, f"the sessions keep {kept} tokens, and this service keeps at most {self.tokens}; collect some")
+    def end(self, id: str) -> Session:
+        """Forget a session; its requests end, and later ones get 410."""
+        with self._lock:
+            session = self._by_id.pop(id, None)
+            if session is None:
+                raise self._missing(id)
+            self._ended[id] = None
+            if len(self._ended) > REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+        session.close()
+        self.caches.forget(session.turns)
+        return session
 
-    def _kept_tokens(self) -> int:
-        return sum(s.tokens for s in list(self._by_id.values()))
+    def close(self) -> None:
+        for session in list(self._by_id.values()):
+            session.close()
 
     def _end_idle(self) -> None:
         for session in list(self._by_id.values()):
@@ -289,28 +277,7 @@ class Sessions:
                 with suppress(Refused):  # somebody collects it at this moment
                     self.end(session.id)
 
-    def end(self, id: str) -> Session:
-        """Forget a session; its requests end, and later ones get 410."""
-        with self._lock:
-            session = self._by_id.pop(id, None)
-            if session is None:
-                raise _gone(id) if id in self._ended else Refused(404, f"there is no session {id!r}")
-            self._ended.append(id)
-        session.close()
-        self.kept.forget(session.turns)
-        return session
-
-    def close(self) -> None:
-        for session in list(self._by_id.values()):
-            session.close()
-
-
-def _checked_id(id: str) -> str:
-    if not ID.fullmatch(id):
-        raise Refused(400, f"{id[:80]!r} is no session id: take 1 to 128 letters, digits, dots, hyphens and underscores, "
-                           "a letter or a digit first")
-    return id
-
-
-def _gone(id: str) -> Refused:
-    return Refused(410, f"the session {id!r} has ended, and its rollouts were collected; open another")
+    def _missing(self, id: str) -> Refused:
+        if id in self._ended:
+            return Refused(410, f"the session {id!r} has ended, and its rollouts are gone; open another")
+        return Refused(404, f"there is no session {id[:80]!r}")

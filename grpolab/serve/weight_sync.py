@@ -11,7 +11,6 @@ Whatever goes wrong is a RemoteError or a ValueError in bounded time, and the se
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import shutil
 import socket
@@ -21,8 +20,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
@@ -36,54 +35,41 @@ from grpolab.serve.shared_weights import SharedWeights, mark_of
 Check = Callable[[str | None], Awaitable[None]]  # raises where the server, under this name, does not compute as the policy does
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What a `publish` brought across: the version; the name that it is served under, where it is a new one; and the mark by
-    which a server of ours tells it from other weights of that version."""
-
-    version: int
-    name: str | None = None
-    mark: str = ""
-
-
 class SharedFile:
-    """Whole weights through a safetensors file that trainer and server map (`bridge.SharedWeights`); on /dev/shm it is memory.
-    For a server that was started with `--weights` and this file."""
+    """Whole weights through a safetensors file that trainer and server map (`SharedWeights`); on /dev/shm it is memory. For a
+    server that was started with `--weights` and this file."""
 
     def __init__(self, path: str | Path):
         self.path, self._shared, self._checked = Path(path), None, False
         self._lock = threading.Lock()  # a cancelled publish goes on writing for a while
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Sent:
-        """Bring the weights across. That all of them arrived the file says itself, by their checksum; `check` is asked once,
-        since a model of the same shapes may compute something else with them."""
-        version, checksum = await _on_disk(lambda: self._write(policy))
-        told = (await caller.ask("POST", "/weights", {"checksum": checksum})).get("policy_version")
-        if told != version:
-            raise RemoteError(f"{caller.url} reports weights of version {told!r} where {version} was published")
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str]:
+        """Bring the weights across: their version, and the mark by which a server of ours tells them from others of that
+        version. That all of them arrived the file says itself, by their checksum; `check` is asked once, since a model of the
+        same shapes may compute something else with them."""
+        version, checksum = await _on_disk(self._write, policy)
+        loaded = (await caller.ask("POST", "/weights", {"checksum": checksum})).get("policy_version")
+        if loaded != version:
+            raise RemoteError(f"{caller.url} reports weights of version {loaded!r} where {version} was published")
         if not self._checked:
             await check(None)
             self._checked = True
-        return Sent(version, None, mark_of(checksum))
+        return version, mark_of(checksum)
 
     def close(self) -> None:
         """Remove the file, unless another trainer's has taken its place."""
         with self._lock:
             shared, self._shared = self._shared, None
-            if shared is not None:
-                if shared.place == "ours":
-                    self.path.unlink(missing_ok=True)
-                shared.close()
+            if shared is not None and shared.replaced is False:
+                self.path.unlink()
 
     def _write(self, policy: Policy) -> tuple[int, int]:
         """The version and checksum of what was written. A file that is gone is made again."""
         with self._lock, policy.lock:
-            place = None if self._shared is None else self._shared.place
-            if place == "replaced":
+            replaced = None if self._shared is None else self._shared.replaced
+            if replaced:
                 raise ValueError(f"{self.path} is another trainer's file now: give each trainer a file and a server of its own")
-            if place != "ours":
-                if self._shared is not None:
-                    self._shared.close()
+            if replaced is None:
                 self._shared = SharedWeights.create(self.path, policy.model)
             return policy.version, self._shared.write(policy.model, policy.version)
 
@@ -95,31 +81,31 @@ class AdapterSwap:
 
     def __init__(self, folder: str | Path, name: str = "policy"):
         self.folder, self.name = Path(folder).resolve(), name
-        self._sent: tuple[str, int, Path] | None = None  # name, version and folder of what is served
+        self._served: tuple[str, int, Path] | None = None  # name, version and folder
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Sent:
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str]:
         """As `SharedFile.publish`, checked each time. ValueError for a policy without an adapter."""
-        version, path = await _on_disk(lambda: self._save(policy))
+        version, path = await _on_disk(self._save, policy)
         name = f"{self.name}-v{version}"
         try:
             await self._load(caller, name, version, path)
-            served = {card.get("id"): card for card in (await caller.ask("GET", "/v1/models")).get("data") or []}
-            card = served.get(name, {"root": None})
-            if card.get("policy_version", version) != version or not _is_of(card, path):
-                raise RemoteError(f"{caller.url} took the adapter {name!r} and then serves {sorted(served)}, of which that is "
-                                  f"{card.get('root')!r} and not {str(path)!r}: does another trainer put adapters in?")
+            cards = {card.get("id"): card for card in (await caller.ask("GET", "/v1/models")).get("data") or []}
+            root = cards[name].get("root", path) if name in cards else None  # a server that names no root is believed
+            if Path(str(root)).name != path.name:
+                raise RemoteError(f"{caller.url} took the adapter {name!r} and then serves {sorted(cards)}, of which that is "
+                                  f"{root!r} and not {str(path)!r}: does another trainer put adapters in?")
             await check(name)  # vLLM 0.32 takes in adapters of other shapes without a word
         except BaseException:
-            if self._sent:  # also where no answer came: it may have been taken in
+            if self._served:  # also where no answer came: it may have been taken in
                 with suppress(RemoteError):
-                    await self._load(caller, *self._sent)
+                    await self._load(caller, *self._served)
             shutil.rmtree(path, ignore_errors=True)
             raise
-        for old in (n for n in served if n != name and str(n).startswith(f"{self.name}-v")):
+        for old in (n for n in cards if n != name and str(n).startswith(f"{self.name}-v")):
             await caller.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old}, text=True)
         self.close()
-        self._sent = name, version, path
-        return Sent(version, name, path.name)
+        self._served = name, version, path
+        return version, path.name
 
     async def _load(self, caller: Caller, name: str, version: int, path: Path) -> None:
         # load_inplace: under vLLM the name may be there from an earlier training. It keys what it keeps of prompts by the path.
@@ -127,15 +113,15 @@ class AdapterSwap:
         await caller.ask("POST", "/v1/load_lora_adapter", body, text=True)
 
     def close(self) -> None:
-        if self._sent is not None:
-            shutil.rmtree(self._sent[2], ignore_errors=True)
+        if self._served is not None:
+            shutil.rmtree(self._served[2], ignore_errors=True)
 
     def _save(self, policy: Policy) -> tuple[int, Path]:
         with policy.lock:
             if not lora.layers(policy.model):
                 raise ValueError(f"{policy.name!r} has no adapter to swap: load it with load_policy(..., adapter=LoRA()), or "
                                  "publish whole weights through SharedFile or Restart")
-            path = self.folder / f"{self.name}-v{policy.version}-{os.getpid()}-{time.time_ns()}"  # never a path of before
+            path = self.folder / f"{self.name}-{_new_name(policy)}"
             with atomic_folder(path) as partial:
                 lora.save(policy.model, partial)
             return policy.version, path
@@ -165,44 +151,41 @@ class Restart:
         self._process: subprocess.Popen | None = None
         self._running: dict[str, str] | None = None  # what the arguments of the server that runs stand for
         self._saved: list[Path] = []
-        atexit.register(self.close)
 
     @property
     def pid(self) -> int | None:
         """The process id of the guard that ends the server with us; the server is its child."""
         return self._process and self._process.pid
 
-    async def publish(self, caller: Caller, policy: Policy, check: Check) -> Sent:
+    async def publish(self, caller: Caller, policy: Policy, check: Check) -> tuple[int, str]:
         """As `SharedFile.publish`, checked each time."""
         place = urlsplit(caller.url)
-        path, version = await _on_disk(lambda: self._save(policy))
+        path, version = await _on_disk(self._save, policy)
         values = {"weights": str(path), "name": policy.name, "version": str(version), "host": place.hostname,
                   "port": str(place.port or 80)}
         before = self._running
         try:
             await self._start(caller, values)
-            cards = (await caller.ask("GET", "/v1/models")).get("data") or [{}]
-            if not _is_of(cards[0], path):  # it took the port while ours was starting
-                raise RemoteError(f"{caller.url} is another server, of {cards[0].get('root')!r} and not {str(path)!r}: stop "
-                                  "it, or take another port")
             await check(None)
-        except BaseException as error:
+        except RemoteError as error:
+            if before is None:
+                await asyncio.to_thread(self._end)
+                raise
+            try:
+                await self._start(caller, before)
+            except RemoteError as again:
+                await asyncio.to_thread(self._end)
+                raise RemoteError(f"{error}. And version {before['version']} does not start either: {again}") from error
+            raise RemoteError(f"{error}. The server runs again with version {before['version']}") from error
+        except BaseException:
             await asyncio.to_thread(self._end)
-            if before is not None and not isinstance(error, asyncio.CancelledError):
-                try:
-                    await self._start(caller, before)
-                except RemoteError as again:
-                    raise RemoteError(f"{error}. And version {before['version']} does not start either: {again}") from error
-                if isinstance(error, RemoteError):
-                    raise RemoteError(f"{error}. The server runs again with version {before['version']}") from error
             raise
         finally:
             self._remove(but=self._running and self._running["weights"])
-        return Sent(version)
+        return version, ""
 
     def close(self) -> None:
         """End the server and remove what was saved for it."""
-        atexit.unregister(self.close)
         self._end()
         self._remove()
 
@@ -214,7 +197,7 @@ class Restart:
 
     def _save(self, policy: Policy) -> tuple[Path, int]:
         with policy.lock:
-            path = self.folder / f"v{policy.version}-{os.getpid()}-{time.time_ns()}"
+            path = self.folder / _new_name(policy)
             self._saved.append(path)
             return policy.save(path), policy.version
 
@@ -224,47 +207,46 @@ class Restart:
         if await asyncio.to_thread(_listens, values["host"], int(values["port"])):
             raise RemoteError(f"port {values['port']} of {values['host']} has another server already, and {caller.url} was "
                               "to be started there: stop that one, or take another port")
-        command = [_filled(part, values) for part in self.command]
+        command = list(self.command)
+        for name, value in values.items():
+            command = [part.replace(f"{{{name}}}", value) for part in command]
         log = self.folder / "server.log"
         with open(log, "wb") as file:  # guarded: the server and its children end with us, however we end
             self._process = subprocess.Popen([sys.executable, child_processes.__file__, *command],
                                              stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True)
-        until = time.monotonic() + self.seconds
-        while True:
-            if (status := self._process.poll()) is not None:
-                raise RemoteError(f"the server ended with status {status} before it answered: {_tail(log)}")
-            with suppress(RemoteError, TimeoutError):
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + max(0.0, until - time.monotonic())):
-                    await caller.ask("GET", "/health", text=True)
-                self._running = values
-                return
-            if time.monotonic() > until:
-                raise RemoteError(f"the server did not answer in {self.seconds:.0f} s: {_tail(log)}")
-            await asyncio.sleep(0.1)
+        try:
+            async with asyncio.timeout(self.seconds):
+                while (status := self._process.poll()) is None:
+                    with suppress(RemoteError):
+                        await caller.ask("GET", "/health", text=True)
+                        self._running = values
+                        return
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise RemoteError(f"the server did not answer in {self.seconds:.0f} s: {_tail(log)}") from None
+        raise RemoteError(f"the server ended with status {status} before it answered: {_tail(log)}")
 
     def _end(self) -> None:
         process, self._process, self._running = self._process, None, None
-        if process is None:
-            return
-        process.stdin.close()  # the guard then kills the server's group
-        process.wait()
+        if process is not None:
+            process.stdin.close()  # the guard then kills the server's group
+            process.wait()
 
 
 Bridge = SharedFile | AdapterSwap | Restart
 
 
-async def _on_disk(write: Callable):
+async def _on_disk(write: Callable[[Policy], Any], policy: Policy):
     """The result of what writes weights, in a thread; RemoteError where the disk does not take them."""
     try:
-        return await asyncio.to_thread(write)
+        return await asyncio.to_thread(write, policy)
     except (OSError, SafetensorError) as error:
         raise RemoteError(f"the weights could not be written: {error}") from error
 
 
-def _is_of(card: dict, path: Path) -> bool:
-    """Whether a served model is the one that was saved there. Its folder's name is never given twice; a server that does not
-    say where it has its weights from is believed."""
-    return "root" not in card or Path(str(card["root"])).name == path.name
+def _new_name(policy: Policy) -> str:
+    """A folder's name that was never given before: vLLM keys what it keeps of prompts by the path."""
+    return f"v{policy.version}-{os.getpid()}-{time.time_ns()}"
 
 
 def _listens(host: str, port: int) -> bool:
@@ -272,12 +254,6 @@ def _listens(host: str, port: int) -> bool:
         socket.create_connection((host, port), timeout=5).close()
         return True
     return False
-
-
-def _filled(part: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        part = part.replace(f"{{{name}}}", value)
-    return part
 
 
 def _tail(log: Path) -> str:

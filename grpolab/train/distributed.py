@@ -2,11 +2,11 @@
 here is the identity.
 
 Every rank holds the policy, the optimiser and the data, and knows the whole batch of a step: what is drawn is a function of
-(seed, step), and what one rank sampled or played is told to all (`woven`). So each has the denominators, advantages and
-minibatches that one process would have. What is divided is the work: whole groups, examples or pairs (`mine`), whose gradients
+(seed, step), and what one rank sampled or played is told to all (`gathered`). So each has the denominators, advantages and
+minibatches that one process would have. What is divided is the work: whole groups, examples or pairs (`shard`), whose gradients
 and metrics are added up once an optimiser step (`add_up`). Rank 0 alone writes, and the others start as it starts (`start`).
 
-The ranks speak in turns, and each turn names its place. A rank that fails says so in its next turn (`leave`), one that is gone
+The ranks speak in turns, and each turn names its place. A rank that fails says so in its next turn (`abort`), one that is gone
 or elsewhere is found by it; the others then end with a RankError that names the rank, at the latest after PATIENCE.
 """
 
@@ -84,7 +84,7 @@ def first() -> bool:
     return world().rank == 0
 
 
-def mine(items: Sequence[T]) -> Sequence[T]:
+def shard(items: Sequence[T]) -> Sequence[T]:
     """This rank's share of the items: every size-th, from its own number on."""
     return items if world().size == 1 else items[world().rank :: world().size]
 
@@ -103,18 +103,18 @@ def _turn(place: str, value: Any, error: str) -> list:
     if _parted is not None:
         raise type(_parted)(*_parted.args)
     try:
-        said = [json.loads(data) for data in _all_bytes(json.dumps([place, value, error], default=_plain).encode())]
-        failed = [f"rank {rank} failed with {error}" for rank, (_, _, error) in enumerate(said) if error]
+        turns = [json.loads(data) for data in _all_bytes(json.dumps([place, value, error], default=_plain).encode())]
+        failed = [f"rank {rank} failed with {error}" for rank, (_, _, error) in enumerate(turns) if error]
         if failed:
             raise RankError("; ".join(failed))
-        if len({place for place, _, _ in said}) > 1:
-            places = ", ".join(f"rank {rank} at {place!r}" for rank, (place, _, _) in enumerate(said))
+        if len({place for place, _, _ in turns}) > 1:
+            places = ", ".join(f"rank {rank} at {place!r}" for rank, (place, _, _) in enumerate(turns))
             raise RankError(f"the ranks are not at the same place of the program: {places}. All run the same loops, in one "
                             "order and one at a time")
     except RankError as fault:
         _parted = fault
         raise
-    return [value for _, value, _ in said]
+    return [value for _, value, _ in turns]
 
 
 def _plain(x):
@@ -176,8 +176,8 @@ def _hearing(who: str):
 
 def same(what: str, value: str, remedy: str) -> None:
     """ValueError, on all ranks, unless all have the same text."""
-    said = exchange(what, value)
-    other = [str(rank) for rank, text in enumerate(said) if text != said[0]]
+    turns = exchange(what, value)
+    other = [str(rank) for rank, text in enumerate(turns) if text != turns[0]]
     if other:
         _refuse(f"{what} differ between rank 0 and rank {', '.join(other)}: {remedy}")
 
@@ -189,7 +189,7 @@ def _refuse(why: str) -> None:
     raise ValueError(why)
 
 
-def leave(error: BaseException) -> None:
+def abort(error: BaseException) -> None:
     """Tell the others, unless they know, that this rank ends its loop; then wait until rank 0 has kept its checkpoint."""
     here = world()
     if _parted is None and isinstance(error, Exception):
@@ -221,33 +221,33 @@ def start(policy, optimiser, config, run: Run | None, data: Callable[[], str]) -
     same("the data", key, "give every rank the same rows in the same order")
     same("the weights", weights_hash(policy), "load the same policy on every rank; what is drawn at random, as the weights of "
                                               "a fresh head, needs the same seed everywhere (seed_everything)")
-    version, found = policy.version, None
+    version, start = policy.version, None
     if here.rank == 0:
         done, base = (run.begin(config, policy, optimiser, key), run.base) if run is not None else (0, origin(policy))
         tensors, scalars = split(optimiser.state_dict()) if done else ({}, {})
-        found = {"done": done, "base": base, "moved": done > 0 or policy.version != version, "version": policy.version,
+        start = {"done": done, "base": base, "moved": done > 0 or policy.version != version, "version": policy.version,
                  "rows": run.metrics if run is not None else [], "scalars": scalars,
                  "tensors": {name: [str(t.dtype).removeprefix("torch."), t.shape] for name, t in tensors.items()}}
-    found = exchange("the start", found)[0]
-    if found["moved"]:
-        _take_over(policy, optimiser, found, tensors if here.rank == 0 else {})
-    policy.version = found["version"]
+    start = exchange("the start", start)[0]
+    if start["moved"]:
+        _take_over(policy, optimiser, start, tensors if here.rank == 0 else {})
+    policy.version = start["version"]
     if run is not None and here.rank:
-        run.metrics = found["rows"]
-    return found["done"], found["base"]
+        run.metrics = start["rows"]
+    return start["done"], start["base"]
 
 
 @torch.no_grad()
-def _take_over(policy, optimiser, found: dict, tensors: dict) -> None:
+def _take_over(policy, optimiser, start: dict, tensors: dict) -> None:
     """The parameters and the optimiser of rank 0."""
     for p in policy.model.parameters():
         if p.requires_grad:
             p.copy_(_from_first(p.detach().cpu().contiguous()))
-    held = {name: tensors.get(name, torch.empty(0)) for name in found["tensors"]}
-    for name, (dtype, shape) in found["tensors"].items():
+    held = {name: tensors.get(name, torch.empty(0)) for name in start["tensors"]}
+    for name, (dtype, shape) in start["tensors"].items():
         held[name] = _from_first(tensors[name] if tensors else torch.empty(shape, dtype=getattr(torch, dtype)))
-    if found["done"] and world().rank:
-        optimiser.load_state_dict(join(held, found["scalars"]))
+    if start["done"] and world().rank:
+        optimiser.load_state_dict(join(held, start["scalars"]))
 
 
 def _from_first(x: torch.Tensor) -> torch.Tensor:
@@ -271,13 +271,13 @@ def add_up(model, metrics: dict, place: str) -> dict:
     alike = [[p for p in trained if (p.dtype, p.device) == kind] for kind in kinds]
     flat = [torch.cat([(torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad).flatten() for p in ps])
             for ps in alike]
-    said = exchange(place, [metrics, [p.grad is not None for ps in alike for p in ps]])
-    given = iter([any(has) for has in zip(*(has for _, has in said))])
+    turns = exchange(place, [metrics, [p.grad is not None for ps in alike for p in ps]])
+    any_has = iter([any(has) for has in zip(*(has for _, has in turns))])
     for ps, buffer in zip(alike, flat):
         total = _summed(buffer)
         for p, part in zip(ps, total.split([p.numel() for p in ps])):
-            p.grad = part.view_as(p) if next(given) else None
-    parts = [{k: torch.tensor(v, dtype=torch.float64) for k, v in of.items()} for of, _ in said if of]
+            p.grad = part.view_as(p) if next(any_has) else None
+    parts = [{k: torch.tensor(v, dtype=torch.float64) for k, v in of.items()} for of, _ in turns if of]
     return {k: v.item() for k, v in losses.combine(parts).items()}
 
 
@@ -296,18 +296,18 @@ def agree(policy, done: int) -> None:
              "the ranks compute differently; use machines, GPUs and versions of one kind")
 
 
-def woven(place: str, asked: Iterable, values: Sequence[T], plain: Callable[[T], Any], back: Callable[[Any], T]) -> list[T]:
-    """What all ranks made of their shares of the tasks `asked`, in the order of the tasks; `plain` makes JSON of a value and
+def gathered(place: str, tasks: Iterable, values: Sequence[T], plain: Callable[[T], Any], back: Callable[[Any], T]) -> list[T]:
+    """What all ranks made of their shares of the `tasks`, in the order of the tasks; `plain` makes JSON of a value and
     `back` the value again. ValueError where the ranks were not asked the same."""
     if world().size == 1:
         return list(values)
-    said = exchange(place, [data_hash(asked), [plain(v) for v in values]])
-    if len({key for key, _ in said}) > 1:
+    turns = exchange(place, [data_hash(tasks), [plain(v) for v in values]])
+    if len({key for key, _ in turns}) > 1:
         _refuse(f"{place}: the ranks draw different tasks; what chooses them must depend on the seed, the step and what it was "
                 "told alone")
-    out: list = [None] * sum(len(of) for _, of in said)
-    for rank, (_, of) in enumerate(said):
-        out[rank :: len(said)] = map(back, of)
+    out: list = [None] * sum(len(of) for _, of in turns)
+    for rank, (_, of) in enumerate(turns):
+        out[rank :: len(turns)] = map(back, of)
     return out
 
 
@@ -317,7 +317,7 @@ def same_groups(groups: Sequence[Group], step: int) -> None:
     for r in (r for g in groups for r in g):
         digest.update(array("q", (len(r.prompt), *r.prompt, *r.tokens)).tobytes() + repr(r.reward).encode())
     same(f"the groups of step {step}", digest.hexdigest(), "a source gives every rank all groups of the step; one that draws "
-                                                           "only its own share hands them on by distributed.woven")
+                                                           "only its own share hands them on by distributed.gathered")
 
 
 # --- rollouts as JSON -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from grpolab.train import losses
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
 from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_key, reference_values
-from grpolab.train.verify import prove
+from grpolab.train.verify import verify_forward
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ async def dpo(
 
     def start():
         check_pairs(policy, pairs)
-        prove(policy, config, max((p.longest for p in pairs), default=0))
+        verify_forward(policy, config, max((p.longest for p in pairs), default=0))
         if isinstance(reference, Policy):
             prove_reference(reference, pairs, config)
         return reference_values(reference, pairs, config)

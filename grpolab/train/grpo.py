@@ -13,7 +13,7 @@ import torch
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.models.load import BasePolicy, Policy
-from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, in_columns
+from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, padded
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.tasks import prompt_of
@@ -32,8 +32,8 @@ from grpolab.train.loop import (
 from grpolab.train.recorded import as_recorded
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
-from grpolab.train.sources import Source, Tasks, as_drawn, content_of, distinct, sampled, tokens_of
-from grpolab.train.verify import check_drift, prove
+from grpolab.train.sources import Source, Tasks, as_step_groups, content_of, distinct, sampled, tokens_of
+from grpolab.train.verify import check_drift, verify_forward
 
 
 async def grpo(
@@ -60,8 +60,8 @@ async def grpo(
     longest = max(map(len, prompts.values())) + config.max_new_tokens if prompts else policy.context
 
     def ids_of(row):
-        found = prompts.get(content_of(row))
-        return prompt_ids(policy.tokenizer, prompt_of(row)) if found is None else found
+        ids = prompts.get(content_of(row))
+        return prompt_ids(policy.tokenizer, prompt_of(row)) if ids is None else ids
 
     await in_thread(policy, lambda: check_lengths(policy, longest, "prompt and completion"))
     sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
@@ -94,22 +94,22 @@ async def grpo_from(
 
     async def gather(step):
         began = time.perf_counter()
-        drawn = as_drawn(await source(step))
+        batch = as_step_groups(await source(step))
         sampling = time.perf_counter() - began
-        seen = drawn.groups if drawn.seen is None else drawn.seen
-        tokens = tokens_of(seen) if drawn.tokens is None else drawn.tokens
-        groups = list(drawn.groups)
+        seen = batch.groups if batch.seen is None else batch.seen
+        tokens = tokens_of(seen) if batch.tokens is None else batch.tokens
+        groups = list(batch.groups)
         if distributed.world().size > 1:
             await off_loop(lambda: distributed.same_groups(groups, step))
 
         def update(optimiser):
             if run is not None and distributed.first():  # before the update, so that the record tells of a step that fails
                 plain = lambda: as_recorded([(None, g) for g in seen], groups, {}, config.advantage_kind)  # noqa: E731
-                run.record(step, policy, (drawn.record or plain)(), drawn.engine)
+                run.record(step, policy, (batch.record or plain)(), batch.engine)
             began = time.perf_counter()
-            row = grpo_update(policy, reference, groups, config, optimiser, step, drawn.advantages, drawn.off_policy)
+            row = grpo_update(policy, reference, groups, config, optimiser, step, batch.advantages, batch.off_policy)
             times = timings(tokens, sampling, row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)
-            return describe(seen) | row | times | dict(drawn.row) | drawn.taken()
+            return describe(seen) | row | times | dict(batch.row) | batch.after_step()
 
         return update
 
@@ -129,10 +129,10 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
 
 def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
-    prove(policy, config, longest, width=config.packed_width)
+    verify_forward(policy, config, longest, width=config.packed_width)
     if config.kl_coef and not isinstance(reference, BasePolicy):  # that is the policy's own forward
         with reference.acting():  # as its log-probs are taken
-            prove(reference, config, longest, width=config.packed_width)
+            verify_forward(reference, config, longest, width=config.packed_width)
 
 
 def grpo_update(
@@ -144,23 +144,23 @@ def grpo_update(
     the forward pass, and a minibatch of such groups is no step. `off_policy` adds `importance` to the row, by a forward pass
     more where config.sampler_cap does not make it anyway."""
     if not groups:
-        return _unmeasured(config) | {"trained_groups": 0, "trained_tokens": 0}
+        return _unmeasured(config, off_policy) | {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
-    kept = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
-    ordered = sorted(kept, key=lambda i: tokens_of([groups[i]]))
-    mine, own = distributed.mine(ordered), {}
+    teaching = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
+    ordered = sorted(teaching, key=lambda i: tokens_of([groups[i]]))
+    shard, own = distributed.shard(ordered), {}
     if config.sampler_cap or off_policy:
-        found = [trainer_logps(policy, groups[i], config) for i in mine]
-        own = dict(zip(ordered, distributed.woven(f"step {step}, log-probs", ordered, found, list, list)))
+        values = [trainer_logps(policy, groups[i], config) for i in shard]
+        own = dict(zip(ordered, distributed.gathered(f"step {step}, log-probs", ordered, values, list, list)))
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
         for part in nearly_equal(order, config.minibatches):
-            chosen = [i for i in part if i in kept]
+            chosen = [i for i in part if i in teaching]
             if not chosen:
                 continue
             whole = denominator_of([r for i in part for r in groups[i]], config)
-            here = [i for i in chosen if i in mine]
+            here = [i for i in chosen if i in shard]
             rollouts = [r for i in here for r in groups[i]]
             old = [x for i in here for x in own[i]] if config.sampler_cap else None
             metrics = grpo_gradient(
@@ -171,23 +171,24 @@ def grpo_update(
             if not rows:  # the policy has not moved yet
                 check_drift(policy, metrics, config.max_logp_diff, step)
             rows.append(metrics | apply_gradient(policy, optimiser, config, step))
-    size = {"trained_groups": len(kept), "trained_tokens": tokens_of([groups[i] for i in kept])}
+    size = {"trained_groups": len(teaching), "trained_tokens": tokens_of([groups[i] for i in teaching])}
     if not rows:
-        return _unmeasured(config) | size
+        return _unmeasured(config, off_policy) | size
     row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
     before = {k: rows[0][k] for k in ("logp_diff", "logp_diff_max")}  # sampler against trainer: the policy has not moved yet
     if own:
-        size |= importance([x for i in kept for x in own[i]], [r for i in kept for r in groups[i]], config.sampler_cap)
+        size |= importance([x for i in teaching for x in own[i]], [r for i in teaching for r in groups[i]], config.sampler_cap)
     return row | before | size
 
 
-def _unmeasured(config: GRPOConfig) -> dict:
+def _unmeasured(config: GRPOConfig, off_policy: bool) -> dict:
     """The columns of an update as NaN, for a step in which no group had a signal: a row's names are always the same."""
     names = ["policy_loss", "ratio", "ratio_max", "clip_low", "clip_high", "logp_diff", "logp_diff_max", "entropy", "grad_norm",
              "lr"]
     names += ["kl"] * bool(config.kl_coef) + ["clip_dual"] * (config.dual_clip is not None)
     names += ["sampler_weight", "sampler_capped"] * bool(config.sampler_cap)
-    return dict.fromkeys(names, float("nan"))
+    weights = importance((), (), None) if config.sampler_cap or off_policy else {}
+    return dict.fromkeys(names, float("nan")) | weights
 
 
 def nearly_equal(items: Sequence, parts: int) -> list[Sequence]:
@@ -203,7 +204,7 @@ def kept_tokens(rollouts: Iterable[Rollout]) -> int:
 
 def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Tensor:
     """What the loss of these rollouts is divided by."""
-    return losses.count(in_columns([r.mask for r in rollouts]), config.aggregation, max_new_tokens=config.max_new_tokens)
+    return losses.count(padded([r.mask for r in rollouts]), config.aggregation, max_new_tokens=config.max_new_tokens)
 
 
 def parts_of(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> Iterator[slice]:
@@ -245,7 +246,7 @@ def grpo_gradient(
     parts = []
     for part in parts_of(policy, rollouts, config):
         batch = collate(rollouts[part], a[part])
-        old = in_columns(old_logps[part]) if old_logps else None
+        old = padded(old_logps[part]) if old_logps else None
         layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)
         with forward_passes(policy, config):
             loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
@@ -278,7 +279,7 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
 
 
 def describe(groups: Sequence[Group]) -> dict:
-    """Reward, group health, and lengths by finish reason, of what the policy made of the questions drawn."""
+    """Reward, group health, and lengths by finish reason, of what the policy made of the questions batch."""
     rewards = reward_tensor([g.rewards for g in groups])
     rollouts = [r for g in groups for r in g if r.finish_reason != "lost"]  # an episode that is not there has no length
     cut = [len(r.tokens) for r in rollouts if r.finish_reason in CUT]

@@ -62,7 +62,7 @@ def decoder_states(policy: Policy, ids, positions, attention, at=None, *, way: s
         return hidden if at is not None else hidden.unflatten(0, ids.shape)
     if seen is not None and way != "packed":
         raise ValueError(
-            f"rows shared by several sequences are not proved right for {policy.name!r}: let train.verify.prove(policy, ...) "
+            f"rows shared by several sequences are not proved right for {policy.name!r}: let train.verify.verify_forward "
             "try them, or give each sequence a row of its own (chat.pad)"
         )
     if way == "alone" and at is not None:

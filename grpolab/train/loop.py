@@ -322,7 +322,7 @@ async def loop(
                     raise
     except BaseException as error:
         if distributed.world().size > 1 and training.done < config.steps:
-            await off_loop(partial(distributed.leave, error))
+            await off_loop(partial(distributed.abort, error))
         raise
 
 
@@ -340,7 +340,7 @@ def over_batches(
             seen = before(step)
             began = time.perf_counter()
             batch = batch_of(step)
-            share = distributed.mine(batch)
+            share = distributed.shard(batch)
             row = distributed.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}")
             row |= seen
             row |= apply_gradient(policy, optimiser, config, step)

@@ -60,18 +60,19 @@ def target_logps(hidden, head, targets, *, bias=None, temperature=1.0, chunk=Non
 
 
 class _TargetLogps(torch.autograd.Function):
-    """With the slopes s = softmax(x) - 1[y] of a position, where x = (W h + b) / T are its logits:
-    d log p(y) / dh = -W^T s / T, and d log p(y) / dW = -s h^T / T. They take the place of the logits that they come from."""
+    """With dlogits = softmax(x) - 1[y] at a position, where x = (W h + b) / T are its logits:
+    d log p(y) / dh = -W^T dlogits / T, and d log p(y) / dW = -dlogits h^T / T. They are written over the logits."""
 
     @staticmethod
     def forward(ctx, hidden, head, bias, targets, temperature, chunk, with_entropy, trained):
-        keep, parts = trained and len(targets) <= chunk, []
+        keep, parts, dlogits = trained and len(targets) <= chunk, [], None
         for h, y in zip(hidden.split(chunk), targets.split(chunk)):
-            slopes = _logits(h, head, bias)
-            parts.append(_normalise(slopes, y, temperature, with_entropy, in_place=keep))
-            if not keep:
-                del slopes  # or they would live beside the next chunk's
-        ctx.save_for_backward(hidden, head, bias, targets, slopes if keep else None)
+            logits = _logits(h, head, bias)
+            parts.append(_normalise(logits, y, temperature, with_entropy, in_place=keep))
+            if keep:
+                dlogits = logits
+            del logits  # or they would live beside the next chunk's
+        ctx.save_for_backward(hidden, head, bias, targets, dlogits)
         ctx.temperature, ctx.chunk = temperature, chunk
         logps, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
         if with_entropy:
@@ -81,24 +82,24 @@ class _TargetLogps(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, _):
-        hidden, head, bias, targets, kept = ctx.saved_tensors
+        hidden, head, bias, targets, saved = ctx.saved_tensors
         wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_head = grad_bias = None
         for start in range(0, max(1, len(targets)), ctx.chunk):
             at = slice(start, start + ctx.chunk)
             h, g = hidden[at], grad[at, None] / -ctx.temperature
-            slopes = kept
-            if slopes is None:
-                slopes = _logits(h, head, bias)
-                _normalise(slopes, targets[at], ctx.temperature, in_place=True)
+            dlogits = saved
+            if dlogits is None:
+                dlogits = _logits(h, head, bias)
+                _normalise(dlogits, targets[at], ctx.temperature, in_place=True)
             with torch.autocast(h.device.type, enabled=False):
                 if wants_hidden:
-                    grad_hidden[at] = (slopes @ head) * g
+                    grad_hidden[at] = (dlogits @ head) * g
                 if wants_head:
-                    grad_head = _added(grad_head, slopes.T, (h * g).to(h.dtype), len(targets) > ctx.chunk)
+                    grad_head = _added(grad_head, dlogits.T, (h * g).to(h.dtype), len(targets) > ctx.chunk)
                 if wants_bias:
-                    grad_bias = _added(grad_bias, slopes.T, g.to(h.dtype), len(targets) > ctx.chunk)
+                    grad_bias = _added(grad_bias, dlogits.T, g.to(h.dtype), len(targets) > ctx.chunk)
         return grad_hidden, grad_head, None if grad_bias is None else grad_bias.squeeze(1), *[None] * 5
 
 
@@ -109,7 +110,7 @@ def _logits(hidden, head, bias):
 
 def _normalise(logits, targets, temperature, with_entropy=False, in_place=False):
     """logits (M, V), not divided by the temperature yet -> log p of the targets (M,), and entropies (M,) or None, in fp32 or
-    wider. `in_place` turns the logits into slopes."""
+    wider. `in_place` turns the logits into dlogits."""
     m, vocab = logits.shape
     at_once = STRIP if logits.device.type == "cpu" else 16 * STRIP
     strips = max(1, m // max(2, at_once // vocab))  # none of one row alone: its sum has another order

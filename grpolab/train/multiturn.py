@@ -29,7 +29,7 @@ from grpolab.train.episodes import (
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
 from grpolab.train.loop import off_loop
 from grpolab.train.recorded import episodes_as_recorded
-from grpolab.train.sources import Drawn, Source, Tasks
+from grpolab.train.sources import Source, StepGroups, Tasks
 
 __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
 
@@ -69,29 +69,29 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
 def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, limits: Limits,
            action_format: ActionFormat) -> Source:
     """The source of `multi_turn_grpo`: episodes of the tasks on the slots of a pool."""
-    told: list[str] = []  # the warnings that were given
+    warnings_given: list[str] = []
 
-    async def source(step: int) -> Drawn:
+    async def source(step: int) -> StepGroups:
         size = config.group_size
-        asked = [as_task(row) for row in tasks.tasks(step)]
-        mine = distributed.mine(range(len(asked)))
+        rows = [as_task(row) for row in tasks.tasks(step)]
+        shard = distributed.shard(range(len(rows)))
         episodes = await play_all(
-            pool, sampler, [asked[g] for g in mine for _ in range(size)], limits=limits, action_format=action_format,
+            pool, sampler, [rows[g] for g in shard for _ in range(size)], limits=limits, action_format=action_format,
             params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
-            seeds=[_draws_of(config.seed, step, g * size + i) for g in mine for i in range(size)],
-            reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in mine for _ in range(size)])
+            seeds=[_draws_of(config.seed, step, g * size + i) for g in shard for i in range(size)],
+            reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in shard for _ in range(size)])
         if distributed.world().size > 1:
-            groups = [episodes[i * size : (i + 1) * size] for i in range(len(mine))]
-            groups = await off_loop(lambda: distributed.woven(f"the episodes of step {step}", asked, groups, _plain, _back))
+            groups = [episodes[i * size : (i + 1) * size] for i in range(len(shard))]
+            groups = await off_loop(lambda: distributed.gathered(f"the episodes of step {step}", rows, groups, _plain, _back))
             episodes = [episode for members in groups for episode in members]
         groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
         scored = [g for g in groups if any(reward is not None for reward in g.rewards)]
         habits = _habits(episodes)
-        _warn(habits, config, limits, told)
-        rewards = [[e and e.rollout.reward for e in episodes[i * size : (i + 1) * size]] for i in range(len(asked))]
-        return Drawn(
-            scored, habits, seen=groups, taken=lambda: tasks.record(asked, rewards), engine=sampler.engine.name,
-            record=lambda: episodes_as_recorded(asked, episodes, groups, scored, config.advantage_kind))
+        _warn(habits, config, limits, warnings_given)
+        rewards = [[e and e.rollout.reward for e in episodes[i * size : (i + 1) * size]] for i in range(len(rows))]
+        return StepGroups(
+            scored, habits, seen=groups, after_step=lambda: tasks.record(rows, rewards), engine=sampler.engine.name,
+            record=lambda: episodes_as_recorded(rows, episodes, groups, scored, config.advantage_kind))
 
     return source
 
@@ -112,27 +112,27 @@ def _draws_of(seed: int, step: int, rollout: int) -> int:
 
 
 def _habits(episodes: Sequence[Episode | None]) -> dict:
-    kept = [e for e in episodes if e is not None]
+    ended = [e for e in episodes if e is not None]
 
     def share(values) -> float:
-        return sum(values) / len(kept)
+        return sum(values) / len(ended)
 
-    measured = dict.fromkeys(name for e in kept for name in e.measures)
-    return {name: share(e.measures.get(name, 0) for e in kept) for name in measured} | {
-        "turns": share(len(e.turns) for e in kept), "tool_rate": share(e.calls > 0 for e in kept),
-        "invalid": share(e.invalid for e in kept), "abstained": share(e.rollout.reward is None for e in kept),
-        "unheard": share(not e.turns for e in kept), "lost": len(episodes) - len(kept),
-        "env_s": share(e.env_s for e in kept)}
+    measured = dict.fromkeys(name for e in ended for name in e.measures)
+    return {name: share(e.measures.get(name, 0) for e in ended) for name in measured} | {
+        "turns": share(len(e.turns) for e in ended), "tool_rate": share(e.calls > 0 for e in ended),
+        "invalid": share(e.invalid for e in ended), "abstained": share(e.rollout.reward is None for e in ended),
+        "unheard": share(not e.turns for e in ended), "lost": len(episodes) - len(ended),
+        "env_s": share(e.env_s for e in ended)}
 
 
-def _warn(habits: dict, config: GRPOConfig, limits: Limits, told: list[str]) -> None:
+def _warn(habits: dict, config: GRPOConfig, limits: Limits, warnings_given: list[str]) -> None:
     """Once a run, where a step can teach nothing, say why."""
-    if habits["unheard"] == 1 and not told:
-        told.append("unheard")
+    if habits["unheard"] == 1 and not warnings_given:
+        warnings_given.append("unheard")
         warnings.warn(f"no turn of this step's episodes was ended by the policy, so no environment heard one, and there is "
                       f"nothing to learn from: it never writes its end token within max_new_tokens={config.max_new_tokens} "
                       f"(and {limits}). Raise that, or show it first how a turn ends (`sft` on `demonstrate`)", stacklevel=2)
-    if habits["abstained"] == 1 and not told:
-        told.append("abstained")
+    if habits["abstained"] == 1 and not warnings_given:
+        warnings_given.append("abstained")
         warnings.warn("every episode of this step abstained over an action that could not be read, so there is nothing to "
                       "learn from: use on_invalid='tell' or 'penalise', or show the form of an action first", stacklevel=2)

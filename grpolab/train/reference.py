@@ -25,7 +25,7 @@ from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, autocast
 from grpolab.train.preferences import Pair, content_key
-from grpolab.train.verify import prove
+from grpolab.train.verify import verify_forward
 
 BLOCK = 8
 FORWARD = 3  # counts changes of what a forward computes: a file of an earlier one is not found
@@ -118,7 +118,7 @@ def prove_reference(reference: Policy, pairs: Sequence[Pair], config: Optimisati
     if isinstance(reference, BasePolicy):  # the policy's own forward, which is proved
         return
     with reference.acting():  # as its log-probs are taken
-        prove(reference, config, max((p.longest for p in pairs), default=0), width=SHARED)
+        verify_forward(reference, config, max((p.longest for p in pairs), default=0), width=SHARED)
 
 
 def _score_block(reference: Policy, pairs: Sequence[Pair], block: int, config: Optimisation) -> torch.Tensor:

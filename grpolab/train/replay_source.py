@@ -28,7 +28,7 @@ from grpolab.runs.run import Run
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import off_loop
 from grpolab.train.recorded import as_recorded
-from grpolab.train.sources import Drawn
+from grpolab.train.sources import StepGroups
 
 
 def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None, *, max_age: int | None = None) -> Recorded:
@@ -80,13 +80,13 @@ class Recorded:
     temperature: float
     start: str
 
-    async def __call__(self, step: int) -> Drawn:
+    async def __call__(self, step: int) -> StepGroups:
         """The recorded groups that stand at this step of training; `record_step` in the row says which."""
         groups = await off_loop(lambda: self.recorder.groups(self.steps[step]))
         trained = [g.trained for g in groups]
         used = [t for g, t in zip(groups, trained) if g.used]
         again = lambda: as_recorded([(g.problem, t) for g, t in zip(groups, trained)], used, {}, "centred")  # noqa: E731
-        return Drawn(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, record=again, engine="record",
+        return StepGroups(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, record=again, engine="record",
                      off_policy=True)
 
     def check(self, policy: Policy, config: GRPOConfig, run: Run | None) -> None:
@@ -131,10 +131,10 @@ class Recorded:
 def importance(logps: Sequence[Sequence[float]], rollouts: Sequence[Rollout], cap: float | None) -> dict[str, float]:
     """How far the policy is from the one that sampled: quantiles (5 %, 50 %, 95 %) over tokens of w = pi / pi_sampled, and the
     effective sample size (sum w)^2 / (n sum w^2), a share of 1, of w as it is used: at most `cap` (Kish 1965, section 11.7;
-    for importance weights Kong 1992). logps: the policy's, a list a rollout."""
+    for importance weights Kong 1992). logps: the policy's, a list a rollout. NaN where there is no token."""
     pairs = [(new, old) for row, r in zip(logps, rollouts) for new, old, m in zip(row, r.logps, r.mask) if m]
     if not pairs:
-        return {}
+        return dict.fromkeys(("ratio_low", "ratio_median", "ratio_high", "ess"), float("nan"))
     new, old = torch.tensor(pairs, dtype=torch.float64).T
     w = (new - old).clamp(-20, 20).exp()
     low, median, high = w.sort().values[[int(q * (len(w) - 1)) for q in (0.05, 0.5, 0.95)]].tolist()

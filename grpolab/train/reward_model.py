@@ -24,7 +24,7 @@ from grpolab.train.layout import micro_batches
 from grpolab.train.logps import decoder_states, way_of
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, off_loop, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
-from grpolab.train.verify import prove
+from grpolab.train.verify import verify_forward
 
 
 class RewardModel(Policy):
@@ -148,7 +148,7 @@ async def reward_model(
 
     def start():
         check_pairs(model, pairs)
-        prove(model, config, max((p.longest for p in pairs), default=0), "rewards")
+        verify_forward(model, config, max((p.longest for p in pairs), default=0), "rewards")
 
     await in_thread(model, start)
 

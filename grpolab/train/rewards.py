@@ -70,9 +70,9 @@ async def faults_of_all(faults: Faults, place: str) -> Faults:
     """Those of all ranks; the first error is this rank's own where it has one."""
     if distributed.world().size == 1:
         return faults
-    said = await off_loop(lambda: distributed.exchange(place, [faults.count, faults.first and repr(faults.first)]))
-    elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(said) if first]
-    return Faults(sum(count for count, _ in said), faults.first or next(iter(elsewhere), None))
+    by_rank = await off_loop(lambda: distributed.exchange(place, [faults.count, faults.first and repr(faults.first)]))
+    elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(by_rank) if first]
+    return Faults(sum(count for count, _ in by_rank), faults.first or next(iter(elsewhere), None))
 
 
 def score(
@@ -81,49 +81,29 @@ def score(
     """Groups with a reward for each rollout, by a reward that is not async. TypeError for a reward that is no number,
     ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are given."""
     texts = [[policy.decode(r.tokens) for r in g] for g in groups]
-    rewards = ask_all(reward, texts, rows, groups, faults)
-    return [g.with_rewards(of) for g, of in zip(groups, rewards)]
-
-
-def ask_all(
-    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
-    faults: Faults | None = None,
-) -> list[list[float | None]]:
-    """The reward of each rollout of each group (B, G), whose completions are `texts`; errors as `score` says."""
-    if not hasattr(reward, "batch"):
-        return [[_ask(reward, t, row, r, faults) for t, r in zip(ts, g)] for ts, row, g in zip(texts, rows, groups)]
-    return _spread(reward, reward.batch(*_flat(texts, rows, groups)), groups)
-
-
-def _flat(texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]]) -> tuple[list, list, list]:
-    """What a `batch` takes: a text, a row and a rollout for each."""
-    asked = [row for row, g in zip(rows, groups) for _ in g]
-    return [t for ts in texts for t in ts], asked, [r for g in groups for r in g]
-
-
-def _spread(reward: Reward, given: Any, groups: Sequence[Sequence[Rollout]]) -> list[list[float | None]]:
-    """What a `batch` gave, by group."""
-    wanted, name = sum(map(len, groups)), name_of(reward)
-    try:
-        left = list(given)
-    except TypeError:
-        raise TypeError(f"the batch of the reward {name!r} gave {given!r:.60}: it gives a list of a number, or None, for each "
-                        f"of its {wanted} rollouts") from None
-    if len(left) != wanted:
-        raise ValueError(f"the batch of the reward {name!r} gave {len(left)} rewards for {wanted} rollouts: give each its own, "
-                         "or None")
-    numbers = iter(left)
-    return [[number(next(numbers), name) for _ in g] for g in groups]
+    outcomes = _now(reward, *_flat(texts, rows, groups))
+    return [g.with_rewards(of) for g, of in zip(groups, _spread(reward, outcomes, groups, faults))]
 
 
 async def scored(
     policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults
 ) -> list[Group]:
-    """`score` by any reward, also one that is async."""
+    """`score` by any reward, also one that is async: then all of these rollouts are asked at once."""
     if not answers_later(reward):
         return await off_loop(lambda: score(policy, rows, groups, reward, faults))
-    rewards = await await_all(reward, [[policy.decode(r.tokens) for r in g] for g in groups], rows, groups, faults)
-    return [g.with_rewards(of) for g, of in zip(groups, rewards)]
+    texts = [[policy.decode(r.tokens) for r in g] for g in groups]
+    outcomes = await _later(reward, *_flat(texts, rows, groups))
+    return [g.with_rewards(of) for g, of in zip(groups, _spread(reward, outcomes, groups, faults))]
+
+
+def ask_any(
+    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
+    faults: Faults | None = None,
+) -> list[list[float | None]]:
+    """The reward of each rollout of each group (B, G), whose completions are `texts`, from synchronous code; errors as `score`
+    says. The reward may be async."""
+    lists = _flat(texts, rows, groups)
+    return _spread(reward, run_sync(_later(reward, *lists)) if answers_later(reward) else _now(reward, *lists), groups, faults)
 
 
 def answers_later(reward: Reward) -> bool:
@@ -131,45 +111,53 @@ def answers_later(reward: Reward) -> bool:
     return inspect.iscoroutinefunction(getattr(reward, "batch", None)) or is_async(reward)
 
 
-async def await_all(
-    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
-    faults: Faults | None,
-) -> list[list[float | None]]:
-    """`ask_all` of a reward that `answers_later`: all of these rollouts are asked at once."""
-    asked = _flat(texts, rows, groups)
+def _flat(texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]]) -> tuple[list, list, list]:
+    """What a `batch` takes: a text, a row and a rollout for each."""
+    return [t for ts in texts for t in ts], [row for row, g in zip(rows, groups) for _ in g], [r for g in groups for r in g]
+
+
+def _now(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> Any:
+    """What the reward gave for each, an exception where it raised."""
+    if hasattr(reward, "batch"):
+        return reward.batch(texts, rows, rollouts)
+
+    def one(*of):
+        try:
+            return reward(*of)
+        except Exception as error:
+            return error
+
+    return list(map(one, texts, rows, rollouts))
+
+
+async def _later(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> Any:
+    """`_now` of a reward that `answers_later`, of all at once."""
     if inspect.iscoroutinefunction(getattr(reward, "batch", None)):
-        return _spread(reward, await reward.batch(*asked), groups)
-    given = iter(await asyncio.gather(*(_await(reward, text, row, rollout, faults) for text, row, rollout in zip(*asked))))
-    return [[next(given) for _ in g] for g in groups]
+        return await reward.batch(texts, rows, rollouts)
+    return await asyncio.gather(*map(reward, texts, rows, rollouts), return_exceptions=True)
 
 
-def _ask(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults | None) -> float | None:
+def _spread(reward: Reward, outcomes: Any, groups: Sequence[Sequence], faults: Faults | None) -> list[list[float | None]]:
+    """What a reward gave for each rollout, checked, by group."""
+    wanted, name = sum(map(len, groups)), name_of(reward)
     try:
-        value = reward(text, row, rollout)
-    except Exception as error:
+        outcomes = list(outcomes)
+    except TypeError:
+        raise TypeError(f"the batch of the reward {name!r} gave {outcomes!r:.60}: it gives a list of a number, or None, for "
+                        f"each of its {wanted} rollouts") from None
+    if len(outcomes) != wanted:
+        raise ValueError(f"the batch of the reward {name!r} gave {len(outcomes)} rewards for {wanted} rollouts: give each its "
+                         "own, or None")
+
+    def checked(outcome):
+        if not isinstance(outcome, Exception):
+            return number(outcome, name)
         if faults is None:
-            raise
-        return faults.note(error)
-    return number(value, name_of(reward))
+            raise outcome
+        return faults.note(outcome)
 
-
-def ask_any(
-    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
-    faults: Faults | None = None,
-) -> list[list[float | None]]:
-    """`ask_all` from synchronous code, of an async reward too, which is asked for all of these rollouts at once."""
-    return run_sync(await_all(reward, texts, rows, groups, faults)) if answers_later(reward) else \
-        ask_all(reward, texts, rows, groups, faults)
-
-
-async def _await(reward: Reward, text: str, row: Any, rollout: Rollout, faults: Faults | None) -> float | None:
-    try:
-        value = await reward(text, row, rollout)
-    except Exception as error:
-        if faults is None:
-            raise
-        return faults.note(error)
-    return number(value, name_of(reward))
+    each = map(checked, outcomes)
+    return [[next(each) for _ in g] for g in groups]
 
 
 async def sample_and_score(
@@ -177,55 +165,46 @@ async def sample_and_score(
     params: SamplingParams, reward: Reward, faults: Faults, seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
     """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets, `seeds` (B, G) the rollouts'
-    own where `params.seed` does not make them. Rewards are asked while the
-    sampler decodes on: async ones at once, each in a task of its own, others in the thread of the steps, all that have
-    arrived since its last look."""
-    given = {"seeds": seeds} if seeds is not None else {}
+    own where `params.seed` does not make them. Rewards are asked while the sampler decodes on: async ones at once, each in a
+    task of its own, others in the thread of the steps, all that have arrived since its last look."""
+    seeded = {"seeds": seeds} if seeds is not None else {}
     if hasattr(reward, "batch"):
-        groups = await sampler.sample(prompts, group_size=group_size, params=params, **given)
+        groups = await sampler.sample(prompts, group_size=group_size, params=params, **seeded)
         return await scored(policy, rows, groups, reward, faults)
     groups: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
-    rewards: list[list[float | None]] = [[None] * group_size for _ in prompts]
     arrived: list[tuple[int, int, Rollout]] = []
     looking: asyncio.Task | None = None
-
-    async def ask(i, g, rollout):
-        rewards[i][g] = await _await(reward, policy.decode(rollout.tokens), rows[i], rollout, faults)
 
     async def look():
         while arrived:
             batch, arrived[:] = arrived[:], []
-            given = await off_loop(lambda: [_ask(reward, policy.decode(r.tokens), rows[i], r, faults) for i, _, r in batch])  # noqa: B023
-            for (i, g, _), value in zip(batch, given):
-                rewards[i][g] = value
+            ones = [Group((rollout,)) for _, _, rollout in batch]
+            for (i, g, _), (one,) in zip(batch, await scored(policy, [rows[i] for i, _, _ in batch], ones, reward, faults)):
+                groups[i][g] = one
 
-    async def all_of_it(tasks):
+    async def sample(tasks):
         nonlocal looking
-        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params, **given)) as stream:
-            async for i, g, rollout in stream:
-                groups[i][g] = rollout
-                if is_async(reward):
-                    tasks.create_task(ask(i, g, rollout))
-                    continue
-                arrived.append((i, g, rollout))
-                if looking is None or looking.done():
+        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params, **seeded)) as stream:
+            async for item in stream:
+                arrived.append(item)
+                if looking is None or looking.done() or is_async(reward):
                     looking = tasks.create_task(look())
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            await all_of_it(tasks)
+            await sample(tasks)
     except BaseExceptionGroup as group:  # one fault is its own error, not a group of one
         raise group.exceptions[0] from None
-    return [Group(tuple(g)).with_rewards(r) for g, r in zip(groups, rewards)]
+    return [Group(tuple(g)) for g in groups]
 
 
-def report(faults: Faults, rollouts: int, told: list[str]) -> dict:
+def report(faults: Faults, rollouts: int, warnings_given: list[str]) -> dict:
     """The count of faults for the step's row. A warning says the first of a run; raises it where every rollout had one."""
     if faults.first is not None and faults.count == rollouts:
         faults.first.add_note(f"(a reward raised this, or another error, for each of the step's {rollouts} rollouts)")
         raise faults.first
-    if faults.first is not None and not told:
-        told.append(repr(faults.first))
+    if faults.first is not None and not warnings_given:
+        warnings_given.append(repr(faults.first))
         warnings.warn(f"a reward raised {faults.first!r}; its rollout abstains, and rows count such rollouts as "
                       "reward_errors", stacklevel=2)
     return {"reward_errors": faults.count}
@@ -239,31 +218,32 @@ def held_out_reward(
     if not rows:
         raise ValueError("there are no held-out rows to measure on")
     params = SamplingParams(greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
-    told: list[str] = []
+    warnings_given: list[str] = []
 
     async def measure(policy: Policy) -> float:
         prompts = await off_loop(lambda: [prompt_ids(policy.tokenizer, prompt_of(row)) for row in rows])
         faults = Faults()
         async with await off_loop(lambda: Sampler(policy)) as sampler:
             groups = await sample_and_score(policy, sampler, rows, prompts, samples or 1, params, reward, faults)
-        report(faults, len(rows) * (samples or 1), told)
-        given = [r for g in groups for r in g.rewards if r is not None]
-        return sum(given) / len(given) if given else float("nan")
+        report(faults, len(rows) * (samples or 1), warnings_given)
+        numbers = [r for g in groups for r in g.rewards if r is not None]
+        return sum(numbers) / len(numbers) if numbers else float("nan")
 
     return measure
 
 
 async def watched(
-    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward], told: list[str]
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward],
+    warnings_given: list[str],
 ) -> dict[str, list[list[float | None]]]:
     """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already. Faults as there."""
-    found = {}
+    rewards = {}
     for name, reward in watch.items():
-        faults, mine = Faults(), distributed.mine(groups)
-        of = mine if reward is trained else await scored(policy, distributed.mine(rows), mine, reward, faults)
+        faults, shard = Faults(), distributed.shard(groups)
+        of = shard if reward is trained else await scored(policy, distributed.shard(rows), shard, reward, faults)
         values, place = [g.rewards for g in of], f"the watched reward {name}"
         if distributed.world().size > 1:
-            values = await off_loop(lambda: distributed.woven(place, rows, values, list, list))  # noqa: B023
-        report(await faults_of_all(faults, place), sum(map(len, groups)), told)
-        found[name] = values
-    return found
+            values = await off_loop(lambda: distributed.gathered(place, rows, values, list, list))  # noqa: B023
+        report(await faults_of_all(faults, place), sum(map(len, groups)), warnings_given)
+        rewards[name] = values
+    return rewards

@@ -18,7 +18,7 @@ from grpolab.train import losses
 from grpolab.train.layout import micro_batches
 from grpolab.train.logps import can_pack, check_lengths, masked_logps
 from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
-from grpolab.train.verify import prove
+from grpolab.train.verify import verify_forward
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ async def sft(
         check_examples(held_out, "held-out example")
         longest = max((len(e.ids) for e in (*examples, *held_out)), default=0)
         check_lengths(policy, longest, "example")
-        prove(policy, config, longest, "examples")
+        verify_forward(policy, config, longest, "examples")
 
     def gradient(share, batch):
         return sft_gradient(policy, share, config, denominator=targets_of(batch))

@@ -1,9 +1,9 @@
 """Where a step's groups come from: a source is an async function of the step, and one trainer takes any of them.
 
-    async def source(step: int) -> Drawn: ...                # or the groups alone
+    async def source(step: int) -> StepGroups: ...                # or the groups alone
 
 Rollouts of the sampler (`sampled`, which `grpo` uses), episodes of a pool (`multi_turn_grpo`), a record on disk
-(`offline.recorded_groups`), or anything else that gives groups of rollouts with their rewards. What a source draws is a
+(`replay_source.recorded_groups`), or anything else that gives groups of rollouts with their rewards. What a source draws is a
 function of the step and of its seed, so that a run that was interrupted asks for the same again.
 """
 
@@ -32,24 +32,24 @@ from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepGroups:
     """What a source gives a step.
 
     groups  to train on, with their rewards (None abstains)
     row     what it cost and what was seen, for the step's row; it may replace the trainer's own numbers
     seen    what the policy made of the tasks as they were drawn, which the row describes (default: the groups)
     tokens  sampled for it in all (default: those of `seen`)
-    taken   called once the step was taken; what it returns joins the row (a curriculum is told there)
+    after_step  called once the step was taken; what it returns joins the row (a curriculum is told there)
     advantages  of the groups' rollouts (B, G), where their rewards alone do not make them (default: they do)
     record  the groups as a Run's record keeps them (default: the groups as they are); `engine` names their sampler's
-    off_policy  the rollouts are of another policy: the row then tells how far it is (`offline.importance`)
+    off_policy  the rollouts are of another policy: the row then tells how far it is (`replay_source.importance`)
     """
 
     groups: Sequence[Group]
     row: Mapping[str, Any] = field(default_factory=dict)
     seen: Sequence[Group] | None = None
     tokens: int | None = None
-    taken: Callable[[], dict] = dict
+    after_step: Callable[[], dict] = dict
     advantages: torch.Tensor | None = None
     record: Callable[[], Sequence[RecordedGroup]] | None = None
     engine: str = ""
@@ -57,22 +57,22 @@ class Drawn:
 
 
 # A source may also have `check(policy, config, run)`, which is called before the first step and refuses what it cannot serve.
-Source = Callable[[int], Awaitable[Drawn | Sequence[Group]]]
+Source = Callable[[int], Awaitable[StepGroups | Sequence[Group]]]
 
 
-def as_drawn(given: Drawn | Sequence[Group]) -> Drawn:
-    """What a source gave, as a Drawn. TypeError for what holds no groups, ValueError for groups of different sizes."""
-    drawn = given if isinstance(given, Drawn) else Drawn(given if isinstance(given, list | tuple) else [given])
-    for name, groups in (("groups", drawn.groups), ("seen", drawn.seen or ())):
+def as_step_groups(value: StepGroups | Sequence[Group]) -> StepGroups:
+    """What a source gave, as StepGroups. TypeError for what holds no groups, ValueError for groups of different sizes."""
+    batch = value if isinstance(value, StepGroups) else StepGroups(value if isinstance(value, list | tuple) else [value])
+    for name, groups in (("groups", batch.groups), ("seen", batch.seen or ())):
         if wrong := [g for g in groups if not isinstance(g, Group)]:
-            raise TypeError(f"a source gives Groups of rollouts with their rewards, or a Drawn of them; its {name} hold "
+            raise TypeError(f"a source gives Groups of rollouts with their rewards, or a StepGroups of them; its {name} hold "
                             f"{wrong[0]!r:.80}, a {type(wrong[0]).__name__}")
-    if len(sizes := {len(g) for g in drawn.groups}) > 1:
+    if len(sizes := {len(g) for g in batch.groups}) > 1:
         raise ValueError(f"a source gave groups of {sorted(sizes)} rollouts: the groups of a step have one size, and what is "
                          "missing abstains (reward None)")
-    if not (drawn.groups or drawn.seen):
+    if not (batch.groups or batch.seen):
         raise ValueError("a source gave no groups: a step needs some, also where none of them teaches")
-    return drawn
+    return batch
 
 
 def sampled(
@@ -81,64 +81,64 @@ def sampled(
 ) -> Source:
     """The source of `grpo`: completions of the tasks' prompts (`prompt_of`: row -> token ids), scored while the others are
     decoded. With `config.refills`, groups without a difference in reward are replaced by groups of further tasks."""
-    told, watch_told = [], []  # the warnings that were given
+    warnings_given, watch_warnings = [], []
     distinct_rows = distinct(tasks.rows) if config.refills else []
 
-    async def source(step: int) -> Drawn:
+    async def source(step: int) -> StepGroups:
         faults = Faults()
         everything: list[tuple[Any, Group]] = []
 
         async def ask(rows, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            mine = distributed.mine(rows)
-            prompts = await off_loop(lambda: [prompt_of(row) for row in mine])
+            shard = distributed.shard(rows)
+            prompts = await off_loop(lambda: [prompt_of(row) for row in shard])
             if distributed.world().size == 1:
                 groups = await sample_and_score(policy, sampler, rows, prompts, config.group_size, params, reward, faults)
             else:  # the rollouts that one process would draw, each rank its groups
-                seeds = group_seeds(seed, distributed.mine(range(len(rows))), config.group_size)
-                own = await sample_and_score(policy, sampler, mine, prompts, config.group_size, params, reward, faults, seeds)
-                groups = await off_loop(lambda: distributed.woven(
+                seeds = group_seeds(seed, distributed.shard(range(len(rows))), config.group_size)
+                own = await sample_and_score(policy, sampler, shard, prompts, config.group_size, params, reward, faults, seeds)
+                groups = await off_loop(lambda: distributed.gathered(
                     f"the groups of step {step}", rows, own, distributed.plain_group, distributed.group_of))
             everything.extend(zip(rows, groups))
             return groups
 
-        asked = await off_loop(lambda: tasks.tasks(step))
-        drawn = await ask(asked, config.seed * 1_000_003 + step)
-        groups, cost = await refill(ask, asked, drawn, distinct_rows, config, step) if config.refills else (drawn, {})
+        rows = await off_loop(lambda: tasks.tasks(step))
+        first = await ask(rows, config.seed * 1_000_003 + step)
+        groups, cost = await refill(ask, rows, first, distinct_rows, config, step) if config.refills else (first, {})
         faults = await faults_of_all(faults, f"the rewards of step {step}")
-        row = report(faults, sum(len(g) for _, g in everything), told)
-        parts = await watched(policy, asked, drawn, reward, watch, watch_told) if watch else {}
+        errors = report(faults, sum(len(g) for _, g in everything), warnings_given)
+        parts = await watched(policy, rows, first, reward, watch, watch_warnings) if watch else {}
         means = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}
-        return Drawn(
-            groups, row | cost | means, seen=drawn, tokens=tokens_of([g for _, g in everything]),
-            taken=lambda: tasks.record(asked, [g.rewards for g in drawn]),
+        return StepGroups(
+            groups, errors | cost | means, seen=first, tokens=tokens_of([g for _, g in everything]),
+            after_step=lambda: tasks.record(rows, [g.rewards for g in first]),
             record=lambda: as_recorded(everything, groups, parts, config.advantage_kind), engine=sampler.engine.name,
         )
 
     return source
 
 
-async def refill(ask, asked: Sequence[Any], drawn: Sequence[Group], rows: Sequence[Any], config, step: int):
+async def refill(ask, asked_rows: Sequence[Any], first: Sequence[Group], rows: Sequence[Any], config, step: int):
     """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): (groups to train on, what it cost).
 
     Each round asks as many rows, none of them twice in a step, as groups with a difference in reward are missing: a
     function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or rows run out, the
     step trains on fewer groups. `ask(rows, seed)` samples and scores. Rows with the same content count as one.
     """
-    used = set(map(content_of, asked))
-    left = (r for r in (rows[i] for i in shuffled(len(rows), f"{config.seed}/{step}/refill")) if content_of(r) not in used)
-    sampled, kept = list(drawn), with_signal(drawn)
+    used = set(map(content_of, asked_rows))
+    unused = (r for r in (rows[i] for i in shuffled(len(rows), f"{config.seed}/{step}/refill")) if content_of(r) not in used)
+    sampled, teaching = list(first), with_signal(first)
     for extra in range(config.refills):
-        more = list(islice(left, max(0, config.prompts_per_step - len(kept))))
+        more = list(islice(unused, max(0, config.prompts_per_step - len(teaching))))
         if not more:
             break
         fresh = await ask(more, fold_seed(config.seed, step, extra))
-        sampled, kept = sampled + fresh, kept + with_signal(fresh)
-    return kept, {
-        "refill_prompts": len(sampled) - len(drawn),
-        "refill_tokens": tokens_of(sampled) - tokens_of(drawn),
-        "discarded_groups": len(sampled) - len(kept),
-        "discarded_tokens": tokens_of(sampled) - tokens_of(kept),
+        sampled, teaching = sampled + fresh, teaching + with_signal(fresh)
+    return teaching, {
+        "refill_prompts": len(sampled) - len(first),
+        "refill_tokens": tokens_of(sampled) - tokens_of(first),
+        "discarded_groups": len(sampled) - len(teaching),
+        "discarded_tokens": tokens_of(sampled) - tokens_of(teaching),
     }
 
 
@@ -191,44 +191,44 @@ class Tasks:
             self._begin(step)
         return list(self.rows.next_tasks(self.config.prompts_per_step))
 
-    def record(self, asked: Sequence, rewards: Sequence[Sequence[float | None]]) -> dict:
+    def record(self, tasks: Sequence, rewards: Sequence[Sequence[float | None]]) -> dict:
         """Tell the curriculum each group's rate of success; returns what of it belongs into the row."""
         if not self.adaptive:
             return {}
         results = []
-        for task, of in zip(asked, rewards):
-            given = [r for r in of if r is not None]
-            if given:
-                results.append((task, sum(r >= self.success for r in given) / len(given)))
+        for task, of in zip(tasks, rewards):
+            numbers = [r for r in of if r is not None]
+            if numbers:
+                results.append((task, sum(r >= self.success for r in numbers) / len(numbers)))
         row = {"tier": self.rows.tier} if hasattr(self.rows, "tier") else {}
         for task, rate in results:
             self.rows.record_result(task, rate)
-        said, self.begun = self.begun | {"results": results}, {}
-        return row | {"curriculum": json.dumps(said)}
+        entry, self.begun = self.begun | {"results": results}, {}
+        return row | {"curriculum": json.dumps(entry)}
 
     def _begin(self, step: int) -> None:
-        kept = hasattr(self.rows, "state") and hasattr(self.rows, "load")
+        can_return = hasattr(self.rows, "state") and hasattr(self.rows, "load")
         if not step:
-            self._take_back(kept)
-            self.begun = {"start": json.loads(json.dumps(self.rows.state()))} if kept else {}  # as it is now
+            self._take_back(can_return)
+            self.begun = {"start": json.loads(json.dumps(self.rows.state()))} if can_return else {}  # as it is now
             self._remember(self.begun.get("start"))
             return
-        told = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
+        entries = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
         self.begun = {}
-        if len(told) != step or not kept or "start" not in told[0]:
+        if len(entries) != step or not can_return or "start" not in entries[0]:
             raise ValueError(f"the run goes on after step {step}, and its curriculum cannot be brought back to there: it "
                              "needs `state()` and `load(state)`, as a Curriculum has, and the rows of the steps before")
-        self.rows.load(told[0]["start"])
-        self._remember(told[0]["start"])
-        for task, rate in (result for row in told for result in row["results"]):
+        self.rows.load(entries[0]["start"])
+        self._remember(entries[0]["start"])
+        for task, rate in (result for row in entries for result in row["results"]):
             self.rows.record_result(task, rate)
 
-    def _take_back(self, kept: bool) -> None:
+    def _take_back(self, can_return: bool) -> None:
         """A curriculum that an earlier loop of this run has told something goes back to where that loop began."""
         starts, name = _starts_of(self.rows), self._folder()
         if name not in starts:
             return
-        if not kept:
+        if not can_return:
             raise ValueError("an earlier loop of this run told this curriculum its results, and it cannot be taken back: make "
                              "it anew, or give it `state()` and `load(state)`, as a Curriculum has")
         if self.rows.state() != starts[name]:

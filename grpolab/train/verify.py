@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from grpolab.chat import Example, pack, pad
+from grpolab.decode.snapshot import verified_of
+from grpolab.decode.verify import EXACT, difference, gap, moved_inputs, reach, without_tf32
 from grpolab.models.load import Policy, evaluating
 from grpolab.rollouts import Rollout
 from grpolab.train.layout import lay_out
@@ -24,46 +25,55 @@ from grpolab.train.loop import Optimisation, forward_passes
 
 log = logging.getLogger(__name__)
 
-EXACT = 1e-4  # fp32: bound on the largest difference, as a share of the largest value (at least 1) or of a gradient's norm
-ROUNDING = 8.0  # lower precision: bound in what the plain forward differs from itself by when its inputs move by a rounding
+GRADIENT = 3.0  # lower precision: bound on a gradient's error, in what the plain one moves by with its inputs
 SHORT = 8  # tokens of the shortest sequence, below any window
 SAMPLE = 4096  # entries of each parameter's gradient that are compared
 
 
-def prove(
+def verify_forward(
     policy: Policy, config: Optimisation, longest: int, what: str = "rollouts", *, width: int | None = None
 ) -> str:
     """The way in which the forward is right for sequences of up to `longest` tokens: returned, and remembered for the model.
 
     `what` the loop trains on: "rollouts", "examples", or the "rewards" of a RewardModel; `width`, of the rows that they share
-    (default: the configuration's `row_width` or `pack_width`). Logs a warning where the first way
-    is wrong; ValueError where all are. Leaves no gradient, and the model as it is. It computes for a moment and takes the
-    policy's lock, so call it in the thread of the steps.
+    (default: the configuration's `row_width` or `pack_width`). Logs a warning where the first way is wrong; ValueError where
+    all are. Leaves no gradient, and the model as it is. It computes for a moment, unless the same was proved before, and takes
+    the policy's lock, so call it in the thread of the steps.
     """
     with policy.lock:
-        readable = state_of(policy.model)[0]
         width = getattr(config, "row_width", getattr(config, "pack_width", 0)) if width is None else width
-        ways = ["unpadded"] * readable + ["packed"] * (width > 0) + ["rows", "alone"]
-        with evaluating(policy.model):
-            if what != "rewards":
-                _check_head(policy)
-            task, wrong = TASKS[what](policy, width, longest), {}
-            first = ways[0]
-            if "packed" in ways and (why := _unfit_for_packing(policy, width)):
-                ways.remove("packed")
-                wrong["packed"] = why
-            with forward_passes(policy, replace(config, autocast=None)):
-                right = _first_right(policy, task, ways, wrong)
-            if right and config.autocast:
-                with forward_passes(policy, config), torch.no_grad():
-                    right = _first_right(policy, task, [right], wrong, torch.bfloat16)
-        reasons = "; ".join(f"{way}: {why}" for way, why in wrong.items() if why)
-        if right is None:
-            raise ValueError(f"{policy.name!r} cannot be trained: no forward of the trainer is the model's own ({reasons})")
-        if right != first:
-            log.warning("%s is trained by the forward %r, since others are not its own (%s)", policy.name, right, reasons)
-        remember(policy, what, right)
-        return right
+        verified, key = verified_of(policy.model), (what, width, longest, config.autocast, state_of(policy.model))
+        if key not in verified:
+            verified[key] = _first_right(policy, config, longest, what, width)
+        remember(policy, what, verified[key])
+        return verified[key]
+
+
+def _first_right(policy: Policy, config: Optimisation, longest: int, what: str, width: int) -> str:
+    readable = state_of(policy.model)[0]
+    ways = ["unpadded"] * readable + ["packed"] * (width > 0) + ["rows", "alone"]
+    wrong: dict[str, str] = {}
+    with evaluating(policy.model), without_tf32():
+        if what != "rewards":
+            _check_head(policy)
+        task = TASKS[what](policy, width, longest)
+        with forward_passes(policy, replace(config, autocast=None)):
+            comparison = Comparison(policy, task, policy.dtype)
+            for way in ways:
+                why = way == "packed" and _unfit_for_packing(policy, width) or comparison.failure(way)
+                if why is None:
+                    break
+                wrong[way] = why
+        if config.autocast and why is None:
+            with forward_passes(policy, config), torch.no_grad():
+                if why := Comparison(policy, task, torch.bfloat16).failure(way):
+                    wrong[way] = why
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in wrong.items())
+    if why is not None:
+        raise ValueError(f"{policy.name!r} cannot be trained: no forward of the trainer is the model's own ({reasons})")
+    if wrong:
+        log.warning("%s is trained by the forward %r, since others are not its own (%s)", policy.name, way, reasons)
+    return way
 
 
 @torch.no_grad()
@@ -72,7 +82,7 @@ def _unfit_for_packing(policy: Policy, width: int) -> str | None:
     no bound for rounding can hide it: the second sequence of a row when another stands before it."""
     if "local" in (getattr(policy.model.config, "attention_layers", None) or ()):
         return "its local attention counts the columns of a row, not positions"
-    draw, found = _tokens(policy), []
+    draw, seen = _tokens(policy), []
     n = max(2, min(width, 64) // 2)
     second = draw(n)
     for _ in range(2):
@@ -83,8 +93,8 @@ def _unfit_for_packing(policy: Policy, width: int) -> str | None:
             raise
         except Exception:  # whatever a model refuses, the comparison with its own forward tells
             return None
-        found.append(logps[mask.bool()])
-    moved = float(_gap(*found).amax())
+        seen.append(logps[mask.bool()])
+    moved = float(gap(*seen).amax())
     return f"what stands before a sequence in its row moves it by {moved:.1e} nats" if moved > EXACT else None
 
 
@@ -113,11 +123,11 @@ def check_drift(policy: Policy, metrics: dict, bounds: tuple[float, float] | Non
     """Stop before the optimiser step where sampler and trainer disagree by more than `bounds` nats: `logp_diff`, the mean
     over the tokens, or `logp_diff_max`. In fp32 they are 1e-6 and 1e-4; in bf16 honest means are 0.005 to 0.04 and the
     largest below 2; another mask, window or stale weights are off by nats. NaN stops too."""
-    found = (metrics["logp_diff"], metrics["logp_diff_max"])
-    if bounds is not None and not all(x <= bound for x, bound in zip(found, bounds)):
+    mean, most = metrics["logp_diff"], metrics["logp_diff_max"]
+    if bounds is not None and not (mean <= bounds[0] and most <= bounds[1]):
         policy.model.zero_grad()
         raise RuntimeError(
-            f"step {step}: sampler and trainer disagree by {found[0]:.3g} nats a token on average and {found[1]:.3g} at most, "
+            f"step {step}: sampler and trainer disagree by {mean:.3g} nats a token on average and {most:.3g} at most, "
             f"beyond max_logp_diff={bounds}; nothing was changed. One computes another model than the other (changed modules, "
             "stale weights, another attention), or the rollouts are another sampler's: set sampler_cap and max_logp_diff"
         )
@@ -137,51 +147,48 @@ class Task:
 
 def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
     """Completions that share a prompt in a row of `width` tokens, a long rollout and a short one: their logps."""
-    row, one = _row_tokens(policy, width, longest), _long_tokens(policy, longest)
-    prompt = max(1, min(row // 3, longest // 2))
-    each = max(1, min(longest - prompt, (row - prompt) // 2))
-    sizes = [each] * max(2, (row - prompt) // each)
-    sizes += [row - prompt - sum(sizes)] if row - prompt > sum(sizes) else []
-    draw = _tokens(policy)
-    shared = draw(prompt)
-    pieces = [(shared, draw(n)) for n in sizes]
-    for n in (one, max(2, min(SHORT, longest))):  # and a long prompt of two, which without rows share it too
+    draw, row = _tokens(policy), _positions(policy, width or min(longest, 64), least=6)
+    prompt = draw(max(1, min(row // 3, longest // 2)))
+    each = max(1, min(longest - len(prompt), (row - len(prompt)) // 2))
+    sizes = [each] * max(2, (row - len(prompt)) // each)
+    if (rest := row - len(prompt) - sum(sizes)) > 0:
+        sizes.append(rest)
+    pieces = [(prompt, draw(n)) for n in sizes]
+    for n in (_positions(policy, longest), max(2, min(SHORT, longest))):  # and a long prompt of two, shared without rows too
         first = draw((n + 1) // 2)
         pieces += [(first, draw(n // 2)), (first, draw(max(1, n // 4)))]
     rollouts = [Rollout(p, t, (1,) * len(t), (0.0,) * len(t), (0.0,) * len(t), "probe") for p, t in pieces]
     layout = lay_out(rollouts, width=width, pad_id=policy.pad_id)
-    columns = max(len(r.tokens) for r in rollouts)
-    written = torch.arange(columns) < torch.tensor([[len(r.tokens)] for r in rollouts])
+    written = torch.arange(max(len(t) for _, t in pieces)) < torch.tensor([[len(t)] for _, t in pieces])
 
     def ours(way):
         logps, _ = rollout_logps(policy, layout, written.shape, 1.0, way=way)
         return logps[written.to(logps.device)]
 
-    return Task(lambda: (_plain_logps(policy, r.prompt + r.tokens)[len(r.prompt) - 1 :] for r in rollouts), ours)
+    return Task(lambda: (_plain_logps(policy, p + t)[len(p) - 1 :] for p, t in pieces), ours)
 
 
 def examples_task(policy: Policy, width: int, longest: int) -> Task:
     """Examples that share rows of `width` tokens, and a long and a short one: the logps of all tokens but the first."""
-    row, one = _row_tokens(policy, width, longest), _long_tokens(policy, longest)
+    draw, row = _tokens(policy), _positions(policy, width or min(longest, 64), least=6)
     each = max(2, min(row // 3, longest))
-    draw = _tokens(policy)
-    sizes = [*[each] * max(2, row // each), max(2, min(SHORT, longest)), one]
+    sizes = [*[each] * max(2, row // each), max(2, min(SHORT, longest)), _positions(policy, longest)]
     examples = [Example(draw(n), (0,) + (1,) * (n - 1)) for n in sizes]
     names = pack([Example((i,) * len(e.ids), e.mask) for i, e in enumerate(examples)], width)
-    order = names.ids[names.mask.bool()].unique_consecutive().tolist()  # in which `pack` lays them
+    examples = [examples[i] for i in names.ids[names.mask.bool()].unique_consecutive().tolist()]  # as `pack` lays them
 
     def ours(way):
         shared = width and way in ("unpadded", "packed")
-        batch = pack(examples, width, policy.pad_id) if shared else pad([examples[i] for i in order], policy.pad_id)
+        batch = pack(examples, width, policy.pad_id) if shared else pad(examples, policy.pad_id)
         logps, mask = masked_logps(policy, batch, way=way)
         return logps[mask.bool()]
 
-    return Task(lambda: (_plain_logps(policy, examples[i].ids) for i in order), ours)
+    return Task(lambda: (_plain_logps(policy, e.ids) for e in examples), ours)
 
 
 def rewards_task(policy: Policy, width: int, longest: int) -> Task:
     """Sequences of several lengths: the last state of each, which a head of zeros would not show, and its reward."""
-    draw, long = _tokens(policy), _long_tokens(policy, longest)
+    draw, long = _tokens(policy), _positions(policy, longest)
     sequences = [draw(n) for n in (long, max(1, long // 3), min(SHORT, long))]
 
     def plain():
@@ -217,62 +224,48 @@ def _tokens(policy: Policy) -> Callable[[int], tuple[int, ...]]:
     return lambda n: tuple(ordinary[torch.randint(len(ordinary), (n,), generator=generator)].tolist())
 
 
-# --- how long the sequences are ---------------------------------------------------------------------------------------
-
-
-def thresholds(config) -> list[int]:
-    """The lengths in a model's configuration beyond which it may compute something else: windows, chunks, and where the
-    scaling of positions begins."""
-    def numbers(entry):
-        for key, value in entry.items():
-            if isinstance(value, dict):
-                yield from numbers(value)
-            elif any(word in str(key) for word in ("window", "chunk", "original_max")) and type(value) is int and value > 0:
-                yield value
-
-    return sorted(set(numbers(config.get_text_config().to_dict())))
-
-
-def _past_thresholds(policy: Policy, limit: int, least: int) -> int:
-    """Tokens, at most `limit`: as many as are cheap, and a few past every threshold below."""
+def _positions(policy: Policy, limit: int, least: int = 2) -> int:
+    """Tokens of a row or sequence, at most `limit`: as many as are cheap, and past every threshold of the model."""
     parameters = sum(p.numel() for p in policy.model.parameters())
     cheap = min(256, max(32, (4 * 10**9 if policy.device.type == "cpu" else 10**12) // parameters))
-    return max(least, min(limit, max([cheap, *(t + 8 for t in thresholds(policy.model.config) if t < limit)])))
+    return max(least, reach(policy.model.config, limit, cheap)[0])
 
 
-def _row_tokens(policy: Policy, width: int, longest: int) -> int:
-    return _past_thresholds(policy, width or min(longest, 64), 6)
+# --- values and gradients ---------------------------------------------------------------------------------------------
 
 
-def _long_tokens(policy: Policy, longest: int) -> int:
-    return _past_thresholds(policy, longest, 2)
+class Comparison:
+    """The plain forward's values and gradients of a task, to compare those of the trainer's ways with; in a lower `dtype` also
+    what a rounding of its inputs does to them."""
 
+    def __init__(self, policy: Policy, task: Task, dtype: torch.dtype):
+        self.policy, self.task, self.moved = policy, task, None
+        self.own = _measure(policy, task.plain())
+        if torch.finfo(dtype).eps > EXACT:
+            with moved_inputs(policy.model, dtype):
+                self.moved = _measure(policy, task.plain())
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
-def _first_right(policy: Policy, task: Task, ways: list[str], wrong: dict[str, str | None], dtype=None) -> str | None:
-    """The first way that equals the plain forward within what `dtype` (the policy's) rounds; `wrong` says why others do not."""
-    dtype = dtype or policy.dtype
-    coarse = torch.finfo(dtype).eps > 1e-4
-    own = _measure(policy, task.plain)
-    with _moved_inputs(policy.model, torch.finfo(dtype).eps):
-        moved = _measure(policy, task.plain) if coarse else own
-    for way in ways:
+    def failure(self, way: str) -> str | None:
+        """None where the way's values and gradients are the plain forward's, else what differs by how much."""
         try:
-            found = _measure(policy, lambda: iter([task.ours(way)]))  # noqa: B023
+            values, gradients = _measure(self.policy, (self.task.ours(w) for w in [way]))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # what a model does not take, it refuses with an error of any type
-            wrong[way] = f"{type(error).__name__}: {str(error)[:200]}"
-            continue
-        wrong[way] = _difference(own, found, moved, coarse)
-        if wrong[way] is None:
-            return way
-    return None
+            return f"{type(error).__name__}: {str(error)[:200]}"
+        if why := difference(values, self.own[0], self.moved and self.moved[0]):
+            return f"its values {why}"
+        whole = _norm(self.own[1])
+        floors = self.moved and [gap(m, g) for m, g in zip(self.moved[1], self.own[1])]
+        for i, (g, ours) in enumerate(zip(self.own[1], gradients)):
+            error, size = _norm([gap(ours, g)]), _norm([g])
+            bound = GRADIENT * (_norm([floors[i]]) + _norm(floors) / 8) if floors else EXACT * (10 * size + whole)
+            if not error <= bound:
+                return f"a gradient differs by {error:.1e} of {size:.1e}, bound {bound:.1e}"
+        return None
 
 
-def _measure(policy: Policy, values: Callable[[], Iterator[Tensor]]) -> tuple[Tensor, list[Tensor]]:
+def _measure(policy: Policy, values: Iterator[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """The values (K,), and the gradient of their sum under fixed random signs: SAMPLE entries of each parameter's."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     generator, out = torch.Generator().manual_seed(1), []
@@ -287,7 +280,7 @@ def _measure(policy: Policy, values: Callable[[], Iterator[Tensor]]) -> tuple[Te
 
     handles = [p.register_hook(take(sample)) for p, sample in zip(parameters, samples)]
     try:
-        for part in values():
+        for part in values:
             signs = torch.randint(0, 2, part.shape, generator=generator).to(part) * 2 - 1
             out.append(part.detach().float().cpu())
             if part.requires_grad:
@@ -302,44 +295,5 @@ def _sample(x: Tensor) -> Tensor:
     return x.detach().flatten()[:: math.ceil(x.numel() / SAMPLE) or 1]
 
 
-def _difference(own, found, moved, coarse: bool) -> str | None:
-    """None, or what differs by how much, and the bound. Equal infinities and NaN on both sides are no difference."""
-    errors, floors = _gap(found[0], own[0]), _gap(moved[0], own[0])
-    size = own[0][own[0].isfinite()].abs()
-    for name, reduce in (("at most", torch.amax), ("on average", torch.mean)):
-        error, floor = float(reduce(errors)), float(reduce(floors))
-        bound = ROUNDING * floor if coarse else EXACT * max(1.0, float(size.max()) if len(size) else 1.0)
-        if not error <= bound:
-            return f"its values differ by {name} {error:.1e}, bound {bound:.1e}"
-    whole, floor = _norm(own[1]), _norm([_gap(a, b) for a, b in zip(moved[1], own[1])])
-    for g, ours, m in zip(own[1], found[1], moved[1]):
-        error, size = _norm([_gap(ours, g)]), _norm([g])
-        bound = ROUNDING * (_norm([_gap(m, g)]) + floor / 8) if coarse else EXACT * (10 * size + whole)
-        if not error <= bound:
-            return f"a gradient differs by {error:.1e} of {size:.1e}, bound {bound:.1e}"
-    return None
-
-
-def _gap(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(torch.inf))
-
-
 def _norm(gradients: list[Tensor]) -> float:
     return math.sqrt(sum(float(g.nan_to_num(0.0, 0.0, 0.0).double().square().sum()) for g in gradients))
-
-
-@contextmanager
-def _moved_inputs(model, eps: float):
-    """The embeddings of the tokens moved by one rounding, up or down at random: what the model then differs from itself by
-    is what rounding does to it."""
-    generator = torch.Generator().manual_seed(2)
-
-    def moved(module, args, out):
-        signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
-        return out + out * (eps * signs)
-
-    handle = model.get_input_embeddings().register_forward_hook(moved)
-    try:
-        yield
-    finally:
-        handle.remove()

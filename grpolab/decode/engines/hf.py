@@ -64,11 +64,11 @@ class HFEngine:
 
     Sliding-window layers keep all their keys and mask those that they no longer see. Models that take a query's position
     from the number of keys (GPT-Neo's local attention) want `shifted`, see `_Rows`. ValueError for a model that does not
-    keep plain keys and values. `context`: the most positions that it computes; `proved`: whether it was compared with the
+    keep plain keys and values. `context`: the most positions that it computes; `verified`: whether it was compared with the
     model's own forward; `single`: there will be one row alone, which then need not be computed as several.
     """
 
-    name, proved = "hf", False
+    name, verified = "hf", False
 
     def __init__(self, model, single: bool = False, shifted: bool = False):
         self.model, config = core(model), text_config(model)

@@ -27,7 +27,7 @@ class LlamaEngine:
     alone it takes kernels with other last bits.
     """
 
-    name, proved = "llama", False
+    name, verified = "llama", False
 
     def __init__(self, model, single: bool = False):
         self.model, config, base = model, model.config, model.model

@@ -1,7 +1,7 @@
 """The lowest versions that pyproject.toml promises, as requirements: `make test-lowest` runs the fast tests against them.
 
-    python tests/lowest.py            # requirements, what depends on them left to pip
-    python tests/lowest.py --tests    # the test files that are fast and exercise every direct dependency
+    python tools/minimum_versions.py            # requirements, what depends on them left to pip
+    python tools/minimum_versions.py --tests    # the test files that are fast and exercise every direct dependency
 
 PyTorch stays at the version of requirements.lock: of its CPU builds older ones are not on every index, so its floor is what
 the project was developed with, not what this tests.

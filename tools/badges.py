@@ -1,7 +1,7 @@
 """Every place that names the repository, compared with the one that decides: `Repository` under [project.urls].
 
-    python tests/badges.py            # the places that differ
-    python tests/badges.py --write    # bring badges and set-up cells of the notebooks in line
+    python tools/badges.py            # the places that differ
+    python tools/badges.py --write    # bring badges and set-up cells of the notebooks in line
 
 A set-up cell acts on Colab alone. It clones where no clone is, so that it can be run again, and installs with Colab's own
 torch, kernel and widgets, which the bounds in pyproject.toml admit.

@@ -1,0 +1,103 @@
+"""Whether a model is still the one that was verified, and whether its weights are still those that were read."""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import is_
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from grpolab.models.load import attention_of
+
+PLAIN = (bool, int, float)  # values set on a module that its forward may read
+
+
+class Structure:
+    """What a model is made of, as it is now; it does not keep the model itself alive.
+
+    `changed`  whether a module, buffer, hook, replaced forward or attention implementation is another one, or parameters have
+               another dtype or device; `deep` also compares the plain numbers and switches that are set on modules
+    """
+
+    def __init__(self, model):
+        self.config, self.spaces = model.config, [vars(m) for m in model.modules()]
+        self.objects, self.form, self.constants = self._objects(), self._form(), self._constants()
+
+    def changed(self, deep: bool) -> bool:
+        objects = self._objects()
+        if len(objects) != len(self.objects) or not all(map(is_, objects, self.objects)) or self._form() != self.form:
+            return True
+        return deep and self._constants() != self.constants
+
+    def parameters(self) -> list:
+        return [p for space in self.spaces for p in space["_parameters"].values() if p is not None]
+
+    def _objects(self) -> list:
+        return [x for space in self.spaces for name in ("_modules", "_buffers") for x in space[name].values()]
+
+    def _form(self) -> tuple:
+        """Hooks by their number, which is never given twice; forwards that somebody set on a single module."""
+        hooks = [number for space in self.spaces for name in ("_forward_hooks", "_forward_pre_hooks") for number in space[name]]
+        replaced, parameters = [id(space["forward"]) for space in self.spaces if "forward" in space], self.parameters()
+        return hooks, replaced, attention_of(self), [p.dtype for p in parameters], [p.device for p in parameters]
+
+    def _constants(self) -> list:
+        return [(name, x) for space in self.spaces for name, x in space.items() if type(x) in PLAIN and name != "training"]
+
+
+_verified: WeakKeyDictionary = WeakKeyDictionary()  # model -> its Structure, and what was verified of it
+
+
+def verified_of(model) -> dict:
+    """What was verified of a model as it is now, to read and to add to; empty once its structure has changed."""
+    structure, verified = _verified.get(model, (None, {}))
+    if structure is None or structure.changed(deep=True):
+        verified = {}
+        _verified[model] = Structure(model), verified
+    return verified
+
+
+class Snapshot:
+    """A policy's model as it was when its weights were last read (`renew`).
+
+    `structure_changed`  another model object, or what `Structure` sees
+    `weights_changed`    the policy's version, or a parameter replaced, moved or edited in place (torch counts those edits).
+                         `deep` also sums the bits of all weights, which sees edits through `.data`, that torch does not
+                         count; it reads every weight once, as a decode step does, so it is for when nothing runs.
+    """
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.renew()
+
+    def renew(self) -> None:
+        self.model, self.version, self.structure = self.policy.model, self.policy.version, Structure(self.policy.model)
+        self.stamp, self.sums = self._stamp(), checksum(self.model)
+
+    def structure_changed(self, deep: bool) -> bool:
+        return self.policy.model is not self.model or self.structure.changed(deep)
+
+    def weights_changed(self, deep: bool) -> bool:
+        return self._stamp() != self.stamp or (deep and checksum(self.model) != self.sums)
+
+    def _stamp(self) -> tuple:
+        return self.policy.version, [(id(p), p._version, p.data_ptr()) for p in self.structure.parameters()]
+
+
+@torch.no_grad()
+def checksum(model) -> list[int]:
+    """A number for each parameter and buffer: the sum of its bits as integers, a row of them times the row's number.
+
+    It changes with every change of a single entry and of the order of rows; not with the order inside a row.
+    """
+    sums = [_bits(t.detach()) for t in chain(model.parameters(), model.buffers()) if t.numel()]
+    return torch.stack([s.cpu() for s in sums]).tolist() if sums else []
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    rows = tensor.contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
+    wide = rows.shape[1] * rows.element_size() % 8 == 0 and rows.data_ptr() % 8 == 0
+    sums = rows.view(torch.int64 if wide else torch.uint8).sum(1, dtype=torch.int64)
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()

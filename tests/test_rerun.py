@@ -1,0 +1,74 @@
+"""Every training cell of every notebook, interrupted halfway and run again: the run's rows are those of an undisturbed one."""
+
+import asyncio
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from grpolab.runs.run import repository
+
+TRAINS = re.compile(r"async for (row|_) in |for step in range\(steps\)")
+MEASURED = re.compile(r"(^|_)(s|seconds|time|bytes|memory)$|per_s$|peak|^sync")  # columns that no two runs have in common
+
+
+def executed(notebook: Path, folder: Path, durations: dict[int, float] | None = None) -> dict[int, float]:
+    """Execute a copy of the notebook in `folder`; returns the seconds of each training cell. With `durations`, each of these
+    cells is first interrupted after half of its seconds."""
+    folder.mkdir()
+    shutil.copytree(repository() / "benchmarks" / "results", folder / "benchmarks" / "results")
+    (folder / "notebooks").mkdir()
+    shutil.copy(notebook, folder / "notebooks")  # the checks of exercises are read from it
+    content, took = nbformat.read(notebook, as_version=4), {}
+    client = NotebookClient(content, timeout=600, resources={"metadata": {"path": str(folder / "notebooks")}})
+
+    async def interrupted(cell, index):
+        running = asyncio.ensure_future(client.async_execute_cell(cell, index))
+        await asyncio.sleep(durations[index] / 2)
+        assert not running.done(), f"cell {index} ended before it was interrupted"
+        await client.km.interrupt_kernel()
+        with pytest.raises(CellExecutionError, match="stopped at|KeyboardInterrupt"):
+            await running
+
+    async def main():
+        async with client.async_setup_kernel(env=os.environ | {"GRPOLAB_QUICK": "1", "OMP_NUM_THREADS": "1"}):
+            for index, cell in enumerate(content.cells):
+                trains = cell.cell_type == "code" and TRAINS.search(cell.source)
+                if trains and durations is not None:
+                    await interrupted(cell, index)
+                start = time.perf_counter()
+                await client.async_execute_cell(cell, index)
+                if trains:
+                    took[index] = time.perf_counter() - start
+
+    asyncio.run(main())
+    return took
+
+
+def tables(folder: Path) -> dict[str, pd.DataFrame]:
+    """The metrics of every run below the folder, without what a clock or the machine says."""
+    found = {}
+    for path in sorted((folder / "runs").rglob("metrics.csv")):
+        table = pd.read_csv(path)
+        found[str(path.relative_to(folder))] = table[[c for c in table if not MEASURED.search(c)]]
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", ["00", "01", "03", "04", "05", "07", "08", "09", "10", "11", "12"])
+def test_a_training_cell_that_was_interrupted_starts_where_it_started(number, tmp_path):
+    (notebook,) = (repository() / "notebooks").glob(f"{number}_*.ipynb")
+    durations = executed(notebook, tmp_path / "once")
+    assert durations, "no cell trains"
+    executed(notebook, tmp_path / "again", durations)
+    once, again = tables(tmp_path / "once"), tables(tmp_path / "again")
+    assert once.keys() == again.keys()
+    for name, table in once.items():
+        pd.testing.assert_frame_equal(table, again[name], obj=name, check_exact=True)
