@@ -29,11 +29,10 @@ TRAINING = ("sft", "grpo", "dpo", "reward")
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns 0 when it succeeded, 1 when it failed or found a difference, 2 when the command line is
     wrong, 130 when it was interrupted. The parser leaves by SystemExit: 0 after --help, 2 after an error."""
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("", "-h", "--help"):
         print(usage())
-        return 0 if argv else 2
-    name, *arguments = argv
+        return 0 if name else 2
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         print(f"grpolab: no command {name!r}" + (f"; did you mean {close[0]!r}?" if close else "") + f"\n\n{usage()}",
@@ -43,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.insert(0, "")
     module, cls, _ = COMMANDS[name]
     try:
-        command = parse(name, getattr(import_module(f"grpolab.cli.{module}"), cls), arguments)
-        return command.run()
+        return parse(name, getattr(import_module(f"grpolab.cli.{module}"), cls), arguments).run()
     except (ValueError, ImportError, OSError) as error:
         print(f"grpolab {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
@@ -62,9 +60,9 @@ def parse(name: str, command: type, arguments: list[str]):
 
 
 def usage() -> str:
-    lines = [f"  {name:13} {sentence}" for name, (_, _, sentence) in COMMANDS.items()]
-    return "\n".join(["usage: grpolab COMMAND ...", "", "A laboratory for post-training language models.", "", "commands:",
-                      *lines, "", "grpolab COMMAND --help lists a command's options."])
+    commands = "\n".join(f"  {name:13} {sentence}" for name, (_, _, sentence) in COMMANDS.items())
+    return ("usage: grpolab COMMAND ...\n\nA laboratory for post-training language models.\n\n"
+            f"commands:\n{commands}\n\ngrpolab COMMAND --help lists a command's options.")
 
 
 if __name__ == "__main__":

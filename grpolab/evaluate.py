@@ -1,15 +1,21 @@
-"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks."""
+"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks.
+
+Longer than most: what is measured, its intervals and its tables are read together."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from IPython import get_ipython
+from tqdm import tqdm
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import Message, prompt_ids
@@ -18,8 +24,9 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import data_path
 from grpolab.models.load import Policy
-from grpolab.rollouts import Rollout
+from grpolab.rollouts import Group, Rollout
 
+WAIT = 3.0  # seconds after which an evaluation shows its progress
 Z95 = 1.959964  # the standard normal quantile of a two-sided 95 % interval
 
 
@@ -150,13 +157,25 @@ async def _ask(policy: Policy, ids: list[list[int]], sampler: Sampler | None, sa
         raise ValueError("there are no questions to evaluate")
     if sampler is not None and getattr(sampler, "policy", policy) is not policy:
         raise ValueError(f"the sampler is of {sampler.policy!r}, not of the {policy!r} to evaluate: pass a Sampler of that one")
-    own = sampler or Sampler(policy)
-    try:
-        groups = await own.sample(ids, group_size=samples or 1, params=SamplingParams(greedy=samples == 0, **options))
-    finally:
-        if sampler is None:
-            await own.close()
+    group_size, params = samples or 1, SamplingParams(greedy=samples == 0, **options)
+    if sampler is not None:
+        groups = await sampler.sample(ids, group_size=group_size, params=params)
+    else:
+        rollouts: list[list] = [[None] * group_size for _ in ids]
+        async with Sampler(policy) as own:
+            with progress(len(ids) * group_size) as bar:
+                async for question, sample, rollout in own.stream(ids, group_size=group_size, params=params):
+                    rollouts[question][sample] = rollout
+                    bar.update()
+        groups = [Group(tuple(of)) for of in rollouts]
     return tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups), groups
+
+
+def progress(completions: int) -> tqdm:
+    """A bar for who watches, in a terminal or a notebook, once an evaluation has taken some seconds; gone at its end."""
+    shell = get_ipython()
+    watched = sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
+    return tqdm(total=completions, desc="evaluating", unit=" completions", delay=WAIT, leave=False, disable=not watched)
 
 
 def rate_interval(rates: Sequence[float], greedy: bool) -> Interval:

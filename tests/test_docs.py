@@ -223,16 +223,3 @@ def test_synchronous_code_calls_a_coroutine_in_a_running_notebook(recipe):
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     said = ["".join(o.text for o in cell.outputs if o.get("name") == "stdout") for cell in notebook.cells]
     assert [s.splitlines()[-1] for s in said] == ["0.0", "0.0", "awaited 0.0"]
-
-
-def test_without_the_patch_a_running_loop_refuses():
-    """What the recipe is for: the plain way fails where a loop runs."""
-    from grpolab.evaluate import evaluate
-
-    async def cell():
-        asyncio.run(coroutine)
-
-    coroutine = evaluate(None, [])
-    with pytest.raises(RuntimeError, match="cannot be called from a running event loop"):
-        asyncio.run(cell())
-    coroutine.close()

@@ -241,3 +241,11 @@ def test_answers_stand_side_by_side_with_the_verdict_in_a_column_apart():
 def test_a_sampler_of_another_policy_is_refused(tiny):
     with pytest.raises(ValueError, match="the sampler is of .* not of the"):
         run_sync(evaluate(tiny, [Problem(1, 2, "+")], sampler=Parrot(copy.copy(tiny), "no")))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_long_evaluation_shows_its_progress_to_who_watches(tiny, monkeypatch, capsys, seen):
+    monkeypatch.setattr("grpolab.evaluate.WAIT", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: seen, raising=False)
+    run_sync(evaluate(tiny, [Problem(1, "+", 2), Problem(3, "+", 4)], samples=3, max_new_tokens=4))
+    assert ("evaluating" in capsys.readouterr().err) is seen

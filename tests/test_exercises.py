@@ -96,13 +96,6 @@ def test_the_check_is_folded_and_the_task_has_its_number(path, i):
     assert re.match(rf"### Exercise {i + 1} · \S", task)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS[1:], ids=lambda path: path.stem)
-def test_a_notebook_has_three_or_four(path):
-    if not exercises(path):
-        pytest.skip("none so far")
-    assert len(exercises(path)) in (3, 4)
-
-
 # --- the checks themselves --------------------------------------------------------------------------------------------
 
 

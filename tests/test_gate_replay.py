@@ -55,12 +55,12 @@ def replay_with_other_draws(monkeypatch):
     """The weights and the prompts are right, and each rollout is drawn with its neighbour's seed."""
     honest = replay.regenerate
 
-    def other(policy, config, step, groups, wanted, threads):
-        moved = {n: dataclasses.replace(g, group=Group(tuple(dataclasses.replace(r, seed=r.seed + 1) for r in g.group)))
-                 for n, g in groups.items()}
-        found, now = honest(policy, config, step, moved, wanted, threads)
-        kept = [groups[f.group].group[f.rollout] for f in found]
-        return tuple(replay.compare(step, f.group, f.rollout, r, f.again) for f, r in zip(found, kept)), now
+    def other(policy, config, step, groups, places, session):
+        moved = [dataclasses.replace(g, group=Group(tuple(dataclasses.replace(r, seed=r.seed + 1) for r in g.group)))
+                 for g in groups]
+        found, differs = honest(policy, config, step, moved, places, session)
+        recorded = [groups[f.group].group[f.rollout] for f in found]
+        return tuple(replay.compare(step, f.group, f.rollout, r, f.again) for f, r in zip(found, recorded)), differs
 
     monkeypatch.setattr(replay, "regenerate", other)
 

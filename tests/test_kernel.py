@@ -2,11 +2,8 @@
 
 import time
 
-import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
-
-from grpolab.runs.run import repository
 
 PREPARE = """
 import asyncio
@@ -87,31 +84,6 @@ def test_an_interrupt_is_one_line_and_a_rerun_goes_on_from_there(prepared, body)
     assert said.split() == [line.split("goes on from ")[1], "True"]  # and the dashboard shows the whole run
 
 
-HANGING = """
-import asyncio, time
-from types import SimpleNamespace as SamplingParams
-from IPython.display import display
-class sampler:
-    class stats: steps = 0
-    async def stream(*_, **__):
-        shown = display("a", display_id=True)
-        shown.update("b")
-        await asyncio.sleep(60)
-        yield
-prompts = list(range(12))
-"""
-
-
-def test_the_clock_of_notebook_02_stops_with_an_interrupt(kernel):
-    """It would count the stalls of every later cell, and the rerun's gate would fail."""
-    notebook = nbformat.read(repository() / "notebooks" / "02_decode_engine.ipynb", as_version=4)
-    (cell,) = [c.source for c in notebook.cells if c.cell_type == "code" and "create_task(tick())" in c.source]
-    assert kernel.run(HANGING)[0] == "ok"
-    assert kernel.run(cell, interrupt_after=12)[0] == "error"
-    _, said, _, _ = kernel.run("await asyncio.sleep(0.05)\nprint([t for t in asyncio.all_tasks() if 'tick()' in repr(t)])")
-    assert said.strip() == "[]"
-
-
 def test_other_errors_and_later_interrupts_are_shown_as_ever(prepared):
     _, _, errors, _ = prepared.run("live = Dashboard(3, [])\nlive.update({'step': 0})\n1 / 0")
     assert "ZeroDivisionError" in errors[0]
@@ -120,7 +92,7 @@ def test_other_errors_and_later_interrupts_are_shown_as_ever(prepared):
 
 
 @pytest.mark.parametrize("waiting", ["await asyncio.sleep(60)", "time.sleep(60)"])
-def test_in_the_house_style_an_interrupt_is_one_line_in_any_cell(kernel, waiting):
+def test_in_the_style_an_interrupt_is_one_line_in_any_cell(kernel, waiting):
     cell = f"""import asyncio, time
 from IPython.display import display
 def work():
@@ -168,21 +140,6 @@ print(len(live.asked), states[0] == states[1])
     assert (said.splitlines()[-1], errors) == ("2 True", [])
 
 
-def test_figures_and_tables_are_shown_for_people(kernel):
-    _, _, errors, shown = kernel.run("""
-import pandas as pd, matplotlib.pyplot as plt
-from grpolab import plots
-plots.use_style()
-plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r")
-plt.show()
-pd.DataFrame({"text": ["a"], "loss": [5.629e-7]})
-""")
-    assert errors == []
-    figure, table = shown
-    assert "image/png" in figure and "image/png" not in table
-    assert "text-align:left'>a</td>" in table["text/html"] and "5.629·10⁻⁷" in table["text/html"]
-
-
 def test_figures_of_later_cells_are_drawn_at_double_resolution(kernel):
     """Also where the cell of `use_style` is the first that knows of matplotlib."""
     import base64
@@ -194,10 +151,3 @@ def test_figures_of_later_cells_are_drawn_at_double_resolution(kernel):
     _, _, errors, shown = kernel.run("fig, ax = plt.subplots(figsize=(4, 2))\nax.plot([0, 1])\nplt.show()")
     assert errors == [] and len(shown) == 1
     assert Image.open(BytesIO(base64.b64decode(shown[0]["image/png"]))).width > 1.5 * 4 * 100
-
-
-def test_a_slider_is_shown_in_a_kernel_and_runs_twice(kernel):
-    for _ in range(2):
-        _, _, errors, shown = kernel.run("from grpolab.lab.tokens import View, by_step\nby_step({0: View('<i>a</i>', 'a')})")
-        (data,) = [s for s in shown if "application/vnd.jupyter.widget-view+json" in s]
-        assert errors == [] and "<i>a</i>" in data["text/html"] and "step 0" in data["text/plain"]

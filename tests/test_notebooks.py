@@ -14,7 +14,7 @@ from grpolab.__main__ import main
 from grpolab.cli.run import literal
 from grpolab.lab import notebooks
 from grpolab.lab.notebooks import before_saving
-from grpolab.runs.run import repository
+from grpolab.runs.run import repository, runs_folder
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))
 
@@ -35,10 +35,6 @@ def tagged(notebook, tag):
 
 def code(notebook):
     return [c for c in notebook.cells if c.cell_type == "code"]
-
-
-def test_there_is_a_series():
-    assert [p.stem for p in SERIES][:2] == ["00_quickstart", "01_sft"]
 
 
 def test_it_is_valid_and_light(path, notebook):
@@ -162,6 +158,7 @@ def test_a_quick_run_passes_its_identities(tmp_path, monkeypatch, capsys):
     (path,) = [path for path in SERIES if path.stem == "08_guess"]
     monkeypatch.setenv("PYTHONPATH", str(path.parent.parent))
     (tmp_path / "notebooks").mkdir()
+    (tmp_path / "pyproject.toml").touch()
     shutil.copy(path, tmp_path / "notebooks")
     monkeypatch.chdir(tmp_path)
     assert notebooks.run_series(["08"], {"quick": True}) == 0
@@ -188,17 +185,33 @@ with gate("x", Run("{name}", model).folder) as g:
 def series(tmp_path, monkeypatch):
     folder = tmp_path / "a folder with spaces" / "notebooks"
     folder.mkdir(parents=True)
+    (folder.parent / "pyproject.toml").touch()
     nbformat.write(small(GATE.format(name="01_fine")), folder / "01_fine.ipynb")
     nbformat.write(small(GATE.format(name="02_other")), folder / "02_other.ipynb")
     monkeypatch.chdir(folder.parent)
     return folder
 
 
-def test_the_series_runs_and_reports(series, capsys):
+def test_the_series_runs_and_reports_and_changes_no_file_that_git_keeps(series, capsys):
+    before = {path: path.read_bytes() for path in series.parent.rglob("*") if path.is_file()}
     assert notebooks.run_series([], {}) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines] == [["01_fine", "gate", "passed"], ["02_other", "gate", "passed"]]
-    assert (series.parent / "runs" / "01_fine" / "tiny" / "01_fine.ipynb").exists()
+    runs = series.parent / "runs"
+    assert (runs / "01_fine" / "tiny" / "01_fine.ipynb").exists()
+    assert before == {path: path.read_bytes() for path in series.parent.rglob("*")
+                      if path.is_file() and not path.is_relative_to(runs)}
+
+
+def test_runs_lie_in_the_working_directory_or_beside_the_notebooks_of_a_project(tmp_path, monkeypatch):
+    for name in ("notebooks", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert runs_folder() == tmp_path / "notebooks" / "runs"
+    (tmp_path / "pyproject.toml").touch()
+    assert runs_folder() == tmp_path / "runs"
+    monkeypatch.chdir(tmp_path / "other")
+    assert runs_folder() == tmp_path / "other" / "runs"
 
 
 def test_the_results_of_a_seed_are_found_in_its_own_folder_or_in_the_common_one(series):
@@ -246,28 +259,11 @@ def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
     assert (series / "01_fine.ipynb").read_text() == before
 
 
-def test_store_keeps_the_static_page_of_a_slider(series):
-    views = "{0: View('<i>first</i>', 'first'), 9: View('<i>last</i>', 'last')}"
-    slider = f"from grpolab.lab.tokens import View, by_step\nby_step({views})"
-    notebook = small(GATE.format(name="01_fine"))
-    notebook.cells.append(nbformat.v4.new_code_cell(slider))
-    nbformat.write(notebook, series / "01_fine.ipynb")
-    assert notebooks.run_series(["01"], {}, store=True) == 0
-    executed, stored = (
-        nbformat.read(path, as_version=4)
-        for path in (series.parent / "runs" / "01_fine" / "tiny" / "01_fine.ipynb", series / "01_fine.ipynb")
-    )
-    view = "application/vnd.jupyter.widget-view+json"
-    assert view in executed.cells[-1].outputs[0].data and "SelectionSliderModel" in json.dumps(executed.metadata)
-    assert set(stored.cells[-1].outputs[0].data) == {"text/html", "text/plain"} and "widgets" not in stored.metadata
-    assert "<i>last</i>" in stored.cells[-1].outputs[0].data["text/html"]
-
-
 @pytest.mark.slow
 def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
     """The first alone, the others at once, each in a process of its own; one that fails is told and fails the command."""
     monkeypatch.setenv("PYTHONPATH", str(Path(notebooks.__file__).parents[2]))
-    monkeypatch.chdir(series.parent)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     nbformat.write(small("raise ValueError('broken')"), series / "03_broken.ipynb")
     assert main(["run", "--jobs", "2", "01", "02"]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -306,24 +302,7 @@ def test_a_value_of_another_type_is_refused_before_anything_runs(series, capsys,
 
 def test_whole_numbers_are_floats_too():
     known = {"lr": {"inferred_type_name": "float"}, "free": {"inferred_type_name": "None"}}
-    notebooks.refuse_types({"lr": 1, "free": "x", "of another notebook": 3}, known)
-
-
-@pytest.mark.slow
-def test_the_last_good_result_is_kept_until_the_next(series, capsys):
-    folder = series.parent / "runs" / "01_fine" / "tiny"
-    drawn = "figures = Run('01_fine', model).folder / 'figures'\nfigures.mkdir(exist_ok=True)"
-    drawn += "\n(figures / 'a.png').write_text(str(n))"
-    source = GATE.format(name="01_fine").replace("with gate", drawn + "\nwith gate")
-    nbformat.write(small(source), series / "01_fine.ipynb")
-    assert notebooks.run_series(["01"], {}) == 0 and not (folder / "last_good").exists()
-    for _ in range(2):  # a second failure does not push it out
-        assert notebooks.run_series(["01"], {"n": 2}) == 1
-        assert "the last run that passed: runs/01_fine/tiny/last_good" in capsys.readouterr().out
-        assert json.loads((folder / "last_good" / "results.json").read_text())["passed"]
-        assert "gate x: passed" in (folder / "last_good" / "01_fine.ipynb").read_text()
-        assert (folder / "last_good" / "figures" / "a.png").read_text() == "1"
-    assert notebooks.run_series(["01"], {}) == 0 and not (folder / "last_good").exists()
+    notebooks.check_parameters({"lr": 1, "free": "x"}, {"01_fine": known})
 
 
 def test_from_elsewhere_the_installed_copy_is_run(series, tmp_path, monkeypatch, capsys):
@@ -354,7 +333,8 @@ def test_the_conda_environment_agrees_with_the_lock():
     import tomllib
 
     project = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]
-    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in ("interop", "lab", "gym")]
+    apart = {"interop", "lab", "gym", "sinks"}
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in apart]
     wanted = sum(extras, project["dependencies"])
     direct = {re.split(r"[><=\[; ]", d)[0].lower().replace("_", "-") for d in wanted}
     assert direct == {k.lower().replace("_", "-") for k in pinned}

@@ -1,12 +1,13 @@
 """Any recorded rollout comes again from its weights and its seed; where it does not, it is told why."""
 
 import asyncio
+import base64
 import copy
 import gzip
 import json
 import shutil
-import zipfile
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +22,7 @@ from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
-from grpolab.runs import checkpoints
-from grpolab.runs.checkpoints import weights_hash
+from grpolab.runs.checkpoints import processor
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo, grpo_from
 from grpolab.train.multiturn import Limits, multi_turn_grpo
@@ -71,7 +71,7 @@ def run(left, tmp_path):
 
 @pytest.mark.parametrize("step", range(5))
 def test_every_bit_comes_again(run, step):
-    """Also two updates behind the kept weights, with a leash, two passes and two minibatches."""
+    """Also two updates behind the kept weights, with a KL penalty, two passes and two minibatches."""
     found = replay(run, step)
     assert found.equal and len(found.rollouts) == 12 and found.kept == (0 if step < 3 else 3) and not found.differs
     assert str(found) == f"step {step}: 12 of 12 rollouts agree in every bit"
@@ -83,7 +83,9 @@ def test_one_rollout_and_the_end_of_the_run(run, left):
     assert one.rollouts[0].recorded == run.recorder.groups(4)[2].group[1]
     end = restore(run, 5)
     assert torch.equal(flat(end.policy), flat(left[1])) and end.policy.version == left[1].version
-    for group, rollout, text in ((3, 0, "groups 0 to 2, not 3"), (0, 4, "rollouts 0 to 3, not 4")):
+    for group, rollout, text in ((3, 0, "step 4 has groups 0 to 2, not 3"),
+                                 (0, 4, "group 0 of step 4 has rollouts 0 to 3, not 4"),
+                                 (None, 99, "^step 4 has groups of rollouts 0 to 3, not 99$")):
         with pytest.raises(ValueError, match=text):
             replay(run, 4, group, rollout)
 
@@ -145,7 +147,9 @@ def test_the_token_at_which_it_parts_is_named(run):
         tokens[2].pop()
         lines[0]["finish_reason"][3] = "eos"
 
-    rewrite(run, lambda lines: (change(lines), lines[0].update(logps=shorter(lines[0]))))
+        lines[0]["logps"] = changed_logps(lines[0], lambda flat: np.delete(flat, 23))  # the last of the third rollout
+
+    rewrite(run, change)
     found = replay(run, 0)
     assert not found.equal and [r.token for r in found.rollouts[1:3]] == [3, 7]
     assert "step 0: 9 of 12 rollouts agree in every bit" in str(found)
@@ -154,25 +158,14 @@ def test_the_token_at_which_it_parts_is_named(run):
     assert "weights, processor, versions and threads are those of the record" in str(found)
 
 
-def shorter(line):
-    """Without the last log-prob of the third rollout."""
-    import base64
-
-    import numpy as np
-
-    flat = np.frombuffer(base64.b64decode(line["logps"]), "<f4")
-    return base64.b64encode(np.delete(flat, 23).tobytes()).decode()
+def changed_logps(line, change):
+    """The log-probs of a group as the record holds them, changed as an array."""
+    return base64.b64encode(change(np.frombuffer(base64.b64decode(line["logps"]), "<f4").copy()).tobytes()).decode()
 
 
 def test_other_bits_of_equal_tokens_are_told_with_their_size(run):
-    import base64
-
-    import numpy as np
-
     def change(lines):
-        flat = np.frombuffer(base64.b64decode(lines[0]["logps"]), "<f4").copy()
-        flat[10] += 0.25
-        lines[0]["logps"] = base64.b64encode(flat.tobytes()).decode()
+        lines[0]["logps"] = changed_logps(lines[0], lambda flat: flat + np.eye(1, 32, 10, dtype="f4")[0] / 4)
 
     rewrite(run, change)
     found = replay(run, 0, 0)
@@ -181,20 +174,14 @@ def test_other_bits_of_equal_tokens_are_told_with_their_size(run):
 
 
 def test_what_is_not_as_recorded_is_named(run):
-    path = run.recorder.folder / "sessions.json"
-    sitting = json.loads(path.read_text())
-    sitting[0] |= {"torch": "1.0", "threads": 2, "processor": "another"}
-    path.write_text(json.dumps(sitting))
-    assert replay(run, 0, 0, 0, threads=1).differs == (
-        f"torch {torch.__version__!r}, recorded '1.0'", f"processor {computed('processor')!r}, recorded 'another'",
-        "threads 1, recorded 2")
+    (path,) = run.recorder.folder.glob("*.json")
+    session = json.loads(path.read_text())
+    session[0] |= {"torch": "1.0", "processor": "another"}
+    path.write_text(json.dumps(session))
+    assert replay(run, 0, 0, 0).differs == (
+        f"torch {torch.__version__!r}, recorded '1.0'", f"processor {processor()!r}, recorded 'another'")
     path.unlink()
-    assert "not known: sessions.json is missing" in replay(run, 0, 0, 0).differs[0]
-
-
-def computed(name):
-
-    return getattr(checkpoints, name)()
+    assert "the machine and versions of the step are not known" in replay(run, 0, 0, 0).differs[0]
 
 
 def test_another_reference_is_noticed_by_the_rows(run, tiny):
@@ -223,12 +210,6 @@ def test_damaged_weights_are_named(run):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"step-00000003 cannot be read \(model.safetensors: not the bytes that were written"):
         replay(run, 4)
-    (path.parent / "sha256.json").unlink()  # the weights have a hash of their own, too
-    with pytest.raises(ValueError, match="step-00000003 are not those that were written: their hash is another"):
-        replay(run, 4)
-    path.write_bytes(data[:1000])
-    with pytest.raises(ValueError, match="step-00000003 cannot be read"):
-        replay(run, 4)
     assert replay(run, 2).equal
 
 
@@ -239,7 +220,7 @@ def test_a_run_of_something_else_is_named(run):
     with pytest.raises(ValueError, match="another method or version than GRPO.*group_size"):
         replay(run, 0)
     path.write_text("{")
-    with pytest.raises(ValueError, match="run.json cannot be read"):
+    with pytest.raises(ValueError, match="run.json is damaged"):
         replay(run, 0)
 
 
@@ -257,22 +238,6 @@ def test_a_bundle_replays_without_its_run(run, tmp_path):
     shutil.rmtree(run.folder)
     found = replay_bundle(path)
     assert found.equal and len(found.rollouts) == 12 and not found.differs and path.stat().st_size < 3.5e6
-
-
-def test_a_bundle_without_weights_wants_those_of_its_hash(run, tmp_path, left, tiny):
-    path = bundle(run, 4, tmp_path / "step.zip", with_weights=False)
-    assert path.stat().st_size < 30_000
-    with pytest.raises(ValueError, match="came without weights: give the policy that has them, hash "):
-        replay_bundle(path)
-    with pytest.raises(ValueError, match="'tiny' has not the weights of the bundle"):
-        replay_bundle(path, policy=tiny)
-    state = restore(run, 4)
-    assert weights_hash(state.policy) == json.loads(zipfile.ZipFile(path).read("bundle.json"))["weights"]
-    assert replay_bundle(path, 1, policy=state.policy).equal
-
-
-def test_a_file_that_is_no_whole_bundle_is_named(run, tmp_path):
-    path = bundle(run, 0, tmp_path / "step.zip", with_weights=False)
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match="step.zip is not a whole bundle of a step"):
         replay_bundle(path)
@@ -333,8 +298,3 @@ def test_rewards_of_an_agents_run_are_those_of_its_last_rollout(tiny, tmp_path):
     run = recorded_run(tiny, tmp_path, {"run": [0.0, 1.0, 1.0]}, (1, 2, 3), "llama")
     scored = rescore(run, lambda text, problem, rollout: {1: 2.0, 2: 100.0, 3: 0.0}[rollout.seed])
     assert scored.rollouts["rescored_advantage"].tolist() == [1.0, -1.0, -1.0]
-
-
-def test_a_rollout_that_no_group_has_is_named_with_its_step(run):
-    with pytest.raises(ValueError, match="^step 1 has groups of rollouts 0 to 3, not 99$"):
-        replay(run, 1, rollout=99)

@@ -13,7 +13,7 @@ from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.run import Run
-from tests.test_counterfactual import fresh, left, run  # noqa: F401
+from tests.test_counterfactual import left, run  # noqa: F401
 from tests.test_rollout_log import CONFIG, digits, train
 
 
@@ -116,7 +116,7 @@ def test_an_advantage_over_the_whole_batch_is_taken_over_it(tiny, tmp_path):
     def reward(text, problem, rollout):
         return float(problem.a % 2 and rollout.seed % 2)
 
-    train(fresh(tiny), whole, config, reward=reward)
+    train(tiny, whole, config, reward=reward)
     same = rescore(whole, reward).rollouts
     assert (same["advantage"] == same["rescored_advantage"]).all() and same["advantage"].any()
     assert same["advantage"].tolist() == whole.rollouts()["advantage"].tolist()

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import html
-import importlib
 import json
 import re
 import shutil
@@ -185,17 +184,6 @@ def test_a_text_of_a_megabyte_does_not_make_the_page_large(tmp_path):
     assert len(data["rows"][0]["t"]) == 4000 and data["rows"][1]["c"] == "short"
     small = browse(run, tmp_path / "small.html", biggest=80_000)
     assert len(small.html) <= 80_000 and "of 4, evenly spaced" in small.note
-
-
-def test_the_places_of_prompts_survive_what_is_left_out(left, tmp_path, monkeypatch):
-    """Where the estimate of the size was too low, groups are dropped from the finished rows."""
-    module = importlib.import_module("grpolab.lab.rollout_viewer")
-    monkeypatch.setattr(module, "size_of", lambda line: 1)
-    page = browse(left, tmp_path / "a.html", biggest=16_000)
-    data, table = data_of(page), left.rollouts().set_index(["step", "group", "rollout"])
-    assert len(page.html) <= 16_000 and 0 < len(data["rows"]) < 72
-    for row in data["rows"]:
-        assert data["prompts"][row["p"]] == table.loc[(row["s"], row["g"], row["i"]), "prompt"]
 
 
 @browser

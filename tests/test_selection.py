@@ -14,7 +14,7 @@ from grpolab.arithmetic import Problem
 from grpolab.chat import Example, prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.evaluate import evaluate, fixed_rates
+from grpolab.evaluate import evaluate
 from grpolab.files import atomic_folder
 from grpolab.models.load import load_policy
 from grpolab.rollouts import RecordedGroup
@@ -70,13 +70,6 @@ def test_the_best_is_kept_beside_the_last(tmp_path):
     assert [d.name for d in run.folder.glob("best-*")] == ["best-00000002"]
     assert {r["step"]: r["eval_score"] for r in rows if "eval_score" in r} == {1: 0.7, 3: 0.7, 5: 0.3}
     assert all("eval_score" not in r for r in run.metrics)
-
-
-def test_a_start_that_only_gets_worse_is_the_best(tmp_path):
-    measure, seen = scripted({0: 0.5, 5: 0.2, 6: 0.1})
-    run = Run("x", root=tmp_path, select=Selection(measure, every=5))
-    train(load_policy("tiny"), run)
-    assert torch.equal(weights(run.best()), seen[0]) and [r["steps"] for r in table(run)] == [0, 5, 6]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -227,26 +220,6 @@ def test_several_numbers_are_selected_by_one_or_watched_alone(tmp_path):
     watching = Run("y", root=tmp_path, select=Selection(measure, every=3, by=None))
     train(load_policy("tiny"), watching)
     assert len(watching.measured()) == 3 and watching.selected.best() is None
-
-
-def test_the_fixed_prompts_watch_grpo(tmp_path):
-    told = []
-
-    class Sink:
-        def log(self, numbers, step):
-            told.append((step, numbers))
-
-    policy, run = load_policy("tiny"), Run("x", root=tmp_path, select=Selection(fixed_rates, every=2, by=None), sinks=[Sink()])
-    config = GRPOConfig(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4)
-
-    async def go():
-        return [row async for row in grpo(policy, None, PROBLEMS, config, run=run)]
-
-    rows = asyncio.run(go())
-    names = {"fixed_stop_token", "fixed_no_corruption", "fixed_format", "fixed_arithmetic"}
-    assert set(run.measured().columns) == {"steps"} | names and list(run.measured()["steps"]) == [0, 2]
-    assert {"eval_" + n for n in names} <= set(rows[1]) and "eval_fixed_format" not in rows[0]
-    assert [step for step, numbers in told if "eval_fixed_format" in numbers] == [0, 1]
 
 
 def test_a_reward_model_is_selected_too(tmp_path):

@@ -22,12 +22,10 @@ class Run:
     jobs: int = 1  # notebooks at once, each with its share of the processors
 
     def run(self) -> int:
-        from grpolab.lab.notebooks import run_beside, run_series  # papermill is not needed for --help
+        from grpolab.lab.notebooks import run_series  # torch is not needed for --help
 
         parameters = {name: literal(value) for name, value in self.parameters}
-        if self.jobs != 1:
-            return run_beside(self.notebooks, parameters, self.jobs, store=self.store)
-        return run_series(self.notebooks, parameters, store=self.store)
+        return run_series(self.notebooks, parameters, jobs=self.jobs, store=self.store)
 
 
 def literal(text: str) -> Any:

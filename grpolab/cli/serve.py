@@ -87,9 +87,14 @@ class Serve:
         # A thread's module is imported here, while signals still end this process: on the loop they would wait for it.
         environment = self.environment if self.isolate == "process" else load_factory(self.environment)
         options = asdict(self.limits) | {"ping_interval": self.limits.ping_interval or None}
+        page = None
+        if self.aws.web:
+            from grpolab.env.aws.web import page
+
+            page = partial(page, port=self.aws.web_port)
         try:
             asyncio.run(serve_forever(
-                environment, beside=self.page(), max_sessions=self.max_sessions, host=self.address.host, port=self.address.port,
+                environment, beside=page, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port,
                 isolate=isolation, backends=self.backends(variables), token=token, **options))
         except BackendError as error:
             raise ValueError(str(error)) from error
@@ -110,14 +115,6 @@ class Serve:
         if not command:
             raise UsageError("--backend: write a command")
         return BackendPool(lambda _: ProcessBackend(command, env=variables), max(self.max_sessions, 1))
-
-    def page(self):
-        """The web page of `serve aws --web`, or None."""
-        if not self.aws.web:
-            return None
-        from grpolab.env.aws.web import page
-
-        return partial(page, port=self.aws.web_port)
 
 
 def variable(option: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median_low
 from typing import Any, ClassVar, Literal
@@ -39,17 +40,9 @@ SHOWN = ("loss", "held_out_loss", "eval_score", "reward", "mixed", "accuracy", "
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What a command trains and measures on; rewards of the rows where the method has one."""
-
-    train: Sequence[Any] = ()
-    held_out: Sequence[Any] = ()
-    reward: Callable | None = None
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A training that is ready to start: what is saved, its reference, the tokens of its prompts, and its rows of metrics."""
+    """A training that is ready to start: what is saved, its reference, the tokens of its prompts, its rows of metrics, and
+    what is measured of it on held-out rows."""
 
     model: Any
     reference: Any
@@ -66,65 +59,61 @@ class Training:
     model: Positional[str]  # tiny, smollm2-135m, a Hugging Face id, or a folder
     name: str | None = None  # of the run's folder under runs/ (default: cli_ and the method)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 ones are trained over fp32 master weights
-    overwrite: bool = False  # replace another run in the folder: of another configuration, or from other weights
     dry_run: bool = False  # print the plan of memory and hours, and train nothing
     held_out_data: Path | None = None  # JSONL rows to measure on: as in --data, or with an answer
     select_every: int = 0  # every N steps, measure on what is held out, and keep the best policy beside the last (0: never)
     replay_every: int = 0  # every N steps, keep the weights from which `grpolab replay` generates rollouts again (0: never)
 
+    held_out: ClassVar[int] = 0  # options of some methods alone
+    fixed_prompts: ClassVar[bool] = False
+
     def run(self) -> int:
         """Load, plan, train, save. Of several processes the first one prints and saves."""
         with contextlib.nullcontext() if distributed.first() else contextlib.redirect_stdout(None):
             self.check()
-            rows = self.read()
+            rows, held_out = self.read()
             seed_everything(self.config.seed)
             policy = load_policy(self.model, dtype=self.dtype)
             print(policy)
-            ready = self.prepare(policy, rows)
-            selection = self.selection(ready.measure)
+            ready = self.prepare(policy, rows, held_out)
             if self.dry_run:
                 middle = median_low(ready.prompt_lengths)
                 print(plan(policy, self.config, reference=ready.reference, prompt_tokens=middle))
-                return 0
-            self.train(ready, selection)
+            else:
+                self.train(ready)
         return 0
 
     def check(self) -> None:
-        if self.select_every < 0 or self.replay_every < 0:
-            raise UsageError(f"--select-every and --replay-every start at 0, got {self.select_every} and {self.replay_every}")
-        if getattr(self, "fixed_prompts", False) and not self.select_every:
+        if min(self.select_every, self.replay_every, self.held_out) < 0:
+            raise UsageError("--select-every, --replay-every and --held-out start at 0")
+        if self.fixed_prompts and not self.select_every:
             raise UsageError("--fixed-prompts needs --select-every N, which says how often")
-        measured = self.held_out_data or getattr(self, "held_out", 0) or getattr(self, "fixed_prompts", False)
-        if self.select_every and not measured:
-            raise UsageError("--select-every measures on what is held out: add --held-out-data FILE"
-                             + " or --held-out N" * hasattr(self, "held_out"))
+        if self.select_every and not (self.held_out_data or self.held_out or self.fixed_prompts):
+            raise UsageError("--select-every measures on what is held out: add --held-out-data FILE, or --held-out N where "
+                             "the command has it")
 
-    def selection(self, measure: Callable | None) -> Selection | None:
-        if not self.select_every:
-            return None
-        fixed = getattr(self, "fixed_prompts", False)
+    def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Rows to train on and rows to measure on, as far as they are read without the policy's tokenizer."""
+        raise NotImplementedError
 
+    def prepare(self, policy, rows: Sequence[Any], held_out: Sequence[Any]) -> Plan:
+        raise NotImplementedError
+
+    def train(self, ready: Plan) -> None:
         async def values(policy):
-            scores = {SCORE: await measure(policy)} if measure else {}
-            return scores | (await fixed_rates(policy) if fixed else {})
+            scores = {SCORE: await ready.measure(policy)} if ready.measure else {}
+            return scores | (await fixed_rates(policy) if self.fixed_prompts else {})
 
-        return Selection(values, every=self.select_every, by=SCORE if measure else None)
-
-    def train(self, ready: Plan, selection: Selection | None) -> None:
+        select = Selection(values, every=self.select_every, by=SCORE if ready.measure else None) if self.select_every else None
         shown = Path(self.model).name if Path(self.model).is_dir() else self.model
-        run = Run(self.name or f"cli_{self.method}", shown, seed=self.config.seed, select=selection,
+        run = Run(self.name or f"cli_{self.method}", shown, seed=self.config.seed, select=select,
                   replay_every=self.replay_every)
-        other = run.holds_another(self.config, ready.model) if distributed.first() and not self.overwrite else None
-        if other:
-            raise ValueError(f"{run.shown(run.folder)} holds {other}: add --overwrite to replace it, or --name for a folder of "
-                             "its own; the options it was started with go on with it")
         asyncio.run(self.print_steps(ready.steps(run)))
-        if not distributed.first():
-            return
-        print(f"{run.shown(ready.model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}")
-        if best := run.selected.best():
-            print(f"{run.shown(best['folder'])}: the best by what was measured, {best['value']:.4g} after "
-                  f"{best['steps']} steps")
+        if distributed.first():
+            print(f"{run.shown(ready.model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}")
+            if best := run.selected.best():
+                print(f"{run.shown(best['folder'])}: the best by what was measured, {best['value']:.4g} after "
+                      f"{best['steps']} steps")
 
     async def print_steps(self, rows: AsyncIterator[dict]) -> None:
         async for row in rows:
@@ -142,51 +131,37 @@ class TaskTraining(Training):
 
     data: Path | None = None  # JSONL rows to train on (default: arithmetic problems, generated from the seed)
     problems: int = 1000  # arithmetic problems to train on; by default fewer where the task has not so many
-    held_out: int = 0  # hold out N further problems of the default task or the gym
+    held_out: int = 0  # hold out N further arithmetic problems
     fixed_prompts: bool = False  # with --select-every: also measure the rates of the fixed prompts
     task: OmitArgPrefixes[arithmetic.Task] = field(default_factory=arithmetic.Task)
 
+    @cached_property
+    def rewarded(self) -> Callable:
+        """The reward of the rows that are measured."""
+        return tasks.right_number if self.data else finished_and_correct
+
     def check(self) -> None:
         super().check()
-        if self.held_out < 0:
-            raise UsageError(f"--held-out starts at 0, got {self.held_out}")
         if self.held_out and self.held_out_data:
             raise UsageError("give --held-out or --held-out-data, not both: there is one set of held-out rows")
         if self.held_out and self.data:
             raise UsageError("--held-out makes further problems, and --data names all that there are: give --held-out-data")
 
-    def arithmetic_problems(self) -> list:
-        count = self.problems
+    def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        seed, count = self.config.seed, self.problems
         if count == type(self).problems:  # the default: as many as a small task has, leaving some to hold out
             count = min(count, sum(self.task.space(op) for op in self.task.ops) // 2)
-        return arithmetic.generate(count, 0, seed=self.config.seed, task=self.task)[0]
-
-    def further_problems(self, rows: Sequence, candidates: Sequence) -> list:
-        """--held-out of the candidates, none of which is asked in `rows`."""
-        asked = {tasks.prompt_of(row) for row in rows}
-        further = [row for row in candidates if tasks.prompt_of(row) not in asked][: self.held_out]
-        if len(further) < self.held_out:
-            raise ValueError(f"--held-out {self.held_out}: only {len(further)} further problems were found beside the run's "
-                             f"{len(rows)}")
-        return further
-
-    def read_held_out(self, rows: Sequence, candidates: Callable[[], Sequence], numbers: bool) -> list:
-        """Held-out rows; with `numbers`, each needs a number as its answer where it is measured."""
+        rows = tasks.read_rows(self.data) if self.data else arithmetic.generate(count, 0, seed=seed, task=self.task)[0]
         if self.held_out:
-            return self.further_problems(rows, candidates())
-        if self.held_out_data is None:
-            return []
-        held_out = tasks.read_rows(self.held_out_data)
-        if self.select_every and numbers:
+            _, further = arithmetic.generate(0, self.held_out + count, seed=seed + 1, task=self.task)
+            return rows, [problem for problem in further if problem not in set(rows)][: self.held_out]
+        held_out = tasks.read_rows(self.held_out_data) if self.held_out_data else []
+        if self.select_every and self.rewarded is tasks.right_number:
             tasks.check_answers(held_out, self.held_out_data)
-        return held_out
+        return rows, held_out
 
-    def further_arithmetic(self, rows: Sequence) -> list:
-        return arithmetic.generate(0, self.held_out + len(rows), seed=self.config.seed + 1, task=self.task)[1]
-
-    def correct(self) -> Callable:
-        """The reward of the rows that are measured."""
-        return tasks.right_number if self.data else finished_and_correct
+    def measure(self, held_out: Sequence[Any], max_new_tokens: int) -> Callable | None:
+        return held_out_reward(held_out, self.rewarded, max_new_tokens=max_new_tokens) if held_out else None
 
     def prompt_lengths(self, policy, rows: Sequence) -> list[int]:
         return [len(prompt_ids(policy.tokenizer, tasks.prompt_of(row))) for row in rows[:200]]
@@ -200,58 +175,37 @@ class SFT(TaskTraining):
     held_out_tokens: int = 32  # longest completion that is measured
     config: OmitArgPrefixes[SFTConfig] = field(default_factory=SFTConfig)
 
-    def read(self) -> Rows:
-        rows = tasks.read_rows(self.data) if self.data else self.arithmetic_problems()
-        return Rows(rows, self.read_held_out(rows, lambda: self.further_arithmetic(rows), numbers=True))
-
-    def prepare(self, policy, rows: Rows) -> Plan:
-        examples = demonstrations(policy, rows.train)
-        shown = demonstrations(policy, [row for row in rows.held_out if tasks.shows_completion(row)])
-        measure = held_out_reward(rows.held_out, self.correct(), max_new_tokens=self.held_out_tokens) if rows.held_out else None
-        return Plan(policy, None, self.prompt_lengths(policy, rows.train),
-                    lambda run: sft(policy, examples, self.config, held_out=shown, run=run), measure)
+    def prepare(self, policy, rows, held_out) -> Plan:
+        examples = demonstrations(policy, rows)
+        shown = demonstrations(policy, [row for row in held_out if tasks.shows_completion(row)])
+        return Plan(policy, None, self.prompt_lengths(policy, rows),
+                    lambda run: sft(policy, examples, self.config, held_out=shown, run=run),
+                    self.measure(held_out, self.held_out_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(TaskTraining):
-    """Learn from a reward: the right number in a completion that ended, the gym's own score, or a function of yours."""
+    """Learn from a reward: the right number in a completion that ended, or a function of yours."""
 
     method = "grpo"
-    gym: str | None = None  # a task of reasoning-gym in the place of --data (extra 'gym')
-    gym_size: int = 1000  # tasks of the gym to train on
     reward: str | None = None  # module:function or file.py:function, called with (text, row, rollout)
     config: OmitArgPrefixes[GRPOConfig] = field(default_factory=GRPOConfig)
 
-    def check(self) -> None:
-        super().check()
-        if self.gym and self.data:
-            raise UsageError("give --data or --gym, not both: a run has one source of tasks")
+    @cached_property
+    def rewarded(self) -> Callable:
+        return load_function(self.reward) if self.reward else tasks.right_number if self.data else finished_and_correct
 
-    def read(self) -> Rows:
-        reward = load_function(self.reward) if self.reward else None
-        if self.gym:
-            rows = tasks.reasoning_gym(self.gym, size=self.gym_size, seed=self.config.seed)
-            reward = reward or tasks.gym_score
-        elif self.data:
-            rows, reward = tasks.read_rows(self.data), reward or tasks.right_number
-            if reward is tasks.right_number:
-                tasks.check_answers(rows, self.data)
-        else:
-            rows = self.arithmetic_problems()
-        return Rows(rows, self.read_held_out(rows, lambda: self.candidates(rows), reward is tasks.right_number), reward)
+    def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        rows, held_out = super().read()
+        if self.rewarded is tasks.right_number:
+            tasks.check_answers(rows, self.data)
+        return rows, held_out
 
-    def candidates(self, rows: Sequence) -> list:
-        if self.gym:
-            return tasks.reasoning_gym(self.gym, size=2 * self.held_out, seed=self.config.seed + 1)
-        return self.further_arithmetic(rows)
-
-    def prepare(self, policy, rows: Rows) -> Plan:
+    def prepare(self, policy, rows, held_out) -> Plan:
         reference = load_policy(self.model, dtype=policy.dtype) if self.config.kl_coef else None
-        own = {"reward": rows.reward} if rows.reward else {}
-        reward, tokens = rows.reward or self.correct(), self.config.max_new_tokens
-        measure = held_out_reward(rows.held_out, reward, max_new_tokens=tokens) if rows.held_out else None
-        return Plan(policy, reference, self.prompt_lengths(policy, rows.train),
-                    lambda run: grpo(policy, reference, rows.train, self.config, run=run, **own), measure)
+        return Plan(policy, reference, self.prompt_lengths(policy, rows),
+                    lambda run: grpo(policy, reference, rows, self.config, reward=self.rewarded, run=run),
+                    self.measure(held_out, self.config.max_new_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,17 +218,16 @@ class DPO(Training):
     fixed_prompts: bool = False  # with --select-every: also measure the rates of the fixed prompts
     config: OmitArgPrefixes[DPOConfig] = field(default_factory=DPOConfig)
 
-    def read(self) -> Rows:
+    def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         held_out = tasks.read_rows(self.held_out_data) if self.held_out_data else []
         if self.select_every:
             tasks.check_answers(held_out, self.held_out_data)
-        return Rows(held_out=held_out)
+        return (), held_out
 
-    def prepare(self, policy, rows: Rows) -> Plan:
+    def prepare(self, policy, rows, held_out) -> Plan:
         pairs = load_preferences(self.data, policy.tokenizer)
         reference = load_policy(self.model, dtype=policy.dtype)
-        held_out, tokens = rows.held_out, self.held_out_tokens
-        measure = held_out_reward(held_out, tasks.right_number, max_new_tokens=tokens) if held_out else None
+        measure = held_out_reward(held_out, tasks.right_number, max_new_tokens=self.held_out_tokens) if held_out else None
         return Plan(policy, reference, [len(pair.prompt) for pair in pairs],
                     lambda run: dpo(policy, reference, pairs, self.config, run=run), measure)
 
@@ -287,10 +240,10 @@ class Reward(Training):
     data: Path  # JSONL rows with prompt, chosen and rejected
     config: OmitArgPrefixes[RewardConfig] = field(default_factory=RewardConfig)
 
-    def read(self) -> Rows:
-        return Rows()  # preferences are read with the policy's tokenizer
+    def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        return (), ()  # preferences are read with the policy's tokenizer
 
-    def prepare(self, policy, rows: Rows) -> Plan:
+    def prepare(self, policy, rows, held_out) -> Plan:
         pairs = load_preferences(self.data, policy.tokenizer)
         held_out = load_preferences(self.held_out_data, policy.tokenizer) if self.held_out_data else []
         model = RewardModel.from_policy(policy)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -31,27 +30,28 @@ from grpolab.lab.replay import check_seeded
 from grpolab.lab.rescore import as_problem, score_recorded
 from grpolab.lab.restore import (
     State,
-    configs_of,
+    identity,
     load_start,
     longest,
     restore,
     rows_of,
     session_at,
-    set_weight_decay,
+    update_again,
     with_threads,
 )
 from grpolab.models.load import Policy
-from grpolab.rollouts import Group, RecordedGroup
-from grpolab.runs.checkpoints import data_hash, weights_hash
-from grpolab.runs.run import FORKED, Run, configured
+from grpolab.rollouts import Group, RecordedGroup, Rollout
+from grpolab.runs.checkpoints import weights_hash
+from grpolab.runs.kept_weights import KeptWeights
+from grpolab.runs.run import FORKED, Run, plain_config
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, grpo_update, prove_both, trainer_logps
-from grpolab.train.loop import dropout_of
+from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, prove_both, trainer_logps
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.optimisers import make_optimiser
 from grpolab.train.rewards import Reward, ask_any, finished_and_correct
 
 Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
+SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "refills", "seed"}  # what decides on rollouts
 
 
 async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, reward: Reward = finished_and_correct,
@@ -71,7 +71,11 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
 
     A warning says where the rollouts of `step` are not the run's, which no change of its update can cause, and a printed line
     where their rewards are others. ValueError as in `restore`, and for what the run's kind has no use for."""
-    step, threads = index(step), _threads_of(run, step)
+    step, threads = index(step), session_at(run, step).get("threads")
+    if threads and threads != torch.get_num_threads():
+        warnings.warn(f"the run computed with {threads} torch threads and this fork goes on with {torch.get_num_threads()}: "
+                      f"last bits may differ without any change; torch.set_num_threads({threads}) takes the run's",
+                      stacklevel=2)
     state = await asyncio.to_thread(with_threads, threads, lambda: restore(run, step, reference=reference))
     config = replace(state.config, **changes)
     if not step < config.steps:
@@ -79,21 +83,25 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     if config.optimiser != state.config.optimiser and step:
         raise ValueError(f"optimiser={config.optimiser!r} cannot go on with the moments of {state.config.optimiser!r}: fork "
                          "from step 0, before there are any")
-    played = any("turns" in line for line in run.recorder.lines([step]))
     if step in run.recorder.steps():
-        check_seeded(dict(enumerate(run.recorder.groups(step))), step, session_at(run, step))
-    _check_kind(played, pool, reward, watch)
-    if played and pool is None and edit is None:
+        check_seeded(run.recorder.groups(step), step, session_at(run, step))
+    episodes = any("turns" in line for line in run.recorder.lines([step]))
+    if episodes and (watch or reward is not finished_and_correct):
+        raise ValueError("this run is one of episodes, whose rewards come from their environment: change it there, or "
+                         "those of this step with edit=with_reward(reward)")
+    if pool is not None and not episodes:
+        raise ValueError("a pool is for a run of episodes, and this step has none on the record")
+    if episodes and pool is None and edit is None:
         edit = unchanged
     reference = reference or (load_start(run) if config.kl_coef else None)
     forked = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.weights.every)
     with forked.held():
         done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, forked, state, config, edit, reference))
-    if played and pool is None:
+    if episodes and pool is None:
         print(f"step {step} was done again from its recorded episodes; those of the steps after it have to be played: pool=...")
     elif done < config.steps:
         rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, action_format=action_format,
-                               success=success, run=forked) if played else grpo(
+                               success=success, run=forked) if episodes else grpo(
             state.policy, reference, problems, config, reward=reward, watch=watch, run=forked, success=success)
         async for row in rows:
             if row["step"] == step and not SAMPLING & changes.keys():
@@ -101,99 +109,57 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     return forked
 
 
-SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "refills", "seed"}  # what decides on rollouts
-
-
-def _check_kind(played: bool, pool, reward: Reward, watch) -> None:
-    """Refuse what a run of this kind has no use for."""
-    if played and (watch or reward is not finished_and_correct):
-        raise ValueError("this run is one of episodes, whose rewards come from their environment: change it there, or "
-                         "those of this step with edit=with_reward(reward)")
-    if pool is not None and not played:
-        raise ValueError("a pool is for a run of episodes, and this step has none on the record")
-
-
 def _report_differences(run: Run, forked: Run, step: int) -> None:
     """Report where the rollouts of the first step of the fork, which no change of its update can reach, are not the run's."""
-    then, now = ({(line["group"], i): (tuple(line["tokens"][i]), line["reward"][i]) for line in of.recorder.lines([step])
-                  for i in range(len(line["tokens"]))} for of in (run, forked))
-    both = then.keys() & now.keys()
-    other = sum(then[k][0] != now[k][0] for k in both)
-    paid = sum(then[k][1] != now[k][1] for k in both if then[k][0] == now[k][0])
-    if other:
+    columns = ["group", "rollout", "tokens", "reward"]
+    both = run.rollouts(step, columns).merge(forked.rollouts(step, columns), on=columns[:2])
+    same = both["tokens_x"] == both["tokens_y"]
+    if other := (~same).sum():
         warnings.warn(f"{other} of {len(both)} rollouts of step {step} are not the run's, which no change of its update makes: "
                       "were problems, limits, action_format, environment and torch threads the run's?", stacklevel=3)
-    if paid:
+    if paid := (same & (both["reward_x"] != both["reward_y"])).sum():
         print(f"{paid} of {len(both)} rollouts of step {step} have another reward than in the run")
 
 
 def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
     """Leave in the fork's folder what an interrupted run would have left, so that a loop goes on there: the steps done."""
-    for left in (*forked.folder.glob("checkpoint-*"), forked.folder / "replay", forked.recorder.folder):
-        shutil.rmtree(left, ignore_errors=True)
+    for earlier in (*forked.folder.glob("checkpoint-*"), forked.folder / "replay", forked.recorder.folder):
+        shutil.rmtree(earlier, ignore_errors=True)
     if run.recorder.folder.exists():
         shutil.copytree(run.recorder.folder, forked.recorder.folder)
     forked.recorder.rewind(state.step)
-    for part in {run.kept()[state.kept], run.folder / "replay" / "policy", *(d for s, d in run.kept().items() if s == 0)}:
-        shutil.copytree(part, forked.folder / "replay" / part.name, copy_function=_link)
-    configs = [(end, asdict(c)) for end, c in configs_of(run)]
-    before = [(min(end, state.step), c) for i, (end, c) in enumerate(configs) if not i or configs[i - 1][0] < state.step]
-    before = json.loads(json.dumps(before))  # as it is going to be read
-    atomic_write(forked.folder / FORKED, json.dumps({"eras": before, "hash": data_hash([before])}) + "\n")
+    atomic_write(forked.folder / FORKED, json.dumps({"step": state.step, "run": identity(run)}) + "\n")
     rows = {row["step"]: row for row in rows_of(run)}
     forked.metrics = [row for s, row in rows.items() if s < state.step]
     done, policy = state.step, state.policy
-    if config.optimiser != state.config.optimiser:
-        state = replace(state, optimiser=make_optimiser(policy, config))
-    set_weight_decay(state.optimiser, config)
+    optimiser = state.optimiser if config.optimiser == state.config.optimiser else make_optimiser(policy, config)
+    for group in optimiser.param_groups:  # that of the run came with the optimiser's state
+        group["weight_decay"] = config.weight_decay
+    KeptWeights(forked.folder / "replay", every=1).keep(done, plain_config(config), policy, optimiser)
     if edit is not None:
-        whole = run.recorder.groups(state.step)
-        recorded, rest = [g for g in whole if g.used], [g for g in whole if not g.used]
-        groups = edit(recorded, state)
+        whole = run.recorder.groups(done)
+        used, unused = [g for g in whole if g.used], [g for g in whole if not g.used]
+        groups = edit(used, state)
         if not groups:
-            raise ValueError(f"the edit leaves nothing of step {state.step} to learn from")
+            raise ValueError(f"the edit leaves nothing of step {done} to learn from")
         check_reference(policy, reference, config)
-        prove_both(policy, reference, config, longest([recorded]))
-        forked.record(done, policy, [*groups, *rest], session_at(run, done).get("engine", ""))
-        a = torch.tensor([g.advantages for g in groups])
-        trained = [g.trained for g in groups]
+        prove_both(policy, reference, config, longest(used))
+        forked.record(done, policy, [*groups, *unused], session_at(run, done).get("engine", ""))
+        row = update_again(policy, reference, groups, config, optimiser, done)
         curriculum = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
-        try:
-            with dropout_of(policy, config.seed, done):
-                row = grpo_update(policy, reference, trained, config, state.optimiser, done, a)
-        except RuntimeError as error:
-            raise ValueError(f"the rollouts of step {done} are not those of its weights: the record is another run's, or the "
-                             f"edit gave them log-probs of its own ({error})") from error
-        forked.metrics.append({"step": done} | describe(trained) | row | curriculum)
+        forked.metrics.append({"step": done} | describe([g.trained for g in groups]) | row | curriculum)
         done += 1
-    forked.save_checkpoint(done, config, policy, state.optimiser)
-    forked.keep_for_replay(done, config, policy, state.optimiser)
-    note = {"start": weights_hash(policy), "base": policy.name} | configured(config)
+    forked.save_checkpoint(done, config, policy, optimiser)
+    forked.keep_for_replay(done, config, policy, optimiser)
+    note = {"start": weights_hash(policy), "base": policy.name} | {"config": plain_config(config)}
     atomic_write(forked.folder / "run.json", json.dumps(note, indent=1) + "\n")
     forked._write_table()
     return done
 
 
-def _link(source: str, target: str) -> None:
-    """The same file under a second name: kept weights are never changed in place. A copy where the disk has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def _threads_of(run: Run, step: int) -> int | None:
-    threads = session_at(run, step).get("threads")
-    if threads and threads != torch.get_num_threads():
-        warnings.warn(f"the run computed with {threads} torch threads and this fork goes on with {torch.get_num_threads()}: "
-                      f"last bits may differ without any change; torch.set_num_threads({threads}) takes the run's",
-                      stacklevel=3)
-    return threads
-
-
-def compare_forks(run: Run, forkeds: dict[str, Run], column: str = "reward", *, window: int = 1, ax=None):
+def compare_forks(run: Run, forks: dict[str, Run], column: str = "reward", *, window: int = 1, ax=None):
     """One metric of the run and of its forks over steps; returns the Axes."""
-    tables = {name: pd.DataFrame(rows_of(r)) for name, r in ({"the run": run} | forkeds).items()}
+    tables = {name: pd.DataFrame(rows_of(r)) for name, r in ({"the run": run} | forks).items()}
     title = f"{column} at the end: " + ", ".join(f"{name} {t[column].iloc[-1]:.3g}" for name, t in tables.items())
     return plots.curves(tables, column, title=title, ylabel=column, window=window, ax=ax)
 
@@ -234,8 +200,9 @@ def with_advantage(group: int, rollout: int, value: float) -> Edit:
 
     def edit(groups, state):
         g = groups[_checked(group, groups)]
-        a = tuple(float(value) if i == _checked(rollout, g.advantages) else x for i, x in enumerate(g.advantages))
-        return [replace(g, advantages=a) if i == group else other for i, other in enumerate(groups)]
+        place = _checked(rollout, g.advantages)
+        new = replace(g, advantages=(*g.advantages[:place], float(value), *g.advantages[place + 1 :]))
+        return [new if i == group else x for i, x in enumerate(groups)]
 
     return edit
 
@@ -246,31 +213,29 @@ def with_token(group: int, rollout: int, position: int, token: int, reward: Rewa
     an episode, which its environment would have to go on, too."""
 
     def edit(groups, state):
-        g = groups[_checked(group, groups)]
+        g, policy, config = groups[_checked(group, groups)], state.policy, state.config
         r = g.group[_checked(rollout, g.group.rollouts)]
         if g.turns or not all(r.mask):
             raise ValueError("a token cannot be forced in an episode: its environment would have to go on from there")
         head = r.tokens[: _checked(position, r.tokens)] + (token,)
-        left = state.config.max_new_tokens - len(head)
-        policy, params = state.policy, SamplingParams(temperature=state.config.temperature, max_new_tokens=max(1, left))
-        if token in policy.eos_ids or not left:
-            tail, reason = None, "eos" if token in policy.eos_ids else "length"
-        else:
-            with Sampler(policy, exact=state.config.exact) as sampler:
+        room, ended = config.max_new_tokens - len(head), token in policy.eos_ids
+        tail = Rollout(r.prompt + head, (), (), (), (), "eos" if ended else "length")
+        if room and not ended:
+            params = SamplingParams(temperature=config.temperature, max_new_tokens=room)
+            with Sampler(policy, exact=config.exact) as sampler:
                 tail = sampler.submit([r.prompt + head], params=params, seeds=[[r.seed]]).result()[0][0]
-            reason = tail.finish_reason
-        more = tail.tokens if tail else ()
-        zeros = (0.0,) * len(head + more)
-        new = replace(r, tokens=head + more, mask=(1,) * len(zeros), logps=zeros, raw_logps=zeros, kept_mass=(),
-                      finish_reason=reason)
-        forced, raw = (trainer_logps(policy, [new], replace(state.config, temperature=t))[0][position]
-                       for t in (state.config.temperature, 1.0))
-        new = replace(new, logps=(*r.logps[:position], forced, *(tail.logps if tail else ())),
-                      raw_logps=(*r.raw_logps[:position], raw, *(tail.raw_logps if tail else ())))
+        tokens = head + tail.tokens
+        blank = (0.0,) * len(tokens)
+        new = replace(r, tokens=tokens, mask=(1,) * len(tokens), logps=blank, raw_logps=blank, kept_mass=(),
+                      finish_reason=tail.finish_reason)
+        forced, raw = (trainer_logps(policy, [new], replace(config, temperature=t))[0][position]
+                       for t in (config.temperature, 1.0))
+        new = replace(new, logps=(*r.logps[:position], forced, *tail.logps),
+                      raw_logps=(*r.raw_logps[:position], raw, *tail.raw_logps))
         ((new_reward,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
-        members = Group(tuple(replace(new, reward=new_reward) if i == rollout else other for i, other in enumerate(g.group)))
+        members = Group(tuple(replace(new, reward=new_reward) if i == rollout else x for i, x in enumerate(g.group)))
         changed = [replace(g, group=members, parts={}) if i == group else x for i, x in enumerate(groups)]
-        together = state.config.advantage_kind == "batch_standardised"  # then the others' advantages change, too
+        together = config.advantage_kind == "batch_standardised"  # then the others' advantages change, too
         scored = _with_advantages(changed, state)
         return [new if together or i == group else x for i, (x, new) in enumerate(zip(changed, scored))]
 
@@ -302,14 +267,12 @@ class Culprit:
     __repr__ = __str__
 
 
-async def bisect(run: Run, measure: Callable[[Policy], Any], at_least: float, *, low: int = 0, high: int | None = None,
-                 reference: Policy | None = None) -> Culprit:
-    """The step whose update took `measure(policy)` (a number, or an await of one) below `at_least`, by halving between `low`
-    and `high` steps done (None: all that the record has). Where it crosses more than once, one of the crossings.
+async def bisect(run: Run, measure: Callable[[Policy], Any], at_least: float, *, reference: Policy | None = None) -> Culprit:
+    """The step whose update took `measure(policy)` (a number, or an await of one) below `at_least`, by halving the run. Where
+    it crosses more than once, one of the crossings.
 
-    ValueError where it is below at `low` already, or not yet at `high`; it names the value."""
-    steps = run.recorder.steps()
-    high = high if high is not None else (steps[-1] + 1 if steps else 0)
+    ValueError where it is below at the start already, or not yet at the end; it names the value."""
+    low, high = 0, max(run.recorder.steps(), default=-1) + 1
     measured: dict[int, float] = {}
 
     async def good(done: int) -> bool:
@@ -322,7 +285,7 @@ async def bisect(run: Run, measure: Callable[[Policy], Any], at_least: float, *,
         return measured[done] >= at_least
 
     if not await good(low):
-        raise ValueError(f"it is {measured[low]:.3g} after {low} steps, below {at_least} already: begin earlier, ask for less")
+        raise ValueError(f"it is {measured[low]:.3g} after {low} steps, below {at_least} already: ask for less")
     if await good(high):
         raise ValueError(f"it is {measured[high]:.3g} after {high} steps, not below {at_least}: nothing was lost")
     while high - low > 1:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
-import torch
 from matplotlib.ticker import MaxNLocator
 
 from grpolab.decode.sampler import Sampler
@@ -53,21 +53,19 @@ class Credit:
     def plot(self, axes=None):
         """V along the rollout, and each token's credit beside the flat advantage; returns both Axes."""
         axes = plt.subplots(1, 2, figsize=(9.6, 3.2))[1] if axes is None else axes
-        x, credits = range(len(self.values)), self.credits
-        low, high = ([v + s * 1.96 * e for v, e in zip(self.values, self.errors)] for s in (-1, 1))
-        axes[0].fill_between(x, low, high, color=plots.REWARD, alpha=0.25)
-        axes[0].plot(x, self.values, color=plots.REWARD, marker="o", markersize=3)
-        most = max(range(len(credits)), key=lambda t: abs(credits[t]))
+        table, values, errors = self.table(), np.array(self.values), 1.96 * np.array(self.errors)
+        axes[0].fill_between(range(len(values)), values - errors, values + errors, color=plots.REWARD, alpha=0.25)
+        axes[0].plot(values, color=plots.REWARD, marker="o", markersize=3)
         axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of a token
-        axes[0].set(title=f"V goes from {self.values[0]:.2f} to {self.values[-1]:.2f}", xlabel="tokens written",
+        axes[0].set(title=f"V goes from {values[0]:.2f} to {values[-1]:.2f}", xlabel="tokens written",
                     ylabel="value of the prefix")
-        axes[1].bar(range(len(credits)), credits, color=[plots.POLICY if c >= 0 else plots.WARNING for c in credits])
+        axes[1].bar(table.index, table["credit"], color=[plots.POLICY if c >= 0 else plots.WARNING for c in table["credit"]])
         axes[1].axhline(self.advantage, color=plots.REFERENCE, linestyle="--", label=f"GRPO's advantage {self.advantage:.2f}")
-        labels = [visible(t).replace("$", r"\$") for t in self.tokens]
+        labels, most = [visible(t).replace("$", r"\$") for t in self.tokens], table["credit"].abs().idxmax()
         turned = 90 if max(map(len, labels)) > 2 else 0  # longer ones would cover each other
         axes[1].set_xticks(range(len(labels)), labels, fontsize=8, rotation=turned)
-        axes[1].set(title=f"Token {most}, '{visible(self.tokens[most])}', decides: {credits[most]:+.2f}".replace("$", r"\$"),
-                    xlabel="token", ylabel="credit")
+        axes[1].set(title=f"Token {most}, '{labels[most]}', decides: {self.credits[most]:+.2f}", xlabel="token",
+                    ylabel="credit")
         axes[1].legend()
         return axes
 
@@ -83,37 +81,42 @@ def credit(policy: Policy, rollout: Rollout, reward: Reward, problem: Any, *, ma
                          "episode's, or empty")
     if continuations < 2:
         raise ValueError(f"continuations must be at least 2, got {continuations}")
+
+    def rewards(rollouts) -> np.ndarray:  # NaN where the reward abstains
+        texts = [[policy.decode(r.tokens) for r in rollouts]]
+        return np.array(ask_any(reward, texts, [problem], [rollouts])[0], dtype=float)
+
     with Sampler(policy, threads=threads) as sampler:
-        asked = [
+        requests = [
             sampler.submit([rollout.prompt + rollout.tokens[:t]], group_size=continuations, params=SamplingParams(
                 temperature=temperature, max_new_tokens=max_new_tokens - t, seed=fold_seed(seed, t)))
             for t in range(len(rollout.tokens))
         ]
-        groups = [request.result()[0] for request in asked]
+        groups = [request.result()[0] for request in requests]
     values, errors = [], []
-    ask = lambda rollouts: ask_any(reward, [[policy.decode(r.tokens) for r in rollouts]], [problem], [rollouts])[0]  # noqa: E731
     for t, group in enumerate(groups):
-        wholes = []
-        for tail in group:
-            tokens = rollout.tokens[:t] + tail.tokens
-            wholes.append(replace(
-                tail, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(),
-                logps=rollout.logps[:t] + tail.logps, raw_logps=rollout.raw_logps[:t] + tail.raw_logps))
-        known = torch.tensor([float(r) for r in ask(wholes) if r is not None])
-        values.append(known.mean().item())
-        errors.append(known.std().item() / math.sqrt(len(known)) if len(known) > 1 else math.nan)
-    own = ask([rollout])[0]
-    own = math.nan if own is None else float(own)
+        sampled = rewards([_joined(rollout, t, rest) for rest in group])
+        sampled = sampled[~np.isnan(sampled)]
+        values.append(sampled.mean().item() if len(sampled) else math.nan)
+        errors.append(sampled.std(ddof=1).item() / math.sqrt(len(sampled)) if len(sampled) > 1 else math.nan)
+    (own,) = rewards([rollout]).tolist()
     texts = tuple(policy.tokenizer.decode([t]) for t in rollout.tokens)
     return Credit(texts, (*values, own), (*errors, 0.0), advantage, own)
+
+
+def _joined(rollout: Rollout, t: int, rest: Rollout) -> Rollout:
+    """The first `t` tokens of a rollout, continued by `rest`."""
+    tokens = rollout.tokens[:t] + rest.tokens
+    return replace(rest, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(),
+                   logps=rollout.logps[:t] + rest.logps, raw_logps=rollout.raw_logps[:t] + rest.raw_logps)
 
 
 def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, continuations: int = 64, seed: int = 0,
               reference: Policy | None = None) -> Credit:
     """`credit` of a recorded rollout, by the policy that wrote it."""
-    groups = dict(enumerate(run.recorder.groups(step)))
+    groups, session = run.recorder.groups(step), session_at(run, step)
     select(groups, step, group, rollout)
-    g, threads = groups[group], session_at(run, step).get("threads")
+    g, threads = groups[group], session.get("threads")
 
     def work():
         state = restore(run, step, reference=reference)

@@ -12,7 +12,7 @@ from html import escape
 from grpolab.checker import parse_boxed_answer
 from grpolab.lab.diagnose import diagnose
 from grpolab.lab.interrupts import in_progress, report_interrupts
-from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, Metric, readable, short
+from grpolab.lab.metrics import MEASURED, METRICS, UNKNOWN, readable, short
 from grpolab.lab.plots import POLICY, WARNING
 from grpolab.lab.tokens import tokens_html as tokens_html  # the notebooks' old address
 from grpolab.runs.selection import PREFIX
@@ -29,21 +29,21 @@ class Dashboard:
             live.update(row)
             await live.ask(policy, held_out[:3])
 
-    `healthy` gives columns other ranges than `METRICS`, e.g. {"kl": (0, 0.1)}; a value outside is coloured. `meanings` says in
-    a line what a column of your own is. An interrupt of the cell is marked here and reported in one line; the `run` that the
-    loop writes to gives its earlier rows, and where a rerun goes on. What ails the run (`diagnose`) stands below, with the
-    remedy to try. While no row comes for some seconds, as during an evaluation, it says how long the step takes.
+    A value outside its range in `METRICS` is coloured; `meanings` says in a line what a column of your own is. An interrupt of
+    the cell is marked here and reported in one line; the `run` that the loop writes to gives its earlier rows, and where a
+    rerun goes on. What ails the run (`diagnose`) stands below, with the remedy to try. While no row comes for some seconds, as
+    during an evaluation, it says how long the step takes.
     Outside a notebook it prints a line every tenth of the way, and asks nothing.
     """
 
     def __init__(self, steps: int, columns: Sequence[str], title: str = "", *, run=None,
-                 healthy: Mapping[str, tuple[float | None, float | None]] | None = None,
                  meanings: Mapping[str, str] | None = None):
         from IPython import get_ipython
         from IPython.display import display
 
         self.steps, self.columns, self.title, self.run = steps, tuple(columns), title, run
-        self.metrics = {c: _metric(c, (healthy or {}).get(c), (meanings or {}).get(c)) for c in columns}
+        known = {c: METRICS.get(c, MEASURED if c.startswith(PREFIX) else UNKNOWN) for c in columns}
+        self.metrics = {c: metric._replace(meaning=(meanings or {}).get(c, metric.meaning)) for c, metric in known.items()}
         self.rows: list[dict] = []
         self._earlier = 0  # rows of the run before an interrupt
         self.interrupted = False
@@ -146,39 +146,25 @@ class Dashboard:
     def _repr_html_(self):
         rows = "".join(self._row(c) for c in self.columns)
         state = f", <b style='color:{WARNING}'>interrupted</b>" if self.interrupted else ""
-        return (
-            f"<div style='text-align:left'><b>{escape(self.title)}</b> <progress value='{self.done}' max='{self.steps}'>"
-            f"</progress> {self.done}/{self.steps}, {self._clock()}{state}"
-            f"<table style='margin:0'>{rows}</table>{self._findings()}{self._questions()}</div>"
-        )
-
-    def _findings(self) -> str:
-        """What ails the run so far (`diagnose`)."""
-        return "".join(f"<div style='color:{WARNING}'>⚠ {escape(str(finding))}</div>" for finding in diagnose(self.rows))
-
-    def _row(self, column: str) -> str:
-        values = [r[column] for r in self.rows if r.get(column) is not None and r[column] == r[column]]
-        metric = self.metrics[column]
-        latest = readable(values[-1]) if values else "–"
-        strays = bool(values) and metric.strays(values[-1])
-        color = f" color:{WARNING}" if strays else ""
-        meaning = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
-        cells = (escape(column), f"<b style='{color}'>{latest}{' ⚠' if strays else ''}</b>", sparkline(values),
-                 f"<small>{escape(meaning)}</small>")
-        return "<tr>" + "".join(f"<td {CELL}>{cell}</td>" for cell in cells) + "</tr>"
-
-    def _questions(self) -> str:
-        rows = "".join(
+        findings = "".join(f"<div style='color:{WARNING}'>⚠ {escape(str(finding))}</div>" for finding in diagnose(self.rows))
+        asked = "".join(
             f"<tr><td {CELL}>{escape(question)}</td><td {CELL}>{marks[-20:]}</td><td {CELL}><code>{escape(short(text))}</code>"
             "</td></tr>" for question, (marks, text) in self.asked.items()
         )
-        return f"<table style='margin:0'>{rows}</table>" if rows else ""
+        return (
+            f"<div style='text-align:left'><b>{escape(self.title)}</b> <progress value='{self.done}' max='{self.steps}'>"
+            f"</progress> {self.done}/{self.steps}, {self._clock()}{state}<table style='margin:0'>{rows}</table>{findings}"
+            f"<table style='margin:0'>{asked}</table></div>"
+        )
 
-
-def _metric(column: str, healthy: tuple | None, meaning: str | None) -> Metric:
-    known = METRICS.get(column, MEASURED if column.startswith(PREFIX) else UNKNOWN)
-    known = known if meaning is None else known._replace(meaning=meaning)
-    return known if healthy is None else known._replace(low=healthy[0], high=healthy[1])
+    def _row(self, column: str) -> str:
+        values = [r[column] for r in self.rows if r.get(column) is not None and r[column] == r[column]]
+        metric, latest = self.metrics[column], readable(values[-1]) if values else "–"
+        if values and metric.strays(values[-1]):
+            latest = f"<span style='color:{WARNING}'>{latest} ⚠</span>"
+        meaning = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
+        cells = (escape(column), f"<b>{latest}</b>", sparkline(values), f"<small>{escape(meaning)}</small>")
+        return "<tr>" + "".join(f"<td {CELL}>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def sparkline(values: Sequence[float], width: int = 120, height: int = 28) -> str:

@@ -22,15 +22,15 @@ LASTING, WINDOW = 3, 5  # an illness of several rows shows in so many of so many
 
 @dataclass(frozen=True)
 class Finding:
-    """An illness, since which step it shows (None: of a single row without one), its evidence and the remedy to try."""
+    """An illness, since which step it shows, its evidence and the remedy to try."""
 
     illness: str
-    step: int | None
+    step: int
     evidence: str
     remedy: str
 
     def __str__(self):
-        return f"{self.illness}{'' if self.step is None else f' (from step {self.step})'}: {self.evidence}. Try: {self.remedy}."
+        return f"{self.illness} (from step {self.step}): {self.evidence}. Try: {self.remedy}."
 
 
 class Findings(tuple):
@@ -54,42 +54,35 @@ class Rule:
     remedy: str
 
 
-def _two(value) -> str:
-    return readable(float(value), 2)
+# What stands beside a bound is where the healthy and the ill of the recorded runs lie.
 
 
 def _equal_groups(row) -> str | None:
-    equal, right = row.get("uninformative"), row.get("all_right", 0.0)
-    if equal is None or not (equal >= 0.8 and right < equal / 2):  # all right is the end of the lesson, not an illness
-        return None
-    return f"in {equal:.0%} of the groups all rewards are equal, and {right:.0%} are all right: no difference, no gradient"
+    equal, right = row["uninformative"], row.get("all_right", 0.0)
+    if equal >= 0.8 and right < equal / 2:  # all right is the end of the lesson, not an illness
+        return f"in {equal:.0%} of the groups all rewards are equal, and {right:.0%} are all right: no difference, no gradient"
 
 
 def _no_end(row) -> str | None:
-    cut = row.get("truncated")
-    shows = cut is not None and cut >= 0.3  # healthy: at most 0.03; ill: up to 1
-    return f"{cut:.0%} of the completions were cut before they ended" if shows else None
+    if row["truncated"] >= 0.3:  # healthy: at most 0.03; ill: up to 1
+        return f"{row['truncated']:.0%} of the completions were cut before they ended"
 
 
 def _no_entropy(row) -> str | None:
-    entropy = row.get("entropy")
-    low = entropy is not None and entropy < 0.01  # healthy: at least 0.016, on four questions learnt by heart; ill: 0.002
-    return f"the entropy is {_two(entropy)} nats a token: the rollouts of a group are all but the same" if low else None
+    if row["entropy"] < 0.01:  # healthy: at least 0.016, on four questions learnt by heart; ill: 0.002
+        return f"the entropy is {readable(row['entropy'], 2)} nats a token: the rollouts of a group are all but the same"
 
 
 def _drift(row) -> str | None:
-    mean, largest = row.get("logp_diff", 0.0), row.get("logp_diff_max", 0.0)
-    if row.get("staleness", 0.0) > 0:  # rollouts of older weights differ by the updates since: no illness
-        return None
-    if not (mean > 0.02 or largest > 2.0):  # healthy: at most 0.0016 and 1.5, in bfloat16; ill: at least 0.037 and 4.7
-        return None
-    return (f"sampler and trainer differ by {_two(mean)} nats a token on average, {_two(largest)} at most "
-            "(in fp32: 10⁻⁶ and 10⁻⁴)")
+    mean, largest = row["logp_diff"], row.get("logp_diff_max", 0.0)
+    older = row.get("staleness", 0.0) > 0  # rollouts of older weights differ by the updates since: no illness
+    if not older and (mean > 0.02 or largest > 2.0):  # healthy: at most 0.0016 and 1.5, in bfloat16; ill: at least 0.037, 4.7
+        return (f"sampler and trainer differ by {readable(mean, 2)} nats a token on average, {readable(largest, 2)} at most "
+                "(in fp32: 10⁻⁶ and 10⁻⁴)")
 
 
 def _clipped(row) -> str | None:
-    share, ratio = row.get("clip_low", 0.0) + row.get("clip_high", 0.0), row.get("ratio_max", 1.0)
-    shown = []
+    share, ratio, shown = row.get("clip_low", 0.0) + row.get("clip_high", 0.0), row["ratio_max"], []
     if ratio >= 10:  # healthy: at most 6.3; ill: up to 132
         shown.append(f"within one step a token's probability changed by a factor of {ratio:.0f}")
     if share >= 0.1:  # healthy: at most 0.03; ill: up to 0.17
@@ -98,9 +91,8 @@ def _clipped(row) -> str | None:
 
 
 def _kl(row) -> str | None:
-    kl = row.get("kl")
-    far = kl is not None and kl >= 0.3  # healthy: at most 0.07; ill: 3 and more
-    return f"the KL to the reference is {_two(kl)} nats a token" if far else None
+    if row["kl"] >= 0.3:  # healthy: at most 0.07; ill: 3 and more
+        return f"the KL to the reference is {readable(row['kl'], 2)} nats a token"
 
 
 RULES = (
@@ -125,36 +117,27 @@ def diagnose(what: Run | Mapping | Sequence[Mapping], *, held_out: Sequence[tupl
     A row shows what one step can; several also show what grows over time, and an illness must show in LASTING of WINDOW steps.
     `held_out` are (step, rate or Interval) of evaluations; `watched` names a column that is a judge beside the reward, such
     as a rule that a learned reward only imitates."""
-    if isinstance(what, Mapping):
-        return Findings(_of_a_row(_numbers(what)))
-    rows = _rows_of(what)
+    rows = [{name: float(value) for name, value in row.items() if isinstance(value, int | float) and value == value}
+            | {"step": row.get("step", i)} for i, row in enumerate(_rows_of(what))]
     points = [(step, float(getattr(value, "value", value))) for step, value in held_out]
-    over_time = (_longer(rows), _fallen(rows), _hacked(rows, points, "the held-out rate"),
-                 _hacked(rows, _means(rows, watched, 10) if watched else [], watched))
-    found = [*(f for rule in RULES if (f := _lasting(rule, rows))), *(f for f in over_time if f)]
-    return Findings(sorted(found, key=lambda f: f.step))
+    found = [*(_lasting(rule, rows) for rule in RULES), _longer(rows), _fallen(rows),
+             _hacked(rows, points, "the held-out rate"),
+             _hacked(rows, _means(rows, watched, 10) if watched else [], watched)]
+    return Findings(sorted(filter(None, found), key=lambda f: f.step))
 
 
-def _rows_of(what) -> list[dict]:
-    if hasattr(what, "folder"):
-        from grpolab.lab.restore import rows_of
+def _rows_of(what) -> Sequence[Mapping]:
+    if isinstance(what, Mapping):
+        return [what]
+    if hasattr(what, "to_dict"):
+        return what.to_dict("records")
+    if not hasattr(what, "folder"):
+        return what
+    from grpolab.lab.restore import rows_of  # here, since it brings torch along
 
-        rows = rows_of(what)
-        if not rows:
-            raise ValueError(f"{what.shown(what.folder)} holds no metrics: train into it first")
-    else:
-        rows = what.to_dict("records") if hasattr(what, "to_dict") else list(what)
-    return [_numbers(row) | {"step": row.get("step", i)} for i, row in enumerate(rows)]
-
-
-def _numbers(row: Mapping) -> dict:
-    """What of a row is a number."""
-    return {k: v for k, v in row.items() if isinstance(v, int | float) and v == v}
-
-
-def _of_a_row(row: dict) -> list[Finding]:
-    step = row.get("step")
-    return [Finding(r.illness, step, evidence, r.remedy) for r in RULES if (evidence := r.shows(row))]
+    if not (rows := rows_of(what)):
+        raise ValueError(f"{what.shown(what.folder)} holds no metrics: train into it first")
+    return rows
 
 
 def _lasting(rule: Rule, rows: Sequence[dict]) -> Finding | None:

@@ -61,25 +61,30 @@ def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
         raise ValueError(f"exercise {name!r} needs at least one wrong answer that its check refuses")
 
     def decorate(asserts):
+        async def judged(answer):
+            try:
+                outcome = asserts(_watched(answer))
+                if inspect.isawaitable(outcome):
+                    await outcome
+            except (Unsolved, NotImplementedError) as error:
+                return Verdict(name, UNSOLVED, str(error))
+            except AssertionError as error:
+                return Verdict(name, WRONG, str(error) or "an assert of the check failed")
+            except Exception as error:
+                return Verdict(name, WRONG, f"it raised {type(error).__name__}: {error}")
+            return Verdict(name, RIGHT)
+
         @functools.wraps(asserts)
         def check(answer):
+            if inspect.iscoroutinefunction(asserts):
+                return judged(answer)
             try:
-                asserts(_watched(answer))
-            except Exception as error:
-                return _verdict(name, error)
-            return Verdict(name, RIGHT)
+                judged(answer).send(None)  # it waits for nothing, so it ends at once
+            except StopIteration as end:
+                return end.value
 
-        @functools.wraps(asserts)
-        async def check_async(answer):
-            try:
-                await asserts(_watched(answer))
-            except Exception as error:
-                return _verdict(name, error)
-            return Verdict(name, RIGHT)
-
-        made = check_async if inspect.iscoroutinefunction(asserts) else check
-        made.wrong = tuple(wrong)
-        return made
+        check.wrong = tuple(wrong)
+        return check
 
     return decorate
 
@@ -95,15 +100,6 @@ def hidden_check(notebook: str, name: str) -> Callable:
             exec(compile(source, f"<{notebook} {name}>", "exec"), names)  # noqa: S102  (a cell of our own notebook)
             return names[name]
     raise ValueError(f"{path} has no cell tagged check that defines {name}")
-
-
-def _verdict(name: str, error: Exception) -> Verdict:
-    """What an error inside the asserts says of the answer."""
-    if isinstance(error, Unsolved | NotImplementedError):
-        return Verdict(name, UNSOLVED, str(error))
-    if isinstance(error, AssertionError):
-        return Verdict(name, WRONG, str(error) or "an assert of the check failed")
-    return Verdict(name, WRONG, f"it raised {type(error).__name__}: {error}")
 
 
 def _watched(answer):

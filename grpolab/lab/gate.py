@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
+
+from IPython import get_ipython
+from IPython.display import display
 
 from grpolab.files import atomic_write
 from grpolab.lab.metrics import readable
@@ -23,7 +25,7 @@ class GateError(AssertionError):
         return [f"GateError: {self}"]
 
 
-# What to change where a check fails and has no advice of its own.
+# What to change where a check fails: an identity, or a claim.
 ADVICE = {
     False: "this holds for any seed and size: look at the code that computes it",
     True: "this depends on the run: take its own parameters, more steps or questions, or look at another seed",
@@ -40,7 +42,10 @@ class Check:
     passed: bool
     claim: bool = False
     judged: bool = True
-    advice: str = ""
+
+    @property
+    def advice(self) -> str:
+        return ADVICE[self.claim]
 
     @property
     def failed(self) -> bool:
@@ -75,13 +80,13 @@ class gate:
         with gate("04 grpo", run, shortened=shortened(steps=(config.steps, 150))) as g:
             g.close("KL at step 0", kl0, 0.0, atol=1e-6)
             g.claims()
-            g.above("greedy gain: lower end of its interval", gain.low, 0.0, advice="-p steps 300 learns more")
+            g.above("greedy gain: lower end of its interval", gain.low, 0.0)
 
     Identities hold at any size. After `g.claims()` stand the statements that only the whole run bears; where `shortened`
     says why this was not the whole run ("20 of 150 steps"; "" for a whole one) they are shown and not judged.
     A NaN passes nothing. A gate without a check that is judged fails. `place` is where results.json goes: a Run, whose
     files are then listed below the table, or a folder (default: runs/<name>). An error inside the block is recorded as a
-    failure and goes on up. `advice` is the one line below a failed check (default: by its kind).
+    failure and goes on up.
     """
 
     def __init__(self, name: str, place=None, *, shortened: str = ""):
@@ -100,24 +105,23 @@ class gate:
         """From here on: what the whole run claims. Identities stand before."""
         self._claims = True
 
-    def close(self, name: str, measured: float, expected: float, *, atol: float, advice: str = ""):
+    def close(self, name: str, measured: float, expected: float, *, atol: float) -> None:
         """|measured - expected| <= atol."""
-        bound = f"= {readable(expected)} ± {readable(atol)}"
-        return self._add(name, measured, bound, abs(measured - expected) <= atol, advice)
+        self._add(name, measured, f"= {readable(expected)} ± {readable(atol)}", abs(measured - expected) <= atol)
 
-    def equal(self, name: str, measured, expected, *, advice: str = ""):
+    def equal(self, name: str, measured, expected) -> None:
         """measured == expected, exactly."""
-        return self._add(name, measured, f"= {readable(expected)}", bool(measured == expected), advice)
+        self._add(name, measured, f"= {readable(expected)}", measured == expected)
 
-    def at_least(self, name: str, measured: float, bound: float, *, advice: str = ""):
-        return self._compare(name, measured, "≥", bound, operator.ge, advice)
+    def at_least(self, name: str, measured: float, bound: float) -> None:
+        self._add(name, measured, f"≥ {readable(bound)}", measured >= bound)
 
-    def at_most(self, name: str, measured: float, bound: float, *, advice: str = ""):
-        return self._compare(name, measured, "≤", bound, operator.le, advice)
+    def at_most(self, name: str, measured: float, bound: float) -> None:
+        self._add(name, measured, f"≤ {readable(bound)}", measured <= bound)
 
-    def above(self, name: str, measured: float, bound: float, *, advice: str = ""):
+    def above(self, name: str, measured: float, bound: float) -> None:
         """Strictly greater, as a confidence interval that excludes a value."""
-        return self._compare(name, measured, ">", bound, operator.gt, advice)
+        self._add(name, measured, f"> {readable(bound)}", measured > bound)
 
     def record(self, **values):
         """Values that stand in results.json beside the checks without being judged: numbers, tensors, anything with a text."""
@@ -137,60 +141,48 @@ class gate:
             return "FAILED"
         return f"identities passed; claims not judged: {self.shortened}" if self.shortened else "passed"
 
-    def _compare(self, name, measured, sign, bound, test, advice):
-        return self._add(name, measured, f"{sign} {readable(bound)}", bool(test(measured, bound)), advice)
-
-    def _add(self, name, measured, bound, passed, advice):
+    def _add(self, name, measured, bound, passed) -> None:
         measured = measured.item() if hasattr(measured, "item") else measured
-        judged = not (self._claims and self.shortened)
-        advice = advice or ADVICE[self._claims]
-        self.checks.append(Check(name, measured, bound, bool(passed), self._claims, judged, advice))
+        self.checks.append(Check(name, measured, bound, bool(passed), self._claims, not (self._claims and self.shortened)))
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
         if error is not None:
-            broken = f"{kind.__name__}: {error}"
-            advice = "the gate's own cell, or a cell before it that did not run"
-            self.checks.append(Check("the gate itself ran", broken, "no error", False, advice=advice))
+            self.checks.append(Check("the gate itself ran", f"{kind.__name__}: {error}", "no error", False))
         content = {"gate": self.name, "passed": self.passed, "shortened": self.shortened}
-        kept = ("name", "measured", "bound", "passed", "judged", "claim")
-        checks = [_plain({k: getattr(c, k) for k in kept}) for c in self.checks]
-        atomic_write(self.path, json.dumps(content | {"checks": checks, "values": _plain(self.values)}, indent=2) + "\n")
-        _display(self)
+        content |= {"checks": _plain([asdict(c) for c in self.checks]), "values": _plain(self.values)}
+        atomic_write(self.path, json.dumps(content, indent=2) + "\n")
+        display(self) if get_ipython() else print(self)
         if error is None and not self.passed:
             lines = [f"  {c.name}: {c.shown}, must be {c.bound}" for c in self.failures]
             raise GateError(f"gate {self.name!r} failed\n" + "\n".join(lines or ["  it holds no checks that are judged"]))
 
-    def _in_order(self) -> list[Check]:
-        """The failed ones first."""
-        return sorted(self.checks, key=lambda c: not c.failed)
-
     def __repr__(self):
         width = max((len(c.name) for c in self.checks), default=0)
         lines = [f"gate {self.name}: {self.verdict}"]
-        for c in self._in_order():
+        for c in self._failed_first():
             lines.append(f"{c.mark} {c.name:{width}}  {c.shown}  {c.bound}" + (f"\n    → {c.advice}" if c.failed else ""))
         return "\n".join(lines + ([self.run.made()] if self.run else []))
 
     def _repr_html_(self):
-        rows = "".join(_row(c) for c in self._in_order())
+        rows = [[f"<th style='text-align:left'>{head}</th>" for head in ("", "check", "measured", "bound")]]
+        for c in self._failed_first():
+            shade = "background:rgba(230,110,30,.3);" if c.failed else "opacity:.6;" if not c.judged else ""
+            cells = (c.mark, c.name, c.shown, c.bound)
+            rows.append([f"<td style='{shade}text-align:left'>{escape(text)}</td>" for text in cells])
+            if c.failed:
+                rows.append([f"<td></td><td colspan='3' style='text-align:left'>→ {escape(c.advice)}</td>"])
         color = "#D55E00" if not self.passed else "#7F7F7F" if self.shortened else "#009E73"
         made = f"<small>{escape(self.run.made())}</small>" if self.run else ""
-        return (
-            f"<div style='border-left:4px solid {color};padding:2px 8px;text-align:left'><b>gate {escape(self.name)}: "
-            f"{escape(self.verdict)}</b><table style='margin:0'><tr><th></th><th style='text-align:left'>check</th>"
-            f"<th style='text-align:left'>measured</th><th style='text-align:left'>bound</th></tr>{rows}</table>{made}</div>"
-        )
+        table = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+        return (f"<div style='border-left:4px solid {color};padding:2px 8px;text-align:left'>"
+                f"<b>gate {escape(self.name)}: {escape(self.verdict)}</b>"
+                f"<table style='margin:0'>{table}</table>{made}</div>")
 
-
-def _row(c: Check) -> str:
-    """A row of the table; a failed one is coloured, with its advice in a row below."""
-    shade = "background:rgba(230,110,30,.3);" if c.failed else "opacity:.6;" if not c.judged else ""
-    cells = "".join(f"<td style='{shade}text-align:left'>{escape(text)}</td>" for text in (c.mark, c.name, c.shown, c.bound))
-    advice = f"<tr><td></td><td colspan='3' style='text-align:left'>→ {escape(c.advice)}</td></tr>" if c.failed else ""
-    return f"<tr>{cells}</tr>{advice}"
+    def _failed_first(self) -> list[Check]:
+        return sorted(self.checks, key=lambda c: not c.failed)
 
 
 def _plain(value):
@@ -203,14 +195,3 @@ def _plain(value):
         return [_plain(v) for v in value]
     plain = value is None or isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value)
     return value if plain else str(value)
-
-
-def _display(shown):
-    """Rich output in a notebook, plain text elsewhere."""
-    from IPython import get_ipython
-    from IPython.display import display
-
-    if get_ipython() is None:
-        print(shown)
-    else:
-        display(shown)

@@ -76,15 +76,12 @@ def in_progress(live) -> bool:
 def _print_interrupt(shell, kind, error, traceback, tb_offset=None) -> None:
     for live in list(_unfinished):
         print(live.stopped())
-    if not _unfinished:
-        print(_stopped_at(shell, traceback))
-
-
-def _stopped_at(shell, traceback) -> str:
-    """The line of the cell that was interrupted, for people; the frames below it are the package's."""
-    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:
+    if _unfinished:
+        return
+    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:  # the frames above are IPython's
         traceback = traceback.tb_next
-    if traceback is None:
-        return "stopped; a rerun starts this cell over"
-    line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
-    return f"stopped at line {traceback.tb_lineno} ({short(line, 60)}); a rerun starts this cell over"
+    at = ""
+    if traceback is not None:
+        line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
+        at = f" at line {traceback.tb_lineno} ({short(line, 60)})"
+    print(f"stopped{at}; a rerun starts this cell over")

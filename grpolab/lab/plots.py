@@ -6,6 +6,7 @@ blue against rejected orange (Okabe and Ito's palette, which colour-blind reader
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from io import BytesIO
 from itertools import cycle
@@ -48,18 +49,10 @@ def use_style() -> None:
 def table(frame: pd.DataFrame) -> str:
     """A DataFrame as HTML: text at the left, numbers at the right and as `readable` writes them, everything escaped. Jupyter
     would put everything at the right and show six digits."""
-    lines, sides = [], ["right" if pd.api.types.is_numeric_dtype(t) else "left" for t in frame.dtypes]
-    for line in frame.to_html(border=0, float_format=readable, max_rows=pd.get_option("display.max_rows")).splitlines():
-        cell = line.strip()
-        if cell.startswith("<tr"):
-            place = 0
-        elif cell.startswith("<td>"):
-            line = line.replace("<td>", f"<td style='text-align:{sides[place % len(sides)]}'>", 1)
-            place += 1
-        elif cell.startswith(("<th>", "<th ")):  # not <thead>
-            line = line.replace("<th", "<th style='text-align:left'", 1)
-        lines.append(line)
-    return "\n".join(lines)
+    sides = cycle("right" if pd.api.types.is_numeric_dtype(kind) else "left" for kind in frame.dtypes)
+    html = frame.to_html(border=0, float_format=readable, max_rows=pd.get_option("display.max_rows"))
+    html = re.sub("<td>", lambda _: f"<td style='text-align:{next(sides)}'>", html)
+    return re.sub("<th(?=[ >])", "<th style='text-align:left'", html)
 
 
 def _for_notebook(figure: Figure) -> tuple[bytes, dict]:

@@ -10,7 +10,7 @@ import io
 import json
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from operator import index
@@ -19,7 +19,7 @@ from pathlib import Path
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.restore import as_config, device_and_dtype, restore, session_at, with_threads
+from grpolab.lab.restore import State, as_config, device_and_dtype, restore, session_at, with_threads
 from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup, Rollout
 from grpolab.runs.checkpoints import computed_on, weights_hash
@@ -27,8 +27,8 @@ from grpolab.runs.rollout_log import recorded
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig
 
-BUNDLE = 1  # the format of a bundle
-TEXTS, WEIGHTS = {".json", ".jinja", ".txt", ".model"}, ".safetensors"  # of a saved policy
+BUNDLE = 2  # the format of a bundle
+POLICY_FILES = {".json", ".jinja", ".txt", ".model", ".safetensors"}  # of a saved policy: nothing that would be unpickled
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ class Replayed:
         return not self.parted
 
     def __str__(self):
-        where = f"step {self.step}, group {self.group}, rollout {self.rollout}"
-        if self.equal:
-            return f"{where}: all {len(self.again.tokens)} tokens and their log-probs agree in every bit"
-        return f"{where}: {self.parted}"
+        outcome = self.parted or f"all {len(self.again.tokens)} tokens and their log-probs agree in every bit"
+        return f"step {self.step}, group {self.group}, rollout {self.rollout}: {outcome}"
 
 
 @dataclass(frozen=True)
@@ -69,48 +67,52 @@ class Replay:
         return all(r.equal for r in self.rollouts)
 
     def __str__(self):
-        parted = [r for r in self.rollouts if not r.equal]
-        n = len(self.rollouts)
+        parted, n = [r for r in self.rollouts if not r.equal], len(self.rollouts)
         lines = [f"step {self.rollouts[0].step}: {n - len(parted)} of {n} rollouts agree in every bit"] * (n > 1)
         lines += [str(r) for r in (parted[:5] if n > 1 else self.rollouts)]
         lines += [f"... and {len(parted) - 5} more"] * (len(parted) > 5)
-        same = "weights, processor, versions and threads are those of the record"
-        lines += [f"not as recorded: {d}" for d in self.differs] or ([same] if parted else [])
+        lines += [f"not as recorded: {d}" for d in self.differs]
+        if parted and not self.differs:
+            lines.append("weights, processor, versions and threads are those of the record")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def replay(run: Run, step: int, group: int | None = None, rollout: int | None = None, *, policy: Policy | None = None,
-           reference: Policy | None = None, threads: int | None = None) -> Replay:
+def replay(run: Run, step: int, group: int | None = None, rollout: int | None = None, *,
+           reference: Policy | None = None) -> Replay:
     """Generate a recorded rollout again (None: all of the group, all of the step) and compare.
 
     The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`restore`), with as
-    many threads as the record names (`threads` takes another number)."""
+    many threads as the record names."""
     step = index(step)  # numpy's numbers, too
-    groups, session = dict(enumerate(run.recorder.groups(step))), session_at(run, step)
+    groups, session = run.recorder.groups(step), session_at(run, step)
+    return _replay(groups, step, session, group, rollout, lambda: restore(run, step, reference=reference))
+
+
+def _replay(groups: Sequence[RecordedGroup], step: int, session: dict, group: int | None, rollout: int | None,
+            state: Callable[[], State]) -> Replay:
+    """`state` gives the policy before the step; it is called in the thread that computes."""
     check_seeded(groups, step, session)
     places = select(groups, step, group, rollout)
-    threads = threads or session.get("threads")
 
     def work():
-        state = restore(run, step, policy=policy, reference=reference)
-        rollouts, now = regenerate(state.policy, state.config, step, groups, places, threads)
-        return Replay(rollouts, (*state.notes, *differences(session, now)), state.kept)
+        of = state()
+        rollouts, differs = regenerate(of.policy, of.config, step, groups, places, session)
+        return Replay(rollouts, (*of.notes, *differs), of.kept)
 
-    return with_threads(threads, work)
+    return with_threads(session.get("threads"), work)
 
 
-Numbered = Mapping[int, RecordedGroup]  # by the number that a group has in its step
 UNSEEDED = ("atropos", "record", "remote")  # engines of sources whose seeds are not the run's
 OWN_SOURCE = "the rollouts came from a source of their own (grpo_from), and the record does not say whether from its seeds"
 
 
-def check_seeded(groups: Numbered, step: int, session: dict) -> None:
+def check_seeded(groups: Sequence[RecordedGroup], step: int, session: dict) -> None:
     """ValueError where the rollouts of a step were not drawn from seeds that the record holds, so that sampling them again
     would give others and prove nothing."""
-    agents = any("run" in g.parts and not g.turns for g in groups.values())
-    seeds = [[r.seed for r in g.group if r.finish_reason != "lost"] for g in groups.values()]
+    agents = any("run" in g.parts and not g.turns for g in groups)
+    seeds = [[r.seed for r in g.group if r.finish_reason != "lost"] for g in groups]
     shared = session.get("engine") == "" and any(len(set(of)) < len(of) for of in seeds)
     if agents or shared or session.get("engine") in UNSEEDED:
         source = "an agent's calls of the served policy" if agents else "a source of their own (grpo_from)"
@@ -119,19 +121,17 @@ def check_seeded(groups: Numbered, step: int, session: dict) -> None:
                          "rescore read this record, too")
 
 
-def select(groups: Numbered, step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
-    """The places (group, rollout) that are asked for, without lost rollouts. ValueError where that leaves none."""
-    if group is not None and group not in groups:
-        numbers = list(groups)
-        held = f"0 to {len(numbers) - 1}" if numbers == list(range(len(numbers))) else ", ".join(map(str, numbers))
-        raise ValueError(f"step {step} has groups {held}, not {group}")
-    places = groups if group is None else [group]
+def select(groups: Sequence[RecordedGroup], step: int, group: int | None, rollout: int | None) -> list[tuple[int, int]]:
+    """The places (group, rollout) that are wanted, without lost rollouts. ValueError where that leaves none."""
+    if group is not None and not 0 <= group < len(groups):
+        raise ValueError(f"step {step} has groups 0 to {len(groups) - 1}, not {group}")
+    places = range(len(groups)) if group is None else [group]
     size = max(len(groups[g].group) for g in places)
     if rollout is not None and not 0 <= rollout < size:
         of = f"step {step} has groups of" if group is None else f"group {group} of step {step} has"
         raise ValueError(f"{of} rollouts 0 to {size - 1}, not {rollout}")
-    selected = [(g, i) for g in places for i in range(len(groups[g].group))
-                if (rollout is None or i == rollout) and groups[g].group[i].finish_reason != "lost"]
+    selected = [(g, i) for g in places for i, r in enumerate(groups[g].group)
+                if rollout in (None, i) and r.finish_reason != "lost"]
     if not selected:
         raise ValueError(f"the selected rollouts of step {step} were lost with their environment: nothing was written")
     return selected
@@ -140,24 +140,24 @@ def select(groups: Numbered, step: int, group: int | None, rollout: int | None) 
 def differences(then: dict, now: dict) -> tuple[str, ...]:
     """What a computation depends on, where it is not as recorded."""
     if not then:
-        return ("the machine and versions of the step are not known: sessions.json is missing or damaged",)
+        return ("the machine and versions of the step are not known: the record does not name them, or is damaged",)
     changed = tuple(f"{name} {now[name]!r}, recorded {then[name]!r}" for name in now
                     if name not in ("policy", "training") and then.get(name) and then[name] != now[name])
     return changed + (OWN_SOURCE,) * (then.get("engine") == "")
 
 
-def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Numbered,
-               places: Sequence[tuple[int, int]], threads: int | None) -> tuple[tuple[Replayed, ...], dict]:
-    """The rollouts at these places sampled again: (each compared with its record, machine and versions of now)."""
+def regenerate(policy: Policy, config: GRPOConfig, step: int, groups: Sequence[RecordedGroup], places: list[tuple[int, int]],
+               session: dict) -> tuple[tuple[Replayed, ...], tuple[str, ...]]:
+    """The rollouts at these places sampled again: (each compared with its record, what is not as in the recorded session)."""
     params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens)
-    recorded = [(groups[g].group[i], bool(groups[g].turns)) for g, i in places]
-    with Sampler(policy, threads=threads, exact=config.exact) as sampler:
-        single = [r for r, episode in recorded if not episode]
+    rollouts = [(groups[g].group[i], bool(groups[g].turns)) for g, i in places]
+    with Sampler(policy, threads=session.get("threads"), exact=config.exact) as sampler:
+        single = [r for r, episode in rollouts if not episode]
         request = sampler.submit([r.prompt for r in single], params=params, seeds=[[r.seed] for r in single])
         sampled = iter([g[0] for g in request.result()])
-        again = [_episode(sampler, r, params) if episode else next(sampled) for r, episode in recorded]
-        now = computed_on(policy, sampler.engine.name)
-    return tuple(compare(step, g, i, r, a, episode) for (g, i), (r, episode), a in zip(places, recorded, again)), now
+        again = [_episode(sampler, r, params) if episode else next(sampled) for r, episode in rollouts]
+        differs = differences(session, computed_on(policy, sampler.engine.name))
+    return tuple(compare(step, g, i, r, a, episode) for (g, i), (r, episode), a in zip(places, rollouts, again)), differs
 
 
 def _episode(sampler: Sampler, r: Rollout, params: SamplingParams) -> Rollout:
@@ -205,66 +205,41 @@ def compare(step: int, group: int, rollout: int, r: Rollout, a: Rollout, episode
 # --- a step to carry away ---------------------------------------------------------------------------------------------
 
 
-def bundle(run: Run, step: int, path: str | Path, *, with_weights: bool = True, policy: Policy | None = None,
-           reference: Policy | None = None) -> Path:
-    """One file (zip) with all that `replay_bundle` needs of a step elsewhere: its rollouts with ids and seeds, tokenizer and
-    model configuration, versions, and the weights before it, or with `with_weights=False` their hash alone."""
+def bundle(run: Run, step: int, path: str | Path, *, reference: Policy | None = None) -> Path:
+    """One file (zip) with all that `replay_bundle` needs of a step elsewhere: its rollouts with ids and seeds, the policy
+    before it, and versions."""
     step = index(step)
-    lines = list(run.recorder.lines([step]))
     run.recorder.groups(step)  # says what is missing
     session = session_at(run, step)
-    state = with_threads(session.get("threads"), lambda: restore(run, step, policy=policy, reference=reference))
+    state = with_threads(session.get("threads"), lambda: restore(run, step, reference=reference))
     about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "session": session, "notes": list(state.notes),
              "weights": weights_hash(state.policy)}
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file, tempfile.TemporaryDirectory() as folder:
         file.writestr("bundle.json", json.dumps(about, indent=1))
-        file.writestr("rollouts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        with tempfile.TemporaryDirectory() as folder:
-            for part in sorted(state.policy.save(Path(folder) / "policy").iterdir()):
-                if part.suffix in TEXTS or part.suffix == WEIGHTS and with_weights:
-                    file.write(part, f"policy/{part.name}")
+        file.writestr("rollouts.jsonl", "".join(json.dumps(line) + "\n" for line in run.recorder.lines([step])))
+        for part in sorted(state.policy.save(Path(folder) / "policy").iterdir()):
+            if part.suffix in POLICY_FILES:
+                file.write(part, f"policy/{part.name}")
     return atomic_write(path, buffer.getvalue())
 
 
-def replay_bundle(path: str | Path, group: int | None = None, rollout: int | None = None, *, policy: Policy | None = None,
-                  threads: int | None = None) -> Replay:
-    """`replay` of a bundle. `policy` is needed where it came without weights; one whose weights have another hash is refused,
-    with its name."""
+def replay_bundle(path: str | Path, group: int | None = None, rollout: int | None = None) -> Replay:
+    """`replay` of a bundle. ValueError for a file that is damaged, which the hash of its weights tells, too."""
     try:
-        with zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(path) as file, tempfile.TemporaryDirectory() as folder:
             about = json.loads(file.read("bundle.json"))
-            lines = [json.loads(line) for line in file.read("rollouts.jsonl").splitlines()]
-            bare = policy is None and not any(name.endswith(WEIGHTS) for name in file.namelist())
-            policy = policy if policy or bare else _bundled(file, about)
-            groups = {line["group"]: recorded(line) for line in lines}
-            step, session, config = index(about["step"]), dict(about["session"]), as_config(dict(about["config"]), path)
-            recorded_hash, notes = str(about["weights"]), tuple(map(str, about["notes"]))
+            step, session, notes = index(about["step"]), dict(about["session"]), tuple(map(str, about["notes"]))
+            groups = [recorded(json.loads(line)) for line in file.read("rollouts.jsonl").splitlines()]
+            for name in file.namelist():  # written under their own names, never under a path from the file
+                if Path(name).parts[0] == "policy" and Path(name).suffix in POLICY_FILES:
+                    (Path(folder) / Path(name).name).write_bytes(file.read(name))
+            policy, config = load_policy(folder, **device_and_dtype(session), tell=False), as_config(about["config"])
+        if weights_hash(policy) != about["weights"]:
+            raise ValueError("its weights have another hash than was noted")
     except FileNotFoundError:
         raise
     except Exception as error:  # each layer of a damaged file, or of one made by others, raises types of its own
-        raise ValueError(f"{path} is not a whole bundle of a step ({error}): make it again with run.bundle") from error
-    if bare:
-        raise ValueError(f"the bundle of step {step} came without weights: give the policy that has them, hash "
-                         f"{recorded_hash[:12]}")
-    if (present := weights_hash(policy)) != recorded_hash:
-        raise ValueError(f"{policy.name!r} has not the weights of the bundle {path}: their hash is {present[:12]}, that of the "
-                         f"bundle's step {step} {recorded_hash[:12]}")
-    check_seeded(groups, step, session)
-    threads, places = threads or session.get("threads"), select(groups, step, group, rollout)
-
-    def work():
-        rollouts, now = regenerate(policy, config, step, groups, places, threads)
-        return Replay(rollouts, (*notes, *differences(session, now)), None)
-
-    return with_threads(threads, work)
-
-
-def _bundled(file: zipfile.ZipFile, about: dict) -> Policy:
-    """The policy inside a bundle; its files are written under their own names, never under a path from the file."""
-    names = [n for n in file.namelist() if n.startswith("policy/") and n == f"policy/{Path(n).name}"
-             and Path(n).suffix in {*TEXTS, WEIGHTS}]  # nothing that would be unpickled
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            (Path(folder) / Path(name).name).write_bytes(file.read(name))
-        return load_policy(folder, **device_and_dtype([about["session"]]), tell=False)
+        raise ValueError(f"{path} is not a whole bundle of a step ({error}): make it again with bundle(run, step, path)"
+                         ) from error
+    return _replay(groups, step, session, group, rollout, lambda: State(step, None, policy, None, config, notes))

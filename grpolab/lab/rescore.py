@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from grpolab.arithmetic import Problem
 from grpolab.lab import plots
 from grpolab.lab.restore import config_of
 from grpolab.rollouts import RecordedGroup
-from grpolab.runs.rollout_log import recorded
 from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.rewards import Faults, Reward, ask_any, report
@@ -46,11 +44,11 @@ class Rescored:
 
     def plot(self, ax=None):
         """Both mean rewards over steps; returns the Axes."""
-        by_step = self.rollouts.groupby("step")[["reward", "rescored_reward"]].mean().reset_index()
-        tables = {"recorded": by_step[["step", "reward"]],
-                  "rescored": by_step[["step", "rescored_reward"]].set_axis(["step", "reward"], axis=1)}
-        return plots.curves(tables, "reward", title=f"{self.changed} of {len(self.groups)} groups would have changed sign",
-                            ylabel="mean reward", colors={"recorded": plots.REWARD, "rescored": plots.WARNING}, ax=ax)
+        means = self.rollouts.groupby("step", as_index=False)[["reward", "rescored_reward"]].mean()
+        ax = plots.curve(means, "reward", title="", ylabel="", color=plots.REWARD, label="recorded", ax=ax)
+        title = f"{self.changed} of {len(self.groups)} groups would have changed sign"
+        return plots.curve(means, "rescored_reward", title=title, ylabel="mean reward", color=plots.WARNING, label="rescored",
+                           ax=ax)
 
 
 def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kind: str | None = None) -> Rescored:
@@ -60,44 +58,40 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
 
     The text is the whole completion; of an episode, with the text of the environment. Nothing is sampled: the result is the
     reward of these rollouts, not of those that training on it would have produced."""
-    config = config_of(run)
-    kind = kind or config.advantage_kind
-    lines: dict[int, list[dict]] = {}
-    for line in run.recorder.lines(steps, tell=warnings.warn):
-        lines.setdefault(line["step"], []).append(line)
-    if not lines:
+    kind = kind or config_of(run).advantage_kind
+    table = run.rollouts(steps, ["step", "group", "rollout", "completion", "reward", "advantage"])
+    if table.empty:
         raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
                          "multi_turn_grpo leave them, unless keep='none'")
-    rollouts, groups, reported = [], [], []
-    for step, members in lines.items():
-        found, faults = [recorded(line) for line in members], Faults()
-        new = score_recorded(reward, [line["completion"] for line in members], found, faults)
-        report(faults, sum(r.finish_reason != "lost" for g in found for r in g.group), reported)
-        for line, g, rewards, a, was in zip(members, found, new, *_advantages(found, new, kind)):
-            head = {"step": step, "group": line["group"]}
-            rollouts += [
-                head | {"rollout": i, "completion": line["completion"][i], "reward": r.reward, "rescored_reward": rewards[i],
-                        "advantage": was[i], "rescored_advantage": a[i]} for i, r in enumerate(g.group)
-            ]
-            groups.append(head | {"turned": sum(x * y < 0 for x, y in zip(was, a)), "gained": any(a) and not any(was),
-                                  "lost": any(was) and not any(a)})
-    table = pd.DataFrame(rollouts).astype({"reward": float, "rescored_reward": float})
-    return Rescored(table, pd.DataFrame(groups))
+    rewards, rescored, reported = [], [], []
+    for step, rows in table.groupby("step"):
+        groups, faults = run.recorder.groups(step), Faults()
+        texts = [of["completion"].tolist() for _, of in rows.groupby("group")]
+        new = score_recorded(reward, texts, groups, faults)
+        report(faults, sum(r.finish_reason != "lost" for g in groups for r in g.group), reported)
+        rewards += [x for of in new for x in of]
+        rescored += [a for of in _advantages(groups, new, kind) for a in of]
+    table = table.astype({"reward": float}).assign(rescored_reward=pd.Series(rewards, dtype=float), rescored_advantage=rescored)
+    signal = table.assign(turned=table["advantage"] * table["rescored_advantage"] < 0, old=table["advantage"] != 0,
+                          new=table["rescored_advantage"] != 0)
+    by_group = signal.groupby(["step", "group"]).agg(turned=("turned", "sum"), old=("old", "any"), new=("new", "any"))
+    by_group = by_group.assign(gained=by_group["new"] & ~by_group["old"], lost=by_group["old"] & ~by_group["new"])
+    return Rescored(table, by_group[["turned", "gained", "lost"]].reset_index())
 
 
 def score_recorded(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup],
                    faults: Faults | None = None) -> list[list]:
     """The reward of each rollout of these groups, whose completions are `texts`; None for a lost one."""
     there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
-    rows, written = [as_problem(g.problem) for g in groups], [[ts[i] for i in places] for ts, places in zip(texts, there)]
-    found = ask_any(reward, written, rows, [[g.group[i] for i in places] for g, places in zip(groups, there)], faults)
-    paid = [dict(zip(places, values)) for places, values in zip(there, found)]
-    return [[by.get(i) for i in range(len(g.group))] for g, by in zip(groups, paid)]
+    written = [[of[i] for i in places] for of, places in zip(texts, there)]
+    rollouts = [[g.group[i] for i in places] for g, places in zip(groups, there)]
+    values = ask_any(reward, written, [as_problem(g.problem) for g in groups], rollouts, faults)
+    rewards = [dict(zip(places, of)) for places, of in zip(there, values)]
+    return [[of.get(i) for i in range(len(g.group))] for g, of in zip(groups, rewards)]
 
 
-def _advantages(groups: list[RecordedGroup], rewards: list[list], kind: str) -> tuple[list, list]:
-    """Those of a step under the new rewards, and as recorded, which an edited fork may have of its own; a group that the
-    update did not get is by itself."""
+def _advantages(groups: list[RecordedGroup], rewards: list[list], kind: str) -> list[list[float]]:
+    """Those of a step under these rewards; groups that the update did not get are by themselves."""
     new: list[list[float]] = [[]] * len(groups)
     for used in (True, False):
         places = [i for i, g in enumerate(groups) if g.used is used]
@@ -108,7 +102,7 @@ def _advantages(groups: list[RecordedGroup], rewards: list[list], kind: str) -> 
         for i, of, row in zip(places, units, advantages(reward_tensor(rows), kind).tolist() if rows else ()):
             by_unit = dict(zip(dict.fromkeys(of), row))
             new[i] = [0.0 if u is None else by_unit[u] for u in of]
-    return new, [list(g.advantages) for g in groups]
+    return new
 
 
 def units_of(g: RecordedGroup) -> list[int | None]:

@@ -6,21 +6,20 @@ reward is asked. Each row that is computed again is compared with the run's own.
 
 from __future__ import annotations
 
-import csv
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from operator import index
 from typing import TypeVar
 
+import pandas as pd
 import torch
 
 from grpolab.decode.engines.attention import share_attention
 from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
-from grpolab.runs.checkpoints import check_seal, data_hash, load_state, weights_hash
+from grpolab.runs.checkpoints import check_seal, data_hash, load_state
 from grpolab.runs.run import FORKED, Run
 from grpolab.sync import set_own_threads
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
@@ -43,61 +42,52 @@ class State:
     notes: tuple[str, ...] = ()
 
 
-def restore(run: Run, step: int, *, policy: Policy | None = None, reference: Policy | None = None) -> State:
+def restore(run: Run, step: int, *, reference: Policy | None = None) -> State:
     """The state before `step` (with the number of the run's steps: at its end). It computes, so call it with the threads of
-    the run (`with_threads`). The policy is loaded, or `policy`, whose weights are replaced.
+    the run (`with_threads`). The steps before a fork are those of the run that it left, in the folder above.
 
     The `reference` of a run with a KL penalty is its start unless another is given. Raises ValueError where no weights were
     kept, where a step between is not wholly on the record, and for files that are damaged."""
     step, config, kept = index(step), config_of(run), run.kept()
-    configs = configs_of(run)
+    parent, forked_at = parent_of(run)
+    if parent is not None and step < forked_at:
+        return restore(parent, step, reference=reference)
     before = [s for s in kept if s <= step]
     if not before or step > config.steps:
         there = f"weights are kept before steps {', '.join(map(str, kept))}" if kept else (
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
         raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
-    policy = policy or load_start(run)
-    if config_at(configs, step).exact:  # the trainer's forward of such a run, too
+    policy, start, notes = load_start(run), max(before), []
+    if config.exact:  # the trainer's forward of such a run, too
         share_attention(policy.model)
-    optimiser = make_optimiser(policy, config_at(configs, step))
-    start = max(before)
+    optimiser = make_optimiser(policy, config)
     load_kept_state(run, start, policy, optimiser)
-    notes: list[str] = []
     if start < step:
-        of_steps = [config_at(configs, s) for s in range(start, step)]
-        needs_reference = any(c.kl_coef for c in of_steps)
-        reference = reference or (_start_of(run) if needs_reference else None)
-        rows = metrics_of(run)
-        steps = [run.recorder.groups(s) for s in range(start, step)]
+        steps = {s: run.recorder.groups(s) for s in range(start, step)}
+        reference = reference or (load_start(run) if config.kl_coef else None)
         policy.model.train(bool(session_at(run, start).get("training")))
-        for config in dict.fromkeys(of_steps):
-            check_reference(policy, reference, config)
-            prove_both(policy, reference, config, longest(steps))
-        for s, groups, config in zip(range(start, step), steps, of_steps):
-            set_weight_decay(optimiser, config)
-            used = [g for g in groups if g.used]
-            a = torch.tensor([g.advantages for g in used])
-            try:
-                with dropout_of(policy, config.seed, s):
-                    row = grpo_update(policy, reference, [g.trained for g in used], config, optimiser, s, a)
-            except RuntimeError as error:  # the sampler's log-probs on the record are not those of these weights
-                raise ValueError(f"the recorded rollouts of step {s} are not those of the weights kept in {kept[start]}, so "
-                                 f"the record or the weights are another run's ({error})") from error
-            if not notes and (note := _differing(row, rows.get(s, {}), s)):
+        check_reference(policy, reference, config)
+        prove_both(policy, reference, config, longest(g for groups in steps.values() for g in groups))
+        rows = {row["step"]: row for row in rows_of(run)}
+        for s, groups in steps.items():
+            row = update_again(policy, reference, groups, config, optimiser, s)
+            if not notes and (note := _difference(row, rows.get(s, {}), s)):
                 notes.append(note)
-    set_weight_decay(optimiser, config_at(configs, step))
-    return State(step, start, policy, optimiser, config_at(configs, step), tuple(notes))
+    return State(step, start, policy, optimiser, config, tuple(notes))
 
 
-def set_weight_decay(optimiser: torch.optim.Optimizer, config: GRPOConfig) -> None:
-    """Set the weight decay of this configuration; that of another one may have come with the optimiser's state."""
-    for group in optimiser.param_groups:
-        group["weight_decay"] = config.weight_decay
-
-
-def session_at(run: Run, step: int) -> dict:
-    """Machine, versions and threads of the process that computed a step; empty where that is not known."""
-    return next((s for s in reversed(run.recorder.sessions()) if s["from"] <= step), {})
+def update_again(policy: Policy, reference: Policy | None, groups: list[RecordedGroup], config: GRPOConfig,
+                 optimiser: torch.optim.Optimizer, step: int) -> dict:
+    """The update of a step from its recorded groups; its row of metrics. ValueError where their log-probs are not those of
+    the policy's weights."""
+    used = [g for g in groups if g.used]
+    try:
+        with dropout_of(policy, config.seed, step):
+            return grpo_update(policy, reference, [g.trained for g in used], config, optimiser, step,
+                               torch.tensor([g.advantages for g in used]))
+    except RuntimeError as error:
+        raise ValueError(f"the recorded rollouts of step {step} are not those of its weights: one of the two is another run's, "
+                         f"or an edit gave the rollouts log-probs of its own ({error})") from error
 
 
 def with_threads(threads: int | None, work: Callable[[], T]) -> T:
@@ -112,111 +102,27 @@ def with_threads(threads: int | None, work: Callable[[], T]) -> T:
         return pool.submit(threaded).result()
 
 
-def config_of(run: Run) -> GRPOConfig:
-    """The configuration of the run's last loop."""
-    try:
-        note = json.loads((run.folder / "run.json").read_text())
-        plain, noted = dict(note["config"]), note.get("config_hash")
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{run.shown(run.folder)} holds no run that can be replayed: its run.json cannot be read "
-                         f"({error!r})") from error
-    config = as_config(plain, run.shown(run.folder))
-    if noted is not None and noted != data_hash([plain]):
-        raise ValueError(f"{run.shown(run.folder / 'run.json')} is damaged: its configuration is not the one that was written")
-    return config
+# --- what a run left --------------------------------------------------------------------------------------------------
 
 
-Configs = list[tuple[float, GRPOConfig]]
-
-
-def configs_of(run: Run) -> Configs:
-    """(up to which step, the configuration of the steps before it), in order; the last one is the run's own, without an end.
-    A run that is no fork has that one alone. ValueError for a file that is damaged."""
-    path = run.folder / FORKED
-    try:
-        noted = json.loads(path.read_text())
-        if noted["hash"] != data_hash([noted["eras"]]):
-            raise ValueError("it is not as it was written")
-        earlier = [(int(step), as_config(plain, run.shown(path))) for step, plain in noted["eras"]]
-    except FileNotFoundError:
-        earlier = []
-    except (OSError, TypeError, AttributeError, KeyError, ValueError) as error:
-        raise ValueError(f"{run.shown(path)} cannot be read, so the configuration of the steps before the fork "
-                         f"is not known ({error}): fork again") from error
-    return [*earlier, (math.inf, config_of(run))]
-
-
-def config_at(configs: Configs, step: int) -> GRPOConfig:
-    """The configuration with which a step was computed; after the last step, the run's own."""
-    return next(config for end, config in configs if step < end)
-
-
-def as_config(plain: dict, where) -> GRPOConfig:
-    """A configuration that was written as JSON."""
-    known = {f.name for f in fields(GRPOConfig)}
-    if missing := known ^ plain.keys():
-        raise ValueError(f"{where} was left by another method or version than GRPO of this one: its configuration differs in "
-                         f"{', '.join(sorted(missing))}")
-    return GRPOConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
-
-
-def load_start(run: Run) -> Policy:
-    """The policy that the run started from; ValueError where its files are missing or damaged."""
-    folder = run.folder / "replay" / "policy"
-    try:
-        check_seal(folder)
-        return load_policy(str(folder), **device_and_dtype(run.recorder.sessions()), tell=False)
-    except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
-        raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
-                         f"({error}): copy that folder from a whole one, or train again") from error
-
-
-def device_and_dtype(sessions: list[dict]) -> dict[str, str | None]:
-    """The kind of device that the run computed on, where this machine has it, and the dtype of its parameters."""
-    last = sessions[-1] if sessions else {}
-    device = last["device"] if last.get("device") in ("cpu", "mps") else None
-    return {"device": device, "dtype": last.get("dtype", "torch.float32").removeprefix("torch.")}
-
-
-def load_kept_state(run: Run, step: int, policy: Policy, optimiser) -> None:
-    """The kept state before `step` into policy and optimiser; ValueError for one that is damaged or another model's."""
-    folder = run.kept()[step]
-    try:
-        check_seal(folder)
-        state = load_state(folder, policy, optimiser)
-    except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
-        raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "
-                         f"{policy.name!r}; without them, replay from another kept step") from error
-    policy.version = state["version"]
-    if weights_hash(policy) != state["weights"]:
-        raise ValueError(f"the weights kept in {folder} are not those that were written: their hash is another")
+def session_at(run: Run, step: int) -> dict:
+    """Machine, versions and threads of the process that computed a step; empty where that is not known."""
+    return next((s for s in reversed(run.recorder.sessions()) if s["from"] <= step), {})
 
 
 def rows_of(run: Run) -> list[dict]:
-    """The rows of a run, of this process or as metrics.csv has them: numbers as numbers, anything else as text."""
-    return [dict(row) for row in run.metrics] or [{k: _value(v) for k, v in row.items() if v} for row in _table(run)]
-
-
-def metrics_of(run: Run) -> dict[int, dict[str, float]]:
-    """Step -> the numbers of its row, as metrics.csv has them."""
-    return {int(row["step"]): {k: v for k, v in row.items() if isinstance(v, int | float) and v == v} for row in rows_of(run)}
-
-
-def _table(run: Run) -> list[dict[str, str]]:
-    """The lines of metrics.csv that name a step; none without the file, ValueError where it is no table."""
-    limit = csv.field_size_limit(2**31 - 1)  # the state of a curriculum may be long
+    """The rows of a run, of this process or from metrics.csv; a value that is absent there has no key."""
+    if run.metrics:
+        return [dict(row) for row in run.metrics]
     try:
-        with open(run.folder / "metrics.csv", newline="", errors="replace") as file:
-            return [row for row in csv.DictReader(file) if _number(row.get("step"))]
+        table = pd.read_csv(run.folder / "metrics.csv", dtype=str).dropna(subset="step")
     except FileNotFoundError:
         return []
-    except (OSError, csv.Error) as error:
-        raise ValueError(f"{run.shown(run.folder / 'metrics.csv')} cannot be read: {error}") from error
-    finally:
-        csv.field_size_limit(limit)
+    return [{name: _value(text) for name, text in row.items() if text == text} for row in table.to_dict("records")]
 
 
 def _value(text: str) -> int | float | str:
+    """Every bit of a number, which pandas' own parser may round."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -225,27 +131,80 @@ def _value(text: str) -> int | float | str:
     return text
 
 
-def _number(text: str | None) -> bool:
+def parent_of(run: Run) -> tuple[Run | None, int]:
+    """The run that a fork left, and at which step; (None, 0) for a run that is no fork. ValueError where the folder above holds
+    another run by now."""
+    path = run.folder / FORKED
+    if not path.exists():
+        return None, 0
+    note, parent = json.loads(path.read_text()), Run(root=run.folder.parent)
+    if identity(parent) != note["run"]:
+        raise ValueError(f"{run.shown(run.folder)} was forked from another run than {run.shown(parent.folder)} holds now, so "
+                         "the steps before it are gone: fork again")
+    return parent, note["step"]
+
+
+def identity(run: Run) -> str:
+    """A hash of where a run started and of its configuration."""
+    note = json.loads((run.folder / "run.json").read_text())
+    return data_hash([note["start"], note["config"]])
+
+
+def config_of(run: Run) -> GRPOConfig:
+    """The configuration of the run's last loop; ValueError where it is not known. A value that was changed since is noticed by
+    the rows of the updates that are done again."""
+    path = run.folder / "run.json"
     try:
-        return math.isfinite(float(text))
-    except (TypeError, ValueError):
-        return False
+        return as_config(json.loads(path.read_text())["config"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{run.shown(path)} is damaged, or not of a run of GRPO that can be replayed: {error}") from error
 
 
-def longest(steps: list[list[RecordedGroup]]) -> int:
+def as_config(plain: dict) -> GRPOConfig:
+    """A configuration that was written as JSON."""
+    if other := {f.name for f in fields(GRPOConfig)} ^ plain.keys():
+        raise ValueError("it was left by another method or version than GRPO of this one: its configuration differs in "
+                         + ", ".join(sorted(other)))
+    return GRPOConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
+
+
+def load_start(run: Run) -> Policy:
+    """The policy that the run, or the one that it was forked from, started from; ValueError where its files are missing or
+    damaged."""
+    while (parent := parent_of(run)[0]) is not None:
+        run = parent
+    folder = run.folder / "replay" / "policy"
+    try:
+        check_seal(folder)
+        return load_policy(str(folder), **device_and_dtype((run.recorder.sessions() or [{}])[-1]), tell=False)
+    except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
+        raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
+                         f"({error}): copy that folder from a whole one, or train again") from error
+
+
+def device_and_dtype(session: dict) -> dict[str, str | None]:
+    """The kind of device that a process computed on, where this machine has it, and the dtype of its parameters."""
+    device = session["device"] if session.get("device") in ("cpu", "mps") else None
+    return {"device": device, "dtype": session.get("dtype", "torch.float32").removeprefix("torch.")}
+
+
+def load_kept_state(run: Run, step: int, policy: Policy, optimiser) -> None:
+    """The kept state before `step` into policy and optimiser; ValueError for one that is damaged or another model's."""
+    folder = run.kept()[step]
+    try:
+        check_seal(folder)
+        policy.version = load_state(folder, policy, optimiser)["version"]
+    except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
+        raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "
+                         f"{policy.name!r}; without them, replay from another kept step") from error
+
+
+def longest(groups: Iterable[RecordedGroup]) -> int:
     """Tokens of the longest sequence."""
-    return max((len(r.prompt) + len(r.tokens) for groups in steps for g in groups for r in g.group), default=1)
+    return max((len(r.prompt) + len(r.tokens) for g in groups for r in g.group), default=1)
 
 
-def _start_of(run: Run) -> Policy:
-    kept = run.kept()
-    if 0 not in kept:
-        raise ValueError("the run has a KL penalty (kl_coef), and the weights of its start, its reference unless another is "
-                         "given, were not kept: pass reference=...")
-    return load_start(run)
-
-
-def _differing(row: dict, recorded: dict, step: int) -> str | None:
+def _difference(row: dict, recorded: dict, step: int) -> str | None:
     """The first number of an update that is not the run's."""
     for name, value in row.items():
         if name in recorded and value == value and recorded[name] != value:

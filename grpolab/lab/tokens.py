@@ -11,8 +11,8 @@ What training does to the same questions: keep the groups of a few steps in a di
             kept[row["step"] + 1] = score(policy, questions, await sampler.sample(...), finished_and_correct)
     by_step({step: [group_view(policy, g, answer=q.answer) for q, g in zip(questions, gs)] for step, gs in kept.items()})
 
-Everything is static HTML, so it shows on a page without a kernel; `by_step` adds an ipywidgets slider for the front ends
-that have one. A token takes some 200 bytes: four rollouts a question keep a notebook small.
+Everything is static HTML, so it shows on a page without a kernel. A token takes some 200 bytes: four rollouts a question keep
+a notebook small.
 """
 
 from __future__ import annotations
@@ -88,71 +88,39 @@ def group_view(
     """
     if by not in QUANTITIES:
         raise ValueError(f"by must be one of {', '.join(QUANTITIES)}, got {by!r}")
-    rows = [
-        token_numbers(r, advantage=_at(advantages, i), logps=_at(logps, i), ref_logps=_at(ref_logps, i))
-        for i, r in enumerate(group)
-    ]
-    if rows and by not in rows[0]:
-        needs = {"advantage": "advantages", "kl": "ref_logps"}.get(by, "logps")
+    needs = {"advantage": "advantages", "delta": "logps", "ratio": "logps", "kl": "ref_logps"}.get(by)
+    each = {"advantages": advantages, "logps": logps, "ref_logps": ref_logps}
+    if needs and each[needs] is None:
         raise ValueError(f"by={by!r} needs {needs}: one {'number' if by == 'advantage' else 'row'} a rollout")
-    verdicts = [_verdict(policy, r, answer) for r in group] if verdicts is None else list(verdicts)
+    a, now, ref = ([None] * len(group) if of is None else of for of in each.values())
+    rows = [token_numbers(r, advantage=a[i], logps=now[i], ref_logps=ref[i]) for i, r in enumerate(group)]
+    verdicts = [_verdict(policy, r, answer) for r in group] if verdicts is None else verdicts
+    rewards = ["–" if r.reward is None else f"{r.reward:.3g}" for r in group]
     meaning, neutral, colours = QUANTITIES[by]
     far = [abs(v - neutral) for r, row in zip(group, rows) for v, m in zip(row[by], r.mask) if m and math.isfinite(v)]
     scale = scale or max(far, default=0.0) or 1.0
-    body = "".join(
-        f"<tr>{_cell(_reward(r))}{_cell(escape(verdict))}{_cell(_tokens(policy, r, row, by, scale))}</tr>"
-        for r, row, verdict in zip(group, rows, verdicts)
-    )
-    head = "".join(_cell(f"<b>{name}</b>") for name in ("reward", "verdict", "completion"))
+    table = [[f"<b>{name}</b>" for name in ("reward", "verdict", "completion")]]
+    table += [[reward, escape(verdict), _tokens(policy, r, row, by, scale)]
+              for reward, verdict, r, row in zip(rewards, verdicts, group, rows)]
+    cell = "<td style='text-align:left;vertical-align:top;padding:2px 8px'>{}</td>".format
+    body = "".join(f"<tr>{''.join(map(cell, cells))}</tr>" for cells in table)
     outlined = "; outlined: written by the environment" if any(not all(r.mask) for r in group) else ""
     legend = f"shaded by {meaning}: {colours}, full colour at a distance of {scale:.2g}{outlined}; hover for the numbers"
     html = (
-        f"<div style='text-align:left'><b>{escape(question)}</b><table style='margin:0'><tr>{head}</tr>{body}</table>"
+        f"<div style='text-align:left'><b>{escape(question)}</b><table style='margin:0'>{body}</table>"
         f"<small>{escape(legend)}</small></div>"
     )
-    lines = [f"{_reward(r):>6}  {v:24}  {_visible(policy, r.tokens)}" for r, v in zip(group, verdicts)]
+    lines = [f"{reward:>6}  {verdict:24}  {''.join(visible(policy.tokenizer.decode([t])) for t in r.tokens)}"
+             for reward, verdict, r in zip(rewards, verdicts, group)]
     return View(html, "\n".join([question, *lines] if question else lines))
 
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
-
-
-class by_step:
-    """Views by step, one below the other, and where the front end has ipywidgets a slider that shows one step at a time.
-
-    `views` maps a step (or any label) to a View or to a list of them. The slider is linked in the page itself, so it also
-    moves while the kernel is busy. A notebook that is stored keeps the static page alone.
-    """
-
-    def __init__(self, views: Mapping[object, View | Sequence[View]]):
-        if not views:
-            raise ValueError("there is nothing to show: give at least one step")
-        self.pages = {str(step): [v] if hasattr(v, "_repr_html_") else list(v) for step, v in views.items()}
-
-    def _repr_html_(self):
-        pages = (f"<h4>step {escape(step)}</h4>{_joined(views)}" for step, views in self.pages.items())
-        return f"<div style='text-align:left'>{''.join(pages)}</div>"
-
-    def __repr__(self):
-        return "\n\n".join(f"step {s}\n" + "\n\n".join(map(repr, views)) for s, views in self.pages.items())
-
-    def widget(self):
-        """The slider as an ipywidgets box."""
-        import ipywidgets
-
-        stack = getattr(ipywidgets, "Stack", ipywidgets.Accordion)  # ipywidgets 7, which Colab runs, has no Stack
-        pages = stack([ipywidgets.HTML(_joined(v)) for v in self.pages.values()], selected_index=0)
-        slider = ipywidgets.SelectionSlider(options=list(self.pages), description="step")
-        ipywidgets.jslink((slider, "index"), (pages, "selected_index"))
-        return ipywidgets.VBox([slider, pages])
-
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        from IPython import get_ipython
-
-        bundle = {"text/html": self._repr_html_(), "text/plain": repr(self)}
-        if getattr(get_ipython(), "kernel", None):  # the same in ipywidgets 7, whose widgets give no bundle
-            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self.widget().model_id}
-        return bundle
+def by_step(views: Mapping[object, View | Sequence[View]]) -> View:
+    """Views by step (or any label), one below the other: `views` maps a step to a View or to a list of them."""
+    lists = {str(step): [v] if isinstance(v, View) else v for step, v in views.items()}
+    html = "".join(f"<h4>step {escape(step)}</h4>{'<br>'.join(v.html for v in of)}" for step, of in lists.items())
+    text = "\n\n".join(f"step {step}\n" + "\n\n".join(v.text for v in of) for step, of in lists.items())
+    return View(f"<div style='text-align:left'>{html}</div>", text)
 
 
 BREAK = "<wbr>"  # between two tokens a long line may end
@@ -197,29 +165,9 @@ def _verdict(policy, rollout: Rollout, answer: int | None) -> str:
     return f"{verdict}, {cut}" if cut else verdict
 
 
-def _reward(rollout: Rollout) -> str:
-    return "–" if rollout.reward is None else f"{rollout.reward:.3g}"
-
-
-def _cell(html: str) -> str:
-    return f"<td style='text-align:left;vertical-align:top;padding:2px 8px'>{html}</td>"
-
-
-def _joined(views: Sequence) -> str:
-    return "<br>".join(v._repr_html_() for v in views)
-
-
-def _visible(policy, tokens: Sequence[int]) -> str:
-    return "".join(visible(policy.tokenizer.decode([t])) for t in tokens)
-
-
 def visible(text: str) -> str:
     """Text with its spaces and line ends made visible."""
     return text.replace("\n", "↵").replace(" ", "␣")
-
-
-def _at(rows, i: int):
-    return None if rows is None else rows[i]
 
 
 def _exp(x: float) -> float:

@@ -3,8 +3,8 @@
 A file holds the steps of one range, RANGE of them, as gzip members one behind another, a member a step; `zcat` shows it.
 A line of JSON is one group: `prompt` and `prompt_ids` once, everything else one entry a rollout. Log-probs are fp32,
 little-endian, base64, those of all rollouts of the group one behind another, so that every bit comes back. The first line of
-a step spells the tokens that are new in its file (`vocabulary`), so that the record is read without a tokenizer. A step is
-one write: a kill leaves whole steps, or a last one cut short, which readers leave out and the next loop removes.
+a step spells its tokens (`vocabulary`), so that the record is read without a tokenizer. A step is one write: a kill leaves
+whole steps, or a last one cut short, which readers leave out and the next loop removes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from grpolab.rollouts import Group, RecordedGroup, Rollout
 RANGE = 25  # steps a file
 MAGIC = b"\x1f\x8b\x08"  # how a gzip member begins
 FLOATS = ("logps", "raw_logps", "kept_mass")
-FORMAT = 1
 
 
 class Recorder:
@@ -42,8 +41,7 @@ class Recorder:
             raise ValueError(f"keep must be 'all' or 'none', got {keep!r}")
         self.folder, self.keep = folder, keep
         self._unsynced: set[Path] = set()  # files that were written since the last `sync`
-        self._session: dict | None = None  # the session that the file of sessions holds
-        self._spelt: tuple[Path | None, set[int]] = None, set()  # the file in progress, and the tokens that it spells
+        self._session: dict | None = None  # what the last entry of the file of sessions says
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -52,9 +50,12 @@ class Recorder:
         """Append one step. `decode` gives the text of token ids, `spell` that of a single one (default: `decode`; it may leave
         out end tokens), `session` says on what it was computed (JSON)."""
         if self.keep != "none" and groups:
-            self._note_session(step, session)
+            if session != self._session:
+                self._write_sessions([*self.sessions(), {"from": step} | session])
+                self._session = session
             lines = [line_of(step, number, g, decode) for number, g in enumerate(groups)]
-            lines[0]["vocabulary"] = {i: (spell or decode)([i]) for i in self._unspelt(self.path(step), groups)}
+            tokens = {i for g in groups for r in g.group for i in (*r.tokens, *r.prompt)}
+            lines[0]["vocabulary"] = {i: (spell or decode)([i]) for i in sorted(tokens)}
             lines = "".join(json.dumps(line, default=_plain) + "\n" for line in lines)
             data = gzip.compress(lines.encode(), compresslevel=1, mtime=0)
             append_bytes(self.path(step), data, "the rollouts of a step")
@@ -63,7 +64,7 @@ class Recorder:
     def rewind(self, steps: int) -> None:
         """Keep what stands before step `steps` alone, as a loop that goes on from there needs it: the last file first, so
         that a kill in between leaves no gap."""
-        self._session, self._spelt = None, (None, set())
+        self._session = None
         self._unsynced.clear()
         for path in reversed(self.files()):
             if first_step(path) >= steps:
@@ -76,9 +77,8 @@ class Recorder:
                     end = stop
                 if end < path.stat().st_size:
                     os.truncate(path, end)
-        sessions = [s for s in self.sessions() if s["from"] < steps]
         if self.folder.exists():
-            atomic_write(self.folder / "sessions.json", json.dumps(sessions, indent=1) + "\n")
+            self._write_sessions([s for s in self.sessions() if s["from"] < steps])
 
     def sync(self) -> None:
         """See that what was written is on the disk: a checkpoint must not outlive the record before it."""
@@ -90,20 +90,8 @@ class Recorder:
     def path(self, step: int) -> Path:
         return self.folder / f"steps-{step // RANGE * RANGE:08d}.jsonl.gz"
 
-    def _unspelt(self, path: Path, groups: Sequence[RecordedGroup]) -> list[int]:
-        """The tokens of these groups that the file does not spell yet; it will."""
-        if self._spelt[0] != path:
-            known = {int(i) for _, step in (members(path) if path.exists() else ()) for i in vocabulary([step])}
-            self._spelt = path, known
-        new = {i for g in groups for r in g.group for i in (*r.tokens, *r.prompt)} - self._spelt[1]
-        self._spelt[1].update(new)
-        return sorted(new)
-
-    def _note_session(self, step: int, session: dict) -> None:
-        if session != self._session:
-            sessions = [*self.sessions(), {"from": step, "format": FORMAT, "keep": self.keep} | session]
-            atomic_write(self.folder / "sessions.json", json.dumps(sessions, indent=1) + "\n")
-            self._session = session
+    def _write_sessions(self, sessions: list[dict]) -> None:
+        atomic_write(self.folder / "sessions.json", json.dumps(sessions, indent=1) + "\n")
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -131,7 +119,8 @@ class Recorder:
 
     def vocabulary(self) -> dict[int, str]:
         """Token id -> its text, of all tokens on the record."""
-        return {int(i): text for path in self.files() for i, text in vocabulary(m for _, m in members(path)).items()}
+        firsts = (json.loads(step[: step.index(b"\n")]) for path in self.files() for _, step in members(path))
+        return {int(i): text for line in firsts for i, text in line["vocabulary"].items()}
 
     def steps(self) -> list[int]:
         """The steps that the record holds."""
@@ -225,11 +214,6 @@ def first_step(path: Path) -> int:
 def step_of(lines: bytes) -> int:
     """Of a member: its first line begins {"step": 12, ..."""
     return int(lines[9 : lines.index(b",")])
-
-
-def vocabulary(steps: Iterable[bytes]) -> dict[str, str]:
-    """What the first lines of these members spell."""
-    return {i: text for step in steps for i, text in json.loads(step[: step.index(b"\n")]).get("vocabulary", {}).items()}
 
 
 def members(path: Path, tell: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:

@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from itertools import count
 from pathlib import Path
@@ -30,7 +30,6 @@ from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import (
     check_seal,
     computed_on,
-    data_hash,
     load_state,
     put_weights,
     save_state,
@@ -43,13 +42,13 @@ from grpolab.runs.kept_weights import KeptWeights
 from grpolab.runs.rollout_log import Recorder, table
 from grpolab.runs.selection import PREFIX, Selected, Selection
 
-FORKED = "forked.json"  # in a fork's folder: the configurations of the steps that it has from the run it left
+FORKED = "forked.json"  # in a fork's folder: the step at which it left the run in the folder above
 
 
 def repository() -> Path:
-    """The nearest folder at or above the working directory that holds notebooks/, else the working directory."""
+    """The working directory; the one above it where that is the notebooks/ of a project, as for a notebook's kernel."""
     here = Path.cwd()
-    return next((d for d in (here, *here.parents) if (d / "notebooks").is_dir()), here)
+    return here.parent if here.name == "notebooks" and (here.parent / "pyproject.toml").exists() else here
 
 
 def runs_folder() -> Path:
@@ -137,9 +136,14 @@ class Run:
         return row
 
     def _tell_sinks(self, row: dict) -> None:
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
         for sink in list(self.sinks):
             try:
-                _tell(sink, row)
+                if hasattr(sink, "log"):
+                    sink.log(numbers, step=row.get("step", 0))
+                else:
+                    for name, value in numbers.items():
+                        sink.add_scalar(name, value, row.get("step", 0))
             except Exception as error:  # somebody else's service: the run is worth more
                 self.sinks.remove(sink)
                 warnings.warn(f"{type(sink).__name__} took no more of this run's rows after step {row.get('step')}: {error!r}",
@@ -251,18 +255,13 @@ class Run:
 
     # -- where it started, and checkpoints -----------------------------------------------------------------------------
 
-    def holds_another(self, config, policy) -> str | None:
-        """What a loop of this configuration on this policy would replace in the folder, in words; None where the folder is
-        new, or holds the same run, which then goes on or is done again with the same numbers."""
-        return _difference(self._note(), _plain_config(config), weights_hash(policy))
-
     def begin(self, config, policy, optimiser, data: str = "") -> int:
         """Bring policy, optimiser and metrics to where this run stands (see the class), and return the steps done.
 
         `data` is a hash of what the loop trains on, "" where it is not known. Raises ValueError for a damaged checkpoint or
         one that was trained on other data, and where the folder holds a run of another seed."""
         self._clear_partial()
-        note, plain, key = self._note(), _plain_config(config), weights_hash(policy)
+        note, plain, key = self._note(), plain_config(config), weights_hash(policy)
         self._refuse_another_seed(note, plain)
         trained, name = _trained_by.setdefault(policy.model, {}), str(self.folder.resolve())
         if name not in _begun and (other := _difference(note, plain, key)):
@@ -280,14 +279,13 @@ class Run:
             self._keep_start(policy)
             note = {"start": key, "base": origin(policy)}
         self.metrics, self._columns, self.base, self._data, self._session = [], (), note["base"], data, None
-        self._refuse_other_data(plain)
         steps = self._load_checkpoint(plain, policy, optimiser, mine)
         self.selected.begin(steps)
         if mine and not steps and note["start"] != key:
             put_weights(policy, self._start)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        atomic_write(self.folder / "run.json", json.dumps(note | configured(plain) | {"data": data}, indent=1) + "\n")
+        atomic_write(self.folder / "run.json", json.dumps(note | {"config": plain, "data": data}, indent=1) + "\n")
         self.recorder.rewind(steps)
         self.looks.rewind(steps + 1 if steps else 0)
         self.weights.begin(steps, plain, policy, optimiser)
@@ -327,18 +325,6 @@ class Run:
                 f"own with Run(..., seed={new}), or delete that one"
             )
 
-    def _refuse_other_data(self, plain: dict) -> None:
-        newest = max(self._checkpoints(), default=None)
-        try:
-            state = json.loads((newest / "state.json").read_text()) if newest else {}
-        except (OSError, ValueError):  # damaged: whoever loads it says so
-            return
-        if state.get("config") == plain and self._data and state.get("data") not in (None, "", self._data):
-            raise ValueError(
-                f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
-                "bring those back, or delete that folder to start over, or give this run another name"
-            )
-
     def _keep_start(self, policy) -> None:
         """The weights as they are, until the model or the process goes: only then can a policy have moved away from them."""
         from safetensors.torch import save_file
@@ -357,7 +343,7 @@ class Run:
         self.looks.sync()
         target = self.folder / f"checkpoint-{step:08d}"
         with atomic_folder(target) as folder:
-            save_state(folder, policy, optimiser, step=step, version=policy.version, config=_plain_config(config),
+            save_state(folder, policy, optimiser, step=step, version=policy.version, config=plain_config(config),
                        data=self._data)
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in self.metrics)
@@ -373,15 +359,20 @@ class Run:
             return 0
         try:
             check_seal(newest)
-            if json.loads((newest / "state.json").read_text())["config"] != plain:
+            state = json.loads((newest / "state.json").read_text())
+            if state["config"] != plain:
                 self.drop_checkpoint()
                 return 0
-            metrics = [json.loads(line) for line in (newest / "metrics.jsonl").read_text().splitlines()]
-            state = load_state(newest, policy, optimiser)
-            # never a number that stood for other weights of this policy
-            policy.version = max(state["version"], policy.version + mine)
+            if same_data := "" in (self._data, state["data"]) or state["data"] == self._data:
+                metrics = [json.loads(line) for line in (newest / "metrics.jsonl").read_text().splitlines()]
+                load_state(newest, policy, optimiser)
         except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
+        if not same_data:
+            raise ValueError(
+                f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
+                "bring those back, or delete that folder to start over, or give this run another name")
+        policy.version = max(state["version"], policy.version + mine)  # never one that stood for other weights of this policy
         self.metrics = metrics
         self._write_table()
         if (self.folder / FORKED).exists():
@@ -391,7 +382,7 @@ class Run:
         return state["step"]
 
     def keep_for_replay(self, step: int, config, policy, optimiser) -> None:
-        self.weights.keep(step, _plain_config(config), policy, optimiser)
+        self.weights.keep(step, plain_config(config), policy, optimiser)
 
     def kept(self) -> dict[int, Path]:
         """Step -> the weights and optimiser before it that are kept for replay."""
@@ -435,7 +426,7 @@ def origin(policy) -> str:
 
 def provenance(config, run: Run | None, steps: int, base: str) -> dict:
     """Where a policy comes from after `steps` steps of a loop, as `Policy.save` leaves it beside the weights."""
-    plain = _plain_config(config)
+    plain = plain_config(config)
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     return {
         "run": str(run.shown(run.folder)) if run else None, "method": type(config).__name__.removesuffix("Config").lower(),
@@ -446,8 +437,9 @@ def provenance(config, run: Run | None, steps: int, base: str) -> dict:
 
 def _forget(path: Path, process: int, inode: int) -> None:
     """Delete a start whose model is gone, unless a fork asks or the file is another's by now."""
-    if os.getpid() == process and path.exists() and path.stat().st_ino == inode:
-        path.unlink()
+    with suppress(FileNotFoundError):
+        if os.getpid() == process and path.stat().st_ino == inode:
+            path.unlink()
 
 
 def _difference(note: dict, plain: dict, start: str) -> str | None:
@@ -459,24 +451,8 @@ def _difference(note: dict, plain: dict, start: str) -> str | None:
     return "a run that started from other weights" if note and note.get("start") != start else None
 
 
-def configured(config) -> dict:
-    """What run.json says of a configuration, with a hash by which `lab.restore` sees that it is the one that was written."""
-    plain = _plain_config(config)
-    return {"config": plain, "config_hash": data_hash([plain])}
-
-
-def _plain_config(config) -> dict:
+def plain_config(config) -> dict:
     return json.loads(json.dumps(asdict(config) if is_dataclass(config) else config, default=str))
-
-
-def _tell(sink, row: dict) -> None:
-    """The numbers of a row, to a sink."""
-    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
-    if hasattr(sink, "log"):
-        sink.log(numbers, step=row.get("step", 0))
-    else:
-        for name, value in numbers.items():
-            sink.add_scalar(name, value, row.get("step", 0))
 
 
 def _lines(rows: list[dict], columns: tuple[str, ...]) -> str:
