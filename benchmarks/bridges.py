@@ -103,7 +103,7 @@ async def serving(model: str, kind: str, policy, folder: Path, peer: str):
         command = [sys.executable, "-m", "grpolab", "serve-policy", model, "--port", str(port), "--weights", str(shared),
                    "--adapters", str(folder / "adapters")]
     else:
-        load_policy(model, tell=False).save(base)
+        load_policy(model).save(base)
         command = [part.format(name=policy.name, host="127.0.0.1", port=port) for part in vllm(base)]
     bridge = SharedFile(shared) if kind == "shared memory" else AdapterSwap(folder / "adapters")
     try:
@@ -123,7 +123,7 @@ async def serving(model: str, kind: str, policy, folder: Path, peer: str):
 
 
 async def measure(model: str, kind: str, peer: str, rounds: int, tokens: int) -> dict:
-    policy = load_policy(model, adapter=ADAPTER if "adapter" in kind else None, tell=False)
+    policy = load_policy(model, adapter=ADAPTER if "adapter" in kind else None)
     prompts = [policy.tokenizer.encode(f"What is {a} + 7?") for a in range(10, 18)]
     params = SamplingParams(seed=0, max_new_tokens=tokens, ignore_eos=True)
     folder, sync, after, later, busy, behind, failed = Path(tempfile.mkdtemp()), [], [], [], [], [], 0

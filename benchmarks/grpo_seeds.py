@@ -122,7 +122,7 @@ async def in_bf16(seed: int) -> dict:
     policy, start, _ = await tuned(BEST, seed)
     with tempfile.TemporaryDirectory() as folder:
         policy.save(folder)
-        policy = load_policy(folder, dtype="bfloat16", tell=False)
+        policy = load_policy(folder, dtype="bfloat16")
     rounded, before = await measure(policy, seed)
     config, drift = replace(grpo_config(seed), exact=True), []
     began = time.perf_counter()

@@ -32,7 +32,7 @@ WAYS = {"once a group": GRPOConfig(), "once a rollout": GRPOConfig(row_width=0)}
 
 def untrained() -> Policy:
     torch.manual_seed(0)
-    embedded = load_policy("tiny", tell=False)
+    embedded = load_policy("tiny")
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(embedded.tokenizer), hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
         max_position_embeddings=8192)).eval()

@@ -35,7 +35,7 @@ SHOWN, PRACTICE = KNOWN[:12_800], KNOWN[12_800:]
 
 def untrained(seed: int) -> Policy:
     """Notebook 09's model: two layers with random weights, and the embedded tokenizer."""
-    embedded = load_policy("tiny", tell=False)
+    embedded = load_policy("tiny")
     seed_everything(seed)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(embedded.tokenizer), hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,

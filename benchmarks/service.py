@@ -101,7 +101,7 @@ def elsewhere(model: str):
 
 async def race(model: str, callers: tuple[int, ...], rounds: int, requests: int, vllm: str | None) -> list[dict]:
     """The rows of a model."""
-    policy = load_policy(model, device="cpu", tell=False)
+    policy = load_policy(model, device="cpu")
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         sampler = await enter(Sampler(policy))

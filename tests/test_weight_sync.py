@@ -32,7 +32,7 @@ CLOSE = 1e-4  # nats, between the trainer's log-prob of a token and its server's
 
 
 def adapted(adapter=ADAPTER, by=0.1):
-    policy = load_policy("tiny", adapter=adapter, tell=False)
+    policy = load_policy("tiny", adapter=adapter)
     turn(policy, by)
     return policy
 
@@ -319,7 +319,7 @@ from grpolab.serve.weight_sync import Restart
 from grpolab.serve.remote import RemoteSampler
 
 async def main():
-    async with RemoteSampler(sys.argv[1], load_policy("tiny", tell=False), bridge=Restart(sys.argv[2])) as remote:
+    async with RemoteSampler(sys.argv[1], load_policy("tiny"), bridge=Restart(sys.argv[2])) as remote:
         await remote.publish()
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -62,6 +62,7 @@ class Eval:
 
     def load(self):
         policy = load_policy(self.model)
+        print(policy.origin)
         print(policy)
         return policy
 

@@ -32,6 +32,7 @@ class ServePolicy:
         from grpolab.models.load import load_policy
 
         policy = load_policy(self.model)
+        print(policy.origin)
         policy.version = self.policy_version
         asyncio.run(self.serve(Sampler(policy, slots=self.slots, seed=self.seed), token))
         return 0

@@ -74,6 +74,7 @@ class Training:
             rows, held_out = self.read()
             seed_everything(self.config.seed)
             policy = load_policy(self.model, dtype=self.dtype)
+            print(policy.origin)
             print(policy)
             ready = self.prepare(policy, rows, held_out)
             if self.dry_run:

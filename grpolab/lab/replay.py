@@ -234,7 +234,7 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
             for name in file.namelist():  # written under their own names, never under a path from the file
                 if Path(name).parts[0] == "policy" and Path(name).suffix in POLICY_FILES:
                     (Path(folder) / Path(name).name).write_bytes(file.read(name))
-            policy, config = load_policy(folder, **device_and_dtype(session), tell=False), as_config(about["config"])
+            policy, config = load_policy(folder, **device_and_dtype(session)), as_config(about["config"])
         if weights_hash(policy) != about["weights"]:
             raise ValueError("its weights have another hash than was noted")
     except FileNotFoundError:

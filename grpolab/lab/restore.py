@@ -176,7 +176,7 @@ def load_start(run: Run) -> Policy:
     folder = run.folder / "replay" / "policy"
     try:
         check_seal(folder)
-        return load_policy(str(folder), **device_and_dtype((run.recorder.sessions() or [{}])[-1]), tell=False)
+        return load_policy(str(folder), **device_and_dtype((run.recorder.sessions() or [{}])[-1]))
     except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
         raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
                          f"({error}): copy that folder from a whole one, or train again") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -150,10 +149,9 @@ def describe_machine() -> str:
 
 def load_policy(
     name: str = "tiny", *, device: str | None = None, dtype: torch.dtype | str | None = None, adapter: LoRA | None = None,
-    tell: bool = True,
 ) -> Policy:
     """A Policy by name: 'tiny', 'smollm2-135m', a Hugging Face id, or a folder with a saved model or a saved adapter (its
-    model is loaded by the name in it); prints its provenance if `tell`, in a notebook once a cell. With an `adapter`, a
+    model is loaded by the name in it); `origin` says where its weights come from. With an `adapter`, a
     fresh one is put in and trained alone.
 
     Raises ValueError for a name that is none of these, for a model that has no end token, and for a checkpoint that is
@@ -183,25 +181,7 @@ def load_policy(
         lora.inject(model, adapter, name)
     policy = Policy(in_own_memory(model).to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
     policy.provenance = read_provenance(name, source)
-    if tell:
-        _tell(policy.origin)
     return policy
-
-
-_told: tuple[int, set[str]] = (0, set())  # the cell that told where weights come from, and which
-
-
-def _tell(origin: str) -> None:
-    """Print it; in a notebook once a cell, however often the cell loads it."""
-    global _told
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    cell = shell.execution_count if shell else 0
-    if cell != _told[0]:
-        _told = cell, set()
-    if origin not in _told[1]:
-        print(origin)
-    if shell:
-        _told[1].add(origin)
 
 
 def read_provenance(name: str, source: str) -> dict:
