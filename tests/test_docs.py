@@ -127,6 +127,9 @@ def check_command(words):
             assert folder == badges.repository().rsplit("/", 1)[1]
         case ["conda", "env", "create", "-f", path]:
             assert (ROOT / path).is_file()
+        case ["uv", "sync", *extras]:
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(extras[::2]) == {"--extra"} and set(extras[1::2]) <= known.keys(), words
         case _:
             raise AssertionError(f"no case for {words}")
 
@@ -175,7 +178,7 @@ def test_commands_in_the_prose_name_what_exists(page):
 
 WRONG = ["make nothing", "make lab PROT=1", ".venv/bin/python -m grpolab evil tiny", ".venv/bin/python -m grpolab run --stroe",
          ".venv/bin/torchrun --nporc-per-node 2 -m grpolab sft tiny", ".venv/bin/torchrun -m grpolab sft tiny --stpes 2",
-         ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh"]
+         ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh", "uv sync --extra nothing"]
 
 
 @pytest.mark.parametrize("command", WRONG)
