@@ -178,7 +178,8 @@ def test_commands_in_the_prose_name_what_exists(page):
 
 WRONG = ["make nothing", "make lab PROT=1", ".venv/bin/python -m grpolab evil tiny", ".venv/bin/python -m grpolab run --stroe",
          ".venv/bin/torchrun --nporc-per-node 2 -m grpolab sft tiny", ".venv/bin/torchrun -m grpolab sft tiny --stpes 2",
-         ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh", "uv sync --extra nothing"]
+         ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh",
+         "uv sync --extra nothing"]
 
 
 @pytest.mark.parametrize("command", WRONG)
