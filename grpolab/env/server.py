@@ -166,7 +166,6 @@ async def _until(condition: Callable[[], bool], seconds: float) -> None:
         await asyncio.sleep(0.005)
 
 
-
 @contextlib.asynccontextmanager
 async def serve(env_factory: Callable[..., Any] | str, options: ServeOptions | None = None,
                 **changes: Any) -> AsyncIterator[EnvServer]:

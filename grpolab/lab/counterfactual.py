@@ -45,7 +45,7 @@ from grpolab.runs.checkpoints import weights_hash
 from grpolab.runs.kept_weights import KeptWeights
 from grpolab.runs.run import FORKED, Run, plain_config
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, prove_both, trainer_logps
+from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, trainer_logps, verify_both
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.optimisers import make_optimiser
 from grpolab.train.rewards import Reward, ask_any, finished_and_correct
@@ -143,7 +143,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
         if not groups:
             raise ValueError(f"the edit leaves nothing of step {done} to learn from")
         check_reference(policy, reference, config)
-        prove_both(policy, reference, config, longest(used))
+        verify_both(policy, reference, config, longest(used))
         forked.record(done, policy, [*groups, *unused], session_at(run, done).get("engine", ""))
         row = update_again(policy, reference, groups, config, optimiser, done)
         curriculum = {name: rows[done][name] for name in ("tier", "curriculum") if name in rows.get(done, {})}
@@ -151,7 +151,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
         done += 1
     forked.save_checkpoint(done, config, policy, optimiser)
     forked.keep_for_replay(done, config, policy, optimiser)
-    note = {"start": weights_hash(policy), "base": policy.name} | {"config": plain_config(config)}
+    note = {"start": weights_hash(policy), "base": policy.name, "config": plain_config(config)}
     atomic_write(forked.folder / "run.json", json.dumps(note, indent=1) + "\n")
     forked._write_table()
     return done

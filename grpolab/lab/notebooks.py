@@ -173,7 +173,7 @@ def _execute(path: Path, output: Path, parameters: dict, progress: bool) -> str 
 
 def clean(notebook: dict) -> dict:
     """An executed notebook without what differs between machines and runs of the same code: papermill's times and paths,
-    the kernel's display name and Python version, what went to stderr. Pictures in 64 colours."""
+    the kernel's display name and Python version, what went to stderr. Pictures in few colours."""
     tidy(notebook)["metadata"].pop("papermill", None)
     for cell in notebook["cells"]:
         for key in ("papermill", "execution", "ExecuteTime"):

@@ -22,7 +22,7 @@ from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import check_seal, data_hash, load_state
 from grpolab.runs.run import FORKED, Run
 from grpolab.sync import set_own_threads
-from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, prove_both
+from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, verify_both
 from grpolab.train.loop import dropout_of
 from grpolab.train.optimisers import make_optimiser
 
@@ -67,7 +67,7 @@ def restore(run: Run, step: int, *, reference: Policy | None = None) -> State:
         reference = reference or (load_start(run) if config.kl_coef else None)
         policy.model.train(bool(session_at(run, start).get("training")))
         check_reference(policy, reference, config)
-        prove_both(policy, reference, config, longest(g for groups in steps.values() for g in groups))
+        verify_both(policy, reference, config, longest(g for groups in steps.values() for g in groups))
         rows = {row["step"]: row for row in rows_of(run)}
         for s, groups in steps.items():
             row = update_again(policy, reference, groups, config, optimiser, s)

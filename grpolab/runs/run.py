@@ -80,12 +80,12 @@ class Run:
     or another; the lock goes with its process, however that ends.
 
     The folder also keeps every rollout (`rollouts`; with `keep="none"` none), from which `lab.replay` and
-    its neighbours tell later what happened; with `replay_every=n` also the weights before every n-th step (`kept.py`).
+    its neighbours tell later what happened; with `replay_every=n` also the weights before every n-th step (`kept_weights`).
 
     `sinks` are told each row's numbers too: objects with `.log(dict, step=...)`, as a run of Weights & Biases or trackio, or
     with `.add_scalar(name, value, step)`, as TensorBoard's SummaryWriter. One that raises is warned of and asked no more.
 
-    With `select` the policy is measured on the way, and the best one is kept beside the last (`lab.selection`): `best()`.
+    With `select` the policy is measured on the way, and the best one is kept beside the last (`selection`): `best()`.
     """
 
     def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None,

@@ -88,7 +88,7 @@ async def grpo_from(
         if hasattr(source, "check"):
             source.check(policy, config, run)
         check_lengths(policy, longest, "prompt and completion")
-        prove_both(policy, reference, config, longest)
+        verify_both(policy, reference, config, longest)
 
     await in_thread(policy, start)
 
@@ -127,7 +127,7 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
 
 
-def prove_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
+def verify_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
     verify_forward(policy, config, longest, width=config.packed_width)
     if config.kl_coef and not isinstance(reference, BasePolicy):  # that is the policy's own forward

@@ -1,9 +1,9 @@
 """A policy's log-probabilities with gradient: the decoder, then the head only where the mask asks.
 
 A forward can be taken in four ways, and all of them must give what the model's own plain forward gives on one sequence:
-"unpadded", `train.unpadded`, for Llama-shaped models; "packed", the model's own decoder on rows that several sequences share,
+"unpadded", `train.forward`, for Llama-shaped models; "packed", the model's own decoder on rows that several sequences share,
 under masks that keep them apart; "rows", one sequence a row, padded at the right; "alone", one sequence a pass.
-`train.proof` finds the first that is right and leaves it here; a model that nobody proved gets no packed rows.
+`train.verify` finds the first that is right and leaves it here; a model that nobody verified gets no packed rows.
 """
 
 from __future__ import annotations
