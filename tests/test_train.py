@@ -366,7 +366,7 @@ def test_a_row_tells_lengths_health_and_speed(tiny):
     assert row["logp_diff_max"] < 1e-4 < abs(row["ratio"] - 1)  # the sampler's, not the second pass's
 
 
-def test_without_a_leash_the_reference_changes_nothing(tiny):
+def test_without_a_kl_penalty_the_reference_changes_nothing(tiny):
     one, two = fresh_copy(tiny), fresh_copy(tiny)
     config = dataclasses.replace(FAST, steps=2)
     collect(grpo(one, None, PROBLEMS[:4], config, reward=digits))
@@ -774,7 +774,7 @@ def test_an_example_without_a_token_to_train_on_is_named(tiny, wrong):
         collect(sft(tiny, good + [wrong], SFTConfig(steps=1)))
 
 
-def test_a_group_of_one_without_a_leash_is_refused():
+def test_a_group_of_one_without_a_kl_penalty_is_refused():
     with pytest.raises(ValueError, match="group_size=1 never trains.*at least 2"):
         GRPOConfig(group_size=1)
     assert GRPOConfig(group_size=1, kl_coef=0.1).group_size == 1

@@ -341,7 +341,7 @@ def test_one_token_far_off_stops_the_step_too(tiny):
         grpo_update(tiny, None, [Group(rollouts), groups[1]], config, make_optimiser(tiny, config), 0)
 
 
-def test_groups_without_signal_count_in_the_denominator_with_and_without_a_leash(tiny):
+def test_groups_without_signal_count_in_the_denominator_with_and_without_a_kl_penalty(tiny):
     """kl_coef 0 and 1e-9 are one objective: leaving out a forward pass leaves the gradient."""
     groups = sampled(tiny) + sampled(tiny, seed=9, rewards=(1.0, 1.0, 1.0)) * 3
     reference, norms = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "reference", tiny.eos_ids), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,14 +66,17 @@ class GRPOConfig(Optimisation):
         if self.dual_clip is not None and not (self.dual_clip > 1 and self.objective == "ppo"):
             raise ValueError(f"dual_clip must be None or above 1, and is for objective 'ppo', got {self.dual_clip} with "
                              f"{self.objective!r}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}: greedy rollouts of a group are all equal")
-        if self.group_size < 1 or self.prompts_per_step < 1 or self.inner_epochs < 1:
-            raise ValueError(f"group_size, prompts_per_step and inner_epochs must be at least 1, got {self}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite, got {self.temperature}: rollouts of a group that are "
+                             "greedy are all equal, and at infinity they are noise")
+        for name in ("group_size", "prompts_per_step", "inner_epochs", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.group_size == 1 and not self.kl_coef:
             raise ValueError("group_size=1 never trains: an advantage compares with others of the group. Take at least 2")
-        if not self.kl_coef >= 0:
-            raise ValueError(f"kl_coef weighs the distance to the reference and cannot be negative, got {self.kl_coef}")
+        if not 0 <= self.kl_coef < math.inf:
+            raise ValueError("kl_coef weighs the distance to the reference and must be finite and not negative, got "
+                             f"{self.kl_coef}")
         if self.refills < 0:
             raise ValueError(f"refills must be 0 (off) or more rounds of sampling, got {self.refills}")
         if not 1 <= self.minibatches <= self.prompts_per_step:
