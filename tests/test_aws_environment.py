@@ -319,7 +319,7 @@ def test_nothing_outlives_a_killed_server():
 
         assert asyncio.run(ask(other))[0] is True  # --max-turns 1
         done, children = asyncio.run(ask(url))
-        assert done is False and len(children) >= 5  # two leashes with their simulators, and the session's process
+        assert done is False and len(children) >= 5  # two guards with their simulators, and the session's process
         os.kill(one.pid, signal.SIGKILL)
         wait_for(lambda: not any(alive(pid) for pid in children), SOON, "the end of every process of the server")
         assert asyncio.run(ask(other))[0] is True

@@ -134,7 +134,7 @@ def test_steps_that_are_too_large_and_far_from_the_reference(tiny):
 
 
 def test_an_entropy_that_is_gone(tiny):
-    """The weakest of leashes: without one, a step whose groups are all equal has no forward pass to tell the entropy."""
+    """The weakest KL penalty: without one, a step whose groups are all equal has no forward pass to tell the entropy."""
     config = GRPOConfig(**{**vars(CONFIG), "steps": 14, "lr": 3e-3, "max_new_tokens": 8, "kl_coef": 1e-6})
     found = illnesses(rows_of(tiny, config, lambda text, *_: float(text.startswith("1") + text.count("1")), copied(tiny)))
     assert "nats a token: the rollouts of a group are all but the same" in found["the entropy is gone"].evidence

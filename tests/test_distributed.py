@@ -64,7 +64,7 @@ def pair(base, tmp_path_factory):
 @pytest.mark.parametrize("what", METHODS)
 def test_two_ranks_take_the_steps_of_one(alone, pair, what):
     """In float64, so that rounding hides nothing: 5 examples, 3 pairs, 3 groups on two ranks, or one on one and none on the
-    other; packed, checkpointed, an adapter, minibatches, refills, a leash, another sampler's weights, rewards that raise."""
+    other; packed, checkpointed, an adapter, minibatches, refills, KL, another sampler's weights, rewards that raise."""
     (told, tensors), (ours, theirs) = alone, found(pair, 0, 2)
     gradient = tensors[f"{what} gradient"]
     assert gradient.dtype == torch.float64 and gradient.norm() > 0.01

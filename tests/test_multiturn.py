@@ -222,7 +222,7 @@ def test_a_lost_episode_abstains(caller):
     torch.testing.assert_close(gradient(rollouts, a), gradient([rollouts[i] for i in kept], a[kept]), rtol=1e-4, atol=1e-7)
 
 
-def test_a_leash_needs_a_reference_of_its_own(caller):
+def test_a_kl_penalty_needs_a_reference_of_its_own(caller):
     async def first_row(reference, **options):
         async with serve(CalculatorEnv) as server, GrpoPool(server.url, size=1) as pool:
             async for _ in multi_turn_grpo(caller, reference, PROBLEMS, GRPOConfig(steps=1, **options), pool):

@@ -413,7 +413,7 @@ def test_pairs_problems_and_references_are_part_of_the_data(tiny, tmp_path):
     pairs, moved = load_preferences(rows, tiny.tokenizer), fresh(tiny)
     train(moved, None, replace(CONFIG, steps=1))
     options = {"steps": 3, "save_every": 1}
-    leashed = GRPOConfig(prompts_per_step=2, group_size=2, kl_coef=0.1, max_new_tokens=3, **options)
+    penalised = GRPOConfig(prompts_per_step=2, group_size=2, kl_coef=0.1, max_new_tokens=3, **options)
     loops = {
         "dpo": (lambda policy, data, ref, run: dpo(policy, ref, data, DPOConfig(batch_size=2, **options), run=run),
                 [(pairs, fresh(tiny)), (pairs[1:], fresh(tiny)), (pairs, moved)]),
@@ -422,7 +422,7 @@ def test_pairs_problems_and_references_are_part_of_the_data(tiny, tmp_path):
         "reward": (lambda policy, data, ref, run: reward_model(RewardModel.from_policy(policy), data,
                                                                RewardConfig(batch_size=2, **options), run=run),
                    [(pairs, None), ([replace(p, meta={"margin": 2.0}) for p in pairs], None)]),
-        "grpo": (lambda policy, data, ref, run: grpo(policy, ref, data, leashed, run=run),
+        "grpo": (lambda policy, data, ref, run: grpo(policy, ref, data, penalised, run=run),
                  [(PROBLEMS, fresh(tiny)), (PROBLEMS[1:], fresh(tiny)), (PROBLEMS, moved)]),
     }
 
