@@ -8,21 +8,30 @@ marks its turns with plain words on a tokenizer that has no tokens for them, not
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
 
 from grpolab.markers import Markers, markers_of
+from grpolab.tool_calls import call_of, form_of, tools_of
 
-CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (  # tools as signatures, a line each; calls in the form of Hermes and Qwen
+    "{% for tool in tools or [] %}{{ 'Tools: ' if loop.first }}{{ tool['function']['name'] + '(' }}"
+    "{% for name, schema in tool['function']['parameters']['properties'].items() %}"
+    "{{ name + ': ' + (schema['type'] or 'any') | string + ('' if loop.last else ', ') }}{% endfor %}"
+    "{{ '): ' + tool['function']['description'] + '\n' }}{% endfor %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>\n' + call['function'] | tojson + '\n</tool_call>' }}{% endfor %}{{ eos_token + '\n' }}"
     "{% else %}{{ message['role'].capitalize() + ': ' + message['content'] + '\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
@@ -31,7 +40,8 @@ CHAT_TEMPLATE = (
 LONG_TEXT = 2000  # characters: about a millisecond of tokenising; longer texts are tokenised off the event loop
 tokenising = ThreadPoolExecutor(1, "grpolab-tokenise")  # there; one: a tokenizer is not made for several threads
 
-Message = dict[str, str]  # {"role": "user" | "assistant" | "system", "content": text}
+# {"role": "system" | "user" | "assistant" | "tool", "content": text}; an assistant's may hold "tool_calls", OpenAI's or TRL's
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,36 +57,108 @@ def user(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
-def _apply(tokenizer, messages: Sequence[Message], reply: bool) -> str:
+def _apply(tokenizer, messages: Sequence[Message], reply: bool, tools: Sequence[dict] = ()) -> str:
     template = None if tokenizer.chat_template else CHAT_TEMPLATE
     try:
         return tokenizer.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, add_generation_prompt=reply
+            list(messages), tools=list(tools) or None, chat_template=template, tokenize=False, add_generation_prompt=reply
         )
     except TemplateError as error:  # most say themselves what they want, as a conversation without a system turn
         raise ValueError(f"the chat template refuses a conversation of {[m['role'] for m in messages]}: {error}") from error
 
 
+_TOOL = {"type": "function", "function": {"name": "f", "description": "§", "parameters": {"type": "object", "properties": {}}}}
+_CALL = {"role": "assistant", "content": "",
+         "tool_calls": [{"id": "call12345", "type": "function", "function": {"name": "f", "arguments": {}}}]}
+_RESULT = {"role": "tool", "content": "§", "name": "f", "tool_call_id": "call12345"}
+
+
 def _markers(tokenizer) -> Markers:
-    def skeletons():
-        for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
-            with suppress(ValueError):  # a template that knows no system turn
-                yield _apply(tokenizer, [{"role": role, "content": "§"} for role in roles], True)
+    def skeletons(*conversations, **tools):
+        for messages in conversations:
+            with suppress(ValueError, TypeError, KeyError):  # a template that knows no system turn, or no tools
+                yield _apply(tokenizer, messages, True, **tools)
 
-    return markers_of(tokenizer, str(tokenizer.chat_template or CHAT_TEMPLATE), skeletons)
+    def plain():
+        return skeletons(*([{"role": role, "content": "§"} for role in roles] for roles in (
+            ["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant", "tool"])))
+
+    def of_calls():
+        return skeletons([*user("§"), _CALL, _RESULT], tools=[_TOOL])
+
+    return markers_of(tokenizer, str(tokenizer.chat_template or CHAT_TEMPLATE), plain, of_calls)
 
 
-def _render(tokenizer, messages: Sequence[Message], *, reply: bool) -> str:
+def call_form(tokenizer) -> str:
+    """The form in which this tokenizer's chat template writes calls (`tool_calls.FORMS`); ValueError for a template that does
+    not write the tools that it is given, so that the policy would not know of them, or in no known form."""
+    return _call_form(tokenizer, str(tokenizer.chat_template or CHAT_TEMPLATE))
+
+
+@lru_cache(maxsize=8)
+def _call_form(tokenizer, template: str) -> str:
+    if _apply(tokenizer, user("§"), True, [_TOOL]) == _apply(tokenizer, user("§"), True):
+        raise ValueError("the chat template of this tokenizer does not write tools, so the policy would not know of them: set "
+                         "tokenizer.chat_template to one that does (grpolab.chat.CHAT_TEMPLATE)")
+    return form_of(template)
+
+
+def _checked(message: Message) -> Message:
+    """A message as templates take it: arguments of calls as objects, "developer" as system. ValueError for what is none."""
+    more = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
+    names = {"role", "content"} | more.get(message.get("role"), set())
+    calls = message.get("tool_calls") or []
+    content = message.get("content")
+    content = "" if content is None and calls else content
+    if not set(message) <= names or not isinstance(content, str) or not re.fullmatch(r"[\w-]+", str(message.get("role"))):
+        raise ValueError("a message is a role (one word) and a content (text); an assistant's may hold tool_calls, a tool's a "
+                         f"tool_call_id and a name: got {str(message)[:80]!r}")
+    _check_text(content)
+    checked = {k: v for k, v in message.items() if k != "tool_calls"} | {"content": content}
+    if checked["role"] == "developer":
+        checked["role"] = "system"
+    if calls:
+        checked["tool_calls"] = [_checked_call(call) for call in calls]
+    return checked
+
+
+def _checked_call(call: Any) -> dict:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    read = call_of(function if function is not None else call)
+    _check_text(json.dumps([read.name, read.arguments], ensure_ascii=False))
+    id = {"id": str(call["id"])} if call.get("id") is not None else {}
+    return id | {"type": "function", "function": {"name": read.name, "arguments": read.arguments}}
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed, keys of objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _mapped(part, change) for key, part in value.items()}
+    return [_mapped(part, change) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _hidden(message: Message, markers: Markers) -> Message:
+    """The message with stand-ins for the control tokens that it spells. An assistant's own text may write calls."""
+    hidden = message | {"content": markers.hide(message["content"], calls=message["role"] == "assistant")}
+    if calls := message.get("tool_calls"):
+        hidden["tool_calls"] = _mapped(calls, markers.hide)
+    return hidden | {k: markers.hide(message[k]) for k in ("name", "tool_call_id") if isinstance(message.get(k), str)}
+
+
+def _render(tokenizer, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] = ()) -> str:
     """The conversation as the template writes it, with stand-ins where a message spells a control token."""
     markers = _markers(tokenizer)
-    for m in messages:
-        if set(m) != {"role", "content"} or not isinstance(m["content"], str) or not re.fullmatch(r"[\w-]+", str(m["role"])):
-            raise ValueError(f"a message is a role (one word) and a content (text), got {str(m)[:80]!r}")
-        _check_text(m["content"])
-    said = [m | {"content": markers.hide(m["content"])} for m in messages]
-    plain = [m | {"content": "a" if m["content"].strip() else m["content"]} for m in messages]
-    rendered = _apply(tokenizer, said, reply)
-    if markers.count(rendered) > markers.count(_apply(tokenizer, plain, reply)):
+    messages = [_checked(m) for m in messages]
+    if tools:
+        call_form(tokenizer)
+        tools = _mapped(tools_of(tools), markers.hide)
+    hidden = [_hidden(m, markers) for m in messages]
+    plain = [m | {"content": markers.calls(m["content"]) + "a" if m["role"] == "assistant" and m["content"].strip()
+                  else "a" if m["content"].strip() else m["content"]} for m in hidden]
+    rendered = _apply(tokenizer, hidden, reply, tools)
+    if markers.count(rendered) > markers.count(_apply(tokenizer, plain, reply, tools)):
         raise ValueError(f"the chat template makes control tokens of what a message says: {str(messages)[:200]}")
     return rendered
 
@@ -95,20 +177,27 @@ def _encode(tokenizer, rendered: str) -> list[int]:
     return _markers(tokenizer).encode(tokenizer, rendered)
 
 
-def prompt_ids(tokenizer, messages: str | Sequence[Message]) -> list[int]:
-    """Token ids of a conversation that waits for the assistant's next turn; a string is one user turn."""
+def prompt_ids(tokenizer, messages: str | Sequence[Message], tools: Sequence[dict] = ()) -> list[int]:
+    """Token ids of a conversation that waits for the assistant's next turn; a string is one user turn. `tools`, in OpenAI's
+    shape, are what the policy may call: ValueError for a chat template that does not write them."""
     messages = user(messages) if isinstance(messages, str) else messages
-    return _encode(tokenizer, _render(tokenizer, messages, reply=True))
+    return _encode(tokenizer, _render(tokenizer, messages, reply=True, tools=tools))
 
 
-def observation_ids(tokenizer, content: str) -> list[int]:
-    """Token ids between the end token of an assistant turn and the next assistant turn, with `content` said in between.
+def observation_ids(tokenizer, content: str | Sequence[str], role: str = "user") -> list[int]:
+    """Token ids between the end token of an assistant turn and the next assistant turn, with `content` in between.
 
-    Said as a user turn, and tokenised on its own, so that nothing the policy wrote is tokenised again. Raises ValueError
-    for a template that rewrites earlier turns: under it no single token sequence stands for the conversation.
+    It is a user turn, or several of `role` "tool" (the results of calls), and tokenised on its own, so that nothing the policy
+    wrote is tokenised again. Raises ValueError for a template that rewrites earlier turns: under it no single token sequence
+    stands for the conversation.
     """
-    said = [*user("a"), {"role": "assistant", "content": "b"}, *user(content)]
-    ids = rest_ids(tokenizer, said, answered=2, ended=True)
+    contents = [content] if isinstance(content, str) else content
+    if role == "tool":
+        answer = _CALL | {"tool_calls": _CALL["tool_calls"] * len(contents)}
+        between = [_RESULT | {"content": text} for text in contents]
+    else:
+        answer, between = {"role": "assistant", "content": "b"}, [{"role": role, "content": text} for text in contents]
+    ids = rest_ids(tokenizer, [*user("a"), answer, *between], answered=2, ended=True)
     if ids is None:
         raise ValueError("the chat template rewrites earlier turns when a new one is added; use one that only appends")
     return ids
@@ -129,24 +218,25 @@ def text_ids(tokenizer, text: str) -> list[int]:
     return [lead] * leads + _encode(tokenizer, _markers(tokenizer).hide(text))
 
 
-def rest_ids(tokenizer, messages: Sequence[Message], answered: int, ended: bool) -> list[int] | None:
+def rest_ids(tokenizer, messages: Sequence[Message], answered: int, ended: bool, tools: Sequence[dict] = ()
+             ) -> list[int] | None:
     """Token ids that follow those of the assistant turn messages[answered - 1], up to the next assistant turn; with an end
     token first where that turn was cut and did not write its own (`ended` False).
 
     None for a template that rewrites earlier turns or does not close them: then the conversation is another sequence.
     """
     end = tokenizer.eos_token
-    before = _render(tokenizer, messages[: answered - 1], reply=True)
-    after = _render(tokenizer, messages[:answered], reply=False)
+    before = _render(tokenizer, messages[: answered - 1], reply=True, tools=tools)
+    after = _render(tokenizer, messages[:answered], reply=False, tools=tools)
     head = after[: after.rfind(end) + len(end)]
-    whole = _render(tokenizer, messages, reply=True)
+    whole = _render(tokenizer, messages, reply=True, tools=tools)
     if not (head.startswith(before) and len(head) >= len(before) + len(end) and whole.startswith(head)):
         return None
     return [tokenizer.eos_token_id] * (not ended) + _encode(tokenizer, whole[len(head) :])
 
 
-def encode_chat(tokenizer, messages: Sequence[Message]) -> Example:
-    """A whole conversation as token ids and mask; every assistant turn is supervised, its end token included.
+def encode_chat(tokenizer, messages: Sequence[Message], tools: Sequence[dict] = ()) -> Example:
+    """A whole conversation as token ids and mask; every assistant turn is supervised, its calls and its end token included.
 
     Each turn is tokenised on its own, exactly where sampling would cut: the ids before an assistant turn are those that
     `prompt_ids` gives for it. Raises ValueError for a template that rewrites earlier turns, for which no such mask exists.
@@ -168,8 +258,8 @@ def encode_chat(tokenizer, messages: Sequence[Message]) -> Example:
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(tokenizer, messages[:i], reply=True)
-        after = _render(tokenizer, messages[: i + 1], reply=False)
+        before = _render(tokenizer, messages[:i], reply=True, tools=tools)
+        after = _render(tokenizer, messages[: i + 1], reply=False, tools=tools)
         if not (before.startswith(done) and after.startswith(before)):
             raise ValueError("the chat template rewrites earlier turns when a new one is added; train on one turn at a time")
         turn = after[len(before) :]

@@ -25,13 +25,15 @@ class Markers:
     ids = markers.encode(tokenizer, rendered)    of what the template made, or of a part of it
     """
 
-    def __init__(self, tokenizer, skeletons: Iterable[str]):
-        """`skeletons`: what the template makes of messages that say "§"."""
+    def __init__(self, tokenizer, skeletons: Iterable[str], of_calls: Iterable[str] = ()):
+        """`skeletons`: what the template makes of messages that say "§"; `of_calls`: of tools, calls and their results."""
         added = {token.content: (i, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
         special = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.all_special_tokens}
         skeletons = list(skeletons)
         written = {i for text in skeletons for i in tokenizer.encode(text, add_special_tokens=False)}
-        self.ids = special | {text: i for text, (i, is_special) in added.items() if is_special or i in written}
+        around_calls = {i for text in of_calls for i in tokenizer.encode(text, add_special_tokens=False)} - written
+        self.ids = special | {text: i for text, (i, is_special) in added.items() if is_special or i in written | around_calls}
+        self._calls = {t for t, (i, is_special) in added.items() if i in around_calls and not is_special} - set(special)
         self._pattern = re.compile(_alternation(self.ids)) if self.ids else None
         self._nonce = nonce = secrets.token_hex(8)
         self._twin = None
@@ -47,8 +49,13 @@ class Markers:
         """How many control tokens `text` spells."""
         return sum(1 for _ in self._pattern.finditer(text)) if self._pattern else 0
 
-    def hide(self, text: str) -> str:
-        """`text` with a stand-in for each control token that it spells. Warns where it spells a marker of plain words."""
+    def calls(self, text: str) -> str:
+        """The markers of tool calls that `text` spells, which an assistant may write ("<tool_call>")."""
+        return "".join(m for m in self._pattern.findall(text) if m in self._calls) if self._calls else ""
+
+    def hide(self, text: str, calls: bool = False) -> str:
+        """`text` with a stand-in for each control token that it spells, but for those of `calls`. Warns where it spells a
+        marker of plain words."""
         word = next((w for w in self.words if w in text), None)
         if word:
             warnings.warn(
@@ -56,7 +63,8 @@ class Markers:
                 "apart. Use a tokenizer that has tokens of its own for turns",
                 stacklevel=4,
             )
-        return self._pattern.sub(lambda m: self._hidden[m[0]], text) if self._pattern else text
+        spared = self._calls if calls else ()
+        return self._pattern.sub(lambda m: m[0] if m[0] in spared else self._hidden[m[0]], text) if self._pattern else text
 
     def encode(self, tokenizer, rendered: str) -> list[int]:
         """Token ids of a rendered conversation or a part of it: its control tokens are those of the template alone."""
@@ -123,16 +131,16 @@ def _alternation(words: Iterable[str]) -> str:
 _known: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def markers_of(tokenizer, template: str, skeletons) -> Markers:
+def markers_of(tokenizer, template: str, skeletons, of_calls=tuple) -> Markers:
     """The Markers of a tokenizer under a template, made once, and again when it got another template or further tokens;
-    `skeletons()` renders them where they are needed."""
+    `skeletons()` and `of_calls()` render them where they are needed."""
     special = tuple(tokenizer.all_special_tokens)
     known, free, markers = _known.get(tokenizer, (None, 0, None))
     if known != (template, special) or _token(tokenizer, free) is not None:
         free = max(tokenizer.vocab_size, 1 + max(tokenizer.added_tokens_decoder, default=-1))
         while _token(tokenizer, free) is not None:  # ids with gaps
             free += 1
-        markers = Markers(tokenizer, skeletons())
+        markers = Markers(tokenizer, skeletons(), of_calls())
         _known[tokenizer] = (template, special), free, markers
     return markers
 

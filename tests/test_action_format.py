@@ -19,19 +19,19 @@ def nested(levels):
 
 def test_the_text_dialect_is_a_text_both_ways():
     assert TEXT.action("calc: 1") == {"text": "calc: 1"}
-    assert TEXT.read(StepResult({"text": "84"})) == "84"
+    assert TEXT.texts(StepResult({"text": "84"})) == ["84"]
     with pytest.raises(ValueError, match=r"keys \['message'\].*to_text"):
-        TEXT.read(StepResult({"message": "84"}))
+        TEXT.texts(StepResult({"message": "84"}))
 
 
 def test_the_hooks_of_ones_own():
     own = replace(TEXT, to_action=lambda text: {"number": int(text)}, to_text=lambda seen: seen["metadata"]["said"])
     assert own.action("12") == {"number": 12}
-    assert own.read(StepResult({"x": 1}, metadata={"said": "higher"})) == "higher"  # the metadata is put back
+    assert own.texts(StepResult({"x": 1}, metadata={"said": "higher"})) == ["higher"]  # the metadata is put back
     with pytest.raises(InvalidAction, match="invalid literal"):
         own.action("twelve")
     with pytest.raises(ValueError, match="needs a string"):
-        replace(TEXT, to_text=lambda seen: 3).read(StepResult({}))
+        replace(TEXT, to_text=lambda seen: 3).texts(StepResult({}))
 
 
 @pytest.mark.parametrize("action", [[], "text", None, {"x": float("nan")}, {"x": "\ud800"}, nested(65)], ids=range(6))

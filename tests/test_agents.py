@@ -66,6 +66,7 @@ def test_an_agent_learns(tiny):
     assert all(r["agent_errors"] == r["agent_timeouts"] == r["silent"] == r["rewritten"] == 0 for r in rows)
 
 
+@pytest.mark.full
 def test_the_same_seed_trains_the_same(tiny):
     again = copy.deepcopy(tiny.model)
     a = rows_of(tiny, ones)

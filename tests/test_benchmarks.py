@@ -46,7 +46,7 @@ SMALLEST = {  # script -> the arguments of its smallest race, and a list in the 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", [n if n == "decode" else pytest.param(n, marks=pytest.mark.full) for n in SMALLEST])
 def test_the_smallest_race_leaves_a_record_of_this_code(name, tmp_path):
     arguments, table = SMALLEST[name]
     path = tmp_path / f"{name}.json"
@@ -55,6 +55,7 @@ def test_the_smallest_race_leaves_a_record_of_this_code(name, tmp_path):
     assert record[table] and all(record["provenance"]["code"].values()) and records.stale(tmp_path) == {}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "sft", "dpo"])
 def test_our_side_of_the_comparison_with_trl_measures_a_step(method):
@@ -62,6 +63,7 @@ def test_our_side_of_the_comparison_with_trl_measures_a_step(method):
     assert len(found["seconds"]) == 1 and found["seconds"][0] > 0 and found["peak_gb"] >= found["loaded_gb"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_of_an_adapter_is_measured():
     pytest.importorskip("peft")
@@ -79,6 +81,7 @@ def test_asking_for_help_measures_nothing(name):
 # --- the long runs, in this process and as short as they get ------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_grpo_over_seeds(monkeypatch, tmp_path):
     """All of a seed's rows: the curve of SFT, rejection sampling, GRPO, bf16."""
     few = {"HELD_OUT": 4, "DEMOS": 8, "PRACTICE": 4, "CHOOSING": 4}
@@ -104,6 +107,7 @@ def shorter(monkeypatch, module, tmp_path, **constants):
         monkeypatch.setattr(module, name, value)
 
 
+@pytest.mark.full
 def test_baselines_over_seeds(monkeypatch, tmp_path):
     """All policies of a seed, and what is kept is not measured again."""
     asked, rounds = baselines.PRACTICE, (baselines.PRACTICE[:4], baselines.PRACTICE[4:8])
@@ -179,6 +183,7 @@ def test_a_record_is_stale_once_its_code_changes_and_not_for_prose(tmp_path, mon
         records.write(tmp_path / "other.json", {})
 
 
+@pytest.mark.full
 def test_stale_records_are_listed():
     """Not a failure: to record again takes hours. `python benchmarks/records.py` prints the same list."""
     assert {path.stem for path in RESULTS.glob("*.json")} >= set(records.stale())

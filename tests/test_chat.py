@@ -122,7 +122,7 @@ def test_a_template_that_rewrites_history_is_refused(tiny):
 
 def test_a_template_without_end_token_is_refused(tiny):
     tokenizer = copy.deepcopy(tiny.tokenizer)
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("+ eos_token", "")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("eos_token + ", "")
     with pytest.raises(ValueError, match="does not close"):
         encode_chat(tokenizer, TURNS)
 

@@ -81,6 +81,7 @@ def test_one_thing_changed_differs_from_there_on(run, change):
     assert [r.seed for g in twin.recorder.groups(4) for r in g.group] == [r.seed for g in other for r in g.group]
 
 
+@pytest.mark.full
 def test_a_fork_is_forked_and_replayed_like_a_run(run):
     """Its own edited step included: the record holds the advantages that the update had."""
     twin = forked(run, 3, edit=with_advantage(1, 2, -7.0))
@@ -90,6 +91,7 @@ def test_a_fork_is_forked_and_replayed_like_a_run(run):
     assert content(again.recorder.folder) == content(twin.recorder.folder)
 
 
+@pytest.mark.full
 def test_the_steps_before_a_fork_keep_their_configuration(run):
     """They were computed with the run's: done again with the fork's, they would lead to other weights."""
     twin = forked(run, 2, lr=5e-3)
@@ -110,6 +112,7 @@ def test_the_steps_before_a_fork_keep_their_configuration(run):
         restore(twin, 1)
 
 
+@pytest.mark.full
 def test_a_group_left_out_and_another_advantage_change_the_update(run):
     ends = [flat(restore(forked(run, 2, str(i), edit=edit), 3).policy) for i, edit in enumerate((
         None, without_group(0), with_advantage(0, 1, run.recorder.groups(2)[0].advantages[1]), with_advantage(0, 1, 9.0)))]
@@ -148,6 +151,7 @@ def test_what_cannot_be_forked_is_named(run):
 # --- the step that broke it -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_step_that_crossed_the_bound_is_found(run, capsys):
     start = flat(restore(run, 0).policy)
     away = [-(flat(restore(run, k).policy) - start).norm().item() for k in range(6)]

@@ -67,6 +67,7 @@ def test_without_a_change_it_is_the_run_in_every_bit(run, edit):
     assert torch.equal(flat(restore(twin, 3).policy), flat(restore(run, 3).policy)) and len(twin.metrics) == 3
 
 
+@pytest.mark.full
 def test_without_a_pool_the_step_itself_is_done_again(run, capsys):
     """With a change of the configuration, of an advantage, of the groups; there the fork ends."""
     end = flat(restore(run, 2).policy)

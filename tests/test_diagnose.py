@@ -125,6 +125,7 @@ def test_rollouts_of_older_weights_differ_without_being_ill():
     assert not illnesses(apart | {"staleness": 1})
 
 
+@pytest.mark.full
 def test_steps_that_are_too_large_and_far_from_the_reference(tiny):
     config = GRPOConfig(**{**vars(CONFIG), "steps": 8, "lr": 1e-2, "inner_epochs": 3, "kl_coef": 1e-6})
     found = illnesses(rows_of(tiny, config, digits, copied(tiny)))
@@ -140,6 +141,7 @@ def test_an_entropy_that_is_gone(tiny):
     assert "nats a token: the rollouts of a group are all but the same" in found["the entropy is gone"].evidence
 
 
+@pytest.mark.full
 def test_a_length_that_runs_away(taught):
     found = illnesses(rows_of(taught, GRPOConfig(**{**vars(CONFIG), "steps": 10, "lr": 3e-3}), length))
     assert found["length runs away"].step >= 4 and "(at first " in found["length runs away"].evidence

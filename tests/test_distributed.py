@@ -124,6 +124,7 @@ def faults(base, three):
     return json.loads((out / "faults.json").read_text())
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named_on_the_others(faults):
     told = faults["killed"]["told"]
     assert told["1"] is None

@@ -220,6 +220,7 @@ def recipe():
     return found
 
 
+@pytest.mark.full
 def test_synchronous_code_calls_a_coroutine_in_a_running_notebook(recipe):
     """In a real kernel, whose loop is running: twice, and top-level await goes on working after it."""
     after = "import asyncio\nawait asyncio.sleep(0.01)\nprint('awaited', exact_match(policy, problems[:2]))"

@@ -161,6 +161,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_the_gradient_does_not_know_the_ranks(tmp_path):
     """Two gloo processes with 2 and 6 rows sum to the gradient of one process with 8."""
     here = Path(__file__).parent

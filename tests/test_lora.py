@@ -199,6 +199,7 @@ def test_an_adapter_of_a_short_name_is_saved_with_its_hub_id(tmp_path):
     assert lora.base_of(tmp_path) == "smollm2-135m"
 
 
+@pytest.mark.full
 def test_an_adapter_prints_no_warning_of_a_kernel_that_is_not_used():
     code = "from grpolab import load_policy; from grpolab.models.lora import LoRA; load_policy('tiny', adapter=LoRA(rank=2))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

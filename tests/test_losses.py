@@ -200,6 +200,7 @@ print(chunked, peak() - before)
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_peak_memory_on_a_vocabulary_of_49k():

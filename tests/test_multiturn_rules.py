@@ -219,6 +219,7 @@ def test_half_a_surrogate_pair_is_no_text(caller):
     assert episode.turns[0][1] == "a ? b"
 
 
+@pytest.mark.full
 def test_the_environments_deadline_is_each_episodes_own(caller):
     """Four episodes of a second each on one seat, and two and a half seconds for one of them."""
     deadlines = Deadlines(episode=2.5, group=2.5)
@@ -295,8 +296,8 @@ def test_an_episode_reads_as_the_chat_template_writes_it_to_the_last_token(calle
 
 def test_an_observation_of_two_megabytes_is_not_tokenised(caller, monkeypatch):
     honest, sizes = episodes_module.observation_ids, []
-    monkeypatch.setattr(episodes_module, "observation_ids", lambda tokenizer, text: (
-        sizes.append((len(text), threading.current_thread().name)), honest(tokenizer, text))[1])
+    monkeypatch.setattr(episodes_module, "observation_ids", lambda tokenizer, texts, role: (
+        sizes.append((len(texts[0]), threading.current_thread().name)), honest(tokenizer, texts, role))[1])
     episode, = run(played(caller, saying("x" * 2_000_000), PROBLEMS[:1]))
     assert (episode.rollout.finish_reason, episode.rollout.reward, episode.heard) == ("length", 0.5, ())
     assert sizes == [] and episode.turns[0][1].endswith("(2000000 characters, which did not fit)")

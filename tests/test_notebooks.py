@@ -259,6 +259,7 @@ def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
     assert (series / "01_fine.ipynb").read_text() == before
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
     """The first alone, the others at once, each in a process of its own; one that fails is told and fails the command."""
@@ -305,6 +306,7 @@ def test_whole_numbers_are_floats_too():
     notebooks.check_parameters({"lr": 1, "free": "x"}, {"01_fine": known})
 
 
+@pytest.mark.full
 def test_from_elsewhere_the_installed_copy_is_run(series, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert [p.name for p in notebooks.find(["01"])] == ["01_sft.ipynb"]

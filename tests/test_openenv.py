@@ -132,6 +132,7 @@ def test_their_client_with_our_server(python):
     assert said["refused"].startswith("ConnectionError") and "503" in said["refused"]  # from connect()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isolate, times", [("thread", 100), ("process", 5)])
 def test_their_client_may_reopen_at_once_on_one_slot(python, isolate, times):
     """It does not wait for the server to have closed the environment of its last session."""

@@ -174,13 +174,13 @@ def test_what_the_tools_server_says(tools_url):
             assert (await session.state())["step_count"] == 0  # asking was no step
             with pytest.raises(ServerError, match=r"tools/nothing.*\(-32601\)"):
                 await session.mcp("tools/nothing")
-            assert MCP.read(first).startswith("What is ")
+            assert MCP.texts(first)[0].startswith("What is ")
             for text, told in (('{"name": "add", "arguments": {"a": 2, "b": 3}}', "5"),
                                ('{"name": "nope"}', "error: Unknown tool: 'nope'")):
-                assert MCP.read(await MCP.act(session, text)) == told
+                assert MCP.texts(await MCP.act(session, text)) == [told]
             assert (await MCP.act(session, '{"name": "add", "arguments": 3}')).why.startswith("error: write one tool call")
             assert isinstance(await MCP.act(session, '{"name": "\\ud800"}'), Malformed)
-            assert MCP.read(await MCP.act(session, '{"name": "add"}')).startswith("error: ")
+            assert MCP.texts(await MCP.act(session, '{"name": "add"}'))[0].startswith("error: ")
             assert (await session.state())["step_count"] == 3
 
     run(main())

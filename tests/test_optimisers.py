@@ -62,6 +62,7 @@ def gradient_of(policy, parts):
     return torch.cat([p.grad.double().flatten() for p in policy.model.parameters()])
 
 
+@pytest.mark.full
 def test_gradients_of_micro_batches_add_up_in_fp32():
     """And those of a token's embedding within one. In bf16 either sum was off by 12 % of its norm; what is left is that of the
     products."""

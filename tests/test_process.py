@@ -75,6 +75,7 @@ async def test_a_process_that_dies_costs_its_own_session_only():
         await eventually(ended(server), SOON)
 
 
+@pytest.mark.full
 def test_hung_resets_do_not_use_the_server_up():
     """Three of them on two slots; the same in threads does."""
     async def main(isolate):

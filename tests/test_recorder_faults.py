@@ -113,6 +113,7 @@ def test_what_else_differs_in_a_fork_is_told(run, capsys):  # noqa: F811
         assert "another reward" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_change_of_the_optimiser_is_one(run):  # noqa: F811
     """Weight decay travels with an optimiser's state, and must be the fork's from its step on, and not before."""
     twin = forked(run, 2, "decay", weight_decay=0.5)

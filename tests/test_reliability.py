@@ -131,6 +131,7 @@ async def test_05_one_killed_session_of_eight_is_a_record_and_not_a_reward():
 
 
 # 7 ----------------------------------------------------------------------------------------------------- back-pressure
+@pytest.mark.full
 async def test_07_sixteen_pools_share_a_server_of_eight_for_ten_seconds_without_starving():
     with server_process("env_harness:EchoEnv", "--max-sessions", "8", "--isolate", "thread") as (_, url):
         done = [0] * 16
@@ -183,6 +184,7 @@ def test_08_a_stopped_client_loses_its_slot_in_seconds_and_a_killed_one_at_once(
         client.wait()
 
 
+@pytest.mark.full
 async def test_08_a_long_step_survives_and_a_silent_network_does_not():
     with server_process("env_harness:EchoEnv", "--ping-interval", "0.5", "--ping-timeout", "1") as (_, url):
         async with EnvSession(url) as session:
@@ -206,6 +208,7 @@ async def test_08_a_long_step_survives_and_a_silent_network_does_not():
 
 
 # 9 --------------------------------------------------------------------------------------------- server-side ownership
+@pytest.mark.full
 async def test_09_two_hundred_times_close_and_reconnect_never_meets_the_last_tenant():
     with server_process("env_harness:SlowToClose", "--max-sessions", "8", "--isolate", "thread") as (_, url):
         async def tenant():

@@ -90,6 +90,7 @@ def test_one_rollout_and_the_end_of_the_run(run, left):
             replay(run, 4, group, rollout)
 
 
+@pytest.mark.full
 def test_an_interrupted_run_is_replayed_as_an_uninterrupted_one(tiny, tmp_path):
     run = Run("x", root=tmp_path, replay_every=2)
     train(fresh(tiny), run, stop=3)
@@ -97,6 +98,7 @@ def test_an_interrupted_run_is_replayed_as_an_uninterrupted_one(tiny, tmp_path):
     assert sorted(run.kept()) == [0, 2, 4] and all(replay(run, step).equal for step in (1, 3, 4))
 
 
+@pytest.mark.full
 def test_a_run_that_starts_over_keeps_nothing_of_the_one_before(tiny, tmp_path, capsys):
     run = Run("x", root=tmp_path, replay_every=2)
     train(fresh(tiny), run)

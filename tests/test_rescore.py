@@ -86,6 +86,7 @@ print(len(found.rollouts), found.changed)
 """
 
 
+@pytest.mark.full
 def test_an_async_reward_inside_a_running_loop(run):  # noqa: F811
     """In a process of its own, since nest_asyncio patches asyncio."""
     done = subprocess.run([sys.executable, "-c", IN_A_NOTEBOOK, str(run.folder)], capture_output=True, text=True, timeout=120)

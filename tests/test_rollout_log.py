@@ -231,6 +231,7 @@ def test_a_rewind_removes_what_is_to_come_and_what_was_cut(tmp_path):
 # --- interrupted ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_has_the_record_of_one_that_never_stopped(tiny, tmp_path):
     """Stopped behind its last checkpoint, whose steps are then done again; the sittings tell of both."""
     one, two = Run("one", root=tmp_path), Run("two", root=tmp_path)
@@ -289,6 +290,7 @@ def until_step(process, number):
     return False
 
 
+@pytest.mark.full
 def test_a_kill_at_any_point_leaves_a_record_that_is_read_and_goes_on(tmp_path):
     """SIGKILL while it writes, at random moments; then the run to its end says what an uninterrupted one says."""
     draw, cut_short = random.Random(0), 0

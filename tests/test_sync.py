@@ -137,6 +137,7 @@ RESTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.skipif(_omp_pause() is None, reason="torch's loops run on another OpenMP than GNU's here")
 @pytest.mark.parametrize(("what", "expected"), list(zip(RESTS, ["1 0 1 True", "1", "1", "0"], strict=True)), ids=list(RESTS))
 def test_who_stops_computing_keeps_no_threads(what, expected):

@@ -249,7 +249,7 @@ def own_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(repository()))
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapter"])
+@pytest.mark.parametrize("kind", ["whole", pytest.param("adapter", marks=pytest.mark.full)])
 def test_a_server_is_started_again_with_the_new_weights(tiny, tmp_path, own_environment, kind):
     """Whoever asks is answered before or after it; other clients' requests end with an error of the server."""
     policy = tiny if kind == "whole" else adapted()
@@ -295,6 +295,7 @@ runpy.run_module("grpolab", run_name="__main__")
 """
 
 
+@pytest.mark.full
 def test_weights_that_do_not_start_bring_the_version_before_back(tiny, tmp_path, own_environment):
     command = (sys.executable, "-c", OTHER, "{weights}", "{port}", "{version}")
 
@@ -327,6 +328,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.full
 def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path, own_environment):
     port = free_port()
     done = subprocess.run([sys.executable, "-c", OWNER, f"http://127.0.0.1:{port}", str(tmp_path)], timeout=200)

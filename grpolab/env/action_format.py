@@ -59,6 +59,8 @@ class ActionFormat:
     on_invalid  what becomes of an action that `to_action` or the environment refuses (a VALIDATION_ERROR): "tell" answers
                 with the reason in place of an observation; "penalise" does so too and pays `penalty`, once for each;
                 "abstain" ends the episode without a reward, so that it is not trained on. It counts as a turn.
+    tools       what the chat template tells the policy that it may call, in OpenAI's shape
+    role        of what the policy is told: "user", or "tool" for results of calls, of which `to_text` may give a list
     """
 
     to_action: Callable[[str], dict] = lambda text: {"text": text}
@@ -67,6 +69,8 @@ class ActionFormat:
     measure: Callable[[Sequence[StepResult]], Mapping[str, float]] = counted_calls
     on_invalid: str = "tell"
     penalty: float | None = None
+    tools: Sequence[dict] = ()
+    role: str = "user"
 
     def __post_init__(self):
         if self.on_invalid not in ON_INVALID:
@@ -75,12 +79,13 @@ class ActionFormat:
             raise ValueError(f"on_invalid={self.on_invalid!r} with penalty={self.penalty}: a penalty is the reward of "
                              "'penalise', which needs one, such as -0.1")
 
-    def read(self, result: StepResult) -> str:
-        """The text of an observation."""
-        text = self.to_text(result.observation | ({"metadata": result.metadata} if result.metadata else {}))
-        if not isinstance(text, str):
-            raise ValueError(f"to_text gave {text!r:.100} where the policy needs a string")
-        return text.encode("utf-8", "replace").decode()  # half a surrogate pair, of a subprocess say, is no text
+    def texts(self, result: StepResult) -> list[str]:
+        """The texts of an observation, a message each: one, or with `role` "tool" one for each result."""
+        texts = self.to_text(result.observation | ({"metadata": result.metadata} if result.metadata else {}))
+        texts = texts if isinstance(texts, list) and texts and self.role == "tool" else [texts]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"to_text gave {texts[0]!r:.100} where the policy needs a string")
+        return [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
 
     def action(self, text: str) -> dict:
         """The action that a turn's text stands for; raises InvalidAction where it stands for none that can be sent."""

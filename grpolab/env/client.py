@@ -101,10 +101,12 @@ class EnvSession:
     own for all sessions. `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
     """
 
+    address = staticmethod(socket_url)
+
     def __init__(self, url: str, *, token: str | None = None, deadlines: Deadlines | None = None,
                  ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0,
                  trace: deque[Span] | None = None, index: int = 0):
-        self.url = socket_url(url)
+        self.url = self.address(url)
         self.deadlines = deadlines or Deadlines()
         self.index = index
         self.episode_id = ""

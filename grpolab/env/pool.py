@@ -23,6 +23,7 @@ from typing import Any
 
 from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
+from grpolab.env.local import LocalSession
 from grpolab.env.protocol import CapacityError, DeadlineExceeded, EnvError, FactoryError, StepResult
 
 ON_FAILURE = ("fail", "drop")
@@ -118,7 +119,8 @@ class Slot:
 
 
 class GrpoPool:
-    """`size` sessions of one server for the rollouts of a group.
+    """`size` sessions of one server for the rollouts of a group. In place of a server's URL it takes an environment's class or
+    another function that makes one: then each session has its environment in this process (`env.local`).
 
     on_failure: `fail` (the first failure cancels the group and is raised) or `drop` (finish with the others, at least
     `min_group` of them). `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, the
@@ -127,8 +129,9 @@ class GrpoPool:
     `trace` has a Span for each phase of each session, the last TRACE_SPANS; `failures` the last LAST_FAILURES.
     """
 
-    def __init__(self, url: str, size: int = 8, *, deadlines: Deadlines | None = None, on_failure: str = "fail",
-                 min_group: int = 2, seed: int = 0, queue: float = 0.0, curriculum: Any = None, **session: Any):
+    def __init__(self, url: str | Callable[[], Any], size: int = 8, *, deadlines: Deadlines | None = None,
+                 on_failure: str = "fail", min_group: int = 2, seed: int = 0, queue: float = 0.0, curriculum: Any = None,
+                 **session: Any):
         if size < 1:
             raise ValueError(f"size={size}: a pool has at least one session")
         if on_failure not in ON_FAILURE:
@@ -167,7 +170,8 @@ class GrpoPool:
         return list(self._failures)
 
     def _session(self, index: int) -> EnvSession:
-        return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
+        kind = LocalSession if callable(self.url) else EnvSession
+        return kind(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
 
     async def connect(self) -> None:
         """Open every session, or none: on any failure the others are cancelled, awaited and closed before it is raised, also

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from starlette.responses import JSONResponse
 
-from grpolab.chat import tokenising
+from grpolab.chat import call_form, tokenising
 from grpolab.decode.requests import Kept, Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
@@ -20,6 +20,9 @@ from grpolab.serve.detokenizer import StreamedText, pieces_of, text_of
 from grpolab.serve.openai_schema import ChatRequest, CompletionRequest, Refused
 from grpolab.serve.sessions import Prompt, Session
 from grpolab.serve.state import Service
+from grpolab.tool_calls import ParsedTurn, certain, parse_calls
+
+END_OF_CALL = "</tool_call>"
 
 
 class CompletionResponse:
@@ -30,6 +33,7 @@ class CompletionResponse:
         self.params = self._sampling_params()
         self.id = request.id_prefix + secrets.token_hex(12)
         self.prompts: list[Prompt] = []
+        self.form = ""  # in which the answer's calls are written
         self.job: Request | None = None  # at the sampler
         self.answered = 0  # choices that the caller got, or is about to
 
@@ -107,7 +111,8 @@ class CompletionResponse:
 
         def encode() -> list[Prompt]:
             if isinstance(request, ChatRequest):
-                return [record.prompt_of_chat(tokenizer, request.messages)]
+                self._read_form(tokenizer)
+                return [record.prompt_of_chat(tokenizer, request.messages, request.tools, request.call_prefix)]
             return [record.prompt_of_completion(tokenizer, prompt) for prompt in request.prompt]
 
         try:
@@ -117,6 +122,29 @@ class CompletionResponse:
         if not all(p.ids for p in prompts):
             raise Refused(400, "the prompt has no token; give it at least one", request.prompt_field)
         return prompts
+
+    def _read_form(self, tokenizer) -> None:
+        """In which form the answer's calls are written; Refused where what is asked of them needs that of Hermes."""
+        request = self.request
+        if not request.calls:
+            return
+        self.form = call_form(tokenizer)
+        one_at_most = not request.parallel_tool_calls
+        if self.form != "hermes" and (one_at_most or request.call_prefix):
+            name = "parallel_tool_calls" if one_at_most else "tool_choice"
+            raise Refused(400, f"this model writes calls in the form {self.form!r}, for which {name} cannot be kept: "
+                          "leave it out", name, "unsupported_parameter")
+        if one_at_most:
+            self.params = replace(self.params, stop_strings=(*self.params.stop_strings, END_OF_CALL))
+
+    def _parsed(self, text: str, rollout: Rollout) -> ParsedTurn:
+        """The text of an answer, read for calls where its request has tools."""
+        if not self.request.calls:
+            return ParsedTurn(text)
+        stopped = rollout.finish_reason == "stop_string" and END_OF_CALL in self.policy.decode(rollout.tokens)[len(text) :]
+        turn = parse_calls(self.request.call_prefix + text + END_OF_CALL * stopped, self.form)
+        self.service.counts["unparsed_calls"] += turn.unparsed
+        return turn
 
     def _most_tokens(self) -> int:
         """Tokens that a completion may take; Refused, with the numbers, where they do not fit."""
@@ -138,7 +166,7 @@ class CompletionResponse:
         one = self.session is not None and len(self.prompts) == self.request.n == 1
         return self.service.sessions.caches.after(self.prompts[0].parent) if one else None
 
-    def _record(self, index: int, rollout: Rollout, text: str) -> None:
+    def _record(self, index: int, rollout: Rollout, turn: ParsedTurn) -> None:
         """Put an answer into the record before its caller has it, whose next request looks for it there. Refused for a rollout
         that was ended from here."""
         session = self.session
@@ -147,9 +175,9 @@ class CompletionResponse:
         if rollout.finish_reason == "cancelled":
             raise Refused(503, "the service is shutting down")
         self.answered += 1
-        turn = session and session.record(self.prompts[index], rollout, text, rollout.tokens[-1] in self.policy.eos_ids)
-        if turn and self.job.kept is not None:
-            self.service.sessions.caches.keep(turn, self.job.kept)
+        kept = session and session.record(self.prompts[index], rollout, turn, rollout.tokens[-1] in self.policy.eos_ids)
+        if kept and self.job.kept is not None:
+            self.service.sessions.caches.keep(kept, self.job.kept)
 
     def _check_sampled(self) -> None:
         """Refused for what the sampler raised."""
@@ -173,10 +201,11 @@ class CompletionResponse:
         self._check_sampled()
         rollouts, choices = [rollout for group in self.job.future.result() for rollout in group], []
         for i, rollout in enumerate(rollouts):
-            text = text_of(self.policy, rollout, self.params.stop_strings)
-            self._record(i // self.request.n, rollout, text)
-            choices.append(openai_schema.choice(self.request, i, self.request.content(text), rollout.tokens, rollout.logps,
-                                                self._pieces(rollout.tokens), rollout=rollout, prompt=rollout.prompt))
+            turn = self._parsed(text_of(self.policy, rollout, self.params.stop_strings), rollout)
+            self._record(i // self.request.n, rollout, turn)
+            choices.append(openai_schema.choice(
+                self.request, i, self.request.content(turn), rollout.tokens, rollout.logps, self._pieces(rollout.tokens),
+                rollout=rollout, prompt=rollout.prompt, turn=turn))
         body = self._body(min(r.policy_version for r in rollouts), choices) | {"usage": self._usage(rollouts)}
         await JSONResponse(body)(scope, receive, send)
 
@@ -199,11 +228,16 @@ class CompletionResponse:
                 index, text = i * n + g, texts[i * n + g]
                 if isinstance(new[0], Rollout):
                     rollouts += new
-                    last = text.end(new[0])
-                    self._record(i, new[0], text.text)
-                    chunk = self._chunk(index, text, last, rollout=new[0])
+                    text.end(new[0])
+                    turn = self._parsed(text.text, new[0])
+                    self._record(i, new[0], turn)
+                    chunk = self._chunk(index, text, turn.content[text.sent :], rollout=new[0], turn=turn)
                 else:
-                    chunk = self._chunk(index, text, text.add(new[0]), *new)
+                    text.add(new[0])
+                    whole = self.request.call_prefix + text.text if self.request.calls else text.text
+                    end = certain(whole, self.form) if self.request.calls else len(whole)
+                    new_text, text.sent = whole[text.sent : end], max(end, text.sent)
+                    chunk = self._chunk(index, text, new_text, *new)
                 yield self._body(version, [chunk])
             self._check_sampled()
             if self.request.stream_options.include_usage:
@@ -212,14 +246,14 @@ class CompletionResponse:
             yield refused.body
 
     def _chunk(self, index: int, text: StreamedText, new: str, tokens: Sequence[int] = (), logps: Sequence[float] = (),
-               rollout: Rollout | None = None) -> dict:
+               rollout: Rollout | None = None, turn: ParsedTurn | None = None) -> dict:
         """What is `new` of a choice's text, and the tokens that it was sampled in."""
         first, text.begun = not text.begun, True
         pieces, offset = self._pieces(tokens), text.offset
         text.offset += sum(map(len, pieces))
         prompt = self.prompts[index // self.request.n].ids if first else ()
-        return openai_schema.choice(self.request, index, self.request.delta(new, first), tokens, logps, pieces, offset, rollout,
-                                    prompt)
+        delta = self.request.delta(new, first, turn.calls if turn else ())
+        return openai_schema.choice(self.request, index, delta, tokens, logps, pieces, offset, rollout, prompt, turn)
 
     def _pieces(self, tokens: Sequence[int]) -> Sequence[str]:
         return pieces_of(self.policy, tokens) if self.request.logprobs else ()

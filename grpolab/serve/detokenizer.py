@@ -29,7 +29,8 @@ class StreamedText:
     def __init__(self, policy: Policy, stops: Sequence[str] = (), stop_ids: Sequence[int] = ()):
         self.policy, self.stops, self.stop_ids = policy, tuple(stops), frozenset(stop_ids)
         self.text = ""
-        self.begun, self.offset = False, 0  # whether any of it was sent; characters of the tokens' own texts so far
+        self.begun, self.sent = False, 0  # whether any of it was sent, and how many of its characters
+        self.offset = 0  # characters of the tokens' own texts so far
         self._tokens: list[int] = []
         self._begin = self._read = 0  # the window of tokens whose text is compared, and how far it was read
         self._pending, self._stopped = "", False

@@ -7,6 +7,7 @@ takes those of vLLM that say how a rollout is sampled and whether its token ids 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -24,6 +25,7 @@ from pydantic import (
 
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
+from grpolab.tool_calls import ParsedTurn, ToolCall, tools_of
 
 MOST_CHOICES = 128  # n of a request
 MOST_PROMPTS = 1024  # of one completions request
@@ -32,7 +34,7 @@ ENDED = ("eos", "stop_id", "stop_string")  # finish reasons that OpenAI calls "s
 
 # What clients send to say that they do not want something that is not there anyway; null says it too.
 NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "top_logprobs": 0,
-           "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "functions": [], "function_call": "none",
+           "response_format": {"type": "text"}, "functions": [], "function_call": "none",
            "echo": False, "best_of": 1, "store": False, "metadata": {}, "modalities": ["text"], "suffix": ""}
 
 
@@ -84,15 +86,39 @@ class Strict(BaseModel):
 
 
 class ChatMessage(Strict):
-    """A role and a text; what a client adds as null or empty is left out."""
+    """A role and a text, calls of an assistant, the id of the call whose result a tool's is; what a client adds as null or
+    empty is left out."""
 
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_parts)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_joined_parts)] = ""
+    tool_calls: list[dict] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def without_nulls(cls, message: Any) -> Any:
         return {k: v for k, v in message.items() if v not in (None, [])} if isinstance(message, dict) else message
+
+    @model_validator(mode="after")
+    def of_its_role(self) -> ChatMessage:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("a message needs content, or tool_calls")
+        fields = {"tool_calls": "assistant", "tool_call_id": "tool", "name": "tool"}
+        if wrong := next((f for f in fields if getattr(self, f) is not None and self.role != fields[f]), None):
+            raise ValueError(f"{wrong!r} is a field of the role {fields[wrong]!r}")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("the result of a call names it by its tool_call_id")
+        return self
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class StreamOptions(Strict):
@@ -136,19 +162,57 @@ class CompletionRequest(Strict):
             raise Refused(400, str(error)) from None
 
 
+def _without_nones(message: ChatMessage) -> dict:
+    return message.model_dump(exclude_none=True)
+
+
+def _as_openai(call: ToolCall) -> dict:
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
+
+
 class ChatRequest(CompletionRequest):
     object_name = "chat.completion"
     id_prefix = "chatcmpl-"
     prompt_field = "messages"
 
-    messages: list[Annotated[ChatMessage, AfterValidator(ChatMessage.model_dump)]] = Field(min_length=1)
+    messages: list[Annotated[ChatMessage, AfterValidator(_without_nones)]] = Field(min_length=1)
     logprobs: bool = False
+    tools: Annotated[list[dict], AfterValidator(tools_of)] = []
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
 
-    def content(self, text: str) -> dict:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    @model_validator(mode="after")
+    def with_tools(self) -> ChatRequest:
+        """What is asked of calls needs tools, and a tool that is named is one of them."""
+        names, chosen = [tool["function"]["name"] for tool in self.tools], self.tool_choice
+        if isinstance(chosen, NamedTool) and chosen.function.name not in names:
+            raise ValueError(f"tool_choice: there is no tool {chosen.function.name[:60]!r} in tools")
+        if chosen == "required" and not names:
+            raise ValueError("tool_choice: 'required' needs tools")
+        return self
 
-    def delta(self, text: str, first: bool) -> dict:
-        return {"delta": ({"role": "assistant"} if first else {}) | {"content": text}}
+    @property
+    def calls(self) -> bool:
+        """Whether the answer is read for calls."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def call_prefix(self) -> str:
+        """What an answer begins with that must call, in the form of Hermes."""
+        if isinstance(self.tool_choice, NamedTool):
+            return f'<tool_call>\n{{"name": {json.dumps(self.tool_choice.function.name)}, "arguments": '
+        return '<tool_call>\n{"name": "' if self.tool_choice == "required" else ""
+
+    def content(self, turn: ParsedTurn) -> dict:
+        calls = [_as_openai(call) for call in turn.calls]
+        return {"message": {"role": "assistant", "content": turn.content or None if calls else turn.content, "refusal": None}
+                | ({"tool_calls": calls} if calls else {})}
+
+    def delta(self, text: str, first: bool, calls: Sequence[ToolCall] = ()) -> dict:
+        body = {"role": "assistant"} if first else {}
+        body |= {"tool_calls": [{"index": i} | _as_openai(call) for i, call in enumerate(calls)]} if calls else {}
+        return {"delta": body | ({"content": text} if text or not calls else {})}
 
     def logprobs_of(self, pieces: Sequence[str], logps: Sequence[float], offset: int) -> dict:
         content = [{"token": t, "logprob": x, "bytes": None if "\ufffd" in t else list(t.encode()), "top_logprobs": []}
@@ -165,10 +229,12 @@ class TextRequest(CompletionRequest):
         min_length=1, max_length=MOST_PROMPTS)
     logprobs: Annotated[bool, BeforeValidator(_of_the_sampled_token)] = False
 
-    def content(self, text: str) -> dict:
-        return {"text": text}
+    calls: ClassVar[bool] = False
 
-    def delta(self, text: str, first: bool) -> dict:
+    def content(self, turn: ParsedTurn) -> dict:
+        return {"text": turn.content}
+
+    def delta(self, text: str, first: bool, calls: Sequence[ToolCall] = ()) -> dict:
         return {"text": text}
 
     def logprobs_of(self, pieces: Sequence[str], logps: Sequence[float], offset: int) -> dict:
@@ -194,8 +260,10 @@ def validated(model: type[BaseModel], content: dict) -> BaseModel:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
-        value = "" if first["type"] == "missing" else f", got {json.dumps(first['input'], default=str)[:60]}"
         message = first["msg"].removeprefix("Value error, ")
+        if not field:  # of the request as a whole, which the message says
+            raise Refused(400, message, message.partition(":")[0]) from None
+        value = "" if first["type"] == "missing" else f", got {json.dumps(first['input'], default=str)[:60]}"
         raise Refused(400, f"{field[:80]}: {message}{value}", field[:80]) from None
 
 
@@ -241,14 +309,16 @@ def sampled_as(rollout: Rollout) -> dict:
 
 
 def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequence[int], logps: Sequence[float],
-           pieces: Sequence[str], offset: int = 0, rollout: Rollout | None = None, prompt: Sequence[int] = ()) -> dict:
+           pieces: Sequence[str], offset: int = 0, rollout: Rollout | None = None, prompt: Sequence[int] = (),
+           turn: ParsedTurn | None = None) -> dict:
     """A choice of an answer or of a chunk: its text as `content` has it, the tokens that are new with their own texts
     (`pieces`, which begin at character `offset`; none where log-probs are not wanted), once it is finished its rollout, and
-    with its first tokens the ids of its `prompt`."""
+    with its first tokens the ids of its `prompt`. `turn` is the text as it was read for calls."""
     finish = rollout and ("stop" if rollout.finish_reason in ENDED else "length")
+    finish = "tool_calls" if rollout and turn and turn.calls else finish
     body = {"index": index, **content, "finish_reason": finish,
             "logprobs": request.logprobs_of(pieces, logps, offset) if pieces else None}
     if not request.return_token_ids:
         return body
     body |= {"token_ids": list(tokens)} | ({"prompt_token_ids": list(prompt)} if prompt else {})
-    return body | ({"grpolab": sampled_as(rollout)} if rollout else {})
+    return body | ({"grpolab": sampled_as(rollout) | ({"unparsed_calls": turn.unparsed} if turn else {})} if rollout else {})

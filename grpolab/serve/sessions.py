@@ -25,6 +25,7 @@ from grpolab.decode.requests import Kept, Request
 from grpolab.decode.sampling import fold_seed
 from grpolab.rollouts import Rollout
 from grpolab.serve.openai_schema import Refused
+from grpolab.tool_calls import ParsedTurn, call_of
 
 REMEMBERED = 65_536  # ids of sessions that ended, whose late requests get 410
 
@@ -94,16 +95,18 @@ class Session:
             if self.closed:
                 request.cancel()
 
-    def prompt_of_chat(self, tokenizer, messages: Sequence[Message]) -> Prompt:
-        keys = [b"chat"]
+    def prompt_of_chat(self, tokenizer, messages: Sequence[Message], tools: Sequence[dict] = (), prefix: str = "") -> Prompt:
+        """`prefix` is what the answer must begin with, given to the policy like the rest."""
+        keys = [b"chat" + json.dumps(tools).encode()]
         for message in messages:
             keys.append(_key_after(keys[-1], message))
+        begun = tuple(tokenizer.encode(prefix, add_special_tokens=False)) if prefix else ()
         for k in range(len(messages) - 1, 0, -1):
             turn = self._find(keys[k]) if messages[k - 1]["role"] == "assistant" else None
-            rest = rest_ids(tokenizer, messages, k, turn.ended) if turn else None
+            rest = rest_ids(tokenizer, messages, k, turn.ended, tools) if turn else None
             if rest is not None:
-                return Prompt(turn.ids + tuple(rest), turn, keys[-1])
-        return Prompt(tuple(prompt_ids(tokenizer, messages)), None, keys[-1])
+                return Prompt(turn.ids + tuple(rest) + begun, turn, keys[-1])
+        return Prompt(tuple(prompt_ids(tokenizer, messages, tools)) + begun, None, keys[-1])
 
     def prompt_of_completion(self, tokenizer, prompt: str | tuple[int, ...]) -> Prompt:
         text = prompt if isinstance(prompt, str) else None
@@ -117,14 +120,15 @@ class Session:
                 return Prompt(turn.ids + tuple(rest[begin_token:]), turn, text=text)
         return Prompt(prompt if text is None else tuple(text_ids(tokenizer, text)), text=text)
 
-    def record(self, prompt: Prompt, rollout: Rollout, text: str, ended: bool) -> Turn | None:
-        """Keep an answer, `text` as its caller got it; None where the session is closed."""
+    def record(self, prompt: Prompt, rollout: Rollout, answer: ParsedTurn, ended: bool) -> Turn | None:
+        """Keep an answer as its caller got it; None where the session is closed."""
         before = len(prompt.parent.ids) if prompt.parent else 0
         turn = Turn(prompt.parent, rollout.prompt[before:], replace(rollout, prompt=()), ended)
-        conversations = [rollout.prompt + rollout.tokens, *([] if prompt.text is None else [prompt.text + text])]
+        conversations = [rollout.prompt + rollout.tokens, *([] if prompt.text is None else [prompt.text + answer.content])]
         keys = [_key(conversation) for conversation in conversations]
         if prompt.key:
-            keys.append(_key_after(prompt.key, {"role": "assistant", "content": text}))
+            calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+            keys.append(_key_after(prompt.key, {"role": "assistant", "content": answer.content, "tool_calls": calls}))
         with self._lock:
             if self.closed:
                 return None
@@ -171,8 +175,10 @@ def _rollout_of(chain: Sequence[Turn]) -> Rollout:
 
 
 def _key_after(key: bytes, message: Message) -> bytes:
-    """The key of a conversation that goes on with a message."""
-    return hashlib.sha256(key + json.dumps([message["role"], message["content"]]).encode()).digest()
+    """The key of a conversation that goes on with a message. Ids of calls are not in it, nor how their JSON is written: agents
+    change both on the way back."""
+    calls = [call_of(call.get("function", call)).key for call in message.get("tool_calls") or []]
+    return hashlib.sha256(key + json.dumps([message["role"], message.get("content") or "", calls]).encode()).digest()
 
 
 def _key(conversation: str | Sequence[int]) -> bytes:

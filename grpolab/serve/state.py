@@ -20,6 +20,9 @@ from grpolab.serve.shared_weights import SharedWeights, Torn, mark_of
 
 DRAIN_ROWS = 120.0  # s; how long completions in progress may hold up new weights
 
+# Requests, those refused, cancelled and failed, and places in answers that began a tool call and could not be read.
+COUNTS = ("requests", "refused", "cancelled", "failed", "unparsed_calls")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
@@ -111,7 +114,7 @@ class Service:
     def status(self) -> dict:
         """Counts since the start, and what is open now, as JSON-able numbers."""
         return {"status": "healthy", "model": self.name, "policy_version": self.policy.version, "rows": self.rows,
-                "sessions": len(self.sessions), **{k: self.counts[k] for k in ("requests", "refused", "cancelled", "failed")}}
+                "sessions": len(self.sessions), **{k: self.counts[k] for k in COUNTS}}
 
     def model_cards(self) -> list[dict]:
         """The served model under each of its names, as /v1/models lists it."""

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from grpolab.chat import LONG_TEXT, Example, encode_chat, longest_token, observation_ids, prompt_ids, tokenising, user
@@ -21,6 +22,7 @@ from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Slot, rollout_seed,
 from grpolab.env.protocol import ConnectError, EnvError, Environment, StepResult
 from grpolab.models.load import Policy
 from grpolab.rollouts import CUT, Group, Rollout
+from grpolab.sync import run_sync
 from grpolab.train.logps import check_lengths
 
 
@@ -79,15 +81,22 @@ def as_task(task: Any) -> Any:
 
 def demonstrate(tokenizer, env: Environment, task: Any, turns: Sequence[str], *, action_format: ActionFormat = TEXT,
                 introduction: str = "") -> Example:
-    """`turns` said in an environment whose methods are plain, as a conversation to imitate: mask 1 on the turns alone.
+    """`turns` taken in an environment, as a conversation to imitate: mask 1 on the turns alone.
 
     `introduction` stands before the question, as `action_format.introduce` puts it there in an episode.
     """
-    said = user(_introduced(introduction, action_format.read(env.reset(task=as_task(task)))))
+    messages = user(_introduced(introduction, *action_format.texts(_now(env.reset(task=as_task(task))))))
     for wrote in turns:
-        told = action_format.read(env.step(action_format.action(wrote)))
-        said += [{"role": "assistant", "content": wrote}, *user(told)]
-    return encode_chat(tokenizer, said[:-1])
+        answered = len(messages) + 1
+        observation = action_format.texts(_now(env.step(action_format.action(wrote))))
+        messages += [{"role": "assistant", "content": wrote}]
+        messages += [{"role": action_format.role, "content": text} for text in observation]
+    return encode_chat(tokenizer, messages[:answered], action_format.tools)
+
+
+def _now(result: Any) -> Any:
+    """What a method of an environment returned, awaited where it is async."""
+    return run_sync(result) if asyncio.iscoroutine(result) else result
 
 
 async def play(slot: Slot, sampler: Sampler, task: Any, *, seed: int, params: SamplingParams, limits: Limits,
@@ -121,7 +130,8 @@ class _Play:
     async def run(self, task: Any, seed: int) -> Episode:
         question = await self._timed(self._ask(task, seed))
         room = self.limits.max_total_tokens - 1
-        ids = await _fitting(self.policy.tokenizer, question, room, prompt_ids)
+        ids = await _fitting(self.policy.tokenizer, [question], room,
+                             lambda tokenizer, texts: prompt_ids(tokenizer, *texts, self.action_format.tools))
         if ids is None:
             raise ValueError(f"the question takes more than {room} tokens, which leaves no turn of "
                              f"max_total_tokens={self.limits.max_total_tokens}: raise that, or shorten it in to_text")
@@ -140,7 +150,7 @@ class _Play:
                              "earns anything: give it a task that is still to be done")
         self.paid += [result.reward] if result.reward else []
         before = await self.action_format.introduce(self.slot) if self.action_format.introduce else ""
-        return _introduced(before, self.action_format.read(result))
+        return _introduced(before, *self.action_format.texts(result))
 
     async def _turns(self, ids: list[int]) -> str:
         """Turn by turn until the episode is over; returns why it is."""
@@ -153,30 +163,31 @@ class _Play:
             used = len(turn.prompt) + len(turn.tokens)
             if turn.finish_reason in CUT:  # not what the policy wanted to say, so nobody hears it
                 return "length"
-            over, told = await self._say(self.policy.decode(turn.tokens))
+            over, texts = await self._act(self.policy.decode(turn.tokens))
             if over:
                 return over
-            ids = await _fitting(self.policy.tokenizer, told, self.limits.max_total_tokens - used - 1, observation_ids)
+            ids = await _fitting(self.policy.tokenizer, texts, self.limits.max_total_tokens - used - 1,
+                                 partial(observation_ids, role=self.action_format.role))
             if ids is None:
-                self.turns[-1] = (self.turns[-1][0], _beginning(told))
+                self.turns[-1] = (self.turns[-1][0], _beginning(self.turns[-1][1]))
                 return "length"
-            self.heard.append(told)
+            self.heard.append(self.turns[-1][1])
 
-    async def _say(self, wrote: str) -> tuple[str, str]:
-        """Act on a turn of the policy: (why the episode is over, or "", what the policy is told)."""
+    async def _act(self, wrote: str) -> tuple[str, list[str]]:
+        """Act on a turn of the policy: (why the episode is over, or "", the texts that the policy is told)."""
         result = await self._timed(self.action_format.act(self.slot, wrote))
         if isinstance(result, Malformed):
             self.invalid += 1
             self.paid += [self.action_format.penalty] if self.action_format.on_invalid == "penalise" else []
-            over, told = result.ended or self.action_format.on_invalid == "abstain", result.why
+            over, texts = result.ended or self.action_format.on_invalid == "abstain", [result.why]
         else:
             self.results.append(result)
             self.paid += [] if result.reward is None else [result.reward]
-            over, told = result.done, self.action_format.read(result)
-        self.turns.append((wrote, told))
+            over, texts = result.done, self.action_format.texts(result)
+        self.turns.append((wrote, "\n".join(texts)))
         if over:
-            return "invalid" if isinstance(result, Malformed) else "done", told
-        return "turns" if len(self.turns) == self.limits.max_turns else "", told
+            return "invalid" if isinstance(result, Malformed) else "done", texts
+        return "turns" if len(self.turns) == self.limits.max_turns else "", texts
 
     async def _timed(self, work):
         began = time.perf_counter()
@@ -195,15 +206,16 @@ def _introduced(before: str, question: str) -> str:
     return "\n".join(part for part in (before, question) if part)
 
 
-async def _fitting(tokenizer, text: str, room: int, encode: Callable) -> list[int] | None:
-    """The ids of a text, or None where they are more than `room`. More characters than so many of the longest token could
+async def _fitting(tokenizer, texts: Sequence[str], room: int, encode: Callable) -> list[int] | None:
+    """The ids of texts, or None where they are more than `room`. More characters than so many of the longest token could
     stand for are not tokenised at all, and long texts not on the event loop: 2 MB take seconds."""
-    if room < 1 or len(text) > room * longest_token(tokenizer):
+    length = sum(map(len, texts))
+    if room < 1 or length > room * longest_token(tokenizer):
         return None
-    if len(text) > LONG_TEXT:
-        ids = await asyncio.get_running_loop().run_in_executor(tokenising, encode, tokenizer, text)
+    if length > LONG_TEXT:
+        ids = await asyncio.get_running_loop().run_in_executor(tokenising, encode, tokenizer, texts)
     else:
-        ids = encode(tokenizer, text)
+        ids = encode(tokenizer, texts)
     return ids if len(ids) <= room else None
 
 

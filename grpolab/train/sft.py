@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +37,10 @@ class SFTConfig(Optimisation):
 
 
 def demonstrations(policy: Policy, rows: Sequence[Any]) -> list[Example]:
-    """Each row's conversation (`tasks.demonstration_of`: a Problem's question and target, messages, ...), tokenised."""
-    return [encode_chat(policy.tokenizer, demonstration_of(row)) for row in rows]
+    """Each row's conversation (`tasks.demonstration_of`: a Problem's question and target, messages, ...), tokenised, with the
+    `tools` of the row where it has some."""
+    return [encode_chat(policy.tokenizer, demonstration_of(row), row.get("tools") or () if isinstance(row, Mapping) else ())
+            for row in rows]
 
 
 async def sft(
