@@ -23,10 +23,9 @@ def example(tokenizer, name):
                                    {"role": "tool", "content": "12"}, {"role": "assistant", "content": "12"}], [ROOM])
 
 
-@pytest.fixture(scope="module")
-def _caller(_tiny):
+def trained_caller(tiny):
     """A policy that learned to call `room` for these names, and then to say what it was told."""
-    policy = Policy(copy.deepcopy(_tiny.model), _tiny.tokenizer, _tiny.name, _tiny.eos_ids)
+    policy = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, tiny.name, tiny.eos_ids)
 
     async def train():
         shown = [example(policy.tokenizer, name) for name in NAMES]
@@ -35,6 +34,11 @@ def _caller(_tiny):
 
     asyncio.run(train())
     return policy
+
+
+@pytest.fixture(scope="module")
+def _caller(_tiny):
+    return trained_caller(_tiny)
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from grpolab.env.client import Deadlines
 from grpolab.env.guess import GuessEnv
 from grpolab.env.pool import GrpoPool
 from grpolab.env.protocol import DeadlineExceeded, FactoryError, ServerError
-from grpolab.env.tools import MAX_RESULT, ToolRun, Tools, schema_of
 from grpolab.tool_calls import ToolCall, write_calls
 from grpolab.train.episodes import Limits, demonstrate
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.multiturn import multi_turn_grpo, play_all
 from grpolab.train.sft import SFTConfig, sft
+from grpolab.train.tools import MAX_RESULT, ToolRun, Tools, schema_of
 
 ROOMS = {"Ann": "12", "Bob": "7", "Eve": "30", "Tom": "5"}
 
