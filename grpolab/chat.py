@@ -8,7 +8,7 @@ marks its turns with plain words on a tokenizer that has no tokens for them, not
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +21,14 @@ import torch
 from jinja2 import TemplateError
 
 from grpolab.markers import Markers, markers_of
-from grpolab.tool_calls import call_of, form_of, tools_of
+from grpolab.tool_calls import ToolCall, call_of, form_of, tools_of
 
-CHAT_TEMPLATE = (  # tools as signatures, a line each; calls in the form of Hermes and Qwen
+CHAT_TEMPLATE = (  # tools as signatures, a line each, f(string a, integer b): what it does; calls in the form of Hermes
     "{% for tool in tools or [] %}{{ 'Tools: ' if loop.first }}{{ tool['function']['name'] + '(' }}"
     "{% for name, schema in tool['function']['parameters']['properties'].items() %}"
-    "{{ name + ': ' + (schema['type'] or 'any') | string + ('' if loop.last else ', ') }}{% endfor %}"
+    "{{ (schema['enum'] or ([schema['type']] if schema['type'] is string else schema['type'])"
+    " or (schema['anyOf'] or []) | map(attribute='type') | select | list or ['any']) | join('|') }}"
+    "{{ ' ' + name + ('' if loop.last else ', ') }}{% endfor %}"
     "{{ '): ' + tool['function']['description'] + '\n' }}{% endfor %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] }}"
@@ -81,7 +83,7 @@ def _markers(tokenizer) -> Markers:
 
     def plain():
         return skeletons(*([{"role": role, "content": "§"} for role in roles] for roles in (
-            ["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant", "tool"])))
+            ["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant", "tool", "tool"])))
 
     def of_calls():
         return skeletons([*user("§"), _CALL, _RESULT], tools=[_TOOL])
@@ -97,20 +99,26 @@ def call_form(tokenizer) -> str:
 
 @lru_cache(maxsize=8)
 def _call_form(tokenizer, template: str) -> str:
-    if _apply(tokenizer, user("§"), True, [_TOOL]) == _apply(tokenizer, user("§"), True):
+    before = _apply(tokenizer, user("§"), True, [_TOOL])
+    if before == _apply(tokenizer, user("§"), True):
         raise ValueError("the chat template of this tokenizer does not write tools, so the policy would not know of them: set "
                          "tokenizer.chat_template to one that does (grpolab.chat.CHAT_TEMPLATE)")
-    return form_of(template)
+    call = ToolCall("f", {"a": "b"})
+    asked = _CALL["tool_calls"][0] | {"function": {"name": call.name, "arguments": call.arguments}}
+    turn = _apply(tokenizer, [*user("§"), _CALL | {"tool_calls": [asked]}], False, [_TOOL])
+    turn = turn[len(os.path.commonprefix([turn, before])) :]
+    return form_of(turn.partition(tokenizer.eos_token or "\0")[0], [call])
 
 
 def _checked(message: Message) -> Message:
     """A message as templates take it: arguments of calls as objects, "developer" as system. ValueError for what is none."""
     more = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
-    names = {"role", "content"} | more.get(message.get("role"), set())
+    role = str(message.get("role"))
     calls = message.get("tool_calls") or []
     content = message.get("content")
     content = "" if content is None and calls else content
-    if not set(message) <= names or not isinstance(content, str) or not re.fullmatch(r"[\w-]+", str(message.get("role"))):
+    if (not set(message) <= {"role", "content"} | more.get(role, set()) or not isinstance(content, str)
+            or not isinstance(calls, list | tuple) or not re.fullmatch(r"[\w-]+", role)):
         raise ValueError("a message is a role (one word) and a content (text); an assistant's may hold tool_calls, a tool's a "
                          f"tool_call_id and a name: got {str(message)[:80]!r}")
     _check_text(content)
@@ -125,7 +133,6 @@ def _checked(message: Message) -> Message:
 def _checked_call(call: Any) -> dict:
     function = call.get("function") if isinstance(call, Mapping) else None
     read = call_of(function if function is not None else call)
-    _check_text(json.dumps([read.name, read.arguments], ensure_ascii=False))
     id = {"id": str(call["id"])} if call.get("id") is not None else {}
     return id | {"type": "function", "function": {"name": read.name, "arguments": read.arguments}}
 
@@ -137,6 +144,19 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {change(key): _mapped(part, change) for key, part in value.items()}
     return [_mapped(part, change) for part in value] if isinstance(value, list | tuple) else value
+
+
+_JSON_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string", ""}
+
+
+def _plain(value: Any, named: bool = False) -> Any:
+    """A tool, or a call, with words that spell nothing, in the same shape; `named`: its keys are names."""
+    if isinstance(value, str):
+        return value if value in _JSON_TYPES else "a"
+    if isinstance(value, Mapping):
+        return {f"a{i}" if named else key: _plain(part, key in ("properties", "arguments") and not named)
+                for i, (key, part) in enumerate(value.items())}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _hidden(message: Message, markers: Markers) -> Message:
@@ -156,9 +176,12 @@ def _render(tokenizer, messages: Sequence[Message], *, reply: bool, tools: Seque
         tools = _mapped(tools_of(tools), markers.hide)
     hidden = [_hidden(m, markers) for m in messages]
     plain = [m | {"content": markers.calls(m["content"]) + "a" if m["role"] == "assistant" and m["content"].strip()
-                  else "a" if m["content"].strip() else m["content"]} for m in hidden]
+                  else "a" if m["content"].strip() else m["content"]}
+             | ({"tool_calls": [call | {"function": _plain(call["function"])} for call in m["tool_calls"]]}
+                if "tool_calls" in m else {}) for m in hidden]
     rendered = _apply(tokenizer, hidden, reply, tools)
-    if markers.count(rendered) > markers.count(_apply(tokenizer, plain, reply, tools)):
+    if markers.count(rendered) > markers.count(_apply(tokenizer, plain, reply, [
+            tool | {"function": _plain(tool["function"])} for tool in tools])):
         raise ValueError(f"the chat template makes control tokens of what a message says: {str(messages)[:200]}")
     return rendered
 

@@ -12,13 +12,17 @@ repaired or guessed. A call is data: its name is looked up among the tools that 
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
+import tokenize
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_CALLS = 32  # of one turn; more are left as text
+MAX_DEPTH = 64  # of a JSON value: OpenEnv's server ends a session over one that is nested beyond its own reader's depth
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,39 @@ class ParsedTurn:
     unparsed: int = 0
 
 
+def check_json(value: Any) -> None:
+    """ValueError for what is no JSON value: nested too deeply, NaN or infinity, half of a surrogate pair, keys that are no
+    strings, other types."""
+    _check_depth(value)
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from error
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_depth(value: Any, left: int = MAX_DEPTH) -> None:
+    if isinstance(value, dict | list | tuple):
+        if left == 0:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        if isinstance(value, dict) and (key := next((key for key in value if not isinstance(key, str)), "")) != "":
+            raise ValueError(f"the key {key!r:.60} of an object is no string")
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_depth(part, left - 1)
+
+
 def _not_json(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_decoder = json.JSONDecoder(parse_constant=_not_json)
+def _object(pairs: list[tuple[str, Any]]) -> dict:
+    if len(made := dict(pairs)) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return made
+
+
+_decoder = json.JSONDecoder(parse_constant=_not_json, object_pairs_hook=_object)
 
 
 def _value_at(text: str, at: int = 0) -> tuple[Any, int]:
@@ -69,11 +101,15 @@ def _loads(text: str) -> Any:
 
 def call_of(value: Any) -> ToolCall:
     """The call that a JSON object says, {"name": ..., "arguments": {...}} (or "parameters", or arguments as a JSON text, as
-    OpenAI has them); ValueError for anything else."""
+    OpenAI has them, where an empty one says that there are none); ValueError for anything else."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError('a call is {"name": "...", "arguments": {...}}')
     arguments = next((value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {})
-    arguments = _loads(arguments) if isinstance(arguments, str) else arguments
+    try:
+        arguments = _loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+        check_json([value["name"], arguments])
+    except ValueError as error:
+        raise ValueError(f"the arguments of {value['name']!r:.60} are no JSON object: {error}") from error
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {value['name']!r:.60} are a JSON object, got {str(arguments)[:60]!r}")
     return ToolCall(value["name"], arguments)
@@ -85,11 +121,14 @@ _BEGIN, _END = re.compile(r"<tool_call>\s{0,80}"), re.compile(r"\s{0,80}</tool_c
 def _hermes(text: str) -> ParsedTurn:
     pieces, calls, unparsed, at = [], [], 0, 0
     while begin := _BEGIN.search(text, at):
+        if len(calls) + unparsed >= MAX_CALLS:  # a text of nothing but beginnings costs no more than this
+            unparsed += text.count("<tool_call>", at)
+            break
         try:
             value, end = _value_at(text, begin.end())
             closed = _END.match(text, end)
-            if closed is None or len(calls) == MAX_CALLS:
-                raise ValueError("it is not closed, or one too many")
+            if closed is None:
+                raise ValueError("it is not closed")
             calls.append(call_of(value))
             pieces.append(text[at : begin.start()])
             at = closed.end()
@@ -101,18 +140,23 @@ def _hermes(text: str) -> ParsedTurn:
     return ParsedTurn(content.rstrip() if calls else content, tuple(calls), unparsed)
 
 
-def _whole(text: str, mark: str, read) -> ParsedTurn:
-    """A turn in which everything after `mark` is calls; without the mark, one that is nothing but calls."""
-    bare = text.lstrip()[:1] in ("{", "[") and not text.startswith(mark)  # the mark may stand inside of a string
-    before, found, after = ("", "", text) if bare else text.partition(mark)
-    body = after if found else text
-    try:
+def _whole(text: str, form: Form, read: Callable[[str], list[ToolCall]]) -> ParsedTurn:
+    """A turn in which everything after the mark is calls; or, where the form is `bare`, one that is nothing but calls."""
+    def turn(before: str, body: str) -> ParsedTurn:
         calls = tuple(read(body.strip()))
         if not 1 <= len(calls) <= MAX_CALLS:
             raise ValueError("no call, or too many")
-        return ParsedTurn(before.rstrip() if found else "", calls)
-    except ValueError:
-        return ParsedTurn(text, (), int(bool(found)))
+        return ParsedTurn(before.rstrip(), calls)
+
+    bare = form.bare is not None and text.lstrip()[:1] in ("{", "[")
+    with suppress(ValueError):  # first, since the mark may stand inside of a string
+        if bare:
+            return turn("", text)
+    before, marked, body = text.partition(form.mark)
+    with suppress(ValueError):
+        if marked:
+            return turn(before, body)
+    return ParsedTurn(text, (), int(bool(marked) or bare and form.bare(text)))
 
 
 _BETWEEN = re.compile(r"[;\s]*")
@@ -129,25 +173,36 @@ def _json_calls(body: str) -> list[ToolCall]:
             value, at = _value_at(body, at)
             values.append(value)
             at = _BETWEEN.match(body, at).end()
+    if not all(isinstance(value, dict) and {"arguments", "parameters"} & set(value) for value in values):
+        raise ValueError("an object with a name alone may be an answer")
     return [call_of(value) for value in values]
+
+
+MAX_PYTHON = 100_000  # characters that Python's parser is given
 
 
 def _pythonic_calls(body: str) -> list[ToolCall]:
     """[f(a=1), g(b="x")]: names and literal keyword arguments, read by `ast` and not evaluated."""
     try:
         body = body.removesuffix("<|python_end|>")
-        tree = ast.parse(body if len(body) <= 4000 else "", mode="eval").body
-        if not isinstance(tree, ast.List):
-            raise ValueError("no list of calls")
-        calls = []
-        for node in tree.elts:
-            if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-                raise ValueError("a call is name(argument=literal, ...)")
-            arguments = {k.arg: ast.literal_eval(k.value) for k in node.keywords}
-            calls.append(ToolCall(ast.unparse(node.func), _loads(json.dumps(arguments))))
-        return calls
-    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        tree = ast.parse(body if len(body) <= MAX_PYTHON else "", mode="eval").body
+        whole = ast.get_source_segment(body, tree) == body and isinstance(tree, ast.List)  # not in parentheses
+        if not whole or any(t.type == tokenize.COMMENT for t in tokenize.generate_tokens(io.StringIO(body).readline)):
+            raise ValueError("no list of calls alone")
+        return [_pythonic_call(node) for node in tree.elts]
+    except (SyntaxError, TypeError, MemoryError, RecursionError, tokenize.TokenError) as error:
         raise ValueError(f"no list of calls: {error}") from None
+
+
+def _pythonic_call(node: ast.expr) -> ToolCall:
+    name, parts = node.func if isinstance(node, ast.Call) else None, []
+    while isinstance(name, ast.Attribute):
+        parts, name = [name.attr, *parts], name.value
+    if not isinstance(name, ast.Name) or node.args or any(k.arg is None for k in node.keywords):
+        raise ValueError("a call is name(argument=literal, ...)")
+    arguments = _object([(k.arg, ast.literal_eval(k.value)) for k in node.keywords])
+    check_json(arguments)
+    return call_of({"name": ".".join([name.id, *parts]), "arguments": _loads(json.dumps(arguments))})
 
 
 def _written(call: ToolCall, arguments: str = "arguments") -> str:
@@ -156,23 +211,29 @@ def _written(call: ToolCall, arguments: str = "arguments") -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write calls: what begins them, how they are read and written; with `bare`, a turn that is nothing but calls
-    may leave the beginning out."""
+    """One way to write calls: what begins them, how they are read and written. With `bare`, a turn that is nothing but calls
+    may leave the beginning out; it tells whether a text was meant so that could not be read."""
 
     mark: str
-    read: Callable[[str], ParsedTurn]
+    read: Callable[[str, Form], ParsedTurn]
     write: Callable[[Sequence[ToolCall]], str]
-    bare: bool = False
+    bare: Callable[[str], bool] | None = None
+
+
+def _meant_as_json(text: str) -> bool:
+    return '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
 
 
 FORMS = {
-    "hermes": Form("<tool_call>", _hermes, lambda calls: "".join(f"<tool_call>\n{_written(c)}\n</tool_call>" for c in calls)),
-    "llama": Form("<|python_tag|>", lambda text: _whole(text, "<|python_tag|>", _json_calls),
-                  lambda calls: "; ".join(_written(c, "parameters") for c in calls), bare=True),
-    "mistral": Form("[TOOL_CALLS]", lambda text: _whole(text, "[TOOL_CALLS]", _json_calls) if "[TOOL_CALLS]" in text else
-                    ParsedTurn(text), lambda calls: f"[TOOL_CALLS][{', '.join(map(_written, calls))}]"),
-    "pythonic": Form("<|python_start|>", lambda text: _whole(text, "<|python_start|>", _pythonic_calls),
-                     lambda calls: f"[{', '.join(map(_call_in_python, calls))}]", bare=True),
+    "hermes": Form("<tool_call>", lambda text, _: _hermes(text),
+                   lambda calls: "".join(f"<tool_call>\n{_written(c)}\n</tool_call>" for c in calls)),
+    "llama": Form("<|python_tag|>", lambda text, form: _whole(text, form, _json_calls),
+                  lambda calls: "; ".join(_written(c, "parameters") for c in calls), bare=_meant_as_json),
+    "mistral": Form("[TOOL_CALLS]", lambda text, form: _whole(text, form, _json_calls),
+                    lambda calls: f"[TOOL_CALLS][{', '.join(map(_written, calls))}]"),
+    "pythonic": Form("<|python_start|>", lambda text, form: _whole(text, form, _pythonic_calls),
+                     lambda calls: f"[{', '.join(map(_call_in_python, calls))}]",
+                     bare=lambda text: re.match(r"\s*\[\s*[\w.-]+\(", text) is not None),
 }
 
 
@@ -186,9 +247,19 @@ def form(name: str) -> Form:
     return FORMS[name]
 
 
+def _thought(text: str) -> int:
+    """How many characters of a turn are the thinking that it begins with (<think> ... </think>), in which nothing is called."""
+    if not text.lstrip().startswith("<think>"):
+        return 0
+    end = text.find("</think>")
+    return end + len("</think>") if end >= 0 else len(text)
+
+
 def parse_calls(text: str, name: str = "hermes") -> ParsedTurn:
-    """The calls of a turn's text, without its end token, in one of FORMS."""
-    return form(name).read(text)
+    """The calls of a turn's text, without its end token, in one of FORMS. Thinking that the turn begins with is text."""
+    thought, how = _thought(text), form(name)
+    turn = how.read(text[thought:], how)
+    return replace(turn, content=text[:thought] + turn.content)
 
 
 def write_calls(calls: Sequence[ToolCall], name: str = "hermes") -> str:
@@ -198,23 +269,23 @@ def write_calls(calls: Sequence[ToolCall], name: str = "hermes") -> str:
 
 def certain(text: str, name: str) -> int:
     """How many characters of a turn that is still growing belong to its content, whatever follows."""
-    mark, bare = form(name).mark, form(name).bare
-    if bare and text.lstrip()[:1] in ("", "{", "["):
-        return 0
-    at = text.find(mark)
+    thought, how = _thought(text), form(name)
+    rest = text[thought:]
+    if how.bare and rest.lstrip()[:1] in ("", "{", "["):
+        return len(text[:thought].rstrip())
+    at, mark = rest.find(how.mark), how.mark
     if at < 0:
-        at = len(text) - next(n for n in range(min(len(mark) - 1, len(text)), -1, -1) if mark.startswith(text[len(text) - n :]))
-    return len(text[:at].rstrip())
+        at = len(rest) - next(n for n in range(min(len(mark) - 1, len(rest)), -1, -1) if mark.startswith(rest[len(rest) - n :]))
+    return len(text[: thought + at].rstrip())
 
 
-def form_of(template: str) -> str:
-    """The form that a chat template writes calls in, read off its markers; ValueError where it shows none of them."""
-    marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_start|>": "pythonic", "<|python_tag|>": "llama",
-             '"parameters": ': "llama"}
-    for mark, name in marks.items():
-        if mark in template:
+def form_of(turn: str, calls: Sequence[ToolCall]) -> str:
+    """The form in which a turn says these calls; ValueError where it is none of FORMS."""
+    for name in FORMS:
+        if parse_calls(turn, name).calls == tuple(calls):
             return name
-    raise ValueError(f"the chat template writes tool calls in none of the known forms ({', '.join(FORMS)}); say which it is")
+    raise ValueError(f"the chat template writes tool calls in none of the known forms ({', '.join(FORMS)}), but as "
+                     f"{turn.strip()[:120]!r}")
 
 
 def tools_of(tools: Sequence[Any]) -> list[dict]:
@@ -223,15 +294,21 @@ def tools_of(tools: Sequence[Any]) -> list[dict]:
     checked = []
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-        if not isinstance(function, Mapping) or not re.fullmatch(r"[\w.-]{1,64}", str(function.get("name", ""))):
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,64}", name):
             raise ValueError('a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}, its name '
                              f"of at most 64 letters, digits, _, . and -, got {str(tool)[:120]!r}")
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
-            raise ValueError(f"the parameters of the tool {function['name']!r} are a JSON schema of an object, got "
-                             f"{str(schema)[:120]!r}")
-        checked.append({"type": "function", "function": {
-            "name": function["name"], "description": str(function.get("description") or ""), "parameters": dict(schema)}})
+        schema = function.get("parameters") or {}
+        about = str(function.get("description") or "")
+        try:
+            schema = {"type": "object", "properties": {}} | dict(schema)
+            check_json([about, schema])
+            if not isinstance(schema["properties"], Mapping):
+                raise ValueError("its properties are no object")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"the parameters of the tool {name!r} are a JSON schema of an object, got {str(schema)[:120]!r}: "
+                             f"{error}") from error
+        checked.append({"type": "function", "function": {"name": name, "description": about, "parameters": schema}})
     names = [tool["function"]["name"] for tool in checked]
     if doubled := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two tools are called {doubled!r}: a call names one")

@@ -4,10 +4,13 @@ import asyncio
 import json
 import threading
 import time
+from dataclasses import dataclass
+from datetime import date
+from functools import partial, wraps
 
 import pytest
 
-from grpolab.chat import prompt_ids
+from grpolab.chat import CHAT_TEMPLATE, prompt_ids
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -28,6 +31,12 @@ ROOMS = {"Ann": "12", "Bob": "7", "Eve": "30", "Tom": "5"}
 def room(name: str) -> str:
     """The room of a person."""
     return ROOMS[name]
+
+
+def untyped(x): ...
+
+
+def many(*names: str): ...
 
 
 async def floor(number: int, wing: str = "A") -> dict:
@@ -61,14 +70,18 @@ def test_schemas_are_read_from_the_functions():
 
 
 @pytest.mark.parametrize(("tools", "why"), [
-    ([lambda x: x], "types of"), ([lambda *names: 1], "cannot name"), ([room, room], "two tools|one name"), ([], "no tool"),
-    (type("Empty", (), {}), "no tool"),
+    ([untyped], "types of"), ([many], "cannot name"), ([room, room], "two tools|one name"), ([], "no tool"),
+    (type("Empty", (), {}), "no tool"), ([lambda x: x], "no named function"), ([partial(room, "Ann")], "no named function"),
+    ([int], "no named function"), ([5], "no named function"), ("room", "a list of functions"), (object(), "not an object"),
 ])
 def test_functions_that_cannot_be_called_by_name_are_refused(tools, why):
     with pytest.raises(ValueError, match=why):
         Tools(tools, right)
-    with pytest.raises(ValueError, match="deadline"):
-        Tools([room], right, deadline=0)
+    for deadline in (0, "5", float("inf")):
+        with pytest.raises(ValueError, match="deadline"):
+            Tools([room], right, deadline=deadline)
+    with pytest.raises(ValueError, match="reward=None"):
+        Tools([room], None)
 
 
 def test_what_json_cannot_say_is_no_parameter():
@@ -85,9 +98,24 @@ def test_calls_are_answered_in_their_order_and_the_answer_is_paid(tiny):
     assert (last.done, last.reward, form.measure([first, last])) == (True, 1.0, {"calls": 2, "tool_errors": 0})
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise AttributeError
+
+
+@dataclass
+class Place:
+    room: int
+    since: date
+
+
+RAISED = {"exit": SystemExit(3), "interrupt": KeyboardInterrupt("^C"), "cancel": asyncio.CancelledError("own"),
+          "bad": Unspeakable(), "late": TimeoutError("the database")}
+
+
 def boom(kind: str) -> str:
-    if kind == "exit":
-        raise SystemExit(3)
+    if kind in RAISED:
+        raise RAISED[kind]
     if kind == "hang":
         time.sleep(30)
     if kind == "stop":
@@ -99,21 +127,66 @@ async def late() -> str:
     await asyncio.sleep(30)
 
 
+async def raises(kind: str) -> str:
+    await asyncio.sleep(0)
+    raise RAISED[kind]
+
+
+@wraps(late)
+def blocks() -> str:
+    time.sleep(30)
+
+
+blocks.__name__ = "blocking"
+
+
+def place() -> Place:
+    return Place(12, date(2026, 1, 2))
+
+
 @pytest.mark.parametrize(("text", "told"), [
     (call("boom", kind="exit"), "error: SystemExit: 3"),
     (call("boom", kind="hang"), "error: TimeoutError: longer than 0.3 s"),
     (call("boom", kind="stop"), "error: RuntimeError: coroutine raised StopIteration"),
     (call("boom", kind="other"), "error: KeyError: 'other'"),
     (call("late"), "error: TimeoutError: longer than 0.3 s"),
-    (call("nothing"), "error: there is no tool 'nothing'; there are boom, late"),
+    (call("blocking"), "error: TimeoutError: longer than 0.3 s"),
+    (call("late") + call("late"), ["error: TimeoutError: longer than 0.3 s"] * 2),  # one bound for both
+    *((call(name, kind=kind), told) for name in ("boom", "raises") for kind, told in (
+        ("interrupt", "error: KeyboardInterrupt: ^C"), ("cancel", "error: CancelledError: own"),
+        ("bad", "error: Unspeakable: (no message)"), ("late", "error: TimeoutError: the database"))),
+    (call("nothing"), "error: there is no tool 'nothing'; there are boom, late, raises, blocking"),
     (call("boom", knd=1), "error: kind: Missing required argument; knd: Unexpected keyword argument"),
     (call("boom", kind=[1]), "error: kind: Input should be a valid string"),
 ])
 def test_what_a_call_does_wrong_is_told_and_counted(tiny, text, told):
-    began = time.monotonic()
-    (result, last), form = asyncio.run(turns_of(Tools([boom, late], right, deadline=0.3), tiny.tokenizer, text, "12"))
-    assert form.texts(result) == [told] and time.monotonic() - began < 10
-    assert last.reward == 1.0 and form.measure([last]) == {"calls": 0, "tool_errors": 1}
+    began, told = time.monotonic(), told if isinstance(told, list) else [told]
+    tools = Tools([boom, late, raises, blocks], right, deadline=0.3)
+    (result, last), form = asyncio.run(turns_of(tools, tiny.tokenizer, text, "12"))
+    assert form.texts(result) == told and time.monotonic() - began < 10
+    assert last.reward == 1.0 and form.measure([last]) == {"calls": 0, "tool_errors": len(told)}
+
+
+def test_results_that_are_no_text_are_json(tiny):
+    (result,), form = asyncio.run(turns_of(Tools([place], right), tiny.tokenizer, call("place")))
+    assert form.texts(result) == ['{"room": 12, "since": "2026-01-02"}']
+
+
+def test_one_call_a_turn_where_the_template_knows_no_more(tiny):
+    tokenizer = tiny.tokenizer.__class__.from_pretrained(tiny.tokenizer.name_or_path)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "{% for call in message", "{% if message['tool_calls'] and message['tool_calls'] | length > 1 %}"
+        "{{ raise_exception('one call') }}{% endif %}{% for call in message")
+    two = call("room", name="Ann") * 2
+    (refused, made), _ = asyncio.run(turns_of(Tools([room], right), tokenizer, two, call("room", name="Ann")))
+    assert refused.why == "error: this turn has 2 calls, and a turn can have 1; none was made" and made.metadata["calls"] == 1
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_at_once(tiny):
+    tokenizer = tiny.tokenizer.__class__.from_pretrained(tiny.tokenizer.name_or_path)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{% if message['role']", "{{ loop.length }}{% if message['role']")
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        Tools([room], right).action_format(tokenizer)
 
 
 def test_results_are_bounded_text(tiny):
@@ -142,6 +215,14 @@ class Notes:
     async def read(self) -> str:
         return "|".join(self.lines)
 
+    @staticmethod
+    def page() -> int:
+        return 1
+
+    @property
+    def length(self):
+        raise AssertionError
+
     def _private(self):
         raise AssertionError
 
@@ -149,7 +230,7 @@ class Notes:
 def test_a_class_is_tools_with_a_state_of_each_episode(tiny):
     async def main():
         tools = Tools(Notes, lambda run: len(run.calls))
-        assert set(t["function"]["name"] for t in tools.schemas) == {"write", "read"}
+        assert set(t["function"]["name"] for t in tools.schemas) == {"write", "read", "page"}
         form = tools.action_format(tiny.tokenizer)
         async with GrpoPool(tools, size=2) as pool:
             for _ in range(2):
@@ -163,7 +244,7 @@ def test_a_class_is_tools_with_a_state_of_each_episode(tiny):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("reward", [lambda run: 1 / 0, lambda run: float("nan"), lambda run: "much"])
+@pytest.mark.parametrize("reward", [lambda run: 1 / 0, lambda run: float("nan"), lambda run: "much", lambda run: None])
 def test_a_reward_that_fails_costs_the_episode(tiny, reward):
     with pytest.raises(ServerError):
         asyncio.run(turns_of(Tools([room], reward), tiny.tokenizer, "12"))
@@ -181,7 +262,7 @@ def test_any_environment_can_be_played_in_this_process():
             assert (await pool.slots[0].state())["step_count"] == 1
             assert {span.phase for span in pool.trace} >= {"connect", "admit", "reset", "step"}
         for _ in range(100):
-            if threading.active_count() == before:
+            if threading.active_count() <= before:
                 return
             await asyncio.sleep(0.02)
         raise AssertionError(threading.enumerate())
@@ -206,6 +287,8 @@ def test_environments_that_fail_in_this_process_fail_by_name():
             with pytest.raises(DeadlineExceeded):
                 await pool.run_group_step([{"text": "5"}])
             await pool.slots[0].reset(seed=1)  # on a new session
+        with pytest.raises(ValueError, match="give the class"):
+            GrpoPool(GuessEnv())
         with pytest.raises(TypeError, match="token"):
             GrpoPool(GuessEnv, token="x")
 

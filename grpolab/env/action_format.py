@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpolab.env.protocol import InvalidAction, SessionLost, StepResult
+from grpolab.tool_calls import check_json
 
 ON_INVALID = ("tell", "penalise", "abstain")
-MAX_DEPTH = 64  # of an action: OpenEnv's server ends a session over JSON that is nested beyond its own reader's depth
 MAX_REASON = 500  # characters of what the policy is told about an action that could not be read
 
 # OpenEnv's server cannot serialise the error of an action that failed a validator of its own, and ends the session so.
@@ -93,9 +93,7 @@ class ActionFormat:
             action = self.to_action(text)
             if not isinstance(action, dict):
                 raise ValueError(f"an action is a JSON object, not {action!r:.50}")
-            _check_depth(action)
-            # NaN is not JSON, and half of a surrogate pair ends an OpenEnv session.
-            json.dumps(action, ensure_ascii=False, allow_nan=False).encode()
+            check_json(action)  # half of a surrogate pair, too, would end an OpenEnv session
         except (ValueError, LookupError, RecursionError) as fault:
             raise InvalidAction(str(fault) or repr(fault)) from fault
         return action
@@ -110,14 +108,6 @@ class ActionFormat:
             if _UNSENT_ERROR not in str(fault):
                 raise
             return Malformed("a value that the environment does not accept", ended=True)
-
-
-def _check_depth(value: Any, left: int = MAX_DEPTH) -> None:
-    if isinstance(value, dict | list | tuple):
-        if left == 0:
-            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-        for part in value.values() if isinstance(value, dict) else value:
-            _check_depth(part, left - 1)
 
 
 def _reason(why: str) -> str:

@@ -132,6 +132,9 @@ class GrpoPool:
     def __init__(self, url: str | Callable[[], Any], size: int = 8, *, deadlines: Deadlines | None = None,
                  on_failure: str = "fail", min_group: int = 2, seed: int = 0, queue: float = 0.0, curriculum: Any = None,
                  **session: Any):
+        if not isinstance(url, str) and not callable(url):
+            raise ValueError(f"{url!r:.100} is neither the address of a server nor what makes an environment: give the class, "
+                             "as in GrpoPool(MyEnv, size=8)")
         if size < 1:
             raise ValueError(f"size={size}: a pool has at least one session")
         if on_failure not in ON_FAILURE:

@@ -74,8 +74,9 @@ def _of_the_sampled_token(logprobs: Any) -> bool:
 
 def _joined_parts(content: Any) -> Any:
     """A list of text parts as one text."""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text")) for part in content)
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text"
+                                         and isinstance(part.get("text"), str) for part in content):
+        return "".join(part["text"] for part in content)
     return content
 
 
@@ -167,7 +168,8 @@ def _without_nones(message: ChatMessage) -> dict:
 
 
 def _as_openai(call: ToolCall) -> dict:
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function",
+    id = secrets.token_hex(5)[:9]  # Mistral's templates take ids of nine letters and digits alone
+    return {"id": id, "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
 
 

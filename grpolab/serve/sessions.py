@@ -178,7 +178,8 @@ def _key_after(key: bytes, message: Message) -> bytes:
     """The key of a conversation that goes on with a message. Ids of calls are not in it, nor how their JSON is written: agents
     change both on the way back."""
     calls = [call_of(call.get("function", call)).key for call in message.get("tool_calls") or []]
-    return hashlib.sha256(key + json.dumps([message["role"], message.get("content") or "", calls]).encode()).digest()
+    said = [message["role"], message.get("content") or "", message.get("name") or "", calls]
+    return hashlib.sha256(key + json.dumps(said).encode()).digest()
 
 
 def _key(conversation: str | Sequence[int]) -> bytes:

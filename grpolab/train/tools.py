@@ -31,13 +31,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
+from pydantic_core import to_jsonable_python
 
-from grpolab.chat import call_form
+from grpolab.chat import call_form, observation_ids
 from grpolab.env.action_format import ActionFormat
-from grpolab.env.local import name_of
 from grpolab.env.protocol import StepResult, declared
 from grpolab.tasks import prompt_of
-from grpolab.tool_calls import ToolCall, call_of, parse_calls, tools_of
+from grpolab.tool_calls import MAX_CALLS, ToolCall, call_of, parse_calls, tools_of
 
 MAX_RESULT = 4000  # characters of a result that the policy is told
 
@@ -62,8 +62,11 @@ class ToolRun:
 
 def schema_of(function: Callable[..., Any]) -> dict:
     """A tool in OpenAI's shape, of a function's name, docstring and typed parameters (what `pydantic` can read from JSON).
-    ValueError for a function that no call by name can reach: without types, or with positional-only or variable parameters."""
-    name = name_of(function)
+    ValueError for what no call by name can reach: without a name or types, or with positional-only or variable parameters."""
+    name = getattr(function, "__name__", "")
+    if not callable(function) or isinstance(function, type) or not name.isidentifier():
+        raise ValueError(f"{function!r:.100} is no named function, which a tool is: write one with def (a class holds several "
+                         "tools, and stands alone: Tools(MyTools, reward))")
     parameters = inspect.signature(function).parameters.values()
     if wrong := [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
         raise ValueError(f"the tool {name!r} has the parameters {wrong}, which a call cannot name: write each one out")
@@ -71,7 +74,7 @@ def schema_of(function: Callable[..., Any]) -> dict:
         raise ValueError(f"the tool {name!r} does not say the types of {untyped}: annotate them, as in {untyped[0]}: str")
     try:
         schema = TypeAdapter(function).json_schema()
-    except PydanticUserError as error:
+    except (PydanticUserError, NameError) as error:
         raise ValueError(f"the tool {name!r} takes what JSON cannot say: {str(error).splitlines()[0]}") from error
     properties = {key: {k: v for k, v in kind.items() if k != "title"} for key, kind in schema.get("properties", {}).items()}
     return {"type": "function", "function": {"name": name, "description": " ".join((inspect.getdoc(function) or "").split()),
@@ -81,12 +84,14 @@ def schema_of(function: Callable[..., Any]) -> dict:
 def functions_of(tools: Any) -> dict[str, Callable[..., Any]]:
     """By name: functions of a list, or the public methods of an object, but for `reset`."""
     if isinstance(tools, Sequence):
-        functions = {name_of(function): function for function in tools}
+        functions = {getattr(function, "__name__", repr(function)): function for function in tools}
         if len(functions) < len(tools):
-            raise ValueError(f"two tools have one name among {[name_of(f) for f in tools]}: a call names one")
+            raise ValueError(f"two tools have one name among {list(functions)}: a call names one")
     else:
-        members = inspect.getmembers(tools, inspect.ismethod)
-        functions = {name: method for name, method in members if not name.startswith("_") and name != "reset"}
+        methods = {name: value for name, value in inspect.getmembers_static(type(tools))
+                   if not name.startswith("_") and name != "reset"}
+        functions = {name: getattr(tools, name) for name, value in methods.items()
+                     if inspect.isroutine(value) and not isinstance(value, property)}
     if not functions:
         raise ValueError(f"{tools!r:.100} holds no tool: give functions, or a class with public methods")
     return functions
@@ -98,12 +103,17 @@ class Tools:
     tools     typed functions, plain or async; or a class, whose public methods are the tools of one episode: a new object each,
               whose `reset`, if it has one, gets the `task`, the `seed` and what entries of the task it declares
     reward    plain or async function (ToolRun) -> a number
-    deadline  seconds of one call; a plain function that takes longer goes on in a thread that is left behind
+    deadline  seconds for the calls of one turn; a plain function that takes longer goes on in a thread that is left behind
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]] | type, reward: Callable[[ToolRun], Any], *, deadline: float = 10.0):
-        if not 0 < deadline < float("inf"):
-            raise ValueError(f"deadline={deadline}: a call needs a positive, finite bound in seconds")
+        if not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
+            raise ValueError(f"deadline={deadline!r}: calls need a positive, finite bound in seconds")
+        if isinstance(tools, str) or not isinstance(tools, type | Sequence):
+            raise ValueError(f"tools={tools!r:.80}: give a list of functions, or a class (not an object of it, which all "
+                             "episodes would share)")
+        if not callable(reward):
+            raise ValueError(f"reward={reward!r:.80}: it is a function (ToolRun) -> a number")
         self.tools, self.reward, self.deadline = tools, reward, deadline
         self.schemas = tools_of([schema_of(function) for function in functions_of(self.make()).values()])
         self.__name__ = f"Tools({', '.join(tool['function']['name'] for tool in self.schemas)})"
@@ -117,16 +127,25 @@ class Tools:
 
     def action_format(self, tokenizer: Any, form: str | None = None) -> ActionFormat:
         """How a policy of this tokenizer writes calls and reads results: in the form of its chat template (`tool_calls`). A
-        turn whose call cannot be read is answered with the reason and counts as invalid."""
+        turn whose calls cannot be read is answered with the reason and counts as invalid; so is one with several calls where
+        the template knows one alone. ValueError for a template that rewrites earlier turns, or knows no results."""
         form = form or call_form(tokenizer)
-        return ActionFormat(to_action=partial(_action, form=form), to_text=lambda seen: seen.get("text") or seen["results"],
-                            measure=_measure, tools=self.schemas, role="tool")
+        observation_ids(tokenizer, ["a"], role="tool")
+        try:
+            observation_ids(tokenizer, ["a", "a"], role="tool")
+            most = MAX_CALLS
+        except ValueError:
+            most = 1
+        return ActionFormat(to_action=partial(_action, form=form, most=most), measure=_measure, tools=self.schemas, role="tool",
+                            to_text=lambda seen: seen.get("text") or seen["results"])
 
 
-def _action(text: str, form: str) -> dict:
+def _action(text: str, form: str, most: int) -> dict:
     turn = parse_calls(text, form)
     if turn.unparsed:
         raise ValueError(f"{turn.unparsed} of the calls of this turn cannot be read; none was made")
+    if len(turn.calls) > most:
+        raise ValueError(f"this turn has {len(turn.calls)} calls, and a turn can have {most}; none was made")
     return {"text": turn.content, "calls": [{"name": c.name, "arguments": c.arguments} for c in turn.calls]}
 
 
@@ -161,7 +180,8 @@ class ToolEnvironment:
 
     async def step(self, action: dict) -> StepResult:
         calls = [call_of(call) for call in action.get("calls", [])]
-        results = [await self._call(call) for call in calls]
+        until = asyncio.get_running_loop().time() + self._tools.deadline
+        results = [await self._call(call, until) for call in calls]
         self._calls += results
         counts = {"calls": sum(not r.failed for r in self._calls), "tool_errors": sum(r.failed for r in self._calls)}
         if results:
@@ -169,23 +189,26 @@ class ToolEnvironment:
         run = ToolRun(self._task, tuple(self._calls), action.get("text", ""))
         reward = self._tools.reward(run)
         reward = await reward if inspect.isawaitable(reward) else reward
+        if reward is None:
+            raise ValueError(f"the reward function gave None for the answer {run.answer!r:.80}: it gives a number")
         return StepResult({"results": [""]}, reward, done=True, metadata=counts)
 
-    async def _call(self, call: ToolCall) -> ToolResult:
-        """What a call gave, or what was wrong with it."""
+    async def _call(self, call: ToolCall, until: float) -> ToolResult:
+        """What a call gave by this time of the loop, or what was wrong with it."""
         function = self._functions.get(call.name)
         if function is None:
             return ToolResult(call, f"error: there is no tool {call.name!r:.80}; there are {', '.join(self._functions)}", True)
         try:
-            value = await _within(self._tools.deadline, partial(validate_call(function), **call.arguments))
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            return ToolResult(call, _clean(text))
+            async with asyncio.timeout_at(until) as limit:
+                return ToolResult(call, _clean(await _called(function, call.arguments)))
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:5]]
             return ToolResult(call, _clean(f"error: {'; '.join(wrong)}"), True)
-        except (Exception, SystemExit) as error:
-            reason = f"longer than {self._tools.deadline:g} s" if isinstance(error, TimeoutError) else str(error)
-            return ToolResult(call, _clean(f"error: {type(error).__name__}: {reason}"), True)
+        except BaseException as error:  # whatever a tool raises, an exit or an interrupt of its own, too
+            if asyncio.current_task().cancelling() or isinstance(error, GeneratorExit):
+                raise
+            why = f"longer than {self._tools.deadline:g} s" if limit.expired() else _said(error)
+            return ToolResult(call, _clean(f"error: {type(error).__name__}: {why}"), True)
 
     def state(self) -> dict:
         return {"calls": len(self._calls)}
@@ -194,19 +217,42 @@ class ToolEnvironment:
         self._functions = {}
 
 
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  of the tool's own class
+        return "(no message)"
+
+
 def _clean(text: str) -> str:
     """A result as the policy is told it: no half of a surrogate pair, not too long."""
     text = text.encode("utf-8", "replace").decode() or "(empty)"
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]} ... ({len(text)} characters)"
 
 
+def _text(value: Any) -> str:
+    """A result as text: a string as it is, anything else as JSON, where it can be (dataclasses, models, dates, sets)."""
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
+
+
+async def _called(function: Callable[..., Any], arguments: dict) -> str:
+    """What the function returns as text: awaited where it is async, else called in a thread of its own."""
+    call = partial(validate_call(function), **arguments)
+    if inspect.iscoroutinefunction(function):
+        return _text(await call())
+
+    def work() -> Any:
+        value = call()
+        return value if inspect.isawaitable(value) else _text(value)
+
+    value = await _in_thread(work)
+    return _text(await value) if inspect.isawaitable(value) else value
+
+
 async def _within(seconds: float, work: Callable[[], Any]) -> Any:
     """What `work` returns, awaited where it is async, else called in a thread of its own; TimeoutError after `seconds`."""
-    function = inspect.unwrap(getattr(work, "func", work))
     async with asyncio.timeout(seconds):
-        if inspect.iscoroutinefunction(function):
-            return await work()
-        value = await _in_thread(work)
+        value = await (work() if inspect.iscoroutinefunction(work.func) else _in_thread(work))
         return await value if inspect.isawaitable(value) else value
 
 
