@@ -21,7 +21,8 @@ class Rollout:
 
     `mask` is 1 where the policy chose the token and 0 where an environment wrote it (its logps are then 0.0).
     `logps` are under the distribution that was sampled from, `raw_logps` at temperature 1, both in nats. `kept_mass` is the
-    probability that top-k, top-p or min-p left at each token, empty where nothing was cut.
+    probability that top-k, top-p or min-p left at each token, empty where nothing was cut. `parts` are the numbers, by name,
+    that the reward was made of, where it has several.
     """
 
     prompt: tuple[int, ...]
@@ -35,6 +36,7 @@ class Rollout:
     reward: float | None = None
     timings: dict = field(default_factory=dict, compare=False)
     kept_mass: tuple[float, ...] = ()
+    parts: Mapping[str, float | None] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("tokens", "mask", "logps", "raw_logps")}
@@ -61,11 +63,12 @@ class Group:
     def rewards(self) -> list[float | None]:
         return [r.reward for r in self.rollouts]
 
-    def with_rewards(self, rewards: Sequence[float | None]) -> Group:
-        """The same group with one reward a rollout."""
+    def with_rewards(self, rewards: Sequence[float | None], parts: Sequence[Mapping[str, float | None]] = ()) -> Group:
+        """The same group with one reward a rollout, and what each was made of."""
         if len(rewards) != len(self):
             raise ValueError(f"{len(rewards)} rewards for a group of {len(self)} rollouts")
-        return Group(tuple(replace(r, reward=reward) for r, reward in zip(self.rollouts, rewards)))
+        made = zip(self.rollouts, rewards, parts or ({},) * len(self), strict=True)
+        return Group(tuple(replace(r, reward=reward, parts=of) for r, reward, of in made))
 
 
 @dataclass(frozen=True)

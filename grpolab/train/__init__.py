@@ -5,11 +5,11 @@ from grpolab.train.grpo import GRPOConfig, grpo, grpo_from
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.replay_source import recorded_groups
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
-from grpolab.train.rewards import finished_and_correct, score
+from grpolab.train.rewards import Several, finished_and_correct, score, trl_reward
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 __all__ = [
-    "DPOConfig", "GRPOConfig", "Limits", "RewardConfig", "RewardModel", "SFTConfig", "demonstrations", "dpo", "dpo_gradient",
-    "finished_and_correct", "grpo", "grpo_from", "implicit_rewards", "multi_turn_grpo", "recorded_groups",
-    "reward_gradient", "reward_model", "score", "sft",
+    "DPOConfig", "GRPOConfig", "Limits", "RewardConfig", "RewardModel", "SFTConfig", "Several", "demonstrations", "dpo",
+    "dpo_gradient", "finished_and_correct", "grpo", "grpo_from", "implicit_rewards", "multi_turn_grpo", "recorded_groups",
+    "reward_gradient", "reward_model", "score", "sft", "trl_reward",
 ]

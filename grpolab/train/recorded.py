@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.episodes import Episode, as_task
 
 
 def as_recorded(
-    sampled: Sequence[tuple[Any, Group]], used: Sequence[Group], parts: Mapping[str, Sequence], kind: str
+    sampled: Sequence[tuple[Any, Group]], used: Sequence[Group], parts: Mapping[str, Sequence], kind: str,
+    made: Tensor | None = None,
 ) -> list[RecordedGroup]:
     """The groups that the update gets, in their order, then the others of those `sampled`, (problem, group). `parts` holds a
-    (B, G) by name for the first B of them; `kind` is that of the advantage."""
+    (B, G) by name for the first B of them; `kind` is that of the advantage, `made` (B, G) the used ones' where it is of no
+    kind."""
     place = {id(group): i for i, (_, group) in enumerate(sampled)}
     rest = [group for _, group in sampled if all(group is not g for g in used)]
-    order, a = [*used, *rest], _advantages(used, kind) + _advantages(rest, kind)  # as the update has them, its groups alone
+    used_a = _advantages(used, kind) if made is None else made.tolist()
+    order, a = [*used, *rest], used_a + _advantages(rest, kind)  # as the update has them, its groups alone
     return [
         RecordedGroup(g, tuple(a[k]), sampled[place[id(g)]][0], used=k < len(used),
-                      parts={name: values[place[id(g)]] for name, values in parts.items() if place[id(g)] < len(values)})
+                      parts={name: [r.parts.get(name) for r in g] for name in dict.fromkeys(n for r in g for n in r.parts)}
+                      | {name: values[place[id(g)]] for name, values in parts.items() if place[id(g)] < len(values)})
         for k, g in enumerate(order)
     ]
 

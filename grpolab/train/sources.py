@@ -28,7 +28,7 @@ from grpolab.train.advantages import informative, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import epoch_batches, off_loop, shuffled
 from grpolab.train.recorded import as_recorded
-from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_and_score, watched
+from grpolab.train.rewards import Faults, Reward, Several, faults_of_all, report, sample_and_score, watched
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ def sampled(
 ) -> Source:
     """The source of `grpo`: completions of the tasks' prompts (`prompt_of`: row -> token ids), scored while the others are
     decoded. With `config.refills`, groups without a difference in reward are replaced by groups of further tasks."""
+    if isinstance(reward, Several):
+        if both := set(reward.rewards) & set(watch or ()):
+            raise ValueError(f"{sorted(both)} are among the rewards and among the watched ones: a name stands for one")
+        if config.refills and reward.combination == "normalise_then_sum":
+            raise ValueError("refills look at the totals, of which 'normalise_then_sum' makes no advantages: leave them 0")
     warnings_given, watch_warnings = [], []
     distinct_rows = distinct(tasks.rows) if config.refills else []
 
@@ -108,14 +113,21 @@ def sampled(
         faults = await faults_of_all(faults, f"the rewards of step {step}")
         errors = report(faults, sum(len(g) for _, g in everything), warnings_given)
         parts = await watched(policy, rows, first, reward, watch, watch_warnings) if watch else {}
-        means = {name: reward_tensor(values).nanmean().item() for name, values in parts.items()}
+        means = {name: reward_tensor(values).nanmean().item() for name, values in (parts_of(first) | parts).items()}
+        a = reward.advantages(groups) if isinstance(reward, Several) else None
         return StepGroups(
             groups, errors | cost | means, seen=first, tokens=tokens_of([g for _, g in everything]),
-            after_step=lambda: tasks.record(rows, [g.rewards for g in first]),
-            record=lambda: as_recorded(everything, groups, parts, config.advantage_kind), engine=sampler.engine.name,
+            after_step=lambda: tasks.record(rows, [g.rewards for g in first]), advantages=a,
+            record=lambda: as_recorded(everything, groups, parts, config.advantage_kind, a), engine=sampler.engine.name,
         )
 
     return source
+
+
+def parts_of(groups: Sequence[Group]) -> dict[str, list[list[float | None]]]:
+    """What the rewards of the groups were made of, by name: (B, G)."""
+    names = dict.fromkeys(name for g in groups for r in g for name in r.parts)
+    return {name: [[r.parts.get(name) for r in g] for g in groups] for name in names}
 
 
 async def refill(ask, asked_rows: Sequence[Any], first: Sequence[Group], rows: Sequence[Any], config, step: int):

@@ -1,0 +1,164 @@
+"""Several rewards as one, and reward functions of TRL's."""
+
+import asyncio
+
+import pytest
+import torch
+from loop_helpers import flat as weights
+from test_sources import CONFIG, ROWS, train, vowels
+
+from grpolab.models.load import load_policy
+from grpolab.rollouts import Group, Rollout
+from grpolab.runs.run import Run
+from grpolab.train import Several, trl_reward
+from grpolab.train.rewards import Faults, ask_any, score, scored
+
+
+@pytest.fixture
+def tiny():
+    return load_policy("tiny")
+
+
+def group_of(tiny, *texts):
+    rollouts = []
+    for text in texts:
+        tokens = tuple(tiny.tokenizer.encode(text))
+        zeros = (0.0,) * len(tokens)
+        rollouts.append(Rollout((1,), tokens, (1,) * len(tokens), zeros, zeros, "eos"))
+    return Group(tuple(rollouts))
+
+
+def right(text, row, rollout):
+    return float("7" in text)
+
+
+async def brief(text, row, rollout):
+    await asyncio.sleep(0)
+    return 4 - len(text) if text else None
+
+
+class Lengths:
+    def batch(self, texts, rows, rollouts):
+        return [len(r.tokens) for r in rollouts]
+
+
+def totals(tiny, reward, *texts):
+    groups = asyncio.run(scored(tiny, [{}], [group_of(tiny, *texts)], reward, Faults()))
+    return groups[0].rewards, [dict(r.parts) for r in groups[0]]
+
+
+@pytest.mark.parametrize(("combination", "expected"), [("gated", [2.6, 0.0, 2.0]), ("sum", [2.6, 0.2, 1.8])])
+def test_totals_and_what_they_are_made_of(tiny, combination, expected):
+    several = Several({"right": (right, 2.0), "brief": (brief, 0.2), "length": (Lengths(), 0.0)}, combination)
+    expected = expected if combination == "sum" else [2.6, 0.0, 1.8]
+    rewards, parts = totals(tiny, several, "7", "abc", "12345"[:4] + "7")
+    assert rewards == pytest.approx(expected)
+    assert parts[1] == {"right": 0.0, "brief": 1.0, "length": 3.0} and parts[2]["brief"] == -1.0
+    ((only, *_),) = ask_any(several, [["7"]], [{}], [group_of(tiny, "7")])
+    assert only == pytest.approx(2.6)
+
+
+def test_a_group_that_never_succeeds_teaches_nothing_unless_it_is_asked_to(tiny):
+    """The length of failures is no signal by default."""
+    rewards = {"right": (right, 1.0), "brief": (brief, 0.1)}
+    assert len(set(totals(tiny, Several(rewards), "a", "ab", "abc")[0])) == 1
+    assert len(set(totals(tiny, Several(rewards, "sum"), "a", "ab", "abc")[0])) == 3
+
+
+def test_who_abstains(tiny):
+    later = {"right": (right, 1.0), "brief": (brief, 1.0)}
+    assert totals(tiny, Several(later, "sum"), "7", "")[0] == [4.0, 0.0]
+    first = {"brief": (brief, 1.0), "right": (right, 1.0)}
+    assert totals(tiny, Several(first, "sum"), "7", "")[0] == [4.0, None]
+
+
+def test_normalised_then_summed_is_the_papers_formula(tiny):
+    several = Several({"right": (right, 1.0), "length": (Lengths(), 0.5)}, "normalise_then_sum")
+    texts = ["7", "71", "abc", "abcde"], ["a", "b", "c", "defg"]
+    groups = asyncio.run(scored(tiny, [{}, {}], [group_of(tiny, *of) for of in texts], several, Faults()))
+    table = torch.tensor([[[r.parts["right"], r.parts["length"]] for r in g] for g in groups])  # (B, G, 2)
+    normal = (table - table.mean(1, keepdim=True)) / (table.std(1, keepdim=True) + 1e-4)
+    a = (normal * torch.tensor([1.0, 0.5])).sum(-1)
+    expected = (a - a.mean()) / (a.std() + 1e-4)
+    assert several.advantages(groups) == pytest.approx(expected.double(), abs=1e-5)
+    assert Several(several.rewards).advantages(groups) is None
+
+
+def test_one_of_several_trains_as_it_does_alone(tiny):
+    other = load_policy("tiny")
+    alone, several = train(tiny), train(other, reward=Several({"vowels": (vowels, 1.0), "brief": (brief, 0.0)}, "sum"))
+    assert torch.equal(weights(tiny), weights(other))
+    assert [r["reward"] for r in alone] == [r["reward"] for r in several] == [r["vowels"] for r in several]
+    assert all(isinstance(r["brief"], float) for r in several)
+
+
+@pytest.mark.parametrize("combination", ["gated", "normalise_then_sum"])
+def test_the_record_has_the_parts_and_the_advantages_that_were_trained_on(tiny, tmp_path, combination):
+    several = Several({"vowels": (vowels, 1.0), "length": (Lengths(), -0.1)}, combination)
+    run = Run("several", root=tmp_path)
+    train(tiny, reward=several, run=run)
+    table = run.rollouts()
+    assert {"vowels", "length"} <= set(table.columns) and len(table) == 24
+    if combination == "gated":
+        paid = table["vowels"] + (table["vowels"] > 0) * table["length"] * -0.1
+        assert table["reward"].tolist() == pytest.approx(paid.tolist())
+    else:
+        step = table[table["step"] == 0]
+        assert step["advantage"].std() == pytest.approx(1, abs=1e-2)
+
+
+def test_a_part_that_raises_costs_its_own_rollout(tiny):
+    def fragile(text, row, rollout):
+        if rollout.seed % 3 == 0:
+            raise KeyError("no such judge")
+        return 1.0
+
+    with pytest.warns(UserWarning, match="no such judge"):
+        rows = train(tiny, reward=Several({"vowels": (vowels, 1.0), "fragile": (fragile, 1.0)}))
+    assert all(0 < row["reward_errors"] < 12 for row in rows)
+
+
+@pytest.mark.parametrize(("rewards", "options", "says"), [
+    ({}, {}, "at least one"), ({"a": vowels}, {}, "reward, weight"), ({"a": (vowels, "1")}, {}, "finite number"),
+    ({"a": (vowels, float("nan"))}, {}, "finite number"), ({"a": ("x", 1.0)}, {}, "reward, weight"),
+    ({"a": (vowels, 1.0)}, {"combination": "product"}, "gated, sum"),
+])
+def test_what_is_no_reward_is_refused(rewards, options, says):
+    with pytest.raises(ValueError, match=says):
+        Several(rewards, **options)
+
+
+def test_a_name_stands_for_one_number(tiny):
+    with pytest.raises(ValueError, match="'vowels'"):
+        train(tiny, reward=Several({"vowels": (vowels, 1.0)}), watch={"vowels": vowels})
+
+
+# --- TRL's ------------------------------------------------------------------------------------------------------------
+
+def test_a_reward_function_of_trl_gets_its_columns(tiny):
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, answer, **columns):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer, columns=columns)
+        return [float(str(a) in c) if c else None for c, a in zip(completions, answer)]
+
+    rows = [{"prompt": "1 + 2?", "answer": 3, "level": "a"}, {"prompt": "2 + 2?", "answer": 4}]
+    groups = score(tiny, rows, [group_of(tiny, "3", ""), group_of(tiny, "3", "4")], trl_reward(reward))
+    assert [g.rewards for g in groups] == [[1.0, None], [0.0, 1.0]]
+    assert seen["prompts"] == ["1 + 2?"] * 2 + ["2 + 2?"] * 2 and seen["answer"] == [3, 3, 4, 4]
+    assert seen["columns"] == {"level": ["a", "a", None, None]} and seen["ids"][0] == list(groups[0][0].tokens)
+
+
+def test_messages_are_answered_by_messages_and_async_functions_are_awaited(tiny):
+    async def reward(prompts, completions, **_):
+        return [float(prompt[0]["role"] == "user" and completion == [{"role": "assistant", "content": "x"}])
+                for prompt, completion in zip(prompts, completions)]
+
+    rows = [{"prompt": [{"role": "user", "content": "say x"}]}]
+    several = Several({"x": (trl_reward(reward), 1.0)})
+    assert asyncio.run(scored(tiny, rows, [group_of(tiny, "x", "y")], several, Faults()))[0].rewards == [1.0, 0.0]
+    with pytest.raises(TypeError, match="mappings"):
+        score(tiny, ["x"], [group_of(tiny, "x")], trl_reward(lambda **_: [1.0]))
+    rows = train(tiny, reward=trl_reward(lambda prompts, completions, answer, **_: [
+        float(str(a)[0] in c) for a, c in zip(answer, completions)]))
+    assert len(rows) == CONFIG.steps and len(ROWS) == 6
