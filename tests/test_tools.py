@@ -244,6 +244,34 @@ def test_a_class_is_tools_with_a_state_of_each_episode(tiny):
     asyncio.run(main())
 
 
+def test_a_class_for_trl_is_one_for_tools(tiny):
+    """Its `reset` takes the columns and may say more to the question; the reward sees the object."""
+    class Counter:
+        def reset(self, **columns):
+            self.count = columns["start"]
+            return f" From {self.count}."
+
+        def increment(self, step: int) -> int:
+            """Add to it.
+
+            Args:
+                step: how much
+            """
+            self.count += step
+            return self.count
+
+    async def main():
+        tools = Tools(Counter, lambda run: run.tools.count)
+        form = tools.action_format(tiny.tokenizer)
+        async with GrpoPool(tools, size=1) as pool:
+            started = await pool.slots[0].reset(task={"prompt": "Count.", "start": 5}, seed=1)
+            assert form.texts(started) == ["Count. From 5."]
+            assert form.texts(await form.act(pool.slots[0], call("increment", step=2))) == ["7"]
+            assert (await form.act(pool.slots[0], "done")).reward == 7.0
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("reward", [lambda run: 1 / 0, lambda run: float("nan"), lambda run: "much", lambda run: None])
 def test_a_reward_that_fails_costs_the_episode(tiny, reward):
     with pytest.raises(ServerError):

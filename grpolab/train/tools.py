@@ -53,11 +53,13 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class ToolRun:
-    """An episode as its reward sees it: the task, the calls with their results, and the text of the last turn."""
+    """An episode as its reward sees it: the task, the calls with their results, the text of the last turn, and the object
+    whose methods were called (the list of functions, where it is that)."""
 
     task: Any
     calls: tuple[ToolResult, ...]
     answer: str
+    tools: Any = None
 
 
 def schema_of(function: Callable[..., Any]) -> dict:
@@ -101,7 +103,8 @@ class Tools:
     """Tools and the reward of an episode with them, as the environment of a pool: `GrpoPool(tools, size)`.
 
     tools     typed functions, plain or async; or a class, whose public methods are the tools of one episode: a new object each,
-              whose `reset`, if it has one, gets the `task`, the `seed` and what entries of the task it declares
+              whose `reset`, if it has one, gets the `task`, the `seed` and what entries of the task it declares; a text that it
+              returns is appended to the prompt (so a class for TRL's `environment_factory` is one for this)
     reward    plain or async function (ToolRun) -> a number
     deadline  seconds for the calls of one turn; a plain function that takes longer goes on in a thread that is left behind
     """
@@ -161,6 +164,7 @@ class ToolEnvironment:
         self._tools = tools
         self._functions: dict[str, Callable[..., Any]] = {}
         self._task: Any = None
+        self._made: Any = None
         self._calls: list[ToolResult] = []
 
     async def reset(self, task: Any = None, seed: int | None = None) -> StepResult:
@@ -174,8 +178,9 @@ class ToolEnvironment:
         if callable(reset := getattr(made, "reset", None)):
             entries = task if isinstance(task, Mapping) else {}
             options = declared(reset, {**entries, "task": task, "seed": seed})
-            await _within(self._tools.deadline, partial(reset, **options))
-        self._functions = functions_of(made)
+            more = await _within(self._tools.deadline, partial(reset, **options))
+            prompt += more if isinstance(more, str) else ""
+        self._functions, self._made = functions_of(made), made
         return StepResult({"text": prompt})
 
     async def step(self, action: dict) -> StepResult:
@@ -186,7 +191,7 @@ class ToolEnvironment:
         counts = {"calls": sum(not r.failed for r in self._calls), "tool_errors": sum(r.failed for r in self._calls)}
         if results:
             return StepResult({"results": [r.text for r in results]}, metadata=counts)
-        run = ToolRun(self._task, tuple(self._calls), action.get("text", ""))
+        run = ToolRun(self._task, tuple(self._calls), action.get("text", ""), self._made)
         reward = self._tools.reward(run)
         reward = await reward if inspect.isawaitable(reward) else reward
         if reward is None:
