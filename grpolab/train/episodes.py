@@ -8,6 +8,7 @@ While one rollout waits for its environment the others are decoded, in the sampl
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -85,18 +86,24 @@ def demonstrate(tokenizer, env: Environment, task: Any, turns: Sequence[str], *,
 
     `introduction` stands before the question, as `action_format.introduce` puts it there in an episode.
     """
-    messages = user(_introduced(introduction, *action_format.texts(_now(env.reset(task=as_task(task))))))
-    for wrote in turns:
-        answered = len(messages) + 1
-        observation = action_format.texts(_now(env.step(action_format.action(wrote))))
-        messages += [{"role": "assistant", "content": wrote}]
-        messages += [{"role": action_format.role, "content": text} for text in observation]
-    return encode_chat(tokenizer, messages[:answered], action_format.tools)
+    async def conversation() -> list[dict]:
+        question = await _awaited(env.reset(task=as_task(task)))
+        messages, answered = user(_introduced(introduction, *action_format.texts(question))), 1
+        for wrote in turns:
+            answered = len(messages) + 1
+            observation = action_format.texts(await _awaited(env.step(action_format.action(wrote))))
+            messages += [{"role": "assistant", "content": wrote}]
+            messages += [{"role": action_format.role, "content": text} for text in observation]
+        if inspect.iscoroutinefunction(getattr(env, "close", None)):  # what it holds belongs to this loop
+            await env.close()
+        return messages[:answered]
+
+    return encode_chat(tokenizer, run_sync(conversation()), action_format.tools)
 
 
-def _now(result: Any) -> Any:
+async def _awaited(result: Any) -> Any:
     """What a method of an environment returned, awaited where it is async."""
-    return run_sync(result) if asyncio.iscoroutine(result) else result
+    return await result if inspect.isawaitable(result) else result
 
 
 async def play(slot: Slot, sampler: Sampler, task: Any, *, seed: int, params: SamplingParams, limits: Limits,

@@ -42,6 +42,14 @@ from grpolab.tool_calls import MAX_CALLS, ToolCall, call_of, parse_calls, tools_
 MAX_RESULT = 4000  # characters of a result that the policy is told
 
 
+class ToolFailed(Exception):
+    """What a tool says went wrong, in its own words."""
+
+
+class ToolsLost(Exception):
+    """The tools are gone, as a server that ended. It costs the episode: the policy did nothing wrong."""
+
+
 @dataclass(frozen=True)
 class ToolResult:
     """A call and the text that the policy was told; `failed` where that is an error."""
@@ -104,7 +112,8 @@ class Tools:
 
     tools     typed functions, plain or async; or a class, whose public methods are the tools of one episode: a new object each,
               whose `reset`, if it has one, gets the `task`, the `seed` and what entries of the task it declares; a text that it
-              returns is appended to the prompt (so a class for TRL's `environment_factory` is one for this)
+              returns is appended to the prompt (so a class for TRL's `environment_factory` is one for this); or a
+              `mcp_tools.McpServer`
     reward    plain or async function (ToolRun) -> a number
     deadline  seconds for the calls of one turn; a plain function that takes longer goes on in a thread that is left behind
     """
@@ -112,13 +121,14 @@ class Tools:
     def __init__(self, tools: Sequence[Callable[..., Any]] | type, reward: Callable[[ToolRun], Any], *, deadline: float = 10.0):
         if not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
             raise ValueError(f"deadline={deadline!r}: calls need a positive, finite bound in seconds")
-        if isinstance(tools, str) or not isinstance(tools, type | Sequence):
+        self.served = hasattr(tools, "session")
+        if not self.served and (isinstance(tools, str) or not isinstance(tools, type | Sequence)):
             raise ValueError(f"tools={tools!r:.80}: give a list of functions, or a class (not an object of it, which all "
                              "episodes would share)")
         if not callable(reward):
             raise ValueError(f"reward={reward!r:.80}: it is a function (ToolRun) -> a number")
         self.tools, self.reward, self.deadline = tools, reward, deadline
-        self.schemas = tools_of([schema_of(function) for function in functions_of(self.make()).values()])
+        self.schemas = tools_of(tools.tools() if self.served else [schema_of(f) for f in functions_of(self.make()).values()])
         self.__name__ = f"Tools({', '.join(tool['function']['name'] for tool in self.schemas)})"
 
     def __call__(self) -> ToolEnvironment:
@@ -165,6 +175,7 @@ class ToolEnvironment:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._task: Any = None
         self._made: Any = None
+        self._session: tuple[asyncio.Event, asyncio.Task] | None = None  # of a server: what ends it, and who holds it
         self._calls: list[ToolResult] = []
 
     async def reset(self, task: Any = None, seed: int | None = None) -> StepResult:
@@ -180,7 +191,8 @@ class ToolEnvironment:
             options = declared(reset, {**entries, "task": task, "seed": seed})
             more = await _within(self._tools.deadline, partial(reset, **options))
             prompt += more if isinstance(more, str) else ""
-        self._functions, self._made = functions_of(made), made
+        self._made = made
+        self._functions = await self._opened() if self._tools.served else functions_of(made)
         return StepResult({"text": prompt})
 
     async def step(self, action: dict) -> StepResult:
@@ -198,6 +210,24 @@ class ToolEnvironment:
             raise ValueError(f"the reward function gave None for the answer {run.answer!r:.80}: it gives a number")
         return StepResult({"results": [""]}, reward, done=True, metadata=counts)
 
+    async def _opened(self) -> dict[str, Callable[..., Any]]:
+        """The tools of a server in a new session, which one task opens and closes."""
+        await self.close()
+        over, functions = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+        async def hold():
+            try:
+                async with self._tools.tools.session([tool["function"]["name"] for tool in self._tools.schemas]) as opened:
+                    functions.set_result(opened)
+                    await over.wait()
+            except Exception as error:
+                if functions.done():  # it ended by itself: a call finds out, and says so
+                    return
+                functions.set_exception(error)
+
+        self._session = over, asyncio.create_task(hold())
+        return await functions
+
     async def _call(self, call: ToolCall, until: float) -> ToolResult:
         """What a call gave by this time of the loop, or what was wrong with it."""
         function = self._functions.get(call.name)
@@ -210,16 +240,22 @@ class ToolEnvironment:
             wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:5]]
             return ToolResult(call, _clean(f"error: {'; '.join(wrong)}"), True)
         except BaseException as error:  # whatever a tool raises, an exit or an interrupt of its own, too
-            if asyncio.current_task().cancelling() or isinstance(error, GeneratorExit):
+            if asyncio.current_task().cancelling() or isinstance(error, GeneratorExit | ToolsLost):
                 raise
+            if isinstance(error, ToolFailed):
+                return ToolResult(call, _clean(f"error: {_said(error)}"), True)
             why = f"longer than {self._tools.deadline:g} s" if limit.expired() else _said(error)
             return ToolResult(call, _clean(f"error: {type(error).__name__}: {why}"), True)
 
     def state(self) -> dict:
         return {"calls": len(self._calls)}
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._functions = {}
+        if self._session is not None:
+            (over, held), self._session = self._session, None
+            over.set()
+            await asyncio.wait([held])
 
 
 def _said(error: BaseException) -> str:

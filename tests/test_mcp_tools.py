@@ -1,0 +1,146 @@
+"""The tools of real MCP servers: a session for each episode, and whatever a server does ends in a word or an error."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from env_harness import ROOT
+from test_tools import call, turns_of
+
+from grpolab.env.pool import GrpoPool
+from grpolab.env.protocol import EnvError
+from grpolab.train.episodes import demonstrate
+from grpolab.train.mcp_tools import McpServer
+from grpolab.train.tools import Tools, ToolsLost
+
+FOLDER = ROOT / ".venv" / "agents"
+COMMAND = [sys.executable, ROOT / "tests" / "mcp_server.py"]
+ENV = {"PYTHONPATH": str(FOLDER), "NOTE": "hello"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def package():
+    if not (FOLDER / "mcp").exists():
+        missing = "the package mcp is not installed: make agents"
+        pytest.fail(missing) if os.environ.get("REQUIRE_AGENTS") else pytest.skip(missing)
+    sys.path.append(str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def tools(package):
+    return Tools(McpServer(COMMAND, env=ENV), lambda run: float(len(run.calls)), deadline=5)
+
+
+def servers():
+    return [p for p in psutil.Process().children(recursive=True) if "mcp_server.py" in " ".join(p.cmdline())]
+
+
+def wait_for(what):
+    ends = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def test_what_a_server_lists_is_what_the_policy_is_told(tools):
+    by_name = {tool["function"]["name"]: tool["function"] for tool in tools.schemas}
+    assert list(by_name) == ["write", "read", "hang", "leave"] and by_name["write"]["description"] == "Keep a note."
+    assert by_name["write"]["parameters"]["properties"]["times"]["type"] == "integer"
+    wait_for(lambda: not servers())
+
+
+def test_calls_are_made_and_told_with_their_errors(tools, tiny):
+    asked = [call("read", key="first"), call("write", key="a", value="x", times=2) + call("read", key="a"),
+             call("read", key="nothing"), call("write", key="a"), call("sing"), "done"]
+    results, form = asyncio.run(turns_of(tools, tiny.tokenizer, *asked))
+    told = [form.texts(result) for result in results]
+    assert told[:2] == [["hello"], ["2 notes", "xx"]]
+    assert all(text.startswith("error: ") for (text,) in told[2:5]) and "value" in told[3][0] and "write, read" in told[4][0]
+    assert results[-1].reward == 6.0 and form.measure(results) == {"calls": 3, "tool_errors": 3}
+    wait_for(lambda: not servers())
+
+
+def test_every_episode_has_a_session_of_its_own(tools, tiny):
+    async def main():
+        form = tools.action_format(tiny.tokenizer)
+        async with GrpoPool(tools, size=2) as pool:
+            first, second = pool.slots
+            for slot in pool.slots:
+                await slot.reset(task={"prompt": "?"}, seed=1)
+            assert len(servers()) == 2
+            assert form.texts(await form.act(first, call("write", key="a", value="x"))) == ["2 notes"]
+            assert "error" in form.texts(await form.act(second, call("read", key="a")))[0]
+            await first.reset(task={"prompt": "?"}, seed=2)
+            assert "error" in form.texts(await form.act(first, call("read", key="a")))[0]
+            assert len(servers()) == 2
+
+    asyncio.run(main())
+    wait_for(lambda: not servers())
+
+
+def test_a_server_that_ends_costs_the_episode_and_one_that_hangs_only_the_call(tools, tiny):
+    short = Tools(tools.tools, tools.reward, deadline=1)
+
+    async def main():
+        form = short.action_format(tiny.tokenizer)
+        async with GrpoPool(short, size=1) as pool:
+            slot = pool.slots[0]
+            await slot.reset(task={"prompt": "?"}, seed=1)
+            began = time.monotonic()
+            assert form.texts(await form.act(slot, call("hang"))) == ["error: TimeoutError: longer than 1 s"]
+            assert time.monotonic() - began < 5
+            await slot.reset(task={"prompt": "?"}, seed=1)
+            with pytest.raises(EnvError, match="MCP server ended during leave"):
+                await form.act(slot, call("leave"))
+            await slot.reset(task={"prompt": "?"}, seed=2)
+            assert form.texts(await form.act(slot, call("read", key="first"))) == ["hello"]
+
+    asyncio.run(main())
+    wait_for(lambda: not servers())
+
+
+def test_a_server_on_http(tiny):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}/mcp"
+    with pytest.raises(ToolsLost, match="could not be reached"):
+        Tools(McpServer(address, connect=2), lambda run: 0)
+    with subprocess.Popen([*COMMAND, str(port)], env=os.environ | ENV, stderr=subprocess.DEVNULL) as process:
+        try:
+            def answers():
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    return True
+
+            wait_for(answers)
+            http = Tools(McpServer(address), lambda run: 1.0)
+            results, form = asyncio.run(turns_of(http, tiny.tokenizer, call("read", key="first"), "done"))
+            assert form.texts(results[0]) == ["hello"] and results[-1].reward == 1.0
+        finally:
+            process.kill()
+
+
+def test_a_demonstration_with_a_server(tools, tiny):
+    shown = demonstrate(tiny.tokenizer, tools(), {"prompt": "What is first?"}, [call("read", key="first"), "hello"],
+                        action_format=tools.action_format(tiny.tokenizer))
+    assert "Tool: hello\nAssistant: hello" in tiny.tokenizer.decode(list(shown.ids))
+    wait_for(lambda: not servers())
+
+
+@pytest.mark.parametrize("server", ["localhost:80", "python server.py", [], [5]])
+def test_what_is_no_server_is_refused(server):
+    with pytest.raises(ValueError, match="address"):
+        McpServer(server)
+
+
+def test_a_command_that_does_not_exist_is_named():
+    with pytest.raises(ToolsLost, match="no-such-program"):
+        Tools(McpServer(["no-such-program"]), lambda run: 0)
