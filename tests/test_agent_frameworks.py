@@ -69,6 +69,7 @@ async def pydantic_agent(url, name, **settings):
     return float(answer.output == room(name))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_hundred_loops_of_pydantic_ai_train_the_policy(caller, sampled):
     async def main():

@@ -20,6 +20,11 @@ from grpolab.train import distributed
 
 PROGRAM = Path(distributed_program.__file__)
 METHODS = ["sft", "packed", "lora", "dpo", "reward", "grpo", "options", "at_once", "multiturn"]
+LONG = {"packed", "lora", "reward", "options", "at_once"}  # these in the full suite alone
+
+
+def each(methods):
+    return pytest.mark.parametrize("what", [pytest.param(m, marks=pytest.mark.full) if m in LONG else m for m in methods])
 TORCHRUN = Path(sysconfig.get_path("scripts")) / "torchrun"
 ENV = os.environ | {"PYTHONPATH": str(PROGRAM.parent.parent), "OMP_NUM_THREADS": "1"}
 
@@ -41,27 +46,34 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(base, tmp_path_factory):
+def methods(request):
+    """Those that the tests of this run ask for."""
+    asked = {item.callspec.params.get("what") for item in request.session.items if hasattr(item, "callspec")}
+    return [m for m in METHODS if m in asked | {"grpo"}]
+
+
+@pytest.fixture(scope="module")
+def alone(base, tmp_path_factory, methods):
     out, threads = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
-    distributed_program.main(base, out, *METHODS)
+    distributed_program.main(base, out, *methods)
     torch.set_num_threads(threads)
     return found(out, 0, 1)
 
 
 @pytest.fixture(scope="module")
-def pair(base, tmp_path_factory):
+def pair(base, tmp_path_factory, methods):
     """The folder of two ranks by every method; and by GRPO once more, where one rank was killed before, in step 1."""
     out = tmp_path_factory.mktemp("pair")
     done = torchrun(2, PROGRAM, base, out, "failing", "SIGKILL", 5)
     assert done.returncode != 0 and "exitcode  : -9" in done.stderr
     assert Run("killed", root=out / "rank-0").checkpointed() == 1
-    done = torchrun(2, PROGRAM, base, out, *METHODS, "killed")
+    done = torchrun(2, PROGRAM, base, out, *methods, "killed")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("going on after step 1") == 1  # said once
     return out
 
 
-@pytest.mark.parametrize("what", METHODS)
+@each(METHODS)
 def test_two_ranks_take_the_steps_of_one(alone, pair, what):
     """In float64, so that rounding hides nothing: 5 examples, 3 pairs, 3 groups on two ranks, or one on one and none on the
     other; packed, checkpointed, an adapter, minibatches, refills, KL, another sampler's weights, rewards that raise."""
@@ -76,7 +88,7 @@ def test_two_ranks_take_the_steps_of_one(alone, pair, what):
         assert {k: pytest.approx(v, rel=1e-4, abs=1e-6, nan_ok=True) for k, v in row.items()} == other
 
 
-@pytest.mark.parametrize("what", ["grpo", "options", "at_once", "multiturn"])
+@each(["grpo", "options", "at_once", "multiturn"])
 def test_a_step_draws_the_same_rollouts_whatever_the_number_of_ranks(alone, pair, what):
     """And the record of rank 0 holds those of all, in the order of one process, with the seeds of one process."""
     told, ours = alone[0][what]["rollouts"], found(pair, 0, 2)[0][what]["rollouts"]
@@ -84,10 +96,10 @@ def test_a_step_draws_the_same_rollouts_whatever_the_number_of_ranks(alone, pair
     assert len({reward for *_, reward, _ in told}) > 1
 
 
-def test_ranks_end_alike_and_the_first_alone_writes(alone, pair):
+def test_ranks_end_alike_and_the_first_alone_writes(alone, pair, methods):
     (told, tensors), (other, theirs) = found(pair, 0, 2), found(pair, 1, 2)
     assert all(torch.equal(x, theirs[name]) for name, x in tensors.items())
-    for what in METHODS:
+    for what in methods:
         assert other[what]["files"] == [] and other[what]["metrics"] == told[what]["metrics"]
         assert set(told[what]["files"]) == set(alone[0][what]["files"]) > {"metrics.csv", "run.json"}
 
@@ -134,6 +146,7 @@ def test_a_killed_rank_is_named_on_the_others(faults):
     assert faults["killed"]["kept"] == 1
 
 
+@pytest.mark.full
 def test_two_ranks_go_on_where_three_were(alone, faults, three):
     """Of the three, one had no group to sample."""
     assert [error for error, _ in faults["resumed"].values()] == [None, None]
@@ -141,12 +154,14 @@ def test_two_ranks_go_on_where_three_were(alone, faults, three):
         same_end(*found(three, rank, 2), alone)
 
 
+@pytest.mark.full
 def test_a_silent_rank_is_given_up(faults):
     message, seconds = faults["silent"]["told"]["0"]
     assert message.startswith("RankLost: rank 1 is lost") and seconds < 50
     assert faults["silent"]["kept"] == 1
 
 
+@pytest.mark.full
 def test_an_error_of_one_rank_is_told_by_all(faults):
     told = faults["error"]["told"]
     assert told["1"][0].startswith("TypeError: the reward 'reward' gave 'one'")
@@ -164,6 +179,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", REFUSED)
 def test_ranks_that_bring_something_else_are_refused_on_both(faults, what):
     for rank in "01":
@@ -171,6 +187,7 @@ def test_ranks_that_bring_something_else_are_refused_on_both(faults, what):
         assert message.startswith(REFUSED[what]) if REFUSED[what] else message == ""
 
 
+@pytest.mark.full
 def test_gradients_and_metrics_add_also_where_a_rank_has_none(faults):
     for rank in "012":
         told = faults["sums"][rank][0]

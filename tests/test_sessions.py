@@ -18,6 +18,7 @@ from grpolab.chat import prompt_ids, user
 from grpolab.decode.audit import audit
 from grpolab.models.load import load_policy
 from grpolab.models.smollm2 import cache_folder
+from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.serve.openai_schema import Refused
 from grpolab.serve.service import serve_policy
 from grpolab.serve.sessions import Sessions
@@ -323,6 +324,29 @@ def test_sessions_over_http(tiny):
             assert (await asyncio.to_thread(call, "GET", f"/sessions/{opened['id']}"))[0] == 410
             assert (await asyncio.to_thread(call, "DELETE", "/sessions/none"))[0] == 404
             assert (await asyncio.to_thread(call, "POST", "/sessions", '{"idd": "x"}'))[0] == 400
+
+    asyncio.run(main())
+
+
+def test_a_session_over_http_takes_the_options_of_one_in_process(tiny):
+    async def main():
+        async with serve_policy(tiny) as service:
+            wanted = {"id": "mine", "seed": 7, "temperature": 0.5, "max_tokens": 5, "limit": 60, "fixed": True}
+            caller = Caller(service.url)
+            assert (await caller.ask("POST", "/sessions", wanted))["id"] == "mine"
+            async with AsyncOpenAI(base_url=f"{service.url}/sessions/mine/v1", api_key="-", max_retries=0) as client:
+                over_http = await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS)
+                with pytest.raises(openai.BadRequestError, match="temperature"):
+                    await say(client, ASK, temperature=1.0)
+            (listed,) = (await caller.ask("GET", "/sessions"))["sessions"]
+            assert (listed["id"], listed["answers"], listed["open_requests"]) == ("mine", 1, 0)
+            same = service.open_session(**wanted | {"id": "other"})
+            async with AsyncOpenAI(base_url=same.url, api_key="-", max_retries=0) as client:
+                in_process = await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS)
+            assert over_http.choices[0].token_ids == in_process.choices[0].token_ids
+            assert len(over_http.choices[0].token_ids) <= 5
+            with pytest.raises(RemoteError, match="max_tokens"):
+                await caller.ask("POST", "/sessions", {"max_tokens": 0})
 
     asyncio.run(main())
 

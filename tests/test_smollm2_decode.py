@@ -65,6 +65,7 @@ def test_a_long_rollout_equals_recompute_while_others_come_and_go(fp32):
             assert int(policy.model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].argmax()) == rollout.tokens[t]
 
 
+@pytest.mark.full
 def test_bf16_is_within_two_ulps_and_exact_mode_within_nothing():
     policy = load_policy("smollm2-135m", device="cpu", dtype=torch.bfloat16)
     prompts = prompts_of(policy)

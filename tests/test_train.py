@@ -301,6 +301,7 @@ class Shuffled:
         return [r for i in range(0, len(true), g) for r in rng.sample(true[i : i + g], g)]
 
 
+@pytest.mark.full
 def test_grpo_reaches_the_optimum_and_shuffled_rewards_do_not(tiny):
     """The learning gate with its control. A shuffled group has the same mean, so both rewards are the true rate."""
     start = taught(tiny)

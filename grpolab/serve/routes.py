@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -30,7 +31,14 @@ from grpolab.serve.state import Service
 
 
 class NewSession(Strict):
-    id: str | None = None  # the service makes one up
+    """Options as in `Session`; what is left out is the service's."""
+
+    id: str | None = None
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    temperature: float = Field(1.0, ge=0, le=100)
+    max_tokens: int | None = Field(None, ge=1)
+    limit: int | None = Field(None, ge=2)
+    fixed: bool = False
 
 
 class NewWeights(Strict):
@@ -75,8 +83,14 @@ async def status(request: Request):
 
 
 async def open_session(request: Request):
-    session = request.app.state.service.sessions.open(validated(NewSession, await read_body(request)).id)
+    session = request.app.state.service.sessions.open(**dict(validated(NewSession, await read_body(request))))
     return JSONResponse({"id": session.id, "url": session.url}, 201)
+
+
+async def list_sessions(request: Request):
+    return JSONResponse({"sessions": [
+        {"id": s.id, "url": s.url, "answers": len(s.turns), "cancelled": s.cancelled, "open_requests": len(s.open),
+         "idle_s": round(time.monotonic() - s.used, 3)} for s in request.app.state.service.sessions.all()]})
 
 
 async def look(request: Request):
@@ -126,6 +140,7 @@ def application(service: Service) -> Callable[..., Awaitable[None]]:
     routes = [
         ("/health", health, "GET"), ("/status", status, "GET"), ("/weights", load_weights, "POST"),
         ("/v1/load_lora_adapter", load_adapter, "POST"), ("/sessions", open_session, "POST"),
+        ("/sessions", list_sessions, "GET"),
         ("/sessions/{session}", look, "GET"), ("/sessions/{session}", collect, "DELETE"), *of_sessions]
     app = Starlette(routes=[Route(path, endpoint, methods=[method]) for path, endpoint, method in routes],
                     exception_handlers={Refused: refuse, HTTPException: refuse_route, Exception: fail})
