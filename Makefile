@@ -82,8 +82,12 @@ lab: .venv/lab
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Three workers for two cores, since many tests wait for servers and children.
-# Whole files to a worker, since tests of a file share what they made.
-UNITS := $(PY) -m pytest -n 3 --dist loadfile
+# Whole files to a worker, since tests of a file share what they made; the longest first, or the last worker ends long after
+# the others.
+LONG := $(patsubst %,tests/test_%.py,train distributed docs options gates multiturn_rules remote serve smollm2_decode replay run \
+	notebooks kill gate_replay openenv_training serve_tools agent_frameworks weight_sync benchmarks counterfactual_episodes)
+UNITS := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+TESTS = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/test_*.py)))
 NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:python --nbval-lax --nbval-current-env \
 	--nbval-cell-timeout=1200
 # 01 first, since 03, 04 and 05 start from its policy; beside it one that takes longer and needs nothing; then the longest first.
@@ -99,14 +103,14 @@ environments: .venv/installed
 # One fault a gate, and the long notebooks with their quick setting (GRPOLAB_QUICK).
 test: export OMP_NUM_THREADS = 1
 test: environments
-	$(REQUIRED) $(UNITS) -m "not full" tests
+	$(REQUIRED) $(UNITS) -m "not full" $(TESTS)
 	GRPOLAB_QUICK=1 $(NBVAL) $(NOTEBOOKS)
 
 # Everything: all faults, the notebooks at full length, the fast tests on the minimum dependency versions.
 test-full: export OMP_NUM_THREADS = 1
 test-full: environments
 	$(MAKE) --no-print-directory test-lowest
-	$(REQUIRED) $(UNITS) tests
+	$(REQUIRED) $(UNITS) $(TESTS)
 	$(NBVAL) $(NOTEBOOKS)
 
 # The fast tests on the minimum dependency versions of pyproject.toml, in an environment of their own.

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -132,6 +132,30 @@ def baselines(results: Path) -> str | None:
                   of["rejection"]["tokens"], of["grpo"]["tokens"]] for seed, of in found["seeds"].items()]
     head = ["seed", "best SFT", "rejection sampling", "GRPO", "tokens sampled, rejection", "tokens sampled, GRPO"]
     return text + "\n\nGreedy, seed by seed:\n\n" + table(head, each_seed)
+
+
+WAYS = {"student": "the student, best SFT", "teacher_sft": "SFT on the teacher's completions",
+        "reverse_kl": "distillation, reverse KL", "forward_kl": "distillation, forward KL",
+        "sampled": "distillation, sampled tokens", "rejection": "rejection sampling", "grpo": "GRPO"}
+
+
+def distillation(results: Path) -> str | None:
+    found = record("distillation", results)
+    if not found or len(found["seeds"]) not in STUDENT:
+        return None
+    seeds, start = list(found["seeds"].values()), [right(of["student"], "greedy") for of in found["seeds"].values()]
+    rows = []
+    for way, words in WAYS.items():
+        of = [seed[way] for seed in seeds]
+        gain = over_seeds([right(row, "greedy") - before for row, before in zip(of, start)])
+        rows.append([words, *(over_seeds([right(row, kind) for row in of]) for kind in ("greedy", "sampled")),
+                     "" if way == "student" else f"{gain.points}: {gain.verdict}",
+                     *(f"{mean(row[name] for row in of):,.0f}" if name in of[0] else "" for name in ("tokens", "seconds"))])
+    text = (f"`{found['command']}`: each way has {found['completions']:,} completions of 800 questions; {len(seeds)} seeds "
+            f"named beforehand, means with Student's interval, {found['threads']} thread. The teacher, SFT on 3,200 "
+            f"demonstrations, is right on {right(found['teacher'], 'greedy'):.1%} greedily and "
+            f"{right(found['teacher'], 'sampled'):.1%} sampled.\n\n")
+    return text + table(["way", "greedy", "sampled at T = 1", "greedy − student", "tokens sampled", "seconds"], rows)
 
 
 def longer_answers(results: Path) -> str | None:
@@ -334,7 +358,8 @@ def bridges(results: Path) -> str | None:
 
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO and rejection sampling, eight seeds": baselines,
-    "GRPO over seeds": grpo_seeds, "Longer answers, ten seeds": longer_answers, "SmolLM2-135M-Instruct": smollm2,
+    "GRPO over seeds": grpo_seeds, "On-policy distillation, three seeds": distillation,
+    "Longer answers, ten seeds": longer_answers, "SmolLM2-135M-Instruct": smollm2,
     "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
     "SmolLM2: AWS accounts": administration,
     "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "Long prompts": long_prompts, "LoRA": lora,

@@ -15,6 +15,7 @@ ROOT = repository()
 BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(BENCHMARKS))
 import baselines  # noqa: E402
+import distillation  # noqa: E402
 import grpo_seeds  # noqa: E402
 import illnesses  # noqa: E402
 import longer_answers  # noqa: E402
@@ -24,7 +25,7 @@ import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
 import smollm2_style as style  # noqa: E402
 
-from grpolab.train import GRPOConfig, SFTConfig  # noqa: E402
+from grpolab.train import DistilConfig, GRPOConfig, SFTConfig  # noqa: E402
 
 
 def script(name, *arguments):
@@ -122,6 +123,18 @@ def test_baselines_over_seeds(monkeypatch, tmp_path):
     assert record["seeds"]["1"]["rejection"]["tokens"] > 32 and record["seeds"]["1"]["grpo"]["tokens"] > 0
     asyncio.run(baselines.main([0, 1]))
     assert (tmp_path / "baselines.json").read_text() == text
+
+
+def test_distillation_over_seeds(monkeypatch, tmp_path):
+    short = {"HELD_OUT": distillation.HELD_OUT[:4], "CHOOSING": distillation.CHOOSING[:3], "NEW_TOKENS": 4}
+    shorter(monkeypatch, baselines, tmp_path, **short)
+    shorter(monkeypatch, distillation, tmp_path, **short, QUESTIONS=distillation.QUESTIONS[:8], TAUGHT=distillation.TAUGHT[:8])
+    few = {"steps": 2, "prompts_per_step": 2, "group_size": 2}
+    monkeypatch.setattr(distillation, "DistilConfig", lambda **given: DistilConfig(**given | few))
+    asyncio.run(distillation.main([0]))
+    record = json.loads((tmp_path / "distillation.json").read_text())
+    assert set(record["seeds"]["0"]) == {"student", *distillation.WAYS} and len(record["teacher"]["greedy"]) == 4
+    assert all(record["seeds"]["0"][way]["tokens"] > 0 for way in distillation.WAYS)
 
 
 def test_longer_answers_over_seeds(monkeypatch, tmp_path):

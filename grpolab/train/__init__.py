@@ -1,5 +1,6 @@
 """The training methods: short async generators that yield a row a step, over losses that are pure functions."""
 
+from grpolab.train.distil import DistilConfig, distil
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
 from grpolab.train.grpo import GRPOConfig, grpo, grpo_from
 from grpolab.train.multiturn import Limits, multi_turn_grpo
@@ -9,7 +10,7 @@ from grpolab.train.rewards import Several, finished_and_correct, score, trl_rewa
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 __all__ = [
-    "DPOConfig", "GRPOConfig", "Limits", "RewardConfig", "RewardModel", "SFTConfig", "Several", "demonstrations", "dpo",
-    "dpo_gradient", "finished_and_correct", "grpo", "grpo_from", "implicit_rewards", "multi_turn_grpo", "recorded_groups",
-    "reward_gradient", "reward_model", "score", "sft", "trl_reward",
+    "DPOConfig", "DistilConfig", "GRPOConfig", "Limits", "RewardConfig", "RewardModel", "SFTConfig", "Several",
+    "demonstrations", "distil", "dpo", "dpo_gradient", "finished_and_correct", "grpo", "grpo_from", "implicit_rewards",
+    "multi_turn_grpo", "recorded_groups", "reward_gradient", "reward_model", "score", "sft", "trl_reward",
 ]

@@ -118,18 +118,21 @@ def masked_logps(policy: Policy, batch: Packed, *, way: str | None = None) -> tu
     return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape), mask
 
 
-def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, with_entropy=False, *, way: str | None = None):
-    """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
+def rollout_states(policy: Policy, layout: Layout, *, way: str | None = None) -> tuple[Tensor, Layout]:
+    """The final hidden states that predict the chosen tokens: (K, D); and the layout in whose order they are."""
     d, way = policy.device, way or way_of(policy, "rollouts")
-    if way in ("rows", "alone"):
-        layout = layout.apart
     if way == "unpadded":
         layout = layout.together
         tokens = layout.tokens.to(d)
         decoder, attend = policy.model.get_decoder(), forward.with_prefixes(tokens)
-        hidden = forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor)
-    else:
-        hidden = decoder_states(policy, layout.ids, layout.positions, layout.attention, layout.predictor.to(d), way=way)
+        return forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor), layout
+    layout = layout.apart if way in ("rows", "alone") else layout
+    return decoder_states(policy, layout.ids, layout.positions, layout.attention, layout.predictor.to(d), way=way), layout
+
+
+def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, with_entropy=False, *, way: str | None = None):
+    """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
+    d, (hidden, layout) = policy.device, rollout_states(policy, layout, way=way)
     options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
     values = losses.target_logps(hidden, targets=layout.target.to(d), **options)
     place = (layout.row.to(d), layout.column.to(d))

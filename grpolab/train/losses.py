@@ -418,3 +418,24 @@ def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logp
         x = kl * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss, kl = (aggregate(v, keep, denominator=denominator, aggregation=aggregation) for v in (x, kl.detach()))
     return loss, {"kl": kl}
+
+
+# --- distillation -----------------------------------------------------------------------------------------------------
+
+def divergence(logp, logq, beta: float = 1.0) -> Tensor:
+    """Between a student's and a teacher's distribution at each of M tokens, from their log-probs (M, V): (M,), in nats.
+
+    beta 1: the reverse KL(p || q); 0: the forward KL(q || p); between: beta KL(q || m) + (1 - beta) KL(p || m) with the
+    mixture m = beta q + (1 - beta) p (generalised Jensen-Shannon, GKD, arXiv 2306.13649). What has no mass counts 0.
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must lie between 0 (forward KL) and 1 (reverse KL), got {beta}")
+    if beta in (0, 1):
+        return _kl(logp, logq) if beta else _kl(logq, logp)
+    mixture = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
+    return beta * _kl(logq, mixture) + (1 - beta) * _kl(logp, mixture)
+
+
+def _kl(logp, logq):
+    p = logp.exp()
+    return torch.where(p > 0, p * (logp - logq), 0.0).sum(-1)

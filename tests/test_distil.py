@@ -1,0 +1,190 @@
+"""On-policy distillation: the divergences, their gradients, and a student that becomes its teacher."""
+
+import asyncio
+import dataclasses
+import math
+
+import pytest
+import torch
+from loop_helpers import flat, rows_of
+
+from grpolab.arithmetic import Task, generate
+from grpolab.chat import encode_chat, prompt_ids, user
+from grpolab.evaluate import evaluate
+from grpolab.models.load import load_policy
+from grpolab.rollouts import Rollout
+from grpolab.runs.run import Run
+from grpolab.tasks import prompt_of
+from grpolab.train import SFTConfig, demonstrations, sft
+from grpolab.train.distil import DistilConfig, distil, distil_gradient
+from grpolab.train.losses import divergence
+
+PROBLEMS = generate(64, 0, seed=3, task=Task("+", max_operand=9))[0]
+CONFIG = DistilConfig(steps=2, prompts_per_step=4, group_size=2, max_new_tokens=8, lr=1e-3, seed=3)
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    policy = load_policy("tiny")
+    asyncio.run(drain(sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=30, batch_size=16, lr=1e-3))))
+    return policy
+
+
+async def drain(loop):
+    return [row async for row in loop]
+
+
+@pytest.fixture
+def student():
+    return load_policy("tiny")
+
+
+def rollouts_of(policy, texts=("5.", " 12 and", "x"), questions=("2 + 3?", "What is 5 + 7?")):
+    made = []
+    for question in questions:
+        for text in texts:
+            tokens = tuple(policy.tokenizer.encode(text))
+            zeros = (0.0,) * len(tokens)
+            mask = (1,) * (len(tokens) - 1) + (int(len(tokens) < 4),)
+            made.append(Rollout(tuple(prompt_ids(policy.tokenizer, question)), tokens, mask, zeros, zeros, "eos"))
+    return made
+
+
+def gradient(policy, teacher, rollouts, theirs=None, **options):
+    policy.model.zero_grad()
+    row = distil_gradient(policy, teacher, rollouts, theirs or rollouts, dataclasses.replace(CONFIG, **options))
+    return row, torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+# --- the divergence ---------------------------------------------------------------------------------------------------
+
+def test_divergences_are_those_of_the_papers():
+    torch.manual_seed(0)
+    p, q = torch.randn(5, 7, dtype=torch.float64).log_softmax(-1), torch.randn(5, 7, dtype=torch.float64).log_softmax(-1)
+    kl = torch.nn.functional.kl_div  # of (log input, target): KL(target || input)
+    assert torch.allclose(divergence(p, q, 1.0), kl(q, p, reduction="none", log_target=True).sum(-1))
+    assert torch.allclose(divergence(p, q, 0.0), kl(p, q, reduction="none", log_target=True).sum(-1))
+    m = (0.3 * q.exp() + 0.7 * p.exp()).log()
+    jsd = 0.3 * kl(m, q, reduction="none", log_target=True) + 0.7 * kl(m, p, reduction="none", log_target=True)
+    assert torch.allclose(divergence(p, q, 0.3), jsd.sum(-1))
+    assert (divergence(p, q, 0.5) < math.log(2)).all() and divergence(p, p, 0.5).abs().max() < 1e-12
+    small = divergence(p, q, 1e-6) / 1e-6, divergence(p, q, 1 - 1e-6) / 1e-6  # GKD: its limits are the two KLs
+    assert torch.allclose(small[0], divergence(p, q, 0.0), rtol=1e-4) and torch.allclose(
+        small[1], divergence(p, q, 1.0), rtol=1e-4)
+
+
+def test_what_the_teacher_excludes_has_no_part_in_the_forward_kl():
+    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log()
+    assert divergence(p, q, 0.0).item() == pytest.approx(math.log(2)) and divergence(p, q, 1.0).item() == math.inf
+    assert math.isfinite(divergence(p, q, 0.5).item())
+    with pytest.raises(ValueError, match="beta"):
+        divergence(p, q, 1.5)
+
+
+# --- the gradient -----------------------------------------------------------------------------------------------------
+
+def by_hand(student, teacher, rollouts, theirs, beta, temperature=1.0):
+    """The plain forward of the models, a rollout at a time."""
+    total, count = 0.0, sum(sum(r.mask) for r in rollouts)
+    for r, other in zip(rollouts, theirs):
+        logs = []
+        for policy, x in ((student, r), (teacher, other)):
+            logits = policy.model(torch.tensor([x.prompt + x.tokens])).logits[0, len(x.prompt) - 1 : -1] / temperature
+            logs.append(logits.log_softmax(-1))
+        total = total + (divergence(logs[0], logs[1].detach(), beta) * torch.tensor(r.mask)).sum() / count
+    return total
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.4])
+def test_the_gradient_is_that_of_the_plain_forwards(student, teacher, beta):
+    rollouts = rollouts_of(student)
+    theirs = [dataclasses.replace(r, prompt=tuple(prompt_ids(student.tokenizer, f"A hint. {i}"))) for i, r in
+              enumerate(rollouts)]
+    row, ours = gradient(student, teacher, rollouts, theirs, beta=beta, temperature=0.7)
+    student.model.zero_grad()
+    loss = by_hand(student, teacher, rollouts, theirs, beta, 0.7)
+    loss.backward()
+    plain = torch.cat([p.grad.flatten() for p in student.model.parameters()])
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert (ours - plain).norm() < 1e-4 * plain.norm() and plain.norm() > 0.01
+
+
+def test_micro_batches_and_rows_do_not_change_it(student, teacher):
+    rollouts = rollouts_of(student)
+    for options in ({}, {"vocabulary": "sampled"}):
+        whole = gradient(student, teacher, rollouts, **options)
+        for other in ({"token_budget": 1}, {"row_width": 0}):
+            row, again = gradient(student, teacher, rollouts, **options, **other)
+            assert (again - whole[1]).norm() < 1e-4 * whole[1].norm()
+            assert row["loss"] == pytest.approx(whole[0]["loss"], rel=1e-4)
+
+
+def test_the_sampled_form_has_the_gradient_of_the_full_one_on_average(student, teacher):
+    """Over every first token, each as often as the student draws it."""
+    ids = tuple(prompt_ids(student.tokenizer, "2 + 3?"))
+    with torch.no_grad():
+        p = student.model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+    one = [Rollout(ids, (t,), (1,), (0.0,), (0.0,), "length") for t in range(len(p))]
+    _, full = gradient(student, teacher, one[:1])
+    expected = sum(p[t] * gradient(student, teacher, [r], vocabulary="sampled")[1] for t, r in enumerate(one) if p[t] > 1e-7)
+    assert (expected - full).norm() < 1e-3 * full.norm()
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [{}, {"vocabulary": "sampled"}, {"beta": 0.0}])
+def test_a_student_becomes_its_teacher(student, teacher, options):
+    before, config = flat(teacher).clone(), dataclasses.replace(CONFIG, steps=25, prompts_per_step=16, **options)
+    rows = rows_of(distil(student, teacher, PROBLEMS, config))
+    first, last = (sum(r["reverse_kl"] for r in part) for part in (rows[:3], rows[-3:]))
+    assert last < 0.3 * first and torch.equal(flat(teacher), before)
+    ours, its = (asyncio.run(evaluate(p, PROBLEMS, max_new_tokens=8)).exact.value for p in (student, teacher))
+    assert its > 0 or ours == 0
+
+
+def test_a_policy_that_knows_more_teaches_itself(student):
+    """With the answer shown, it copies it; without, it learns to say it."""
+    asked = lambda row: f"{prompt_of(row)} Say yes."  # noqa: E731
+    rows = rows_of(distil(student, student, PROBLEMS[:8], dataclasses.replace(CONFIG, steps=12), teacher_prompt=asked))
+    assert sum(r["loss"] for r in rows[-3:]) < sum(r["loss"] for r in rows[:3])
+
+
+def test_some_steps_have_examples(student, teacher):
+    examples = [encode_chat(student.tokenizer, [*user("2 + 3?"), {"role": "assistant", "content": str(n)}]) for n in range(8)]
+    config = dataclasses.replace(CONFIG, steps=12, on_policy=0.5)
+    rows = rows_of(distil(student, teacher, PROBLEMS, config, examples=examples))
+    assert {r["off_policy"] for r in rows} == {0.0, 1.0}
+    assert all(r["completion_length"] == 2 and math.isnan(r["reverse_kl"]) for r in rows if r["off_policy"])
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
+    config = dataclasses.replace(CONFIG, steps=4, save_every=2)
+    whole, half = load_policy("tiny"), load_policy("tiny")
+    rows_of(distil(whole, teacher, PROBLEMS, config))
+    rows_of(distil(half, teacher, PROBLEMS, config, run=Run("distil", root=tmp_path)), 3)
+    again = load_policy("tiny")
+    assert len(rows_of(distil(again, teacher, PROBLEMS, config, run=Run("distil", root=tmp_path)))) < 4
+    assert torch.equal(flat(again), flat(whole))
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"beta": 2.0}, "beta"), ({"on_policy": -1.0}, "on_policy"), ({"temperature": 0.0}, "temperature"),
+    ({"vocabulary": "sampled", "beta": 0.5}, "sampled form"), ({"group_size": 0}, "group_size")])
+def test_bad_options_are_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_bad_input_is_refused_before_anything_is_sampled(student, teacher):
+    with pytest.raises(ValueError, match="teacher_prompt"):
+        rows_of(distil(student, student, PROBLEMS, CONFIG))
+    with pytest.raises(ValueError, match="needs examples"):
+        rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, on_policy=0.5)))
+    with pytest.raises(ValueError, match="context"):
+        rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, max_new_tokens=10_000)))
+    other = load_policy("tiny")
+    other.tokenizer = other.tokenizer.__class__.from_pretrained(other.tokenizer.name_or_path)
+    other.tokenizer.add_tokens(["<more>"])
+    with pytest.raises(ValueError, match="other tokens"):
+        rows_of(distil(student, other, PROBLEMS, CONFIG))
+    assert student.version == 0
