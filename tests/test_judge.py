@@ -106,8 +106,10 @@ def test_a_judge_that_is_down_costs_the_rollout_that_asked(tiny):
 
 def test_another_policy_is_a_judge(tiny):
     """The wire of a real endpoint: the embedded model says no number on the scale."""
-    with pytest.raises(ValueError, match="low, high"):
-        Judge("http://127.0.0.1:1", "m", scale=(1, 1))
+    refused = ({"scale": (1, 1)}, "low, high"), ({"cache": "none/x.jsonl"}, "folder"), ({"max_tokens": 0}, "at least")
+    for wrong, says in refused:
+        with pytest.raises(ValueError, match=says):
+            Judge("http://127.0.0.1:1", "m", **wrong)
 
     async def main():
         async with serve_policy(load_policy("tiny")) as service:

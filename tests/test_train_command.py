@@ -102,6 +102,9 @@ def test_rows_and_rewards_that_do_not_fit_are_refused_first(tmp_path, monkeypatc
 def test_a_reward_is_a_function_of_a_file(tmp_path):
     (tmp_path / "own_reward.py").write_text("def one(text, row, rollout):\n    return 1.0\n")
     assert load_function(f"{tmp_path}/own_reward.py:one")("", {}, None) == 1.0
+    (tmp_path / "own_rewards.py").write_text(
+        "from grpolab.train import Several\n\nboth = Several({'one': (lambda text, row, rollout: 1.0, 1.0)})\n")
+    assert load_function(f"{tmp_path}/own_rewards.py:both").rewards
     with pytest.raises(ValueError, match="there is no file"):
         load_function(f"{tmp_path}/other.py:one")
 

@@ -267,6 +267,6 @@ def load_function(name: str) -> Callable:
     else:
         loaded = importlib.import_module(module)
     function = getattr(loaded, attribute, None)
-    if not callable(function):
+    if not callable(function) and not hasattr(function, "batch"):  # an object with `batch`, as Several, is a reward too
         raise ValueError(f"{module} has no function {attribute!r}")
     return function

@@ -39,19 +39,23 @@ class Judge:
     question    (text, row, low, high) -> what it is asked (default: `question_of`)
     cache       a file of JSON lines: what was asked once, also in an earlier run, is not asked again (None: in this object)
     at_once     most requests in flight
+    max_tokens  of a reply: more for a model that thinks before it answers, and then a `question` that asks for one number
 
     RemoteError where the endpoint does not answer: that rollout abstains and is counted. `asked` counts requests.
     """
 
     def __init__(self, url: str, model: str, *, scale: tuple[float, float] = (0, 10),
                  question: Callable[..., str] = question_of,
-                 cache: str | Path | None = None, at_once: int = 16, token: str | None = None, timeout: float = 60.0):
+                 cache: str | Path | None = None, at_once: int = 16, max_tokens: int = 16, token: str | None = None,
+                 timeout: float = 60.0):
         if not scale[0] < scale[1]:
             raise ValueError(f"scale={scale}: (low, high) of what the judge is asked for, low first")
-        if at_once < 1:
-            raise ValueError(f"at_once={at_once}: at least one request is in flight")
+        if at_once < 1 or max_tokens < 1:
+            raise ValueError(f"at_once={at_once} and max_tokens={max_tokens} are at least 1")
+        if cache and not Path(cache).absolute().parent.is_dir():
+            raise ValueError(f"cache={str(cache)!r}: there is no folder {Path(cache).parent}; make it first")
         self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
-        self.model, self.scale, self.question, self.at_once = model, scale, question, at_once
+        self.model, self.scale, self.question, self.at_once, self.max_tokens = model, scale, question, at_once, max_tokens
         self.cache, self.asked, self.__name__ = cache and Path(cache), 0, f"judge {model}"
         self._replies: dict[str, str] = {}
         if self.cache and self.cache.exists():
@@ -77,11 +81,12 @@ class Judge:
         return [numbers[question] for question in questions]
 
     async def _reply(self, question: str) -> str:
-        key = hashlib.sha256(json.dumps([self.model, question]).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps([self.model, self.max_tokens, question]).encode()).hexdigest()
         if key not in self._replies:
             self.asked += 1
             answer = await self.caller.ask("POST", "/v1/chat/completions", {
-                "model": self.model, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 16})
+                "model": self.model, "messages": [{"role": "user", "content": question}], "temperature": 0,
+                "max_tokens": self.max_tokens})
             try:
                 reply = str(answer["choices"][0]["message"]["content"])
             except (LookupError, TypeError) as error:
