@@ -1,16 +1,20 @@
 """Several rewards as one, and reward functions of TRL's."""
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
 from loop_helpers import flat as weights
 from test_sources import CONFIG, ROWS, train, vowels
 
+from grpolab.lab.rescore import rescore
+from grpolab.lab.restore import restore
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import Run
 from grpolab.train import Several, trl_reward
+from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.rewards import Faults, ask_any, score, scored
 
 
@@ -47,22 +51,37 @@ def totals(tiny, reward, *texts):
     return groups[0].rewards, [dict(r.parts) for r in groups[0]]
 
 
-@pytest.mark.parametrize(("combination", "expected"), [("gated", [2.6, 0.0, 2.0]), ("sum", [2.6, 0.2, 1.8])])
-def test_totals_and_what_they_are_made_of(tiny, combination, expected):
+@pytest.mark.parametrize("combination", ["gated", "sum", "normalise_then_sum"])
+def test_totals_and_what_they_are_made_of(tiny, combination):
     several = Several({"right": (right, 2.0), "brief": (brief, 0.2), "length": (Lengths(), 0.0)}, combination)
-    expected = expected if combination == "sum" else [2.6, 0.0, 1.8]
-    rewards, parts = totals(tiny, several, "7", "abc", "12345"[:4] + "7")
-    assert rewards == pytest.approx(expected)
+    rewards, parts = totals(tiny, several, "7", "abc", "12347")
+    assert rewards == pytest.approx([2.6, 0.2, 1.8])
     assert parts[1] == {"right": 0.0, "brief": 1.0, "length": 3.0} and parts[2]["brief"] == -1.0
     ((only, *_),) = ask_any(several, [["7"]], [{}], [group_of(tiny, "7")])
     assert only == pytest.approx(2.6)
 
 
-def test_a_group_that_never_succeeds_teaches_nothing_unless_it_is_asked_to(tiny):
-    """The length of failures is no signal by default."""
-    rewards = {"right": (right, 1.0), "brief": (brief, 0.1)}
-    assert len(set(totals(tiny, Several(rewards), "a", "ab", "abc")[0])) == 1
-    assert len(set(totals(tiny, Several(rewards, "sum"), "a", "ab", "abc")[0])) == 3
+def test_a_group_without_a_difference_in_success_teaches_nothing_unless_it_is_asked_to(tiny):
+    """The length of failures is no signal by default, and a success is never paid less than an equal failure."""
+    rewards = {"right": (right, 1.0), "brief": (brief, 2.0)}
+    texts = ["a", "ab", "abc"], ["7", "7a", "7ab"], ["7", "7ab", "abc"]
+    groups = [group_of(tiny, *of) for of in texts]
+    a = {}
+    for how in ("gated", "sum"):
+        several = Several(rewards, how)
+        done = asyncio.run(scored(tiny, [{}] * 3, groups, several, Faults()))
+        a[how] = several.advantages(done, "centred")
+    plain = advantages(reward_tensor([g.rewards for g in done]))
+    assert a["sum"] is None and a["gated"][:2].abs().max() == 0 and torch.equal(a["gated"][2], plain[2])
+    assert a["gated"][2][1] > a["gated"][2][2]  # as long, and right
+
+
+def test_what_is_counted_and_refilled_is_what_teaches(tiny):
+    several = Several({"a": (lambda text, row, rollout: float(row["answer"] == 2), 1.0), "vowels": (vowels, 1.0)})
+    row = train(tiny, reward=several)[0]
+    assert row["mixed"] == 0 and row["trained_groups"] == 0 and tiny.version == 0
+    rows = train(tiny, reward=several, config=dataclasses.replace(CONFIG, refills=1))
+    assert rows[0]["refill_prompts"] == 3 and rows[0]["discarded_groups"] == 6
 
 
 def test_who_abstains(tiny):
@@ -80,8 +99,7 @@ def test_normalised_then_summed_is_the_papers_formula(tiny):
     normal = (table - table.mean(1, keepdim=True)) / (table.std(1, keepdim=True) + 1e-4)
     a = (normal * torch.tensor([1.0, 0.5])).sum(-1)
     expected = (a - a.mean()) / (a.std() + 1e-4)
-    assert several.advantages(groups) == pytest.approx(expected.double(), abs=1e-5)
-    assert Several(several.rewards).advantages(groups) is None
+    assert several.advantages(groups, "centred") == pytest.approx(expected.double(), abs=1e-5)
 
 
 def test_one_of_several_trains_as_it_does_alone(tiny):
@@ -95,13 +113,15 @@ def test_one_of_several_trains_as_it_does_alone(tiny):
 @pytest.mark.parametrize("combination", ["gated", "normalise_then_sum"])
 def test_the_record_has_the_parts_and_the_advantages_that_were_trained_on(tiny, tmp_path, combination):
     several = Several({"vowels": (vowels, 1.0), "length": (Lengths(), -0.1)}, combination)
-    run = Run("several", root=tmp_path)
+    run = Run("several", root=tmp_path, replay_every=5)
     train(tiny, reward=several, run=run)
     table = run.rollouts()
     assert {"vowels", "length"} <= set(table.columns) and len(table) == 24
     if combination == "gated":
-        paid = table["vowels"] + (table["vowels"] > 0) * table["length"] * -0.1
-        assert table["reward"].tolist() == pytest.approx(paid.tolist())
+        assert table["reward"].tolist() == pytest.approx((table["vowels"] - 0.1 * table["length"]).tolist())
+        assert torch.equal(weights(restore(run, 2).policy), weights(tiny))  # the recorded updates, done again
+        with pytest.raises(ValueError, match="give Several"):
+            rescore(run, several)
     else:
         step = table[table["step"] == 0]
         assert step["advantage"].std() == pytest.approx(1, abs=1e-2)

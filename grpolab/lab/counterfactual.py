@@ -49,6 +49,7 @@ from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, trai
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.optimisers import make_optimiser
 from grpolab.train.rewards import Reward, ask_any, finished_and_correct
+from grpolab.train.several_rewards import check_sum
 
 Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
 SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "refills", "seed"}  # what decides on rollouts
@@ -232,6 +233,7 @@ def with_token(group: int, rollout: int, position: int, token: int, reward: Rewa
                        for t in (config.temperature, 1.0))
         new = replace(new, logps=(*r.logps[:position], forced, *tail.logps),
                       raw_logps=(*r.raw_logps[:position], raw, *tail.raw_logps))
+        check_sum(reward)
         ((new_reward,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
         members = Group(tuple(replace(new, reward=new_reward) if i == rollout else x for i, x in enumerate(g.group)))
         changed = [replace(g, group=members, parts={}) if i == group else x for i, x in enumerate(groups)]

@@ -15,6 +15,7 @@ from grpolab.rollouts import RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.rewards import Faults, Reward, ask_any, report
+from grpolab.train.several_rewards import check_sum
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def score_recorded(reward: Reward, texts: list[list[str]], groups: list[Recorded
     there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
     written = [[of[i] for i in places] for of, places in zip(texts, there)]
     rollouts = [[g.group[i] for i in places] for g, places in zip(groups, there)]
+    check_sum(reward)
     values = ask_any(reward, written, [as_problem(g.problem) for g in groups], rollouts, faults)
     rewards = [dict(zip(places, of)) for places, of in zip(there, values)]
     return [[of.get(i) for i in range(len(g.group))] for g, of in zip(groups, rewards)]

@@ -6,7 +6,8 @@ from grpolab.train.grpo import GRPOConfig, grpo, grpo_from
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.replay_source import recorded_groups
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
-from grpolab.train.rewards import Several, finished_and_correct, score, trl_reward
+from grpolab.train.rewards import finished_and_correct, score
+from grpolab.train.several_rewards import Several, trl_reward
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 __all__ = [

@@ -44,8 +44,8 @@ async def grpo(
 
     `problems` are rows, anything with a prompt (`tasks.prompt_of`), or a curriculum (`sources.Tasks`), which is told how
     large a share of a group earned at least `success`. `reward(text, row, rollout)` is a number, or None to abstain; it may
-    be async, or take a step at once (`rewards`). A `reference` is needed where kl_coef > 0. The rewards in `watch` are not
-    trained on: their means stand in each row under their names.
+    be async, take a step at once, or be several (`rewards`). A `reference` is needed where kl_coef > 0. The rewards in
+    `watch` are not trained on: their means stand in each row under their names.
     """
     check_reference(policy, reference, config)
     tasks = Tasks(problems, config, run, success)

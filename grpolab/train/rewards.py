@@ -5,7 +5,7 @@
     class Learned:                                 # all of a step in one call
         def batch(self, texts, rows, rollouts): ...
 
-    reward = Several({"right": (right, 1.0), "brief": (brief, 0.1)})
+    reward = Several({"right": (right, 1.0), "brief": (brief, 0.1)})   # `several_rewards`
 
 A reward that raises costs its own rollout, which abstains and is counted; the step goes on. Where it raises for every rollout
 of a step it is taken to be broken, and the step fails with its error.
@@ -21,8 +21,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from grpolab.chat import prompt_ids
 from grpolab.checker import correct_reward
 from grpolab.decode.sampler import Sampler
@@ -32,7 +30,7 @@ from grpolab.rollouts import Group, Rollout
 from grpolab.sync import run_sync
 from grpolab.tasks import prompt_of, value_of
 from grpolab.train import distributed
-from grpolab.train.advantages import STD_FLOOR, advantages, number, reward_tensor
+from grpolab.train.advantages import number
 from grpolab.train.loop import off_loop
 
 Reward = Callable[[str, Any, Rollout], Any]
@@ -65,90 +63,6 @@ class Total:
 
     reward: float | None
     parts: Mapping[str, float | None] = field(default_factory=dict)
-
-
-COMBINATIONS = ("gated", "sum", "normalise_then_sum")
-
-
-class Several:
-    """Several rewards as one, by name with their weights; each stands in the step's row and in the record under its name.
-
-    "gated" (default)      w_1 r_1, and where r_1 > 0 the others' w_k r_k too: the first says whether the rollout succeeded.
-    "sum"                  the sum of w_k r_k, TRL's sum_then_normalize: a group in which nothing succeeded is then trained on
-                           what its failures differ in, a length, say.
-    "normalise_then_sum"   each r_k standardised in its group, then the sum of w_k times that, over its std in the batch (GDPO,
-                           arXiv 2601.05242; TRL's normalize_then_sum). `advantage_kind` is then not used.
-
-    A rollout whose first reward abstains (None) abstains; another that does adds nothing.
-    """
-
-    def __init__(self, rewards: Mapping[str, tuple[Reward, float]], combination: str = "gated"):
-        if combination not in COMBINATIONS:
-            raise ValueError(f"combination={combination!r}: use one of {', '.join(COMBINATIONS)}")
-        if not rewards:
-            raise ValueError("several rewards are at least one: give {name: (reward, weight), ...}")
-        for name, of in rewards.items():
-            if not isinstance(of, tuple) or len(of) != 2 or not callable(of[0]) and not hasattr(of[0], "batch"):
-                raise ValueError(f"the reward {name!r} is {of!r:.80}: give (reward, weight)")
-            if not isinstance(of[1], int | float) or not abs(of[1]) < float("inf"):
-                raise ValueError(f"the weight of the reward {name!r} is a finite number, got {of[1]!r:.40}")
-        self.rewards, self.combination = dict(rewards), combination
-        self.__name__ = " + ".join(f"{weight:g} {name}" for name, (_, weight) in rewards.items())
-
-    async def batch(self, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> list[Total | Exception]:
-        """Each rollout's total, or the error of the first of its rewards that raised. All rewards are asked at once."""
-        async def ask(name: str, reward: Reward) -> list[float | None | Exception]:
-            later = answers_later(reward)
-            outcomes = await (_later(reward, texts, rows, rollouts) if later else off_loop(
-                lambda: _now(reward, texts, rows, rollouts)))
-            return _each(outcomes, len(texts), name)
-
-        by_name = await asyncio.gather(*(ask(name, reward) for name, (reward, _) in self.rewards.items()))
-        return [self._total(values) for values in zip(*by_name)]
-
-    def _total(self, values: Sequence[float | None | Exception]) -> Total | Exception:
-        if error := next((value for value in values if isinstance(value, Exception)), None):
-            return error
-        parts = dict(zip(self.rewards, values))
-        first, *others = [value and value * weight for value, (_, weight) in zip(values, self.rewards.values())]
-        paid = self.combination != "gated" or (values[0] or 0) > 0
-        return Total(None if first is None else first + sum(x for x in others if x is not None and paid), parts)
-
-    def advantages(self, groups: Sequence[Group]) -> torch.Tensor | None:
-        """(B, G), where the totals alone do not make them."""
-        if self.combination != "normalise_then_sum" or not groups:
-            return None
-        each = [weight * advantages(reward_tensor([[r.parts.get(name) for r in g] for g in groups]), "standardised")
-                for name, (_, weight) in self.rewards.items()]
-        a = torch.stack(each).sum(0).masked_fill(reward_tensor([g.rewards for g in groups]).isnan(), 0)
-        return a / (a.std() + STD_FLOOR)
-
-
-def trl_reward(function: Callable[..., Any]) -> Reward:
-    """A reward function of TRL's, function(prompts, completions, completion_ids, **columns) -> a number, or None, for each,
-    plain or async, as a reward here. The columns are those of the rows, which are mappings; a row with `messages` for its
-    prompt has its completion as messages too. What TRL passes beside these (trainer_state, log_extra) is not there."""
-    def arguments(texts, rows, rollouts):
-        if wrong := next((row for row in rows if not isinstance(row, Mapping)), None):
-            raise TypeError(f"a reward function of TRL's gets the columns of a row, so rows are mappings, got {wrong!r:.80}")
-        talks = [not isinstance(prompt_of(row), str) for row in rows]
-        completions = [[{"role": "assistant", "content": text}] if talk else text for text, talk in zip(texts, talks)]
-        names = dict.fromkeys(name for row in rows for name in row)
-        columns = {name: [row.get(name) for row in rows] for name in names if name not in ("prompt", "messages")}
-        return {"prompts": [prompt_of(row) for row in rows], "completions": completions,
-                "completion_ids": [list(r.tokens) for r in rollouts]} | columns
-
-    class FromTRL:
-        __name__ = name_of(function)
-
-        if inspect.iscoroutinefunction(function):
-            async def batch(self, texts, rows, rollouts):
-                return await function(**arguments(texts, rows, rollouts))
-        else:
-            def batch(self, texts, rows, rollouts):
-                return function(**arguments(texts, rows, rollouts))
-
-    return FromTRL()
 
 
 @dataclass
@@ -236,6 +150,14 @@ async def _later(reward: Reward, texts: Sequence[str], rows: Sequence[Any], roll
 
 def _rewarded(groups: Sequence[Group], outcomes: Sequence[Sequence[Total]]) -> list[Group]:
     return [g.with_rewards([x.reward for x in of], [x.parts for x in of]) for g, of in zip(groups, outcomes)]
+
+
+async def outcomes_of(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout], name: str
+                      ) -> list[float | None | Total | Exception]:
+    """What any reward, called `name`, gave for each rollout, an exception where it raised."""
+    work = _later(reward, texts, rows, rollouts) if answers_later(reward) else off_loop(
+        lambda: _now(reward, texts, rows, rollouts))
+    return _each(await work, len(texts), name)
 
 
 def _spread(reward: Reward, outcomes: Any, groups: Sequence[Sequence], faults: Faults | None) -> list[list[Total]]:

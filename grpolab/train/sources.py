@@ -24,11 +24,12 @@ from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.train import distributed
-from grpolab.train.advantages import informative, reward_tensor
+from grpolab.train.advantages import group_health, informative, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import epoch_batches, off_loop, shuffled
 from grpolab.train.recorded import as_recorded
-from grpolab.train.rewards import Faults, Reward, Several, faults_of_all, report, sample_and_score, watched
+from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_and_score, watched
+from grpolab.train.several_rewards import Several, part_of
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def sampled(
             raise ValueError(f"{sorted(both)} are among the rewards and among the watched ones: a name stands for one")
         if config.refills and reward.combination == "normalise_then_sum":
             raise ValueError("refills look at the totals, of which 'normalise_then_sum' makes no advantages: leave them 0")
+    gate = reward.gate if isinstance(reward, Several) else None
     warnings_given, watch_warnings = [], []
     distinct_rows = distinct(tasks.rows) if config.refills else []
 
@@ -109,14 +111,15 @@ def sampled(
 
         rows = await off_loop(lambda: tasks.tasks(step))
         first = await ask(rows, config.seed * 1_000_003 + step)
-        groups, cost = await refill(ask, rows, first, distinct_rows, config, step) if config.refills else (first, {})
+        groups, cost = await refill(ask, rows, first, distinct_rows, config, step, gate) if config.refills else (first, {})
         faults = await faults_of_all(faults, f"the rewards of step {step}")
         errors = report(faults, sum(len(g) for _, g in everything), warnings_given)
         parts = await watched(policy, rows, first, reward, watch, watch_warnings) if watch else {}
         means = {name: reward_tensor(values).nanmean().item() for name, values in (parts_of(first) | parts).items()}
-        a = reward.advantages(groups) if isinstance(reward, Several) else None
+        a = reward.advantages(groups, config.advantage_kind) if isinstance(reward, Several) else None
+        health = group_health(part_of(first, gate)) if gate else {}
         return StepGroups(
-            groups, errors | cost | means, seen=first, tokens=tokens_of([g for _, g in everything]),
+            groups, errors | cost | health | means, seen=first, tokens=tokens_of([g for _, g in everything]),
             after_step=lambda: tasks.record(rows, [g.rewards for g in first]), advantages=a,
             record=lambda: as_recorded(everything, groups, parts, config.advantage_kind, a), engine=sampler.engine.name,
         )
@@ -130,22 +133,24 @@ def parts_of(groups: Sequence[Group]) -> dict[str, list[list[float | None]]]:
     return {name: [[r.parts.get(name) for r in g] for g in groups] for name in names}
 
 
-async def refill(ask, asked_rows: Sequence[Any], first: Sequence[Group], rows: Sequence[Any], config, step: int):
+async def refill(ask, asked_rows: Sequence[Any], first: Sequence[Group], rows: Sequence[Any], config, step: int,
+                 gate: str | None = None):
     """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): (groups to train on, what it cost).
 
     Each round asks as many rows, none of them twice in a step, as groups with a difference in reward are missing: a
     function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or rows run out, the
-    step trains on fewer groups. `ask(rows, seed)` samples and scores. Rows with the same content count as one.
+    step trains on fewer groups. `ask(rows, seed)` samples and scores. Rows with the same content count as one. `gate` names
+    the part of the reward whose differences count, where that is not the whole.
     """
     used = set(map(content_of, asked_rows))
     unused = (r for r in (rows[i] for i in shuffled(len(rows), f"{config.seed}/{step}/refill")) if content_of(r) not in used)
-    sampled, teaching = list(first), with_signal(first)
+    sampled, teaching = list(first), with_signal(first, gate)
     for extra in range(config.refills):
         more = list(islice(unused, max(0, config.prompts_per_step - len(teaching))))
         if not more:
             break
         fresh = await ask(more, fold_seed(config.seed, step, extra))
-        sampled, teaching = sampled + fresh, teaching + with_signal(fresh)
+        sampled, teaching = sampled + fresh, teaching + with_signal(fresh, gate)
     return teaching, {
         "refill_prompts": len(sampled) - len(first),
         "refill_tokens": tokens_of(sampled) - tokens_of(first),
@@ -171,9 +176,10 @@ def distinct(rows: Iterable[Any]) -> list[Any]:
     return list(first.values())
 
 
-def with_signal(groups: Sequence[Group]) -> list[Group]:
-    """The groups whose rewards differ."""
-    return [g for g, keep in zip(groups, informative(reward_tensor([g.rewards for g in groups])).tolist()) if keep]
+def with_signal(groups: Sequence[Group], gate: str | None = None) -> list[Group]:
+    """The groups whose rewards differ, or the part of them that `gate` names."""
+    rewards = part_of(groups, gate) if gate else reward_tensor([g.rewards for g in groups])
+    return [g for g, keep in zip(groups, informative(rewards).tolist()) if keep]
 
 
 def tokens_of(groups: Sequence[Group]) -> int:
