@@ -22,7 +22,7 @@ MEASURES = {  # record -> the rooms of the package whose code decides what it sa
     "bridges": ("models", "decode", "serve"), "decode": ("models", "decode"), "distillation": TRAINING,
     "grpo_seeds": TRAINING,
     "long_prompts": TRAINING, "longer_answers": TRAINING, "lora": TRAINING, "pool": ("env",), "rollouts": TRAINING,
-    "seeds": (*TRAINING, "env"),
+    "seeds": (*TRAINING, "env"), "several_rewards": TRAINING,
     "series": (*TRAINING, "env", "lab"),
     "service": ("models", "decode", "serve"), "threads": ("models", "decode"), "trl": TRAINING,
     "smollm2_aws": (*TRAINING, "env"),

@@ -158,6 +158,27 @@ def distillation(results: Path) -> str | None:
     return text + table(["way", "greedy", "sampled at T = 1", "greedy − student", "tokens sampled", "seconds"], rows)
 
 
+SHAPED = {"start": "SFT, the start", "right": "the checker alone", "sum": "checker and brevity, summed",
+          "gated": "the same, gated by the checker"}
+
+
+def several_rewards(results: Path) -> str | None:
+    found = record("several_rewards", results)
+    if not found or len(found["seeds"]) not in STUDENT:
+        return None
+    seeds = list(found["seeds"].values())
+    rows = []
+    for name, words in SHAPED.items():
+        of, rule = [seed[name] for seed in seeds], [right(seed["right"], "greedy") for seed in seeds]
+        gain = over_seeds([right(row, "greedy") - r for row, r in zip(of, rule)])
+        rows.append([words, *(over_seeds([right(row, kind) for row in of]) for kind in ("greedy", "sampled")),
+                     f"{gain.points}: {gain.verdict}" if name in ("sum", "gated") else "",
+                     f"{mean(row['length'][-1] for row in of):.1f}" if name != "start" else ""])
+    text = (f"`{found['command']}`: 40 steps of GRPO from the same SFT policy, advantages divided by the group's standard "
+            f"deviation; {len(seeds)} seeds, means with Student's interval, {found['threads']} thread.\n\n")
+    return text + table(["reward", "greedy", "sampled at T = 1", "greedy − the checker alone", "tokens at the end"], rows)
+
+
 def longer_answers(results: Path) -> str | None:
     found = record("longer_answers", results)
     if not found:
@@ -359,7 +380,8 @@ def bridges(results: Path) -> str | None:
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO and rejection sampling, eight seeds": baselines,
     "GRPO over seeds": grpo_seeds, "On-policy distillation, three seeds": distillation,
-    "Longer answers, ten seeds": longer_answers, "SmolLM2-135M-Instruct": smollm2,
+    "A reward for form beside the checker": several_rewards, "Longer answers, ten seeds": longer_answers,
+    "SmolLM2-135M-Instruct": smollm2,
     "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
     "SmolLM2: AWS accounts": administration,
     "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "Long prompts": long_prompts, "LoRA": lora,

@@ -21,6 +21,7 @@ import illnesses  # noqa: E402
 import longer_answers  # noqa: E402
 import records  # noqa: E402
 import rollouts  # noqa: E402
+import several_rewards  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
 import smollm2_style as style  # noqa: E402
@@ -135,6 +136,15 @@ def test_distillation_over_seeds(monkeypatch, tmp_path):
     record = json.loads((tmp_path / "distillation.json").read_text())
     assert set(record["seeds"]["0"]) == {"student", *distillation.WAYS} and len(record["teacher"]["greedy"]) == 4
     assert all(record["seeds"]["0"][way]["tokens"] > 0 for way in distillation.WAYS)
+
+
+def test_several_rewards_over_seeds(monkeypatch, tmp_path):
+    short = {"HELD_OUT": baselines.HELD_OUT[:4], "NEW_TOKENS": 4}
+    shorter(monkeypatch, baselines, tmp_path, **short)
+    shorter(monkeypatch, several_rewards, tmp_path, **short, SHOWN=baselines.SHOWN[:8], PRACTICE=baselines.PRACTICE[:8])
+    asyncio.run(several_rewards.main([1]))
+    record = json.loads((tmp_path / "several_rewards.json").read_text())
+    assert set(record["seeds"]["1"]) == {"start", "right", "sum", "gated"} and len(record["seeds"]["1"]["sum"]["greedy"]) == 4
 
 
 def test_longer_answers_over_seeds(monkeypatch, tmp_path):
