@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -103,6 +104,12 @@ def over_seeds(values: list[float]) -> Interval:
     return mean_interval(values, STUDENT[len(values)])
 
 
+def rate_over_seeds(values: list[float]) -> Interval:
+    """The same of rates, which lie between 0 and 1."""
+    found = over_seeds(values)
+    return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))
+
+
 def compared(found: dict, kind: str, a: str = "grpo", b: str = "rejection") -> Interval:
     """Policy a − policy b, paired by seed."""
     return over_seeds([right(of[a], kind) - right(of[b], kind) for of in found["seeds"].values()])
@@ -171,7 +178,7 @@ def several_rewards(results: Path) -> str | None:
     for name, words in SHAPED.items():
         of, rule = [seed[name] for seed in seeds], [right(seed["right"], "greedy") for seed in seeds]
         gain = over_seeds([right(row, "greedy") - r for row, r in zip(of, rule)])
-        rows.append([words, *(over_seeds([right(row, kind) for row in of]) for kind in ("greedy", "sampled")),
+        rows.append([words, *(rate_over_seeds([right(row, kind) for row in of]) for kind in ("greedy", "sampled")),
                      f"{gain.points}: {gain.verdict}" if name in ("sum", "gated") else "",
                      f"{mean(row['length'][-1] for row in of):.1f}" if name != "start" else ""])
     text = (f"`{found['command']}`: 40 steps of GRPO from the same SFT policy, advantages divided by the group's standard "

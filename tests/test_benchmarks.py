@@ -102,7 +102,8 @@ def test_grpo_over_seeds(monkeypatch, tmp_path):
 
 def shorter(monkeypatch, module, tmp_path, **constants):
     """A benchmark with two steps in each training, and with these constants."""
-    monkeypatch.setattr(module, "SFTConfig", lambda **given: SFTConfig(**given | {"steps": 2, "batch_size": 4, "warmup": 0}))
+    short = {"steps": 2, "batch_size": 4, "warmup": 0}
+    monkeypatch.setattr(module, "SFTConfig", lambda **given: SFTConfig(**given | short), raising=False)
     few = {"steps": 2, "prompts_per_step": 2, "group_size": 2, "warmup": 0}
     monkeypatch.setattr(module, "GRPOConfig", lambda **given: GRPOConfig(**given | few))
     for name, value in (constants | {"RESULTS": tmp_path / f"{module.__name__}.json"}).items():
