@@ -14,6 +14,7 @@ COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module
     "run": ("run", "Run", "execute notebooks, all of them or those named"),
     "data": ("data", "Data", "write the arithmetic data set"),
     "eval": ("eval", "Eval", "measure a model on held-out questions"),
+    "train": ("recipe", None, "train as a file says: grpolab train FILE.toml [options that win over it]"),
     "sft": ("train", "SFT", "imitate demonstrations"),
     "grpo": ("train", "GRPO", "learn from a reward"),
     "dpo": ("train", "DPO", "learn from preferences"),
@@ -40,8 +41,19 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if "" not in sys.path:  # modules of the current folder, which `python -m` finds and a console script does not
         sys.path.insert(0, "")
-    module, cls, _ = COMMANDS[name]
     try:
+        if name == "train":
+            from grpolab.cli.recipe import read
+
+            if not arguments or arguments[0].startswith("-"):
+                raise UsageError("name a file, as in: grpolab train run.toml --steps 30 (--print-config of grpo, sft, dpo or "
+                                 "reward writes one)")
+            name, arguments = read(arguments[0], arguments[1:], TRAINING)
+        elif name in TRAINING:
+            from grpolab.cli.recipe import renamed
+
+            arguments = renamed(arguments, name)
+        module, cls, _ = COMMANDS[name]
         return parse(name, getattr(import_module(f"grpolab.cli.{module}"), cls), arguments).run()
     except (ValueError, ImportError, OSError) as error:
         print(f"grpolab {name}: {error}", file=sys.stderr)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -75,23 +75,31 @@ def shows_completion(row: Any) -> bool:
 
 def read_rows(path: str | Path, needs: Iterable[str] = ()) -> list[dict]:
     """The rows of a JSONL file, one object a line, each with a prompt and with all of `needs`; errors name the line."""
-    rows = []
+    def row(value: Any) -> dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"it is {type(value).__name__}, not an object")
+        prompt_of(value)
+        for name in needs:
+            value_of(value, name)
+        return value
+
+    return read_json(path, row, "one JSON object a line, each with a 'prompt'")
+
+
+def read_json(path: str | Path, check: Callable[[Any], Any] = lambda value: value,
+              form: str = "one JSON value a line, as the environment takes it") -> list[Any]:
+    """The values of a JSONL file, as `check` returns them; ValueError names the line that it refuses."""
+    values = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"it is {type(row).__name__}, not an object")
-            prompt_of(row)
-            for name in needs:
-                value_of(row, name)
+            values.append(check(json.loads(line)))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not a row ({error})") from error
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} holds no rows: write one JSON object a line, each with a 'prompt'")
-    return rows
+    if not values:
+        raise ValueError(f"{path} holds no rows: write {form}")
+    return values
 
 
 # --- GSM8K ------------------------------------------------------------------------------------------------------------

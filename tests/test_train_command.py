@@ -4,13 +4,16 @@ import dataclasses
 import json
 import os
 import re
+import sys
+import types
 
 import pytest
 import safetensors.torch
 
 from grpolab.__main__ import COMMANDS, main, parse
+from grpolab.cli import recipe
 from grpolab.cli import train as commands
-from grpolab.cli.train import load_function
+from grpolab.cli.train import load_reward
 from grpolab.models.load import load_policy
 from grpolab.runs import run as lab_run
 
@@ -101,12 +104,12 @@ def test_rows_and_rewards_that_do_not_fit_are_refused_first(tmp_path, monkeypatc
 
 def test_a_reward_is_a_function_of_a_file(tmp_path):
     (tmp_path / "own_reward.py").write_text("def one(text, row, rollout):\n    return 1.0\n")
-    assert load_function(f"{tmp_path}/own_reward.py:one")("", {}, None) == 1.0
+    assert load_reward(f"{tmp_path}/own_reward.py:one")("", {}, None) == 1.0
     (tmp_path / "own_rewards.py").write_text(
         "from grpolab.train import Several\n\nboth = Several({'one': (lambda text, row, rollout: 1.0, 1.0)})\n")
-    assert load_function(f"{tmp_path}/own_rewards.py:both").rewards
+    assert load_reward(f"{tmp_path}/own_rewards.py:both").rewards
     with pytest.raises(ValueError, match="there is no file"):
-        load_function(f"{tmp_path}/other.py:one")
+        load_reward(f"{tmp_path}/other.py:one")
 
 
 @pytest.mark.parametrize("method", ["dpo", "reward"])
@@ -214,3 +217,196 @@ def test_a_run_of_other_options_is_moved_beside(tmp_path, monkeypatch, capsys):
     assert main([*asked, "--lr", "0.01"]) == 0 and "lr 0.0001 -> 0.01" in capsys.readouterr().out
     assert (folder / "tiny.1" / "metrics.csv").read_text() == before and (folder / "tiny.1" / "policy").exists()
     assert (folder / "tiny" / "metrics.csv").read_text() != before
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def recipe_file(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def train(path, *overrides):
+    """The command that `grpolab train` would run."""
+    method, arguments = recipe.read(path, overrides, ("sft", "grpo", "dpo", "reward"))
+    return parse(method, getattr(commands, COMMANDS[method][1]), arguments)
+
+
+def test_what_print_config_prints_is_the_same_training(tmp_path, capsys):
+    flags = ["--clip-eps", "0.1", "0.3", "--ops", "+-", "--max-logp-diff", "none", "--max-grad-norm", "inf", "--exact",
+             "--report-to", "wandb", "tensorboard", "--data", "rows.jsonl", "--no-fixed-prompts", "--lora-target", "q_proj"]
+    assert main(["grpo", "tiny", *flags, "--print-config"]) == 0
+    path = recipe_file(tmp_path, capsys.readouterr().out)
+    assert train(path) == command("grpo", *flags)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    path = recipe_file(tmp_path, 'method = "grpo"\nmodel = "tiny"\nsteps = 5\nlearning_rate = 0.5\nexact = true\nops = "+"\n')
+    asked = train(path, "--lr=0.25", "--no-exact", "--num_generations", "4")
+    assert (asked.config.steps, asked.config.lr, asked.config.exact, asked.config.group_size) == (5, 0.25, False, 4)
+    assert asked.model == "tiny" and train(path, "smollm2-135m").model == "smollm2-135m" and asked.task.ops == "+"
+
+
+@pytest.mark.parametrize("text, says", [
+    ("steps = ", "is no TOML"), ('model = "tiny"', "a recipe says method"), ('method = "grpo"', "and model"),
+    ('method = "ppo"\nmodel = "tiny"', "'ppo'"), ('method = "sft"\nmodel = "tiny"\n[sft]\nsteps = 3', "sft is {'steps': 3}"),
+    ('method = "sft"\nmodel = "tiny"\nlora_dropout = 0.1', "no dropout"),
+    ('method = "sft"\nmodel = "tiny"\nstepz = 3', "--steps"), ('method = "sft"\nmodel = "tiny"\nsteps = "x"', "--steps"),
+])
+def test_a_file_that_is_no_recipe_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys, text, says):
+    monkeypatch.setattr(commands, "load_policy", None)
+    try:
+        assert main(["train", recipe_file(tmp_path, text)]) == 2
+    except SystemExit as exit:
+        assert exit.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_train_without_a_file_or_with_one_that_is_not_there(tmp_path, capsys):
+    assert main(["train"]) == 2 and "name a file" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "no.toml")]) == 1 and "no.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_every_name_of_another_trainer_is_one_of_an_option_here(method):
+    own = {name.replace("_", "-") for name in options_of(command(method))}
+    any_method = {name.replace("_", "-") for m in CONFIGS for name in options_of(command(m))}
+    assert set(recipe.RENAMED_OF.get(method, {}).values()) <= own and set(recipe.RENAMED.values()) <= any_method
+    assert not own & {*recipe.RENAMED, *recipe.RENAMED_OF.get(method, {}), *recipe.INSTEAD}
+
+
+def options_of(command):
+    values = {f.name: getattr(command, f.name, None) for f in dataclasses.fields(command)}
+    return [name for key, value in values.items() for name in (options_of(value) if dataclasses.is_dataclass(value) else [key])]
+
+
+def test_the_beta_of_another_trainer_is_of_its_method():
+    assert recipe.renamed(["--beta", "0.1"], "grpo") == ["--kl-coef", "0.1"]
+    assert recipe.renamed(["--beta", "0.1"], "dpo") == ["--beta", "0.1"]
+
+
+# --- what a training leaves -------------------------------------------------------------------------------------------
+
+SHORT = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--ops", "+",
+         "--max-operand", "9"]
+
+
+def test_exports_a_recipe_and_a_sample(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["grpo", "tiny", *SHORT, "--export-every", "1", "--keep-last", "2", "--show-every", "2", "--out", "kept",
+                 "--report-to", "tensorboard"]) == 0
+    folder, out = tmp_path / "kept" / "cli_grpo" / "tiny", capsys.readouterr().out
+    assert sorted(p.name for p in folder.glob("policy-*")) == ["policy-000002", "policy-000003"]
+    assert load_policy(str(folder / "policy-000002")).provenance["steps"] == 2
+    assert train(str(folder / "recipe.toml")) == command("grpo", *SHORT, "--export-every", "1", "--keep-last", "2",
+                                                         "--show-every", "2", "--out", "kept", "--report-to", "tensorboard")
+    assert out.count("→") == 1 and "0 s left" in out and list((folder / "tensorboard").iterdir())
+
+
+def test_an_adapter_is_trained_beside_its_reference(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = []
+    monkeypatch.setattr(commands, "load_policy", lambda *a, **k: loaded.append(a) or load_policy(*a, **k))
+    assert main(["grpo", "tiny", *SHORT, "--lora-rank", "2", "--kl-coef", "0.1"]) == 0 and len(loaded) == 1
+    assert (tmp_path / "runs/cli_grpo/tiny/policy/adapter_config.json").is_file()
+    assert main(["reward", "tiny", "--data", "x.jsonl", "--lora-rank", "2"]) == 2
+
+
+def test_trackers_are_told_and_ended(tmp_path, monkeypatch, capsys):
+    module = types.SimpleNamespace(rows=[], ended=0)
+    module.init = lambda project, name: types.SimpleNamespace(
+        log=lambda row, step: module.rows.append((project, name, step, row)))
+    module.finish = lambda: setattr(module, "ended", module.ended + 1)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(["grpo", "tiny", *SHORT, "--report-to", "wandb"]) == 0
+    assert [row[:3] for row in module.rows] == [("mine", "cli_grpo-tiny", step) for step in range(3)] and module.ended == 1
+    assert module.rows[0][3]["reward"] == 0.0
+    assert main(["grpo", "tiny", *SHORT, "--report-to", "trackio"]) == 1
+    assert "pip install trackio" in capsys.readouterr().err
+
+
+# --- where rollouts come from -----------------------------------------------------------------------------------------
+
+EPISODES = [*SHORT, "--pool-size", "4", "--max-turns", "2", "--max-total-tokens", "64"]
+
+
+@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3"], ["--env", "guess"],
+                                   ["--env", "own_env:Echo", "--data", "words.jsonl", "--curriculum", "level"]])
+def test_episodes_in_an_environment(tmp_path, monkeypatch, capsys, flags):
+    (tmp_path / "own_env.py").write_text(ECHO)
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"word": w, "level": len(w)}) + "\n" for w in ("tea", "milk")))
+    monkeypatch.chdir(tmp_path)
+    assert main(["grpo", "tiny", *EPISODES, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "step 3/3" in out
+    assert ("tier 0" in out) == ("--curriculum" in flags) and ("the best" in out) == ("--held-out" in flags)
+
+
+ECHO = """
+class Echo:
+    def reset(self, task=None):
+        from grpolab.env.protocol import StepResult
+        return StepResult({"text": "Say " + task["word"]})
+    def step(self, action):
+        from grpolab.env.protocol import StepResult
+        return StepResult({"text": "thanks"}, float("a" in action["text"]), done=True)
+    def state(self):
+        return {}
+    def close(self): ...
+"""
+
+TOOLS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Kept:
+    room: str
+
+def room_of(name: str) -> str:
+    "The room of a person."
+    return "7"
+
+def judge(run):
+    return float(len(run.calls))
+
+async def agent(base_url, task):
+    from openai import AsyncOpenAI
+    async with AsyncOpenAI(base_url=base_url, api_key="-") as client:
+        reply = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": task["prompt"]}])
+    return float("7" in reply.choices[0].message.content)
+"""
+
+
+@pytest.mark.parametrize("flags", [["--tools", "own_tools.py:room_of", "--reward", "own_tools.py:judge"],
+                                   ["--agent", "own_tools.py:agent"]])
+def test_tools_and_agents(tmp_path, monkeypatch, capsys, flags):
+    (tmp_path / "own_tools.py").write_text(TOOLS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Where is Ann?"}\n{"prompt": "Where is Bob?"}\n')
+    monkeypatch.chdir(tmp_path)
+    more = ["--max-total-tokens", "400", "--data", "rows.jsonl"]
+    assert main(["grpo", "tiny", *EPISODES, *more, *flags]) == 0
+    assert "step 3/3  reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--env", "calculator", "--agent", "x.py:f"], "one of them"), (["--tools", "x.py:f"], "needs --reward"),
+    (["--env", "calculator", "--reward", "x.py:f"], "comes from there"), (["--action-format", "x:y"], "is of --env"),
+    (["--atropos-url", "http://127.0.0.1:1", "--curriculum", "level"], "choose their tasks"),
+    (["--agent", "x.py:f", "--select-every", "2", "--held-out", "3"], "alone"), (["--keep-last", "0"], "at least one"),
+])
+def test_rollouts_that_do_not_fit_together_are_refused_first(monkeypatch, capsys, flags, says):
+    monkeypatch.setattr(commands, "load_policy", None)
+    assert main(["grpo", "tiny", *flags]) == 2 and says in capsys.readouterr().err
+
+
+def test_rows_without_the_field_of_the_curriculum_are_refused(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": 2, "level": 1}\n{"prompt": "1 + 2", "answer": 3}\n')
+    assert main(["grpo", "tiny", *SHORT, "--data", str(tmp_path / "rows.jsonl"), "--curriculum", "level", "--out",
+                 str(tmp_path)]) == 1
+    assert "row 2 has no such field" in capsys.readouterr().err

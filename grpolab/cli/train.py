@@ -1,7 +1,8 @@
 """`grpolab sft | grpo | dpo | reward`: every field of the configuration is an option, so a field that is added is one at once.
 
 `--dry-run` checks everything, prints the plan of memory and hours, and trains nothing. Arguments and rows are checked before
-the model is loaded.
+the model is loaded. A run's folder keeps the options as a file that `grpolab train` reads (`recipe`).
+Longer than most: what the four commands share is one class.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import importlib.util
-from collections.abc import AsyncIterator, Callable, Sequence
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +24,12 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
-from grpolab.cli import UsageError
+from grpolab.cli import UsageError, recipe
+from grpolab.cli.rollout_options import RolloutOptions, agent_runs, episodes, from_atropos, load_object
 from grpolab.evaluate import fixed_rates
-from grpolab.models.load import load_policy
+from grpolab.files import atomic_write, remove_folder
+from grpolab.models.load import Policy, load_policy
+from grpolab.models.lora import ATTENTION, LoRA
 from grpolab.runs.run import Run, seed_everything
 from grpolab.runs.selection import SCORE, Selection
 from grpolab.train import distributed
@@ -35,8 +41,8 @@ from grpolab.train.reward_model import RewardConfig, RewardModel, held_out_accur
 from grpolab.train.rewards import finished_and_correct, held_out_reward
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
-SHOWN = ("loss", "held_out_loss", "eval_score", "reward", "mixed", "accuracy", "kl", "entropy", "grad_norm",
-         "completion_length")  # columns that are printed for each step
+SHOWN = ("loss", "held_out_loss", "eval_score", "reward", "mixed", "tier", "accuracy", "kl", "entropy", "grad_norm",
+         "completion_length", "sampled_tokens_per_s")  # columns that are printed for each step
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,14 @@ class Training:
     held_out_data: Path | None = None  # JSONL rows to measure on: as in --data, or with an answer
     select_every: int = 0  # every N steps, measure on what is held out, and keep the best policy beside the last (0: never)
     replay_every: int = 0  # every N steps, keep the weights from which `grpolab replay` generates rollouts again (0: never)
+    export_every: int = 0  # every N steps, save the policy as policy-<steps> in the run's folder (0: only at the end)
+    keep_last: int = 3  # of those folders
+    out: Path | None = None  # the folder in which runs lie (default: runs)
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that are told each step's numbers
+    lora_rank: int = 0  # rank of an adapter that is trained in the place of the weights (0: none)
+    lora_alpha: float = 16.0  # its scale is alpha / rank
+    lora_target: tuple[str, ...] = ATTENTION  # names of the projections that it stands beside
+    print_config: bool = False  # print the options as a file for `grpolab train`, and do nothing else
 
     held_out: ClassVar[int] = 0  # options of some methods alone
     fixed_prompts: ClassVar[bool] = False
@@ -71,9 +85,12 @@ class Training:
         """Load, plan, train, save. Of several processes the first one prints and saves."""
         with contextlib.nullcontext() if distributed.first() else contextlib.redirect_stdout(None):
             self.check()
+            if self.print_config:
+                print(self.as_recipe(), end="")
+                return 0
             rows, held_out = self.read()
             seed_everything(self.config.seed)
-            policy = load_policy(self.model, dtype=self.dtype)
+            policy = load_policy(self.model, dtype=self.dtype, adapter=self.adapter)
             print(policy.origin)
             print(policy)
             ready = self.prepare(policy, rows, held_out)
@@ -84,9 +101,23 @@ class Training:
                 self.train(ready)
         return 0
 
+    @property
+    def adapter(self) -> LoRA | None:
+        return LoRA(self.lora_rank, self.lora_alpha, self.lora_target, self.config.seed) if self.lora_rank else None
+
+    def as_recipe(self) -> str:
+        options = recipe.entries(self)
+        return recipe.written(self.method, {k: v for k, v in options.items() if k not in ("print_config", "dry_run")})
+
+    def reference(self, policy: Policy) -> Policy:
+        """The policy as it starts: without its adapter, or loaded again."""
+        return policy.without_adapter() if self.lora_rank else load_policy(self.model, dtype=policy.dtype)
+
     def check(self) -> None:
-        if min(self.select_every, self.replay_every, self.held_out) < 0:
-            raise UsageError("--select-every, --replay-every and --held-out start at 0")
+        if min(self.select_every, self.replay_every, self.held_out, self.export_every, self.lora_rank) < 0:
+            raise UsageError("--select-every, --replay-every, --export-every, --held-out and --lora-rank start at 0")
+        if self.keep_last < 1:
+            raise UsageError(f"--keep-last {self.keep_last}: keep at least one")
         if self.fixed_prompts and not self.select_every:
             raise UsageError("--fixed-prompts needs --select-every N, which says how often")
         if self.select_every and not (self.held_out_data or self.held_out or self.fixed_prompts):
@@ -107,23 +138,56 @@ class Training:
 
         select = Selection(values, every=self.select_every, by=SCORE if ready.measure else None) if self.select_every else None
         shown = Path(self.model).name if Path(self.model).is_dir() else self.model
-        run = Run(self.name or f"cli_{self.method}", shown, seed=self.config.seed, select=select,
+        run = Run(self.name or f"cli_{self.method}", shown, root=self.out, seed=self.config.seed, select=select,
                   replay_every=self.replay_every)
-        asyncio.run(self.print_steps(ready.steps(run)))
+        with contextlib.ExitStack() as stack:
+            if distributed.first():
+                run.sinks += [stack.enter_context(tracker(name, run.folder)) for name in self.report_to]
+            asyncio.run(self.steps(ready, run))
         if distributed.first():
-            print(f"{run.shown(ready.model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}")
+            atomic_write(run.folder / recipe.NAME, self.as_recipe())
+            print(f"{run.shown(ready.model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}\n"
+                  f"{run.shown(run.folder / recipe.NAME)}: grpolab train reads it")
             if best := run.selected.best():
                 print(f"{run.shown(best['folder'])}: the best by what was measured, {best['value']:.4g} after "
                       f"{best['steps']} steps")
 
-    async def print_steps(self, rows: AsyncIterator[dict]) -> None:
-        async for row in rows:
+    async def steps(self, ready: Plan, run: Run) -> None:
+        """Train, print a line a step, and save what --export-every asks for."""
+        last, began, before = self.config.steps, time.monotonic(), None
+        async for row in ready.steps(run):
+            done = row["step"] + 1
+            before = row["step"] if before is None else before
             values = "  ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
-            print(f"step {row['step'] + 1}/{self.config.steps}  {values}", flush=True)
-            if self.method == "grpo" and row["step"] == 0 and row.get("reward") == 0 and not row.get("trained_groups"):
-                print(f"No rollout earned a reward, so this step taught nothing. A base model does not know the answer's "
-                      f"format: imitate demonstrations first (grpolab sft {self.model}), then start from their result "
-                      f"(grpolab grpo runs/cli_sft/{Path(self.model).name}/policy).", flush=True)
+            left = (time.monotonic() - began) / (done - before) * (last - done)
+            print(f"step {done}/{last}  {values}  {left:.0f} s left", flush=True)
+            self.tell(row, run)
+            if distributed.first() and self.export_every and done % self.export_every == 0:
+                ready.model.save(run.folder / f"policy-{done:06d}")
+                for folder in sorted(run.folder.glob("policy-" + "[0-9]" * 6))[: -self.keep_last]:
+                    remove_folder(folder)
+
+    def tell(self, row: dict, run: Run) -> None:
+        """What a method says of a step beside its numbers."""
+
+
+@contextlib.contextmanager
+def tracker(name: str, folder: Path) -> Iterator[Any]:
+    """A sink of a run (`Run(sinks=...)`), ended with the block: TensorBoard's files in the run's folder; a run of wandb or
+    trackio, in the project that WANDB_PROJECT or TRACKIO_PROJECT names, else grpolab."""
+    try:
+        if name == "tensorboard":
+            with importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / name)) as writer:
+                yield writer
+        else:
+            module = importlib.import_module(name)
+            project = os.environ.get(f"{name.upper()}_PROJECT", "grpolab")
+            try:
+                yield module.init(project=project, name="-".join(folder.parts[-2:]))
+            finally:
+                module.finish()
+    except ModuleNotFoundError as error:
+        raise ImportError(f"--report-to {name} needs {error.name}: pip install {name}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +216,17 @@ class TaskTraining(Training):
         seed, count = self.config.seed, self.problems
         if count == type(self).problems:  # the default: as many as a small task has, leaving some to hold out
             count = min(count, sum(self.task.space(op) for op in self.task.ops) // 2)
-        rows = tasks.read_rows(self.data) if self.data else arithmetic.generate(count, 0, seed=seed, task=self.task)[0]
+        rows = self.read_file(self.data) if self.data else arithmetic.generate(count, 0, seed=seed, task=self.task)[0]
         if self.held_out:
             _, further = arithmetic.generate(0, self.held_out + count, seed=seed + 1, task=self.task)
             return rows, [problem for problem in further if problem not in set(rows)][: self.held_out]
-        held_out = tasks.read_rows(self.held_out_data) if self.held_out_data else []
+        held_out = self.read_file(self.held_out_data) if self.held_out_data else []
         if self.select_every and self.rewarded is tasks.right_number:
             tasks.check_answers(held_out, self.held_out_data)
         return rows, held_out
+
+    def read_file(self, path: Path) -> list[Any]:
+        return tasks.read_rows(path)
 
     def measure(self, held_out: Sequence[Any], max_new_tokens: int) -> Callable | None:
         return held_out_reward(held_out, self.rewarded, max_new_tokens=max_new_tokens) if held_out else None
@@ -190,23 +257,63 @@ class GRPO(TaskTraining):
 
     method = "grpo"
     reward: str | None = None  # module:function or file.py:function, called with (text, row, rollout)
+    show_every: int = 0  # every N steps, print the rollout with the highest reward (0: never)
+    rollouts: OmitArgPrefixes[RolloutOptions] = field(default_factory=RolloutOptions)
     config: OmitArgPrefixes[GRPOConfig] = field(default_factory=GRPOConfig)
 
     @cached_property
     def rewarded(self) -> Callable:
-        return load_function(self.reward) if self.reward else tasks.right_number if self.data else finished_and_correct
+        return load_reward(self.reward) if self.reward else tasks.right_number if self.data else finished_and_correct
+
+    def check(self) -> None:
+        super().check()
+        self.rollouts.check(self.reward)
+        if self.select_every and (self.held_out or self.held_out_data) and self.rollouts.kind in ("agent", "atropos_url"):
+            raise UsageError("--select-every measures completions and episodes: agents and Atropos have --fixed-prompts alone")
+        if self.show_every < 0:
+            raise UsageError(f"--show-every {self.show_every}: 0 is never")
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        kind = self.rollouts.kind
+        if kind == "atropos_url" or kind == "env" and not self.data and self.rollouts.env != "calculator":
+            return [None], []  # the questions are drawn over there
         rows, held_out = super().read()
-        if self.rewarded is tasks.right_number:
+        if kind in (None, "tools") and self.rewarded is tasks.right_number:
             tasks.check_answers(rows, self.data)
         return rows, held_out
 
+    def read_file(self, path: Path) -> list[Any]:
+        return tasks.read_json(path) if self.rollouts.kind in ("env", "agent") else tasks.read_rows(path)
+
     def prepare(self, policy, rows, held_out) -> Plan:
-        reference = load_policy(self.model, dtype=policy.dtype) if self.config.kl_coef else None
-        return Plan(policy, reference, self.prompt_lengths(policy, rows),
-                    lambda run: grpo(policy, reference, rows, self.config, reward=self.rewarded, run=run),
-                    self.measure(held_out, self.config.max_new_tokens))
+        config, options = self.config, self.rollouts
+        reference = self.reference(policy) if config.kl_coef else None
+        asked = options.tasks(rows, config.seed)
+        if options.kind is None:
+            return Plan(policy, reference, self.prompt_lengths(policy, rows),
+                        lambda run: grpo(policy, reference, asked, config, reward=self.rewarded, run=run),
+                        self.measure(held_out, config.max_new_tokens))
+        longest, measure = [max(1, options.max_total_tokens - config.max_new_tokens)], None
+        if options.kind in ("env", "tools"):
+            steps, measured = episodes(options, policy, reference, asked, config, self.reward and self.rewarded)
+            measure = measured(held_out) if held_out else None
+        elif options.kind == "agent":
+            steps = agent_runs(options, policy, reference, asked, config)
+        else:
+            steps = from_atropos(options, policy, reference, config)
+        return Plan(policy, reference, longest, steps, measure)
+
+    def tell(self, row: dict, run: Run) -> None:
+        if row["step"] == 0 and row.get("reward") == 0 == row.get("mixed"):
+            print(f"No rollout earned a reward, so this step taught nothing. A base model does not know the answer's "
+                  f"format: imitate demonstrations first (grpolab sft {self.model}), then start from their result "
+                  f"(grpolab grpo runs/cli_sft/{Path(self.model).name}/policy).", flush=True)
+        if self.show_every and (row["step"] + 1) % self.show_every == 0 and distributed.first():
+            rollouts = run.rollouts(row["step"], ["prompt", "completion", "reward"]).dropna(subset="reward")
+            if len(rollouts):
+                best = rollouts.loc[rollouts["reward"].idxmax()]
+                shown = {name: json.dumps(str(best[name])[-400:], ensure_ascii=False) for name in ("prompt", "completion")}
+                print(f"  {shown['prompt']}\n  → {shown['completion']}  reward {best['reward']:.4g}", flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +334,7 @@ class DPO(Training):
 
     def prepare(self, policy, rows, held_out) -> Plan:
         pairs = load_preferences(self.data, policy.tokenizer)
-        reference = load_policy(self.model, dtype=policy.dtype)
+        reference = self.reference(policy)
         measure = held_out_reward(held_out, tasks.right_number, max_new_tokens=self.held_out_tokens) if held_out else None
         return Plan(policy, reference, [len(pair.prompt) for pair in pairs],
                     lambda run: dpo(policy, reference, pairs, self.config, run=run), measure)
@@ -241,6 +348,11 @@ class Reward(Training):
     data: Path  # JSONL rows with prompt, chosen and rejected
     config: OmitArgPrefixes[RewardConfig] = field(default_factory=RewardConfig)
 
+    def check(self) -> None:
+        super().check()
+        if self.lora_rank:
+            raise UsageError("--lora-rank: a reward model is trained whole")
+
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return (), ()  # preferences are read with the policy's tokenizer
 
@@ -253,20 +365,9 @@ class Reward(Training):
                     held_out_accuracy(held_out) if held_out else None)
 
 
-def load_function(name: str) -> Callable:
-    """The function that `module:function` or `path/to/file.py:function` names."""
-    module, _, attribute = name.rpartition(":")
-    if not (module and attribute):
-        raise ValueError(f"--reward is module:function or file.py:function, got {name!r}")
-    if module.endswith(".py"):
-        if not Path(module).is_file():
-            raise ValueError(f"--reward {name}: there is no file {module}")
-        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
-        loaded = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded)
-    else:
-        loaded = importlib.import_module(module)
-    function = getattr(loaded, attribute, None)
-    if not callable(function) and not hasattr(function, "batch"):  # an object with `batch`, as Several, is a reward too
-        raise ValueError(f"{module} has no function {attribute!r}")
-    return function
+def load_reward(name: str) -> Callable:
+    """The reward that `module:function` or `path/to/file.py:function` names."""
+    reward = load_object(name, "--reward")
+    if not callable(reward) and not hasattr(reward, "batch"):  # an object with `batch`, as Several, is a reward too
+        raise ValueError(f"--reward {name} is no function, but {reward!r:.60}")
+    return reward

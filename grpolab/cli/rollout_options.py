@@ -1,0 +1,153 @@
+"""Where the rollouts of `grpolab grpo` come from, where they are not completions of prompts: episodes in an environment or with
+tools, runs of an agent, or Atropos."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpolab.cli import UsageError
+from grpolab.decode.sampler import Sampler
+from grpolab.env.action_format import TEXT, ActionFormat
+from grpolab.env.curriculum import Curriculum
+from grpolab.env.pool import GrpoPool
+from grpolab.env.worker import load_factory
+from grpolab.models.load import Policy
+from grpolab.runs.run import Run
+from grpolab.train.episodes import Limits, evaluate_episodes
+from grpolab.train.grpo import GRPOConfig, grpo_from
+from grpolab.train.loop import off_loop
+from grpolab.train.multiturn import multi_turn_grpo
+from grpolab.train.tools import Tools
+
+KINDS = ("env", "tools", "agent", "atropos_url")
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """At most one of --env, --tools, --agent and --atropos-url."""
+
+    env: str | None = None
+    """An environment: the address of a server (ws://...), or calculator, guess or package.module:Class, made in this process"""
+    tools: tuple[str, ...] = ()
+    """Functions, or one class, that the policy may call: file.py:name; --reward then takes the ToolRun of an episode."""
+    agent: str | None = None  # file.py:function, async (base_url, task) -> reward, which asks the policy at that endpoint
+    atropos_url: str | None = None  # Atropos' trajectory API (run-api)
+    pool_size: int = 32  # sessions of the environment or the tools that are open at a time
+    max_turns: int = 4  # turns in an episode
+    max_total_tokens: int = 512  # tokens in an episode, an agent's conversation, or a sequence of Atropos
+    action_format: str | None = None  # module:name of an ActionFormat (default: {"text": ...} for --env)
+    timeout: float = 120.0  # seconds that one run of an agent, or Atropos' next batch, may take
+    curriculum: str | None = None  # a field of the rows: its values in order are tiers, and the next opens when one is learned
+
+    @property
+    def kind(self) -> str | None:
+        """Which of the four it is; None for completions of prompts."""
+        return next((name for name in KINDS if getattr(self, name)), None)
+
+    def check(self, reward: str | None) -> None:
+        chosen = ["--" + name.replace("_", "-") for name in KINDS if getattr(self, name)]
+        if len(chosen) > 1:
+            raise UsageError(f"{' and '.join(chosen)}: rollouts come from one of them")
+        if self.kind == "tools" and not reward:
+            raise UsageError("--tools needs --reward file.py:function, which is told an episode's ToolRun")
+        if reward and self.kind not in (None, "tools"):
+            raise UsageError(f"--reward: with {chosen[0]} the reward comes from there")
+        if self.kind is None and self.action_format:
+            raise UsageError("--action-format is of --env")
+        if self.curriculum and self.kind == "atropos_url":
+            raise UsageError("--curriculum: Atropos' environments choose their tasks themselves")
+
+    def tasks(self, rows: Sequence[Any], seed: int) -> Any:
+        """The rows, or the curriculum that they make."""
+        if not self.curriculum:
+            return rows
+        missing = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict) or self.curriculum not in row), None)
+        if missing:
+            raise ValueError(f"--curriculum {self.curriculum}: row {missing} has no such field, which says its tier")
+        levels = sorted({row[self.curriculum] for row in rows})
+        return Curriculum([[row for row in rows if row[self.curriculum] == level] for level in levels], seed=seed)
+
+
+def episodes(options: RolloutOptions, policy: Policy, reference: Policy | None, rows: Any, config: GRPOConfig,
+             reward: Callable | None) -> tuple[Callable[[Run], AsyncIterator[dict]], Callable[[Sequence[Any]], Callable]]:
+    """(run -> GRPO's rows, held-out tasks -> a measure: their mean reward, greedily) of --env or --tools. Both use one pool,
+    which is open while the rows come."""
+    limits = Limits(options.max_turns, options.max_total_tokens)
+    if options.tools:
+        functions = [load_object(name, "--tools") for name in options.tools]
+        make: Any = Tools(functions[0] if len(functions) == 1 and isinstance(functions[0], type) else functions, reward)
+        form = make.action_format(policy.tokenizer)
+    else:
+        make = options.env if "://" in options.env else load_factory(options.env)
+        form = load_object(options.action_format, "--action-format") if options.action_format else TEXT
+        if not isinstance(form, ActionFormat):
+            raise ValueError(f"--action-format {options.action_format} is {form!r:.60}, no ActionFormat")
+    pool = GrpoPool(make, size=options.pool_size, seed=config.seed, queue=60.0)
+
+    async def steps(run: Run) -> AsyncIterator[dict]:
+        async with pool, aclosing(multi_turn_grpo(policy, reference, rows, config, pool, limits=limits, action_format=form,
+                                                  run=run)) as trained:
+            async for row in trained:
+                yield row
+
+    def measured(held_out: Sequence[Any]) -> Callable:
+        async def measure(policy: Policy) -> float:
+            async with await off_loop(lambda: Sampler(policy)) as sampler:
+                played = await evaluate_episodes(pool, sampler, held_out, limits=limits, action_format=form,
+                                                 max_new_tokens=config.max_new_tokens)
+            rewards = [e.rollout.reward for e in played if e.rollout.reward is not None]
+            return sum(rewards) / len(rewards) if rewards else float("nan")
+
+        return measure
+
+    return steps, measured
+
+
+def agent_runs(options: RolloutOptions, policy: Policy, reference: Policy | None, rows: Any,
+               config: GRPOConfig) -> Callable[[Run], AsyncIterator[dict]]:
+    from grpolab.serve.agents import agent_grpo
+
+    agent = load_object(options.agent, "--agent")
+    return lambda run: agent_grpo(policy, reference, rows, config, agent, timeout=options.timeout,
+                                  max_total_tokens=options.max_total_tokens, run=run)
+
+
+def from_atropos(options: RolloutOptions, policy: Policy, reference: Policy | None,
+                 config: GRPOConfig) -> Callable[[Run], AsyncIterator[dict]]:
+    from grpolab.serve.atropos import AtroposTrainer, atropos_source
+
+    async def steps(run: Run) -> AsyncIterator[dict]:
+        trainer = AtroposTrainer(options.atropos_url, batch_size=config.prompts_per_step * config.group_size,
+                                 max_token_len=options.max_total_tokens, num_steps=config.steps, timeout=options.timeout)
+        async with trainer, aclosing(grpo_from(policy, reference, atropos_source(trainer, policy, config), config,
+                                               longest=options.max_total_tokens, run=run)) as trained:
+            async for row in trained:
+                yield row
+
+    return steps
+
+
+def load_object(name: str, option: str) -> Any:
+    """What `module:name` or `path/to/file.py:name` names."""
+    module, _, attribute = name.rpartition(":")
+    if not (module and attribute):
+        raise ValueError(f"{option} is module:function or file.py:function, got {name!r}")
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ValueError(f"{option} {name}: there is no file {module}")
+        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(spec.name, loaded)  # where a dataclass of the file looks for its annotations
+        spec.loader.exec_module(loaded)
+    else:
+        loaded = importlib.import_module(module)
+    if not hasattr(loaded, attribute):
+        raise ValueError(f"{module} has no function {attribute!r}")
+    return getattr(loaded, attribute)
