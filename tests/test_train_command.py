@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -280,6 +281,12 @@ def test_every_name_of_another_trainer_is_one_of_an_option_here(method):
 def options_of(command):
     values = {f.name: getattr(command, f.name, None) for f in dataclasses.fields(command)}
     return [name for key, value in values.items() for name in (options_of(value) if dataclasses.is_dataclass(value) else [key])]
+
+
+def test_the_page_for_people_who_know_trl_lists_every_name():
+    page = (Path(__file__).parents[1] / "docs" / "trl.md").read_text()
+    assert all(f"| `{there}` | `{here}` |" in page for there, here in recipe.RENAMED.items())
+    assert all(f"| `{there}` | {sentence} |" in page for there, sentence in recipe.INSTEAD.items())
 
 
 def test_the_beta_of_another_trainer_is_of_its_method():
