@@ -186,7 +186,7 @@ def several_rewards(results: Path) -> str | None:
     return text + table(["reward", "greedy", "sampled at T = 1", "greedy − the checker alone", "tokens at the end"], rows)
 
 
-def span(values: list[float], digits: str = ".3f") -> str:
+def span(values: list[float], digits: str) -> str:
     """The least and the largest of the seeds' values."""
     low, high = (format(f(values), digits) for f in (min, max))
     return low if low == high else f"{low} to {high}"
@@ -207,21 +207,23 @@ def estimators(results: Path) -> str | None:
     names = list(dict.fromkeys(row["estimator"] for row in seeds[0]["on_policy"]))
     others = list(dict.fromkeys(row["estimator"] for row in seeds[0]["off_policy"]))
     samplers = list(dict.fromkeys(row["sampler"] for row in seeds[0]["off_policy"]))
-    text = (f"`{found['command']}`: {len(seeds)} problems of {15 * len(seeds[0]['success'])} completions, least to largest value; "
-            f"{found['threads']} thread. The two tables are exact: every group of {seeds[0]['on_policy'][0]['samples']} and "
-            f"{seeds[0]['off_policy'][0]['samples']} rollouts with its probability. Scale and cosine are of the mean "
-            "gradient beside the true one; noise is the variance over the squared scale, here of that without a "
+    text = (f"`{found['command']}`: {len(seeds)} problems of {15 * len(seeds[0]['success'])} completions, least to largest "
+            f"value; {found['threads']} thread. The two tables are exact: every group of "
+            f"{seeds[0]['on_policy'][0]['samples']} and {seeds[0]['off_policy'][0]['samples']} rollouts "
+            "with its probability. Scale and cosine are of the mean gradient beside the true one; noise is the variance over the squared scale, here of that without a "
             "baseline.\n\n")
-    text += table(["on-policy", "scale", "bias", "cosine", "noise"], [[name, *(span(column("on_policy", key, name)) for key in (
-        "scale", "bias", "cosine")), span(relative(name), ".2f") + "×"] for name in names])
+    text += table(["on-policy", "scale", "bias", "cosine", "noise"], [
+        [name, *(span(column("on_policy", key, name), digits) for key, digits in (("scale", ".3f"), ("bias", ".3f"),
+                                                                                   ("cosine", ".4f"))),
+         span(relative(name), ".2f") + "×"] for name in names])
     text += "\n\nCosine of the mean gradient and the true one where another sampler wrote the completions:\n\n"
-    text += table(["estimator", *samplers], [[name, *(span(column("off_policy", "cosine", name, who), ".2f") for who in samplers)]
-                                             for name in others])
+    text += table(["estimator", *samplers], [
+        [name, *(span(column("off_policy", "cosine", name, who), ".2f") for who in samplers)] for name in others])
     drawn = list(dict.fromkeys(row["estimator"] for row in seeds[0]["samples"]))
     sizes = sorted({row["samples"] for row in seeds[0]["samples"]})
     error = max(row["batch_cosine_error"] for of in seeds for row in of["samples"])
-    text += (f"\n\nMean cosine of a batch's gradient, sampled: {seeds[0]['samples'][0]['how']} each, the largest standard error "
-             f"is {error:.3f}.\n\n")
+    text += (f"\n\nMean cosine of a batch's gradient, sampled: {seeds[0]['samples'][0]['how']} each, the largest standard "
+             f"error is {error:.3f}.\n\n")
     return text + table(["samples", *map(str, sizes)], [[name, *(span([
         row["batch_cosine"] for of in seeds for row in of["samples"] if (row["estimator"], row["samples"]) == (name, n)], ".2f")
         for n in sizes)] for name in drawn])

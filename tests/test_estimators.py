@@ -1,12 +1,16 @@
 """The bench for estimators against what theory says of them, and against its own naive form."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 
+import matplotlib
 import pytest
 import torch
 
+from grpolab.lab import plots
+from grpolab.runs.run import repository
 from grpolab.train import estimators
 from grpolab.train.estimators import (
     FREE,
@@ -21,6 +25,8 @@ from grpolab.train.estimators import (
     successor,
     top_p,
 )
+
+matplotlib.use("Agg")
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +165,43 @@ def test_what_cannot_be_is_refused(problem):
         stale(problem, 17)
     with pytest.raises(ValueError, match="old must be .* got 'smapler'"):
         policy_gradient(old="smapler")
+
+
+def test_the_page_says_what_the_record_says():
+    """The sentences of docs/estimators.md, on each of the three problems."""
+    record = json.loads((repository() / "benchmarks" / "results" / "estimators.json").read_text())
+    assert len(record["seeds"]) == 3
+    for of in record["seeds"].values():
+        on = {row["estimator"]: row for row in of["on_policy"]}
+        one = on["leave one out"]
+        assert one["noise"] > on["no baseline"]["noise"] and one["samples"] == 4
+        assert on["group mean"]["noise"] == pytest.approx(one["noise"])
+        assert on["group mean, constant (Dr. GRPO)"]["noise"] == pytest.approx(one["noise"])
+        assert 0.999 < on["group mean / std"]["cosine"] < 1 - 1e-6
+        per_sequence = on["mean per sequence"]["cosine"]
+        by_length = {k: row["cosine"] for k, row in on.items() if k not in ("GSPO", "std, mean per sequence (GRPO)")}
+        assert min(by_length.values()) == per_sequence == pytest.approx(on["GSPO"]["cosine"])
+        assert per_sequence < on["mean over tokens (DAPO)"]["cosine"] < 1 - 1e-3
+        assert on["GSPO's ratio, summed over tokens"]["bias"] < 1e-10
+        drawn = {(row["estimator"], row["samples"]): row["batch_cosine"] for row in of["samples"]}
+        assert drawn["leave one out", 1024] > drawn["mean per sequence", 1024] + 0.02
+        assert all(abs(drawn["leave one out", n] - drawn["mean over tokens (DAPO)", n]) < 1e-3 for n in (16, 64, 256, 1024))
+        off = {(row["estimator"], row["sampler"]): row for row in of["off_policy"]}
+        for (name, who), row in off.items():
+            if who != "top-p 0.95":  # which cuts nothing on one of the problems
+                reachable = not who.startswith("top-p")
+                assert (row["bias"] < 1e-10) == (name == "weights of sequences" and reachable), (name, who)
+        old = {name: row for (name, who), row in off.items() if who == "16 updates old"}
+        assert old["weights of sequences"]["variance"] < 1.2 * old["token ratio, no clip"]["variance"]
+        clips = [old[name]["cosine"] for name in ("clip 0.2", "clip 0.2 and 0.28", "clip 0.2, dual 3")]
+        assert min(row["cosine"] for row in old.values()) in clips or max(clips) < 0
+        assert off["nothing corrected", "bf16"]["cosine"] > 0.999
+        assert abs(off["weights of sequences", "top-p 0.9"]["cosine"]
+                   - off["weights of sequences", "top-p 0.9, with its mass"]["cosine"]) < 0.01
+
+
+def test_the_figure_has_a_curve_with_bars_for_each_estimator(problem):
+    table = bench(problem, {k: ON_POLICY[k] for k in ("no baseline", "leave one out")}, groups=(1, 2), group_size=2, draws=20)
+    ax = plots.by_estimator(table, "samples", "batch_cosine", title="t")
+    assert len(ax.containers) == 2 and ax.get_xscale() == "log"
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["no baseline", "leave one out"]
