@@ -210,8 +210,8 @@ def estimators(results: Path) -> str | None:
     text = (f"`{found['command']}`: {len(seeds)} problems of {15 * len(seeds[0]['success'])} completions, least to largest "
             f"value; {found['threads']} thread. The two tables are exact: every group of "
             f"{seeds[0]['on_policy'][0]['samples']} and {seeds[0]['off_policy'][0]['samples']} rollouts "
-            "with its probability. Scale and cosine are of the mean gradient beside the true one; noise is the variance over the squared scale, here of that without a "
-            "baseline.\n\n")
+            "with its probability. Scale and cosine are of the mean gradient beside the true one; noise is "
+            "the variance over the squared scale, here of that without a baseline.\n\n")
     text += table(["on-policy", "scale", "bias", "cosine", "noise"], [
         [name, *(span(column("on_policy", key, name), digits) for key, digits in (("scale", ".3f"), ("bias", ".3f"),
                                                                                    ("cosine", ".4f"))),

@@ -133,7 +133,8 @@ def test_the_clip_and_the_cap_act_where_ratios_are_far(problem):
     free, clipped, capped, masked = (measure(problem, e, old, group_size=2)["variance"] for e in (
         policy_gradient(clip_eps=FREE), policy_gradient(), policy_gradient(old="weighed", sampler_cap=1.05),
         estimators.masked_weights))
-    assert len({round(v, 6) for v in (free, clipped, capped)}) == 3 and masked > 0
+    truncated = measure(problem, OFF_POLICY["weights truncated at 2"], old, group_size=2)["variance"]
+    assert len({round(v, 6) for v in (free, clipped, capped, masked, truncated)}) == 5
 
 
 def test_sampled_batches_agree_with_all_of_them_and_variance_falls_with_groups(problem, monkeypatch):
