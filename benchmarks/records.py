@@ -20,6 +20,7 @@ TRAINING = ("models", "decode", "train")
 MEASURES = {  # record -> the rooms of the package whose code decides what it says
     "aws": ("env",), "baselines": TRAINING,
     "bridges": ("models", "decode", "serve"), "decode": ("models", "decode"), "distillation": TRAINING,
+    "estimators": TRAINING,
     "grpo_seeds": TRAINING,
     "long_prompts": TRAINING, "longer_answers": TRAINING, "lora": TRAINING, "pool": ("env",), "rollouts": TRAINING,
     "seeds": (*TRAINING, "env"), "several_rewards": TRAINING,

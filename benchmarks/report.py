@@ -186,6 +186,49 @@ def several_rewards(results: Path) -> str | None:
     return text + table(["reward", "greedy", "sampled at T = 1", "greedy − the checker alone", "tokens at the end"], rows)
 
 
+def span(values: list[float], digits: str) -> str:
+    """The least and the largest of the seeds' values."""
+    low, high = (format(f(values), digits) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def estimators(results: Path) -> str | None:
+    found = record("estimators", results)
+    if not found:
+        return None
+    seeds = list(found["seeds"].values())
+
+    def column(part, key, name, sampler=None):
+        return [row[key] for of in seeds for row in of[part] if row["estimator"] == name and sampler in (None, row["sampler"])]
+
+    def relative(name):
+        return [a / b for a, b in zip(column("on_policy", "noise", name), column("on_policy", "noise", "no baseline"))]
+
+    names = list(dict.fromkeys(row["estimator"] for row in seeds[0]["on_policy"]))
+    others = list(dict.fromkeys(row["estimator"] for row in seeds[0]["off_policy"]))
+    samplers = list(dict.fromkeys(row["sampler"] for row in seeds[0]["off_policy"]))
+    text = (f"`{found['command']}`: {len(seeds)} problems of {15 * len(seeds[0]['success'])} completions, least to largest "
+            f"value; {found['threads']} thread. The two tables are exact: every group of "
+            f"{seeds[0]['on_policy'][0]['samples']} and {seeds[0]['off_policy'][0]['samples']} rollouts "
+            "with its probability. Scale and cosine are of the mean gradient beside the true one; noise is "
+            "the variance over the squared scale, here of that without a baseline.\n\n")
+    text += table(["on-policy", "scale", "bias", "cosine", "noise"], [
+        [name, *(span(column("on_policy", key, name), digits) for key, digits in (("scale", ".3f"), ("bias", ".3f"),
+                                                                                   ("cosine", ".4f"))),
+         span(relative(name), ".2f") + "×"] for name in names])
+    text += "\n\nCosine of the mean gradient and the true one where another sampler wrote the completions:\n\n"
+    text += table(["estimator", *samplers], [
+        [name, *(span(column("off_policy", "cosine", name, who), ".2f") for who in samplers)] for name in others])
+    drawn = list(dict.fromkeys(row["estimator"] for row in seeds[0]["samples"]))
+    sizes = sorted({row["samples"] for row in seeds[0]["samples"]})
+    error = max(row["batch_cosine_error"] for of in seeds for row in of["samples"])
+    text += (f"\n\nMean cosine of a batch's gradient, sampled: {seeds[0]['samples'][0]['how']} each, the largest standard "
+             f"error is {error:.3f}.\n\n")
+    return text + table(["samples", *map(str, sizes)], [[name, *(span([
+        row["batch_cosine"] for of in seeds for row in of["samples"] if (row["estimator"], row["samples"]) == (name, n)], ".2f")
+        for n in sizes)] for name in drawn])
+
+
 def longer_answers(results: Path) -> str | None:
     found = record("longer_answers", results)
     if not found:
@@ -387,7 +430,8 @@ def bridges(results: Path) -> str | None:
 SECTIONS = {
     "The series": notebooks, "Three seeds": seeds, "GRPO and rejection sampling, eight seeds": baselines,
     "GRPO over seeds": grpo_seeds, "On-policy distillation, three seeds": distillation,
-    "A reward for form beside the checker": several_rewards, "Longer answers, ten seeds": longer_answers,
+    "A reward for form beside the checker": several_rewards, "Estimators of the policy gradient": estimators,
+    "Longer answers, ten seeds": longer_answers,
     "SmolLM2-135M-Instruct": smollm2,
     "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
     "SmolLM2: AWS accounts": administration,

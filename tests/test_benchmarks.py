@@ -16,6 +16,7 @@ BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(BENCHMARKS))
 import baselines  # noqa: E402
 import distillation  # noqa: E402
+import estimators  # noqa: E402
 import grpo_seeds  # noqa: E402
 import illnesses  # noqa: E402
 import longer_answers  # noqa: E402
@@ -168,6 +169,17 @@ def test_an_illness_is_recorded(monkeypatch, tmp_path, tiny):
     asyncio.run(illnesses.main(["gamed"]))
     (run,) = json.loads((tmp_path / "runs.json").read_text()).values()
     assert run["ill"] == ["reward up while the judge falls"] and len(run["rows"]["step"]) == 2
+
+
+@pytest.mark.full
+def test_estimators_are_measured_on_a_seed(monkeypatch, tmp_path):
+    for name, value in {"RESULTS": tmp_path / "estimators.json", "SIZE": 2, "GROUPS": (2,), "DRAWS": 5}.items():
+        monkeypatch.setattr(estimators, name, value)
+    estimators.main([0])
+    record = json.loads((tmp_path / "estimators.json").read_text())
+    row = record["seeds"]["0"]
+    assert row["on_policy"][0]["how"] == "exact" and row["samples"][0]["how"] == "5 draws" and len(row["off_policy"]) == 77
+    assert record["provenance"]["code"]["train"]
 
 
 def test_answers_of_policies_are_recorded(monkeypatch, tmp_path):

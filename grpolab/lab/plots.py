@@ -238,3 +238,14 @@ def calibration(points: Sequence[tuple[float, object]], *, title: str, xlabel: s
     held_out(points, ax)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
     return ax
+
+
+def by_estimator(table: pd.DataFrame, x: str, y: str, *, title: str, ax=None):
+    """A column of `train.estimators.bench` over another, a curve for each estimator; bars are two standard errors."""
+    ax, styles = _axes(ax), cycle(zip((POLICY, WARNING, REWARD, PURPLE, SKY, REJECTED), ("-", "--", "-.", ":", "-", "--")))
+    for (name, rows), (color, style) in zip(table.groupby("estimator", sort=False), styles):
+        error = 2 * rows[f"{y}_error"] if f"{y}_error" in rows else None
+        ax.errorbar(rows[x], rows[y], yerr=error, color=color, linestyle=style, marker="o", markersize=4, capsize=3, label=name)
+    ax.set(title=title, xlabel=x.replace("_", " "), ylabel=y.replace("_", " "), xscale="log" if x == "samples" else "linear")
+    _below(ax, 34, 2)
+    return ax
