@@ -178,6 +178,10 @@ def test_bad_options_are_refused(change, says):
 def test_bad_input_is_refused_before_anything_is_sampled(student, teacher):
     with pytest.raises(ValueError, match="teacher_prompt"):
         rows_of(distil(student, student, PROBLEMS, CONFIG))
+    with pytest.raises(ValueError, match="share a model"):
+        rows_of(distil(student, dataclasses.replace(student), PROBLEMS, CONFIG))
+    with pytest.raises(ValueError, match="no rows"):
+        rows_of(distil(student, teacher, [], CONFIG))
     with pytest.raises(ValueError, match="needs examples"):
         rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, on_policy=0.5)))
     with pytest.raises(ValueError, match="context"):

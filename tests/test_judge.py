@@ -26,7 +26,7 @@ def tiny():
 
 
 @contextlib.contextmanager
-def endpoint(reply):
+def endpoint(reply, finish="stop"):
     """A server whose answers to chat are `reply(question)`; what it was asked, and the most requests at once."""
     asked, busy, most, lock = [], 0, 0, threading.Lock()
 
@@ -42,7 +42,8 @@ def endpoint(reply):
             text = reply(body["messages"][0]["content"])
             with lock:
                 busy -= 1
-            content = json.dumps({"choices": [{"message": {"content": text}}]} if text is not None else {"error": "down"})
+            answer = {"choices": [{"message": {"content": text}, "finish_reason": finish}]}
+            content = json.dumps(answer if text is not None else {"error": "down"})
             self.send_response(200 if text is not None else 500)
             self.end_headers()
             self.wfile.write(content.encode())
@@ -67,11 +68,21 @@ def judged(judge, tiny, *texts):
 
 @pytest.mark.parametrize(("reply", "reward"), [
     ("7", 0.7), ("Score: 2.5.", 0.25), ("8/10", 0.8), ("10 / 10", 1.0), ("0", 0.0),
-    ("good", None), ("11", None), ("-1", None), ("7 or 8", None), ("", None)])
+    ("good", None), ("11", None), ("-1", None), ("7 or 8", None), ("", None), (".5", 0.05), ("8.", 0.8), ("**8**", 0.8),
+    ("7,5", None), ("1%", None), ("\u22125", None), ("7/10.5", None), ("1e1", None)])
 def test_only_one_number_on_the_scale_is_a_reward(tiny, reply, reward):
     with endpoint(lambda _: reply) as (url, asked, _):
         assert judged(Judge(url, "m"), tiny, "x") == [reward]
     assert asked[0]["temperature"] == 0 and asked[0]["model"] == "m"
+
+
+@pytest.mark.parametrize(("reply", "finish", "reward"), [
+    ("First, 1 thing", "length", None), ("7", "stop", 0.7), ([{"type": "text", "index": 1}], "stop", None)])
+def test_a_reply_that_was_cut_or_is_no_text_gives_no_reward(tiny, reply, finish, reward):
+    with endpoint(lambda _: reply, finish) as (url, *_):
+        faults = Faults()
+        (group,) = asyncio.run(scored(tiny, [ROW], [group_of(tiny, "x")], Judge(url, "m"), faults))
+        assert group.rewards == [reward] and faults.count == isinstance(reply, list)
 
 
 def test_what_was_asked_once_is_not_asked_again(tiny, tmp_path):
@@ -106,7 +117,8 @@ def test_a_judge_that_is_down_costs_the_rollout_that_asked(tiny):
 
 def test_another_policy_is_a_judge(tiny):
     """The wire of a real endpoint: the embedded model says no number on the scale."""
-    refused = ({"scale": (1, 1)}, "low, high"), ({"cache": "none/x.jsonl"}, "folder"), ({"max_tokens": 0}, "at least")
+    refused = ({"scale": (1, 1)}, "low, high"), ({"scale": (0, float("inf"))}, "low, high"), (
+        {"cache": "none/x.jsonl"}, "folder"), ({"max_tokens": 0}, "at least")
     for wrong, says in refused:
         with pytest.raises(ValueError, match=says):
             Judge("http://127.0.0.1:1", "m", **wrong)

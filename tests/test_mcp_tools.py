@@ -144,3 +144,20 @@ def test_what_is_no_server_is_refused(server):
 def test_a_command_that_does_not_exist_is_named():
     with pytest.raises(ToolsLost, match="no-such-program"):
         Tools(McpServer(["no-such-program"]), lambda run: 0)
+
+
+def test_a_server_that_never_lists_its_tools_is_not_waited_for(tmp_path):
+    (tmp_path / "mute.py").write_text('''
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("method") == "initialize":
+        result = {"protocolVersion": message["params"]["protocolVersion"], "capabilities": {"tools": {}},
+                  "serverInfo": {"name": "mute", "version": "1"}}
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+    elif message.get("method") != "tools/list" and "id" in message:
+        error = {"code": -32601, "message": "no such method"}
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "error": error}), flush=True)
+''')
+    with pytest.raises(ToolsLost, match="list"):
+        Tools(McpServer([sys.executable, tmp_path / "mute.py"], connect=2), lambda run: 0)

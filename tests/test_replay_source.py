@@ -16,7 +16,7 @@ from grpolab.arithmetic import Problem
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
-from grpolab.train import GRPOConfig, grpo, grpo_from, recorded_groups
+from grpolab.train import GRPOConfig, Several, grpo, grpo_from, recorded_groups
 from grpolab.train.replay_source import importance
 
 PROBLEMS = [Problem(a, "+", 7) for a in range(12)]
@@ -217,3 +217,13 @@ def test_a_folder_without_a_record(tmp_path):
     rows_of(grpo(policy, None, PROBLEMS, CONFIG, reward=digits, run=run))
     with pytest.raises(ValueError, match=r"it holds none: record with Run\(..., keep='all'\)"):
         recorded_groups(run)
+
+
+@pytest.mark.parametrize("combination", ["gated", "normalise_then_sum"])
+def test_advantages_that_totals_do_not_make_are_those_of_the_record(tmp_path, combination):
+    reward = Several({"one": (lambda text, *_: float("1" in text), 1.0), "digits": (digits, 0.1)}, combination)
+    run, policy = Run("several", root=tmp_path), load_policy("tiny")
+    rows = rows_of(grpo(policy, None, PROBLEMS, CONFIG, reward=reward, run=run))
+    again = load_policy("tiny")
+    assert [r["trained_groups"] for r in train(again, recorded_groups(run))] == [r["trained_groups"] for r in rows]
+    assert torch.equal(weights(again), weights(policy))

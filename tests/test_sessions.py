@@ -345,8 +345,9 @@ def test_a_session_over_http_takes_the_options_of_one_in_process(tiny):
                 in_process = await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS)
             assert over_http.choices[0].token_ids == in_process.choices[0].token_ids
             assert len(over_http.choices[0].token_ids) <= 5
-            with pytest.raises(RemoteError, match="max_tokens"):
-                await caller.ask("POST", "/sessions", {"max_tokens": 0})
+            for wrong in ({"max_tokens": 0}, {"temperature": 0}, {"id": "a/b"}, {"id": ""}, {"id": ".."}):
+                with pytest.raises(RemoteError, match=f"400.*{next(iter(wrong))}"):
+                    await caller.ask("POST", "/sessions", wrong)
 
     asyncio.run(main())
 

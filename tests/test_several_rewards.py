@@ -6,16 +6,18 @@ import dataclasses
 import pytest
 import torch
 from loop_helpers import flat as weights
+from loop_helpers import rows_of
 from test_sources import CONFIG, ROWS, train, vowels
 
 from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
+from grpolab.runs.rollout_log import COLUMNS
 from grpolab.runs.run import Run
-from grpolab.train import Several, trl_reward
+from grpolab.train import Several, grpo, trl_reward
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.rewards import Faults, ask_any, score, scored
+from grpolab.train.rewards import Faults, ask_any, held_out_reward, score, scored
 
 
 @pytest.fixture
@@ -100,6 +102,36 @@ def test_normalised_then_summed_is_the_papers_formula(tiny):
     a = (normal * torch.tensor([1.0, 0.5])).sum(-1)
     expected = (a - a.mean()) / (a.std() + 1e-4)
     assert several.advantages(groups, "centred") == pytest.approx(expected.double(), abs=1e-5)
+    short = asyncio.run(scored(tiny, [{}], [group_of(tiny, "7", "71", "abc")], several, Faults()))
+    rewards = {"right": (lambda text, *_: None if text == "abcde" else right(text, *_), 1.0), "length": (Lengths(), 0.5)}
+    abstained = Several(rewards, "normalise_then_sum")
+    groups = asyncio.run(scored(tiny, [{}], [group_of(tiny, "7", "71", "abc", "abcde")], abstained, Faults()))
+    a = abstained.advantages(groups, "centred")  # who abstains moves nobody
+    assert a[0, 3] == 0 and torch.equal(a[:, :3], several.advantages(short, "centred"))
+
+
+def test_nan_abstains_wherever_it_comes_from(tiny):
+    later = {"right": (right, 1.0), "nan": (lambda *_: float("nan"), 1.0)}
+    assert totals(tiny, Several(later), "7", "")[0] == [1.0, 0.0]
+    half = held_out_reward(ROWS, lambda text, row, rollout: 1.0 if row["answer"] % 2 else float("nan"), max_new_tokens=2)
+    assert asyncio.run(half(tiny)) == 1.0
+
+
+def test_a_curriculum_hears_of_the_first_reward(tiny):
+    """A rollout that succeeded and was a little long has succeeded."""
+    told = []
+
+    class Rows:
+        tasks = ROWS
+
+        def next_tasks(self, n):
+            return ROWS[:n]
+
+        def record_result(self, task, rate):
+            told.append(rate)
+
+    train(tiny, rows=Rows(), reward=Several({"right": (lambda *_: 1.0, 1.0), "length": (Lengths(), -0.01)}))
+    assert told == [1.0] * 6
 
 
 def test_one_of_several_trains_as_it_does_alone(tiny):
@@ -142,6 +174,8 @@ def test_a_part_that_raises_costs_its_own_rollout(tiny):
     ({}, {}, "at least one"), ({"a": vowels}, {}, "reward, weight"), ({"a": (vowels, "1")}, {}, "finite number"),
     ({"a": (vowels, float("nan"))}, {}, "finite number"), ({"a": ("x", 1.0)}, {}, "reward, weight"),
     ({"a": (vowels, 1.0)}, {"combination": "product"}, "gated, sum"),
+    ({"a": (Several({"b": (vowels, 1.0)}), 1.0)}, {}, "one Several"), ({5: (vowels, 1.0)}, {}, "name"),
+    ({"": (vowels, 1.0)}, {}, "name"),
 ])
 def test_what_is_no_reward_is_refused(rewards, options, says):
     with pytest.raises(ValueError, match=says):
@@ -151,6 +185,19 @@ def test_what_is_no_reward_is_refused(rewards, options, says):
 def test_a_name_stands_for_one_number(tiny):
     with pytest.raises(ValueError, match="'vowels'"):
         train(tiny, reward=Several({"vowels": (vowels, 1.0)}), watch={"vowels": vowels})
+    config = dataclasses.replace(CONFIG, refills=1, kl_coef=0.1, sampler_cap=2.0, dual_clip=3.0)
+    columns = rows_of(grpo(tiny, load_policy("tiny"), ROWS, config, reward=vowels), 1)[0]
+    for name in {*columns, *COLUMNS, "curriculum", "tier"}:
+        for wrong in ({"reward": Several({"a": (vowels, 1.0), name: (vowels, 1.0)})}, {"watch": {name: vowels}}):
+            with pytest.raises(ValueError, match=f"'{name}'.*column"):
+                train(tiny, **wrong)
+
+
+def test_from_synchronous_code_it_is_asked_too(tiny):
+    several = Several({"right": (right, 1.0), "brief": (brief, 0.5)}, "sum")
+    (group,) = score(tiny, [{}], [group_of(tiny, "7", "ab")], several)
+    assert group.rewards == [2.5, 1.0] and group[0].parts == {"right": 1.0, "brief": 3.0}
+    assert score(tiny, [{}], [group_of(tiny, "7")], brief)[0].rewards == [3.0]
 
 
 # --- TRL's ------------------------------------------------------------------------------------------------------------
@@ -162,7 +209,7 @@ def test_a_reward_function_of_trl_gets_its_columns(tiny):
         seen.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer, columns=columns)
         return [float(str(a) in c) if c else None for c, a in zip(completions, answer)]
 
-    rows = [{"prompt": "1 + 2?", "answer": 3, "level": "a"}, {"prompt": "2 + 2?", "answer": 4}]
+    rows = [{"prompt": "1 + 2?", "answer": 3, "level": "a"}, {"prompt": "2 + 2?", "answer": 4, "completions": "4"}]
     groups = score(tiny, rows, [group_of(tiny, "3", ""), group_of(tiny, "3", "4")], trl_reward(reward))
     assert [g.rewards for g in groups] == [[1.0, None], [0.0, 1.0]]
     assert seen["prompts"] == ["1 + 2?"] * 2 + ["2 + 2?"] * 2 and seen["answer"] == [3, 3, 4, 4]
@@ -174,9 +221,14 @@ def test_messages_are_answered_by_messages_and_async_functions_are_awaited(tiny)
         return [float(prompt[0]["role"] == "user" and completion == [{"role": "assistant", "content": "x"}])
                 for prompt, completion in zip(prompts, completions)]
 
+    class Awaited:
+        async def __call__(self, **columns):
+            return await reward(**columns)
+
     rows = [{"prompt": [{"role": "user", "content": "say x"}]}]
-    several = Several({"x": (trl_reward(reward), 1.0)})
-    assert asyncio.run(scored(tiny, rows, [group_of(tiny, "x", "y")], several, Faults()))[0].rewards == [1.0, 0.0]
+    for function in (reward, Awaited()):
+        several = Several({"x": (trl_reward(function), 1.0)})
+        assert asyncio.run(scored(tiny, rows, [group_of(tiny, "x", "y")], several, Faults()))[0].rewards == [1.0, 0.0]
     with pytest.raises(TypeError, match="mappings"):
         score(tiny, ["x"], [group_of(tiny, "x")], trl_reward(lambda **_: [1.0]))
     rows = train(tiny, reward=trl_reward(lambda prompts, completions, answer, **_: [

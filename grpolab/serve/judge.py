@@ -34,8 +34,8 @@ class Judge:
     """A reward: what another model says of a completion, as a number between 0 and 1.
 
     url, model  of an OpenAI endpoint (`token`, `timeout` in seconds as for any); it is asked greedily
-    scale       (low, high) of the numbers that it is asked for, mapped to 0 and 1. A reply that holds no number,
-                several, or one outside abstains: no reward is made up
+    scale       (low, high) of the numbers that it is asked for, mapped to 0 and 1. A reply that holds no plain number,
+                several, or one outside abstains, as one does that was cut at `max_tokens`: no reward is made up
     question    (text, row, low, high) -> what it is asked (default: `question_of`)
     cache       a file of JSON lines: what was asked once, also in an earlier run, is not asked again (None: in this object)
     at_once     most requests in flight
@@ -48,8 +48,8 @@ class Judge:
                  question: Callable[..., str] = question_of,
                  cache: str | Path | None = None, at_once: int = 16, max_tokens: int = 16, token: str | None = None,
                  timeout: float = 60.0):
-        if not scale[0] < scale[1]:
-            raise ValueError(f"scale={scale}: (low, high) of what the judge is asked for, low first")
+        if not -float("inf") < scale[0] < scale[1] < float("inf"):
+            raise ValueError(f"scale={scale}: (low, high) of what the judge is asked for, low first, both finite")
         if at_once < 1 or max_tokens < 1:
             raise ValueError(f"at_once={at_once} and max_tokens={max_tokens} are at least 1")
         if cache and not Path(cache).absolute().parent.is_dir():
@@ -88,9 +88,14 @@ class Judge:
                 "model": self.model, "messages": [{"role": "user", "content": question}], "temperature": 0,
                 "max_tokens": self.max_tokens})
             try:
-                reply = str(answer["choices"][0]["message"]["content"])
+                choice = answer["choices"][0]
+                reply = choice["message"]["content"] or ""
             except (LookupError, TypeError) as error:
                 raise ValueError(f"{self.caller.url} answered with no message: {str(answer)[:120]}") from error
+            if not isinstance(reply, str):
+                raise ValueError(f"{self.caller.url} answered with what is no text: {reply!r:.120}")
+            if choice.get("finish_reason") == "length":  # a number in it may be half of one, or of a thought
+                reply = ""
             self._replies[key] = reply
             if self.cache:
                 with self.cache.open("a") as file:
@@ -99,6 +104,9 @@ class Judge:
 
     def _number(self, reply: str) -> float | None:
         low, high = self.scale
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", re.sub(rf"/\s*{high:g}\b", "", reply))  # "8/10" says 8
-        value = float(numbers[0]) if len(numbers) == 1 else None
-        return None if value is None or not low <= value <= high else (value - low) / (high - low)
+        reply = re.sub(rf"/\s*{re.escape(f'{high:g}')}(?![.,]?\d)", "", reply)  # "8/10" says 8
+        runs = [run.rstrip(".,") for run in re.findall(r"[-\u2212]?[.,]?\d[\d.,%]*", reply)]
+        if len(runs) != 1 or not re.fullmatch(r"-?(\d+(\.\d+)?|\.\d+)", runs[0]):
+            return None
+        value = float(runs[0])
+        return (value - low) / (high - low) if low <= value <= high else None

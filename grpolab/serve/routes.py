@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from grpolab.access import names_loopback, shows
+from grpolab.decode.sampling import COLDEST
 from grpolab.serve.completions import CompletionResponse
 from grpolab.serve.openai_schema import (
     ChatRequest,
@@ -35,7 +36,7 @@ class NewSession(Strict):
 
     id: str | None = None
     seed: int | None = Field(None, ge=0, lt=2**63)
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: float = Field(1.0, ge=COLDEST, le=100)
     max_tokens: int | None = Field(None, ge=1)
     limit: int | None = Field(None, ge=2)
     fixed: bool = False

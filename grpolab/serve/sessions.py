@@ -234,8 +234,11 @@ class Sessions:
         return len(self._by_id)
 
     def open(self, id: str | None = None, seed: int | None = None, **options) -> Session:
-        """A new session. Refused for an id that is taken or of a session that ended, and where there is no room."""
+        """A new session. Refused for an id that is taken, of a session that ended or no part of a path, and where there is no
+        room."""
         id = secrets.token_hex(8) if id is None else id
+        if id in ("", ".", "..") or "/" in id:
+            raise Refused(400, f"the id {id[:80]!r} cannot stand in the address of a session: take one without a slash", "id")
         with self._lock:
             if id in self._by_id:
                 raise Refused(409, f"there is a session {id!r} already; collect it first, or take another id")

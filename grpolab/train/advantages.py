@@ -23,7 +23,7 @@ def number(value, giver: str) -> float | None:
     for anything else, also text that spells a number; ValueError for what is not finite (NaN abstains, as None does)."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
-    if value is None:
+    if value is None or value != value:
         return None
     if not isinstance(value, Real):
         raise TypeError(f"the reward {giver!r} gave {value!r:.40}, of type {type(value).__name__}: a reward is a number, or "

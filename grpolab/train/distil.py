@@ -87,6 +87,11 @@ async def distil(
     """
     if distributed.world().size > 1:
         raise ValueError("distil runs in one process: start it without torchrun")
+    if teacher is not policy and teacher.model is policy.model and type(teacher) is Policy:
+        raise ValueError("student and teacher share a model, so the teacher would move along: load it a second time, or give "
+                         "the policy itself and a teacher_prompt")
+    if not rows:
+        raise ValueError("there are no rows to ask the student: give at least one")
     if teacher is policy and teacher_prompt is None:
         raise ValueError("a policy that is its own teacher needs a teacher_prompt with more in it than the row's prompt")
     if config.on_policy < 1 and not examples:

@@ -15,6 +15,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.models.load import BasePolicy, Policy
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, padded
 from grpolab.runs.checkpoints import data_hash
+from grpolab.runs.rollout_log import COLUMNS
 from grpolab.runs.run import Run
 from grpolab.tasks import prompt_of
 from grpolab.train import distributed, losses
@@ -32,6 +33,7 @@ from grpolab.train.loop import (
 from grpolab.train.recorded import as_recorded
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
+from grpolab.train.several_rewards import Several
 from grpolab.train.sources import Source, Tasks, as_step_groups, content_of, distinct, sampled, tokens_of
 from grpolab.train.verify import check_drift, verify_forward
 
@@ -48,6 +50,7 @@ async def grpo(
     `watch` are not trained on: their means stand in each row under their names.
     """
     check_reference(policy, reference, config)
+    check_names(reward, watch or ())
     tasks = Tasks(problems, config, run, success)
     if tasks.adaptive and config.refills:
         raise ValueError(f"refills={config.refills}: a curriculum says itself what is asked; leave it 0")
@@ -125,6 +128,17 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
         raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
     if reference is policy or reference is not None and reference.model is policy.model and type(reference) is Policy:
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
+
+
+def check_names(reward: Reward, watch: Iterable[str]) -> None:
+    """Refuse a reward by the name of another column of the step's row or of the record, whose numbers it would replace."""
+    every = GRPOConfig(kl_coef=1.0, dual_clip=3.0, sampler_cap=2.0)  # whose rows have each column
+    nothing = Group((Rollout((), (), (), (), (), "lost"),))
+    own = {*_unmeasured(every, True), *describe([nothing]), *timings(0, 1, 0, 1), *COLUMNS, "step", "trained_groups",
+           "trained_tokens", "reward_errors", "refill_prompts", "refill_tokens", "discarded_groups", "discarded_tokens", "tier",
+           "curriculum"}
+    if taken := own & {*watch, *(reward.rewards if isinstance(reward, Several) else ())}:
+        raise ValueError(f"{sorted(taken)} cannot name a reward: a column of the rows or of the record is called that already")
 
 
 def verify_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:

@@ -20,7 +20,7 @@ from grpolab.train.tools import ToolFailed, ToolsLost
 class McpServer:
     """server  the address of a server that speaks streamable HTTP, or the command that starts one on stdio, as a list
     env     variables of the command's process, beside the few that the protocol's package lets through
-    connect seconds that it may take until it answers; TimeoutError then
+    connect seconds that it may take until it answers, and then until it has listed its tools; ToolsLost after them
     """
 
     def __init__(self, server: str | Sequence[str], *, env: Mapping[str, str] | None = None, connect: float = 30.0):
@@ -41,11 +41,15 @@ class McpServer:
         """What the server lists, in OpenAI's shape; ToolsLost where it cannot be asked."""
         async def ask() -> list[dict]:
             async with self._client() as client:
-                tools, page = [], await client.list_tools()
-                tools += page.tools
-                while page.next_cursor:
-                    page = await client.list_tools(cursor=page.next_cursor)
-                    tools += page.tools
+                try:
+                    async with asyncio.timeout(self.connect):
+                        tools, page = [], await client.list_tools()
+                        tools += page.tools
+                        while page.next_cursor:
+                            page = await client.list_tools(cursor=page.next_cursor)
+                            tools += page.tools
+                except TimeoutError as error:
+                    raise ToolsLost(f"the MCP server {self.__name__} did not list its tools in {self.connect:g} s") from error
                 return [{"type": "function", "function": {
                     "name": tool.name, "description": " ".join((tool.description or "").split()),
                     "parameters": tool.input_schema}} for tool in tools]

@@ -25,6 +25,7 @@ from grpolab.rollouts import Rollout
 from grpolab.runs.checkpoints import weights_hash
 from grpolab.runs.rollout_log import Recorder, recorded
 from grpolab.runs.run import Run
+from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import off_loop
 from grpolab.train.recorded import as_recorded
@@ -48,7 +49,7 @@ def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None
     recorder = Recorder(folder / "rollouts")
     try:
         about = json.loads((folder / "run.json").read_text())
-        temperature = float(about["config"]["temperature"])
+        temperature, kind = float(about["config"]["temperature"]), about["config"]["advantage_kind"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{Run.shown(folder)} holds no run of GRPO whose rollouts could be trained on: its run.json cannot be "
                          f"read, or says no temperature ({error!r})") from error
@@ -65,7 +66,7 @@ def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None
                              "corrects for its distance")
         group = recorded(line).group
         longest = max([longest, *(len(r.prompt) + len(r.tokens) for r in group)])
-    return Recorded(recorder, folder, tuple(chosen), max_age, longest, temperature, str(about.get("start")))
+    return Recorded(recorder, folder, tuple(chosen), max_age, longest, temperature, kind, str(about.get("start")))
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Recorded:
     max_age: int | None
     longest: int
     temperature: float
+    kind: str  # of advantage
     start: str
 
     async def __call__(self, step: int) -> StepGroups:
@@ -85,9 +87,12 @@ class Recorded:
         groups = await off_loop(lambda: self.recorder.groups(self.steps[step]))
         trained = [g.trained for g in groups]
         used = [t for g, t in zip(groups, trained) if g.used]
-        again = lambda: as_recorded([(g.problem, t) for g, t in zip(groups, trained)], used, {}, "centred")  # noqa: E731
-        return StepGroups(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, record=again, engine="record",
-                     off_policy=True)
+        made = torch.tensor([g.advantages for g in groups if g.used], dtype=torch.float64)
+        if not used or torch.equal(made, advantages(reward_tensor([g.rewards for g in used]), self.kind)):
+            made = None  # of their totals: the config says of which kind now
+        again = lambda: as_recorded([(g.problem, t) for g, t in zip(groups, trained)], used, {}, "centred", made)  # noqa: E731
+        return StepGroups(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, advantages=made, record=again,
+                          engine="record", off_policy=True)
 
     def check(self, policy: Policy, config: GRPOConfig, run: Run | None) -> None:
         """Refuse, before the first step, what this record cannot train; ValueError says why."""

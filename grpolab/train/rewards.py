@@ -88,17 +88,17 @@ async def faults_of_all(faults: Faults, place: str) -> Faults:
 def score(
     policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults | None = None
 ) -> list[Group]:
-    """Groups with a reward for each rollout, by a reward that is not async. TypeError for a reward that is no number,
-    ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are given."""
+    """Groups with a reward for each rollout, from synchronous code; the reward may be async. TypeError for a reward that is no
+    number, ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are
+    given."""
     texts = [[policy.decode(r.tokens) for r in g] for g in groups]
-    outcomes = _now(reward, *_flat(texts, rows, groups))
-    return _rewarded(groups, _spread(reward, outcomes, groups, faults))
+    return _rewarded(groups, _spread(reward, _asked(reward, *_flat(texts, rows, groups)), groups, faults))
 
 
 async def scored(
     policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults
 ) -> list[Group]:
-    """`score` by any reward, also one that is async: then all of these rollouts are asked at once."""
+    """`score` from async code: of an async reward all of these rollouts are asked at once."""
     if not answers_later(reward):
         return await off_loop(lambda: score(policy, rows, groups, reward, faults))
     texts = [[policy.decode(r.tokens) for r in g] for g in groups]
@@ -112,8 +112,7 @@ def ask_any(
 ) -> list[list[float | None]]:
     """The reward of each rollout of each group (B, G), whose completions are `texts`, from synchronous code; errors as `score`
     says. The reward may be async."""
-    lists = _flat(texts, rows, groups)
-    outcomes = run_sync(_later(reward, *lists)) if answers_later(reward) else _now(reward, *lists)
+    outcomes = _asked(reward, *_flat(texts, rows, groups))
     return [[x.reward for x in of] for of in _spread(reward, outcomes, groups, faults)]
 
 
@@ -139,6 +138,11 @@ def _now(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Se
             return error
 
     return list(map(one, texts, rows, rollouts))
+
+
+def _asked(reward: Reward, *lists: Sequence) -> Any:
+    """`_now` of any reward, from synchronous code."""
+    return run_sync(_later(reward, *lists)) if answers_later(reward) else _now(reward, *lists)
 
 
 async def _later(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from grpolab.rollouts import Group, Rollout
 from grpolab.tasks import prompt_of
 from grpolab.train.advantages import STD_FLOOR, advantages, informative, reward_tensor
-from grpolab.train.rewards import Reward, Total, name_of, outcomes_of
+from grpolab.train.rewards import Reward, Total, is_async, name_of, outcomes_of
 
 COMBINATIONS = ("gated", "sum", "normalise_then_sum")
 
@@ -36,6 +35,10 @@ class Several:
         if not rewards:
             raise ValueError("several rewards are at least one: give {name: (reward, weight), ...}")
         for name, of in rewards.items():
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"the name of a reward is a text, got {name!r:.40}")
+            if isinstance(of, tuple) and isinstance(of[0], Several):
+                raise ValueError(f"the reward {name!r} is several itself: put its rewards into one Several, with their weights")
             if not isinstance(of, tuple) or len(of) != 2 or not callable(of[0]) and not hasattr(of[0], "batch"):
                 raise ValueError(f"the reward {name!r} is {of!r:.80}: give (reward, weight)")
             if not isinstance(of[1], int | float) or not abs(of[1]) < float("inf"):
@@ -64,9 +67,11 @@ class Several:
         totals = reward_tensor([g.rewards for g in groups])
         if self.gate:
             return advantages(totals, kind).masked_fill(~informative(part_of(groups, self.gate))[:, None], 0)
-        each = [weight * advantages(part_of(groups, name), "standardised") for name, (_, weight) in self.rewards.items()]
-        a = torch.stack(each).sum(0).masked_fill(totals.isnan(), 0)
-        return a / (a.std() + STD_FLOOR)
+        there = ~totals.isnan()
+        parts = {name: part_of(groups, name).masked_fill(~there, torch.nan) for name in self.rewards}  # none of who abstains
+        each = [weight * advantages(parts[name], "standardised") for name, (_, weight) in self.rewards.items()]
+        a = torch.stack(each).sum(0)
+        return a / (a[there].std() + STD_FLOOR) if there.sum() > 1 else torch.zeros_like(a)
 
 
 def check_sum(reward: Reward) -> None:
@@ -92,13 +97,13 @@ def trl_reward(function: Callable[..., Any]) -> Reward:
         completions = [[{"role": "assistant", "content": text}] if talk else text for text, talk in zip(texts, talks)]
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names if name not in ("prompt", "messages")}
-        return {"prompts": [prompt_of(row) for row in rows], "completions": completions,
-                "completion_ids": [list(r.tokens) for r in rollouts]} | columns
+        return columns | {"prompts": [prompt_of(row) for row in rows], "completions": completions,
+                          "completion_ids": [list(r.tokens) for r in rollouts]}
 
     class FromTRL:
         __name__ = name_of(function)
 
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
             async def batch(self, texts, rows, rollouts):
                 return await function(**arguments(texts, rows, rollouts))
         else:

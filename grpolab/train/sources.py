@@ -120,7 +120,8 @@ def sampled(
         health = group_health(part_of(first, gate)) if gate else {}
         return StepGroups(
             groups, errors | cost | health | means, seen=first, tokens=tokens_of([g for _, g in everything]),
-            after_step=lambda: tasks.record(rows, [g.rewards for g in first]), advantages=a,
+            after_step=lambda: tasks.record(rows, [[r.parts.get(gate) if gate else r.reward for r in g] for g in first]),
+            advantages=a,
             record=lambda: as_recorded(everything, groups, parts, config.advantage_kind, a), engine=sampler.engine.name,
         )
 
