@@ -24,7 +24,8 @@ from grpolab.env.worker import EnvThread
 
 log = logging.getLogger("grpolab.env.server")
 
-MAX_WAITING = 1  # message that may wait for a reply before the session stops reading: each may have MAX_MESSAGE_BYTES
+MAX_WAITING = 2**20  # bytes of messages that may wait for their replies; beyond it the session stops reading
+MESSAGE_BYTES = 100  # what a message costs beside its text
 
 
 @dataclass
@@ -59,7 +60,9 @@ class Session:
         self._over = False  # no further request is served
         self._left = False  # the client
         self._hung = False  # the environment, in its last call
-        self._inbox: asyncio.Queue[str | bytes | None] = asyncio.Queue(MAX_WAITING)
+        self._inbox: asyncio.Queue[str | bytes | None] = asyncio.Queue()
+        self._waiting = 0  # bytes in the inbox
+        self._taken = asyncio.Event()  # a message, out of the inbox
 
     @property
     def leaving(self) -> bool:
@@ -73,6 +76,8 @@ class Session:
         try:
             await self._open()
             while not self._over and (message := await self._inbox.get()) is not None and not self._left:
+                self._waiting -= len(message) + MESSAGE_BYTES
+                self._taken.set()
                 if (reply := await self._answer(message)) is not None:
                     await self._send(reply)
                 self._over |= self.hosting.stopping
@@ -86,15 +91,19 @@ class Session:
             reading.cancel()
 
     async def _read(self) -> None:
-        """Take messages as they come, so that pongs are always read and a client that leaves is noticed; but none while
-        one of them waits: a client is to send its next request when the last one is answered."""
+        """Take messages as they come, so that pongs are read and a client that leaves is noticed; but none while more than
+        MAX_WAITING bytes wait: what else the client sends stays with it."""
         with contextlib.suppress(ConnectionClosed):
             async for message in self.connection:
-                await self._inbox.put(message)
+                self._waiting += len(message) + MESSAGE_BYTES
+                self._inbox.put_nowait(message)
+                while self._waiting > MAX_WAITING:
+                    self._taken.clear()
+                    await self._taken.wait()
         self._left = True
         if self.env is not None:
             self.env.cancel()  # nobody waits for what it does
-        await self._inbox.put(None)
+        self._inbox.put_nowait(None)
 
     async def _send(self, text: str) -> None:
         """Send a reply. A client that does not take it for as long as it may leave a ping unanswered is cut off: pings would
