@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import sys
 from importlib import import_module
 
@@ -68,7 +69,15 @@ def parse(name: str, command: type, arguments: list[str]):
     """A command's dataclass from its arguments; SystemExit with status 2 where they do not fit, 0 after --help."""
     if name in TRAINING:  # tyro reads only the first spelling
         arguments = ["None" if argument == "none" else argument for argument in arguments]
-    return tyro.cli(command, prog=f"grpolab {name}", args=arguments)
+    # tyro reads the options' sentences from the source, and Python 3.11's ast.parse fails ("AST constructor recursion depth
+    # mismatch") where a garbage collection in the midst of it ends in another one, as a finaliser's traceback does.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return tyro.cli(command, prog=f"grpolab {name}", args=arguments)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def usage() -> str:
