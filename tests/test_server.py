@@ -107,7 +107,7 @@ async def test_a_slot_is_held_until_the_environment_of_a_dropped_connection_has_
         assert EchoEnv.live == 0 and EchoEnv.most == 1
 
 
-async def test_a_cancelled_connect_has_said_goodbye_when_it_raises():
+async def test_a_cancelled_connect_leaves_no_session():
     def slow():
         time.sleep(0.2)
         return EchoEnv()
@@ -119,7 +119,7 @@ async def test_a_cancelled_connect_has_said_goodbye_when_it_raises():
             connecting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await connecting
-            assert server.status()["sessions"] == 0 == EchoEnv.live
+            await eventually(lambda: server.status()["sessions"] == 0 == EchoEnv.live, SOON)
         assert server.status()["opened"] >= 1
 
 

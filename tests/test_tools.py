@@ -308,7 +308,7 @@ def test_environments_that_fail_in_this_process_fail_by_name():
             time.sleep(30)
 
     async def main():
-        with pytest.raises(FactoryError, match="Broken could not be made.*no disk"):
+        with pytest.raises(FactoryError, match="Broken.*no disk"):
             await GrpoPool(Broken, size=2).connect()
         async with GrpoPool(Hung, size=1, deadlines=Deadlines(step=0.2)) as pool:
             await pool.reset_group(seed=1)
@@ -317,8 +317,6 @@ def test_environments_that_fail_in_this_process_fail_by_name():
             await pool.slots[0].reset(seed=1)  # on a new session
         with pytest.raises(ValueError, match="give the class"):
             GrpoPool(GuessEnv())
-        with pytest.raises(TypeError, match="token"):
-            GrpoPool(GuessEnv, token="x")
 
     asyncio.run(main())
 

@@ -7,10 +7,8 @@ The idea: the server-side pool of aws-rl-env.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -68,10 +66,8 @@ class ProcessBackend:
         self.address = ""
         output: deque[str] = deque(maxlen=20)
         answered = threading.Event()
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-I", "-S", child_processes.__file__, *self.command], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-            env=child_processes.environment(self._env))
+        self._process = process = child_processes.start(self.command, self._env, stdout=subprocess.PIPE,
+                                                        stderr=subprocess.PIPE, text=True, errors="replace")
 
         def drain(stream: TextIO, address: bool) -> None:
             """Read one output, so that no full pipe blocks the process; the first line of stdout is its address."""
@@ -116,13 +112,7 @@ class ProcessBackend:
         """Kill the process and everything in its group; returns when it is gone."""
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-            try:
-                process.wait(timeout=2.0)
-            except subprocess.TimeoutExpired:
-                process.kill()  # the kernel then kills the command
-                process.wait()
+            child_processes.stop(process)
             for listener in self._listeners:
                 listener.join(timeout=1.0)
 

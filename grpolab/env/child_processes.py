@@ -1,17 +1,19 @@
-"""Processes that die with their owner. Imports nothing of ours, so that it starts in milliseconds as a script of its own:
+"""Processes that die with their owner: `start` runs a command under a guard, which is this file as a script.
 
     python child_processes.py COMMAND ARGUMENT...
 
-Standard input ties it to its owner, who holds the other end of that pipe: however the owner dies, the kernel closes it.
-Then, or on SIGTERM, the command's process group is killed, and on Linux also whatever has left that group and lost its
-parent (a daemon): it becomes this process's child (PR_SET_CHILD_SUBREAPER). If this process itself is killed, the kernel
-kills the command (PR_SET_PDEATHSIG, Linux). On macOS what leaves the group outlives it.
+Standard input ties the guard to its owner, who holds the other end of that pipe: however the owner dies, the kernel closes
+it. Then, or on SIGTERM, the command's process group is killed, and on Linux also whatever has left that group and lost its
+parent (a daemon): it becomes the guard's child (PR_SET_CHILD_SUBREAPER). If the guard itself is killed, the kernel kills the
+command (PR_SET_PDEATHSIG, Linux). On macOS what leaves the group outlives it. Nothing of ours is imported: it starts in
+milliseconds.
 """
 
 import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
 
 # What a child process inherits of our environment variables: where things are and how text is written. Everything else may
@@ -26,6 +28,24 @@ def environment(extra=None) -> dict:
     """The environment variables of a child: INHERITED and LC_* of ours, and `extra` ({name: text}) over them."""
     inherited = {name: text for name, text in os.environ.items() if name in INHERITED or name.startswith("LC_")}
     return {**inherited, **(extra or {})}
+
+
+def start(command, extra=None, **options) -> subprocess.Popen:
+    """Start `command` under a guard, with the environment variables of `environment(extra)`; `options` are those of Popen. The
+    process that is returned is the guard."""
+    return subprocess.Popen([sys.executable, "-I", "-S", __file__, *command], stdin=subprocess.PIPE, start_new_session=True,
+                            env=environment(extra), **options)
+
+
+def stop(guard: subprocess.Popen) -> None:
+    """Kill the command of a guard and everything in its group; returns when it is gone."""
+    with contextlib.suppress(OSError):
+        guard.stdin.close()
+    try:
+        guard.wait(5.0)
+    except subprocess.TimeoutExpired:  # stuck, or stopped: the kernel kills the command with it
+        guard.kill()
+        guard.wait()
 
 
 def fork() -> int:
@@ -47,9 +67,9 @@ def fork() -> int:
     return pid
 
 
-def guard(pid: int, owner: int) -> int:
-    """Wait until our child `pid` ends, the other end of the descriptor `owner` is closed, or SIGTERM; then kill the child's
-    group and what has become ours. Returns the child's exit status, as a shell gives it."""
+def guard(pid: int) -> int:
+    """Wait until our child `pid` ends, the owner closes our standard input, or SIGTERM; then kill the child's group and what
+    has become ours. Returns the child's exit status, as a shell gives it."""
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -57,12 +77,12 @@ def guard(pid: int, owner: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the group; the owner decides
     signal.set_wakeup_fd(woken)
     poller = select.poll()
-    poller.register(owner, 0)  # asks for nothing, so that only a hang-up is reported
+    poller.register(0, 0)  # asks for nothing, so that only a hang-up is reported
     poller.register(wake, select.POLLIN)
     status = None
     while (status := _reap(pid)) is None:
         ready = dict(poller.poll())
-        if owner in ready or (wake in ready and signal.SIGTERM in os.read(wake, 4096)):
+        if 0 in ready or (wake in ready and signal.SIGTERM in os.read(wake, 4096)):
             break
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: all of the group are zombies (macOS)
         os.killpg(pid, signal.SIGKILL)
@@ -117,7 +137,7 @@ def main(command: list[str]) -> int:
         except OSError as fault:
             print(f"{command[0]}: {fault.strerror}", file=sys.stderr, flush=True)
             os._exit(127)
-    return guard(pid, 0)
+    return guard(pid)
 
 
 if __name__ == "__main__":

@@ -101,12 +101,10 @@ class EnvSession:
     own for all sessions. `ping_interval`/`ping_timeout` in seconds find a dead server; None turns pings off.
     """
 
-    address = staticmethod(socket_url)
-
     def __init__(self, url: str, *, token: str | None = None, deadlines: Deadlines | None = None,
                  ping_interval: float | None = 20.0, ping_timeout: float | None = 20.0,
                  trace: deque[Span] | None = None, index: int = 0):
-        self.url = self.address(url)
+        self.url = socket_url(url)
         self.deadlines = deadlines or Deadlines()
         self.index = index
         self.episode_id = ""
@@ -143,27 +141,16 @@ class EnvSession:
             raise RuntimeError("this session was connected before; a session is used once, make a new EnvSession")
         try:
             with self.span("connect"):
-                await self._open_socket()
+                self._socket = await self._handshake()
             await self._request("admit", protocol.STATE, "state")
         except ServerError:
             self.doubtful = False  # an environment that cannot tell its state before reset is one all the same
+        except DeadlineExceeded:
+            raise
         except SessionLost as fault:
-            if isinstance(fault, DeadlineExceeded):
-                raise
             raise ConnectError(f"{self.url} accepted the connection and gave no session: {fault}") from fault
         except asyncio.CancelledError:
             await self.close()  # a goodbye, so that the server has freed the place when the caller goes on
-            raise
-
-    async def _open_socket(self) -> None:
-        """The handshake. One that is cancelled is finished first, for at most a second: the server may have taken a place for
-        it already, which only a goodbye gives back in order."""
-        handshake = asyncio.ensure_future(self._handshake())
-        try:
-            self._socket = await asyncio.shield(handshake)
-        except asyncio.CancelledError:
-            with suppress(ConnectError, TimeoutError):
-                self._socket = await asyncio.wait_for(handshake, min(self.deadlines.close, 1.0))
             raise
 
     async def _handshake(self) -> ClientConnection:
@@ -187,13 +174,13 @@ class EnvSession:
         """Start an episode. `options` (`task`, ...) reach the environment's reset; `episode_id` is new by default."""
         self.episode_id, self.turn = episode_id or uuid.uuid4().hex, 0
         sent = {"episode_id": self.episode_id, **({} if seed is None else {"seed": seed}), **options}
-        return self._result(await self._request("reset", protocol.message("reset", sent), "observation"))
+        return await self._request("reset", protocol.message("reset", sent), "observation")
 
     async def step(self, action: dict) -> StepResult:
         """Send one action. InvalidAction (it could not be read) and ServerError leave the session usable; SessionLost and
         DeadlineExceeded end it."""
         self.turn += 1
-        return self._result(await self._request("step", protocol.message("step", action), "observation"))
+        return await self._request("step", protocol.message("step", action), "observation")
 
     async def state(self) -> dict:
         """What the environment says of itself: at least `episode_id` and `step_count`."""
@@ -208,24 +195,24 @@ class EnvSession:
             reason = fault if isinstance(fault, dict) else {"message": fault}
             raise ServerError(f"{method}: {reason.get('message', 'refused')}", str(reason.get("code", "")))
         if not isinstance(data.get("result", {}), dict):
-            raise self._drop(SessionLost(f"{method} was answered with {data!r:.200}: the connection is out of step"))
+            raise ServerError(f"{method} was answered with {data!r:.200}", "")
         return data.get("result", {})
 
     async def close(self) -> None:
         """Say `close`, wait for the server to have closed the environment, at most `deadlines.close` s. Idempotent."""
-        socket, was_open = self._socket, self.open
-        if socket is None:
+        if self._socket is None:
             return
+        was_open = self.open
         self.lost = self.lost or SessionLost("this session was closed")
         try:
             if was_open:
                 with self.span("close"), suppress(TimeoutError, ConnectionClosed):
                     async with asyncio.timeout(self.deadlines.close):
-                        await socket.send(protocol.CLOSE)
-                        await socket.wait_closed()
+                        await self._socket.send(protocol.CLOSE)
+                        await self._socket.wait_closed()
         finally:
             self._cut()
-        await socket.wait_closed()
+        await self._socket.wait_closed()
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
@@ -239,26 +226,14 @@ class EnvSession:
         finally:
             self._spans.append(Span(phase, start, perf_counter(), self.index, self.episode_id, self.turn, fault))
 
-    def _drop(self, cause: BaseException) -> BaseException:
-        """Give the connection up, at once and for ever; returns `cause`."""
-        self.lost = self.lost or cause
-        self._cut()
-        return cause
-
     def _cut(self) -> None:
         """End the connection at once, with no word to the other side: `close` of websockets takes a handshake's time."""
-        if self._socket is not None and self._socket.state is not State.CLOSED:
+        if self._socket.state is not State.CLOSED:
             self._socket.transport.abort()
 
-    def _result(self, data: dict) -> StepResult:
-        try:
-            return protocol.step_result(data, self.url)
-        except SessionLost as fault:
-            raise self._drop(fault) from None
-
-    async def _request(self, phase: str, text: str, expected: str) -> dict:
-        """Send one message and wait for its reply, of the kind `expected`. All but a ServerError, which the server answered in
-        order, ends the session."""
+    async def _request(self, phase: str, text: str, expected: str) -> Any:
+        """Send one message and wait for its reply, of the kind `expected`: its data, or its StepResult. All but a ServerError,
+        which the server answered in order, ends the session."""
         if self._socket is None:
             raise RuntimeError("this session is not connected: use `async with EnvSession(url) as session`")
         if self.lost is not None:
@@ -268,34 +243,38 @@ class EnvSession:
         self._in_flight = True
         try:
             with self.span(phase):
-                return await self._answered(phase, text, expected)
+                kind, data = protocol.parse_reply(await self._exchange(phase, text), self.url)
+                if kind != expected:
+                    raise SessionLost(f"{self.url} answered a {phase} with {kind!r:.100}: it is out of step")
+                return protocol.step_result(data, self.url) if kind == "observation" else data
         except ServerError as fault:
             self.doubtful |= phase == "reset" or not isinstance(fault, InvalidAction)
             raise
         except BaseException as fault:
             if not (isinstance(fault, asyncio.CancelledError) and phase == "admit"):  # then connect says goodbye instead
-                self._drop(fault)
+                self.lost = self.lost or fault
+                self._cut()
             raise
         finally:
             self._in_flight = False
 
-    async def _answered(self, phase: str, text: str, expected: str) -> dict:
-        """The data of the reply to `text`, or a typed error."""
+    async def _exchange(self, phase: str, text: str) -> str | bytes:
+        """The next message after `text` was sent, within the deadline; SessionLost where one is here already."""
         seconds = getattr(self.deadlines, phase, self.deadlines.step)
         try:
             async with asyncio.timeout(seconds):
-                reply = await self._exchange(phase, text)
+                await self._expect_silence(phase)
+                # A server that refuses may have hung up already; what it said is then still there to be read.
+                with suppress(ConnectionClosed):
+                    await self._socket.send(text)
+                return await self._socket.recv()
         except TimeoutError as fault:
             raise DeadlineExceeded(phase, seconds, f"session {self.index} at {self.url}") from fault
         except ConnectionClosed as fault:
             raise SessionLost(f"{self.url} closed the connection during {phase}: {fault}") from fault
-        kind, data = protocol.parse_reply(reply, self.url)
-        if kind != expected:
-            raise SessionLost(f"{self.url} answered a {phase} with {kind!r:.100}: it is out of step")
-        return data
 
-    async def _exchange(self, phase: str, text: str) -> str | bytes:
-        """The next message after `text` was sent; raises ConnectionClosed, and SessionLost where one is here already."""
+    async def _expect_silence(self, phase: str) -> None:
+        """Raise where a message is there before the request: it would be paired with it."""
         for _ in range(2):  # the first look lets the loop read the socket, the second finds what it has read
             with suppress(TimeoutError):
                 async with asyncio.timeout(0):
@@ -304,7 +283,3 @@ class EnvSession:
                     protocol.parse_reply(unasked, self.url)
                 raise SessionLost(f"{self.url} sent a message that nobody had asked for, before a {phase}: "
                                   f"{str(unasked[:200])!r}")
-        # A server that refuses may have hung up already; what it said is then still there to be read.
-        with suppress(ConnectionClosed):
-            await self._socket.send(text)
-        return await self._socket.recv()

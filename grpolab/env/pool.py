@@ -16,15 +16,15 @@ import random
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
-from grpolab.env.local import LocalSession
 from grpolab.env.protocol import CapacityError, DeadlineExceeded, EnvError, FactoryError, StepResult
+from grpolab.env.server import serve
 
 ON_FAILURE = ("fail", "drop")
 LAST_FAILURES = 100  # how many failures a pool remembers
@@ -120,7 +120,7 @@ class Slot:
 
 class GrpoPool:
     """`size` sessions of one server for the rollouts of a group. In place of a server's URL it takes an environment's class or
-    another function that makes one: then each session has its environment in this process (`env.local`).
+    another function that makes one, and serves that itself while it is connected, on this loop.
 
     on_failure: `fail` (the first failure cancels the group and is raised) or `drop` (finish with the others, at least
     `min_group` of them). `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, the
@@ -143,12 +143,14 @@ class GrpoPool:
             raise ValueError(f"min_group={min_group}: of size={size} rollouts, between 1 and all can be required")
         if not 0 <= queue < math.inf:
             raise ValueError(f"queue={queue}: the seconds that connect may ask a full server again, 0 or more and finite")
-        self.url, self.size, self.deadlines = url, size, deadlines or Deadlines()
+        self._make, self.url = (None, url) if isinstance(url, str) else (url, "ws://127.0.0.1")
+        self.size, self.deadlines = size, deadlines or Deadlines()
         self.on_failure, self.min_group, self.seed = on_failure, min_group, seed
         self.queue, self.curriculum = queue, curriculum
         self.group = -1
         self.slots: list[Slot] = []
-        self._options = session
+        self._options = session if self._make is None else {**session, "ping_interval": None}
+        self._server: AbstractAsyncContextManager | None = None  # of `make`
         self._trace: deque[Span] = deque(maxlen=TRACE_SPANS)
         self._failures: deque[Failure] = deque(maxlen=LAST_FAILURES)
         self._running = False
@@ -173,8 +175,7 @@ class GrpoPool:
         return list(self._failures)
 
     def _session(self, index: int) -> EnvSession:
-        kind = LocalSession if callable(self.url) else EnvSession
-        return kind(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
+        return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
 
     async def connect(self) -> None:
         """Open every session, or none: on any failure the others are cancelled, awaited and closed before it is raised, also
@@ -182,9 +183,22 @@ class GrpoPool:
         FactoryError or DeadlineExceeded. Does nothing on a connected pool."""
         if self.slots:
             return
-        with _interruptible():
-            sessions = await self._open(range(self.size), self.queue)
+        try:
+            with _interruptible():
+                if self._make is not None:
+                    await self._serve()
+                sessions = await self._open(range(self.size), self.queue)
+        except BaseException:
+            await self.close()
+            raise
         self.slots = [Slot(self, i, session) for i, session in enumerate(sessions)]
+
+    async def _serve(self) -> None:
+        """Serve our own environments: with places for those that replace hung ones, which end a second after our deadlines."""
+        limits = self.deadlines
+        self._server = serve(self._make, max_sessions=2 * self.size, reset_timeout=max(limits.reset, limits.admit) + 1,
+                             step_timeout=limits.step + 1, close_timeout=limits.close, ping_interval=None)
+        self.url = (await self._server.__aenter__()).url
 
     async def _open(self, indices: Sequence[int], seconds: float) -> list[EnvSession]:
         """A session for each, or none; a full server is asked again for up to `seconds`, when its Retry-After says, else later
@@ -213,7 +227,10 @@ class GrpoPool:
         """Close every session and wait until the server has freed it, at most `deadlines.close` s (one that was lost was
         cut then, and the server frees it by itself). Idempotent."""
         slots, self.slots = self.slots, []
+        server, self._server = self._server, None
         await _close_all([slot.session for slot in slots])
+        if server is not None:
+            await server.__aexit__(None, None, None)
 
     async def reset_group(self, task: Any = None, *, seed: int | None = None) -> list[StepResult]:
         """Start the next group: one episode of the same task on every session, lost ones replaced first.

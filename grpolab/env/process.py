@@ -16,17 +16,16 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from grpolab.env import child_processes, protocol
-from grpolab.env.worker import SHIPPED, load_factory, settle
+from grpolab.env.worker import SHIPPED, load_factory
 
 GRACE = 1.0  # s; what a process gets to exit by itself once its environment has closed
-LAST = 5.0  # s; what the kernel gets to end a killed one
 
 
 @dataclass(frozen=True)
@@ -86,17 +85,15 @@ class Child:
                              "text, or use isolate='thread'") from fault
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("process_main.py")), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, cwd=isolation.cwd,
-                env=child_processes.environment(isolation.env), start_new_session=True)
+            command = [sys.executable, str(Path(__file__).with_name("process_main.py")), str(theirs.fileno())]
+            process = child_processes.start(command, isolation.env, pass_fds=[theirs.fileno()], stdout=2, cwd=isolation.cwd)
             # A reply of the largest size that clients take is a line of less than four times that.
             reader, writer = await asyncio.open_connection(sock=ours.dup(), limit=4 * protocol.MAX_REPLY_BYTES)
         child = cls(process, reader, writer, name)
         child._write(description)
         return child
 
-    async def call(self, kind: str, data: Any) -> tuple[str, str]:
+    async def call(self, kind: str, data: Any = None) -> tuple[str, str]:
         """(reply, fault) of one call (`worker.Worker`); fault is "ProcessEnded" where there is nobody to make it."""
         if self._listening.done():
             return self._ending()
@@ -113,14 +110,19 @@ class Child:
             self._writer.write(line.encode() + b"\n")
 
     async def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError, TypeError, IndexError):  # it died, or something else wrote there
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it died, or something else wrote there
             while line := await self._reader.readline():
-                settle(self._waiting.popleft(), *json.loads(line))
+                self._settle(json.loads(line))
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has hung up, so its status is there or about to be
             await asyncio.to_thread(self._process.wait, 1.0)
         self._writer.close()
         while self._waiting:
-            settle(self._waiting.popleft(), *self._ending())
+            self._settle(self._ending())
+
+    def _settle(self, outcome: Sequence[str]) -> None:
+        """Answer the call that has waited longest, unless it was given up."""
+        if not (waiting := self._waiting.popleft()).done():
+            waiting.set_result(outcome)
 
     def _ending(self) -> tuple[str, str]:
         code = self._process.poll()
@@ -132,10 +134,6 @@ class Child:
         if not kill:
             self._write('["stop",null]')
             await asyncio.wait([self._listening], timeout=GRACE)
-        self._writer.close()  # its guard kills it now
         self._listening.cancel()
-        try:
-            await asyncio.to_thread(self._process.wait, LAST)
-        except subprocess.TimeoutExpired:  # the guard is stuck, or stopped: the kernel kills its child with it
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        self._writer.close()
+        await asyncio.to_thread(child_processes.stop, self._process)

@@ -30,10 +30,9 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from grpolab.access import is_loopback, names_loopback, shows
-from grpolab.env.options import ServeOptions
 from grpolab.env.process import importable
 from grpolab.env.protocol import MAX_MESSAGE_BYTES
-from grpolab.env.session import Hosting, Session
+from grpolab.env.session import Hosting, ServeOptions, Session
 from grpolab.env.worker import load_factory
 
 _wire_log = logging.getLogger("grpolab.env.wire")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,10 +16,10 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
 
+from grpolab.access import check_host
 from grpolab.env import protocol
-from grpolab.env.backends import Lease
-from grpolab.env.options import ServeOptions
-from grpolab.env.process import Child
+from grpolab.env.backends import BackendPool, Lease
+from grpolab.env.process import Child, Isolation
 from grpolab.env.protocol import InvalidRequest
 from grpolab.env.worker import EnvThread
 
@@ -26,6 +27,55 @@ log = logging.getLogger("grpolab.env.server")
 
 MAX_WAITING = 2**20  # bytes of messages that may wait for their replies; beyond it the session stops reading
 MESSAGE_BYTES = 100  # what a message costs beside its text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """How a server treats its sessions. Times are in seconds, and `serve(factory, max_sessions=4)` builds one of these.
+
+    isolate       where a session's environment lives: "thread", in one of its own here (an `async` environment with an event
+                  loop of its own); or "process", one that can be killed and inherits no secrets, for which the environment
+                  must be importable; an `Isolation(env=, cwd=, memory_mib=)` says more about that process
+    backends      each session leases one of them
+    token         every client must send it; required on an address that other machines reach
+    ping_interval, ping_timeout
+                  a client that answers no ping for the sum of both is gone, however long its step takes, and so is one that
+                  has not taken a reply by then; None turns pings off
+    """
+
+    max_sessions: int = 8
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 takes a free one
+    isolate: str | Isolation = "thread"
+    backends: BackendPool | None = None
+    token: str | None = None
+    reset_timeout: float = 60.0
+    step_timeout: float = 60.0
+    close_timeout: float = 5.0
+    ping_interval: float | None = 5.0
+    ping_timeout: float | None = 10.0
+
+    def __post_init__(self):
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port={self.port}: a port is 0 (any free one) to 65535")
+        if self.max_sessions < 1:
+            raise ValueError(f"max_sessions={self.max_sessions}: a server holds at least one session")
+        for name in ("reset_timeout", "step_timeout", "close_timeout", "ping_interval", "ping_timeout"):
+            seconds = getattr(self, name)
+            if not (seconds is None and name.startswith("ping")) and not 0 < (seconds or 0) < math.inf:
+                raise ValueError(f"{name}={seconds}: seconds, more than 0 and finite")
+        check_host(self.host, self.token)
+        if self.backends is not None and self.backends.size < self.max_sessions:
+            raise ValueError(f"{self.backends.size} backends for max_sessions={self.max_sessions}: each session leases one")
+        if self.isolate not in ("thread", "process") and not isinstance(self.isolate, Isolation):
+            raise ValueError(f"isolate={self.isolate!r}: use 'thread', 'process' or an Isolation(...)")
+
+    @property
+    def isolation(self) -> Isolation | None:
+        """How a session's process runs; None for a thread."""
+        if self.isolate == "thread":
+            return None
+        return Isolation() if self.isolate == "process" else self.isolate
 
 
 @dataclass
@@ -36,11 +86,11 @@ class Hosting:
     name: str
     options: ServeOptions
     stopping: bool = False
-    hung: list[Thread] = field(default_factory=list)  # that were left behind
+    hung: list[Thread] = field(default_factory=list)  # threads that were left behind
 
     @property
     def abandoned(self) -> int:
-        """How many threads hang that were left behind."""
+        """How many of them still hang."""
         self.hung = [thread for thread in self.hung if thread.is_alive()]
         return len(self.hung)
 
@@ -108,8 +158,9 @@ class Session:
     async def _send(self, text: str) -> None:
         """Send a reply. A client that does not take it for as long as it may leave a ping unanswered is cut off: pings would
         wait behind what it does not read, for ever."""
+        interval, timeout = self.options.ping_interval, self.options.ping_timeout
         try:
-            async with asyncio.timeout(self.options.patience):
+            async with asyncio.timeout(interval + timeout if interval and timeout else None):
                 await self.connection.send(text)
         except TimeoutError:
             self._over = True
@@ -160,22 +211,18 @@ class Session:
 
     async def _call(self, phase: str, seconds: float, data: Any = None) -> tuple[str, str]:
         """(reply, name of the fault) of one environment call; raises InvalidRequest after its deadline."""
-        self.busy, start, ended_by = phase, time.monotonic(), ""
+        self.busy, start = phase, time.monotonic()
         try:
             async with asyncio.timeout(seconds):
-                reply, ended_by = await self.env.call(phase, data)
-            return reply, ended_by
+                return await self.env.call(phase, data)
         except TimeoutError as raised:
-            ended_by, self._hung = "timeout", True
+            self._hung = True
             raise InvalidRequest(f"{phase} of {self.hosting.name} took longer than {seconds:g} s; the session is over",
                                  f"{phase.upper()}_TIMEOUT") from raised
-        except BaseException as raised:
-            ended_by = type(raised).__name__
-            raise
         finally:
             self.busy = None
-            log.debug("session %d: %s of episode %s, turn %d, took %.4f s %s",
-                      self.number, phase, self.episode_id, self.steps, time.monotonic() - start, ended_by)
+            log.debug("session %d: %s of episode %s, turn %d, took %.4f s", self.number, phase, self.episode_id, self.steps,
+                      time.monotonic() - start)
 
     def abort(self) -> None:
         """End `serve` now: the server stops, and what is in flight had its time."""

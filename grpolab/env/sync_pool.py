@@ -14,65 +14,9 @@ from grpolab.env.server import serving_thread
 
 
 def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of GrpoPool as one of MultiTurnEnvPool."""
+    """A method of GrpoPool as one of MultiTurnEnvPool. Its deadlines bound the wait; an interrupt cancels it first."""
     @wraps(method)
     def call(self: MultiTurnEnvPool, *arguments: Any, **options: Any) -> Any:
-        return self._call(method, *arguments, **options)
-
-    return call
-
-
-class MultiTurnEnvPool:
-    """The synchronous pool: a GrpoPool, with the same arguments and methods, without `await`; rollouts are `async` still.
-
-    The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
-    pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it there before it returns.
-    """
-
-    def __init__(self, url: str, size: int = 8, **options: Any):
-        self.pool = GrpoPool(url, size, **options)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> MultiTurnEnvPool:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Start the loop's thread and connect, all or nothing; a failure leaves nothing, and it may be tried again."""
-        if self._loop is not None:
-            return
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        try:
-            self._call(GrpoPool.connect)
-        except BaseException:
-            self._end()
-            raise
-
-    def close(self) -> None:
-        """Close every session and end the thread; bounded by `deadlines.close`. Idempotent."""
-        if self._loop is not None:
-            self._call(GrpoPool.close)
-            self._end()
-
-    reset_group = _synchronous(GrpoPool.reset_group)
-    run_group_step = _synchronous(GrpoPool.run_group_step)
-    run_group = _synchronous(GrpoPool.run_group)
-
-    @property
-    def trace(self) -> list[Span]:
-        return self.pool.trace
-
-    def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
-        return self.pool.record_group_result(task, rewards, success=success)
-
-    def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run a method of the pool there and wait. Its deadlines bound the wait; an interrupt cancels it first."""
         if self._loop is None:
             raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
         if serving_thread(self.pool.url) == threading.get_ident():
@@ -95,9 +39,61 @@ class MultiTurnEnvPool:
             ended.wait(self.pool.deadlines.close + 1.0)
             raise
 
+    return call
+
+
+class MultiTurnEnvPool:
+    """The synchronous pool: a GrpoPool, with the same arguments and methods, without `await`; rollouts are `async` still.
+
+    The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
+    pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it there before it returns.
+    """
+
+    def __init__(self, url: str, size: int = 8, **options: Any):
+        self.pool = GrpoPool(url, size, **options)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> MultiTurnEnvPool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the loop's thread and connect, all or nothing; a failure leaves nothing, and it may be tried again."""
+        if self._loop is not None:
+            return
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self._connect()
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self) -> None:
+        """Close every session and end the thread; bounded by `deadlines.close`. Idempotent."""
+        if self._loop is not None:
+            self._disconnect()
+            self._end()
+
+    _connect = _synchronous(GrpoPool.connect)
+    _disconnect = _synchronous(GrpoPool.close)
+    reset_group = _synchronous(GrpoPool.reset_group)
+    run_group_step = _synchronous(GrpoPool.run_group_step)
+    run_group = _synchronous(GrpoPool.run_group)
+
+    @property
+    def trace(self) -> list[Span]:
+        return self.pool.trace
+
+    def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
+        return self.pool.record_group_result(task, rewards, success=success)
+
     def _end(self) -> None:
-        thread, loop = self._thread, self._loop
-        self._thread = self._loop = None
+        loop, self._loop = self._loop, None
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        self._thread.join()
         loop.close()

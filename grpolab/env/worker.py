@@ -1,11 +1,12 @@
 """One environment and the thread that makes it and calls it: a session's own in the server, or a child process's main one.
 
-Calls are posted, run in the order they came in, and end in a reply text whatever the environment raises. An environment with
-an `async` method gets an event loop of its own in that thread, on which also its background tasks live.
+Calls are answered in the order in which they came, with the text of a reply whatever the environment raises. An environment
+with an `async` method gets an event loop in that thread, on which its background tasks run between the calls too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
@@ -14,22 +15,17 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import Any
 
 from grpolab.env import protocol
 from grpolab.env.protocol import InvalidAction, StepResult
-
-if TYPE_CHECKING:
-    import asyncio  # below where it is needed: it takes longer to import than all the rest of a plain environment's process
 
 log = logging.getLogger("grpolab.env.worker")
 
 SHIPPED = {"calculator": "grpolab.env.calculator:CalculatorEnv", "guess": "grpolab.env.guess:GuessEnv",
            "aws": "grpolab.env.aws.environment:AwsEnv"}
 METHODS = ("reset", "step", "state", "close")
-
-Done = Callable[[str, str], Any]  # (text, fault): the reply, and the name of what was raised, '' if nothing was
 
 
 def load_factory(name: str) -> Callable[..., Any]:
@@ -46,93 +42,74 @@ def load_factory(name: str) -> Callable[..., Any]:
 
 
 class Worker:
-    """`post` calls, `cancel` what an `async` environment is doing, `stop`; `run` is the thread's whole life.
+    """`submit` calls from any thread; `run` is the whole life of the environment's own.
 
-    Kinds of calls: `create` (the factory, first), `reset` (data: its options), `step` (the action), `state` (the fields that
-    the environment's own are added to), `close`.
+    Calls: `create` (the factory, first), `reset` (data: its options), `step` (the action), `state` (the fields that the
+    environment's own are added to), `close`, and `stop`, which ends `run`.
     """
 
     def __init__(self, make: Callable[[], Any], name: str):
         self._make, self._name = make, name
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._env: Any = None
+        self._runner = asyncio.Runner()
         self._loop: asyncio.AbstractEventLoop | None = None  # of an `async` environment
         self._wake: asyncio.Event | None = None
-        self._call: tuple[str, asyncio.Task] | None = None
+        self._task: asyncio.Task | None = None  # the call that `cancel` ends
 
-    def post(self, kind: str, data: Any, done: Done) -> None:
-        """Call later, from any thread; `done(text, fault)` is called in the worker's thread."""
-        self._jobs.put((kind, data, done))
+    def submit(self, kind: str, data: Any = None) -> Future[tuple[str, str]]:
+        """The text of the reply and the name of what was raised, '' if nothing was."""
+        future: Future[tuple[str, str]] = Future()
+        self._jobs.put((kind, data, future))
         self._on_loop(lambda: self._wake.set())
-
-    def stop(self) -> None:
-        """Let `run` return after the calls that were posted."""
-        self._jobs.put(None)
-        self._on_loop(lambda: self._wake.set())
+        return future
 
     def cancel(self) -> None:
         """Cancel the call that an `async` environment is busy with, unless it closes; a plain one cannot be ended."""
-        def cancel() -> None:
-            if self._call is not None and self._call[0] != "close":
-                self._call[1].cancel()
-
-        self._on_loop(cancel)
+        self._on_loop(lambda: self._task is not None and self._task.cancel())
 
     def _on_loop(self, work: Callable[[], Any]) -> None:
-        if (loop := self._loop) is not None:
+        if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it is closed
-                loop.call_soon_threadsafe(work)
+                self._loop.call_soon_threadsafe(work)
 
     def run(self) -> None:
         """Serve until `stop`, whatever the environment raises."""
-        while (job := self._jobs.get()) is not None:
-            kind, data, done = job
-            try:
-                outcome = self._reply(kind, data, self._begin(kind, data))
-            except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
-                outcome = self._refusal(kind, raised)
-            _report(done, *outcome)
-            if kind == "create" and any(inspect.iscoroutinefunction(getattr(self._env, method, None)) for method in METHODS):
-                import asyncio
+        kind = ""
+        while kind != "stop":
+            if self._loop is not None:
+                self._runner.run(self._wait_for_job())
+            kind, data, future = self._jobs.get()
+            future.set_result(self._answer(kind, data))
+        self._runner.close()
 
-                return asyncio.run(self._run_on_loop())
+    async def _wait_for_job(self) -> None:
+        while self._jobs.empty():
+            await self._wake.wait()
+            self._wake.clear()
 
-    async def _run_on_loop(self) -> None:
-        """The same on the loop of an `async` environment, whose background tasks run between the calls."""
-        import asyncio
-
-        self._wake = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                await self._wake.wait()
-                self._wake.clear()
-                continue
-            if job is None:
-                return
-            kind, data, done = job
-            self._call = kind, asyncio.ensure_future(self._answer_on_loop(kind, data))
-            await asyncio.wait([self._call[1]])
-            call, self._call = self._call[1], None
-            _report(done, *(("", "CancelledError") if call.cancelled() else call.result()))
-
-    async def _answer_on_loop(self, kind: str, data: Any) -> tuple[str, str]:
+    def _answer(self, kind: str, data: Any) -> tuple[str, str]:
         try:
-            value = self._begin(kind, data)
-            return self._reply(kind, data, await value if inspect.isawaitable(value) else value)
-        except BaseException as raised:  # noqa: BLE001  SystemExit would end the loop
-            return self._refusal(kind, raised)
+            value = self._perform(kind, data)
+            if inspect.isawaitable(value):
+                value = self._runner.run(self._awaited(kind, value))
+            return self._reply(kind, data, value), ""
+        except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
+            return self._refusal(kind, raised), type(raised).__name__[:100]
 
-    def _begin(self, kind: str, data: Any) -> Any:
+    async def _awaited(self, kind: str, value: Any) -> Any:
+        self._task = None if kind == "close" else asyncio.current_task()
+        try:
+            return await value
+        finally:
+            self._task = None
+
+    def _perform(self, kind: str, data: Any) -> Any:
+        """Make the call; what it returns may have to be awaited."""
         env = self._env
         if kind == "create":
-            env = self._make()
-            if missing := [m for m in METHODS if not callable(getattr(env, m, None))]:
-                raise TypeError(f"{self._name} made a {type(env).__name__} without {', '.join(missing)}: "
-                                f"an environment has {', '.join(METHODS)}")
-            self._env = env
+            return self._create()
+        if kind == "stop":
             return None
         if kind == "close":
             self._env = None
@@ -143,34 +120,38 @@ class Worker:
             return env.reset(**protocol.declared(env.reset, data))
         return env.step(data) if kind == "step" else env.state()
 
-    def _reply(self, kind: str, data: Any, value: Any) -> tuple[str, str]:
-        """(text of the reply, no fault); raises TypeError or ValueError where the environment returned what cannot be sent."""
-        if kind in ("create", "close"):
-            return "", ""
+    def _create(self) -> None:
+        env = self._make()
+        if missing := [m for m in METHODS if not callable(getattr(env, m, None))]:
+            raise TypeError(f"{self._name} made a {type(env).__name__} without {', '.join(missing)}: "
+                            f"an environment has {', '.join(METHODS)}")
+        self._env = env
+        if any(inspect.iscoroutinefunction(getattr(env, method)) for method in METHODS):
+            self._wake = asyncio.Event()
+            self._loop = self._runner.get_loop()
+
+    def _reply(self, kind: str, data: Any, value: Any) -> str:
+        """The reply's text; raises TypeError or ValueError where the environment returned what cannot be sent."""
+        if kind in ("create", "close", "stop"):
+            return ""
         right = dict if kind == "state" else StepResult
         if not isinstance(value, right):
             raise TypeError(f"{self._name} returned a {type(value).__name__} from a {kind}; it is a {right.__name__}")
         try:
-            return protocol.message("state", {**data, **value}) if kind == "state" else protocol.observation(value), ""
+            return protocol.message("state", {**data, **value}) if kind == "state" else protocol.observation(value)
         except (TypeError, ValueError, RecursionError) as fault:
             raise ValueError(f"{self._name} returned from a {kind} what JSON cannot hold: {fault}") from fault
 
-    def _refusal(self, kind: str, raised: BaseException) -> tuple[str, str]:
-        """(reply, fault) of a request that the environment did not fulfil; the session goes on."""
-        fault = type(raised).__name__[:100]
+    def _refusal(self, kind: str, raised: BaseException) -> str:
+        """The reply to a request that the environment did not fulfil; the session goes on."""
         reason = "".join(traceback.format_exception_only(raised)).strip()  # `KeyError: 'a key'`
         if kind in ("create", "close"):
             log.error("%s of %s failed", kind, self._name, exc_info=raised)
-            return reason, fault
+            return reason
         if isinstance(raised, InvalidAction):
-            return protocol.invalid("value_error", ["data"], str(raised)).reply, fault
+            return protocol.invalid("value_error", ["data"], str(raised)).reply
         log.info("%s of %s raised %s", kind, self._name, reason)
-        return protocol.error(reason, "EXECUTION_ERROR"), fault
-
-
-def _report(done: Done, text: str, fault: str) -> None:
-    with contextlib.suppress(RuntimeError, OSError):  # nobody waits any more: a closed loop, a server that is gone
-        done(text, fault)
+        return protocol.error(reason, "EXECUTION_ERROR")
 
 
 class EnvThread(Worker):
@@ -183,21 +164,10 @@ class EnvThread(Worker):
         self.thread = threading.Thread(target=self.run, name=f"env-{name}", daemon=True)
         self.thread.start()
 
-    async def call(self, kind: str, data: Any) -> tuple[str, str]:
-        """(reply, fault) of one call."""
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        outcome = loop.create_future()
-        self.post(kind, data, partial(loop.call_soon_threadsafe, settle, outcome))
-        return await outcome
+    async def call(self, kind: str, data: Any = None) -> tuple[str, str]:
+        """(reply, fault) of one call. It is made though nobody waits any more: a late environment still closes."""
+        return await asyncio.shield(asyncio.wrap_future(self.submit(kind, data)))
 
     async def end(self, kill: bool) -> None:
         """Let the thread end. One that hangs cannot be killed."""
-        self.stop()
-
-
-def settle(future: asyncio.Future, *outcome: str) -> None:
-    """Give a waiting future its (text, fault), unless it was given up."""
-    if not future.done():
-        future.set_result(outcome)
+        self.submit("stop")
