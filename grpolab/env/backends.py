@@ -94,19 +94,11 @@ class ProcessBackend:
     def healthy(self) -> bool:
         """Whether the process runs and, where there is a health check, passes it."""
         running = self._process is not None and self._process.poll() is None
-        return running and (self._health is None or self._passes(self._health))
+        return running and (self._health is None or bool(self._health(self.address)))
 
     def scrub(self) -> bool:
         """Whether the last tenant's state could be wiped in place."""
-        return self._scrub is not None and self._passes(self._scrub)
-
-    def _passes(self, check: Callable[[str], bool]) -> bool:
-        """The check's answer; one that raises counts as no."""
-        try:
-            return bool(check(self.address))
-        except Exception as fault:
-            log.info("check of backend %s failed: %r", self.address, fault)
-            return False
+        return self._scrub is not None and bool(self._scrub(self.address))
 
     def stop(self) -> None:
         """Kill the process and everything in its group; returns when it is gone."""
@@ -172,6 +164,18 @@ class BackendPool:
         self._resources[index] = self._backends[index].start()
         self._generations[index] += 1
 
+    def _prepare(self, index: int, usable: Callable[[Backend], bool]) -> None:
+        """Start a backend anew where it is not usable; a check that raises says so too."""
+        backend = self._backends[index]
+        try:
+            if usable(backend):
+                return
+        except Exception as fault:
+            log.info("check of backend %d failed: %r", index, fault)
+        backend.stop()
+        if self._running:
+            self._start(index)
+
     def acquire(self) -> Lease:
         """Lease the backend that was used longest ago, restarted first if it does not answer its health check."""
         with self._lock:
@@ -181,17 +185,12 @@ class BackendPool:
                 raise BackendError(f"all {self.size} backends are leased; release one first")
             index = self._free.popleft()
         try:
-            if not self._backends[index].healthy():
-                log.warning("backend %d does not answer; restarting it", index)
-                self._backends[index].stop()
-                self._start(index)
+            self._prepare(index, lambda backend: backend.healthy())
         except BaseException:
-            with self._lock:
-                self._free.append(index)  # last in line: the next acquire tries another one first
+            self._free.append(index)  # last in line: the next acquire tries another one first
             raise
         lease = Lease(index, self._generations[index], self._resources[index])
-        with self._lock:
-            self._leases.add(lease)
+        self._leases.add(lease)
         if not self._running:  # closed meanwhile
             self.release(lease)
             raise BackendError("the backends were stopped")
@@ -209,18 +208,13 @@ class BackendPool:
             if lease not in self._leases:
                 raise ValueError(f"{lease.name} is not leased so: released twice, or not ours")
             self._leases.remove(lease)
-        backend = self._backends[lease.index]
         try:
-            if poisoned or not backend.healthy() or not backend.scrub():
-                backend.stop()
-                if self._running:
-                    self._start(lease.index)
+            self._prepare(lease.index, lambda backend: not poisoned and backend.healthy() and backend.scrub())
         except Exception:
             log.exception("backend %d could not be restarted", lease.index)
-        with self._lock:
-            self._free.append(lease.index)
+        self._free.append(lease.index)
         if not self._running:
-            backend.stop()
+            self._backends[lease.index].stop()
 
     def close(self) -> None:
         """Stop every backend, leased or not. Idempotent."""
@@ -230,6 +224,4 @@ class BackendPool:
 
     def status(self) -> dict:
         """Counts and generations, JSON-able."""
-        with self._lock:
-            return {"size": self.size, "free": len(self._free), "leased": len(self._leases),
-                    "generations": list(self._generations)}
+        return {"size": self.size, "free": len(self._free), "leased": len(self._leases), "generations": list(self._generations)}

@@ -11,9 +11,8 @@ import hashlib
 import json
 import math
 import random
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 PATIENCE = 10  # times the results that passing a tier takes at least; then the next one opens all the same
@@ -66,15 +65,36 @@ def success_rate(rewards: Sequence[float | None], success: float = 1.0) -> float
 class _Progress:
     """What the results say of one task."""
 
-    rates: deque
+    task: Any
+    level: int
+    config: CurriculumConfig
+    rates: list[float] = field(default_factory=list)  # the last `window`
     tries: int = 0
-    last: int = 0
+    last: int = 0  # the result that was its last
     interval: int = 0
     best: float = 0.0
 
     @property
     def rate(self) -> float:
         return sum(self.rates) / len(self.rates) if self.rates else 0.0
+
+    @property
+    def mastered(self) -> bool:
+        return len(self.rates) >= self.config.min_tries and self.rate >= self.config.mastery
+
+    @property
+    def hopeless(self) -> bool:
+        return self.tries >= self.config.window and self.best == 0.0
+
+    def add(self, rate: float, result: int) -> None:
+        self.rates = [*self.rates, rate][-self.config.window:]
+        self.tries, self.last, self.best = self.tries + 1, result, max(self.best, rate)
+        if not (self.mastered or self.hopeless):
+            self.interval = 0
+        elif self.mastered and rate < self.config.mastery:
+            self.interval = self.config.interval
+        else:
+            self.interval = min(2 * self.interval, LONGEST * self.config.interval) or self.config.interval
 
 
 class Curriculum:
@@ -90,23 +110,20 @@ class Curriculum:
         self.config, self.seed = config or CurriculumConfig(), seed
         if not tiers or not all(tiers):
             raise ValueError(f"tiers={tiers!r:.100}: at least one tier, and at least one task in each")
-        self._tasks = [task for tier in tiers for task in tier]
-        self._levels = [level for level, tier in enumerate(tiers) for _ in tier]
-        ends = [sum(map(len, tiers[: level + 1])) for level in range(len(tiers))]
-        self._members = [range(end - len(tier), end) for tier, end in zip(tiers, ends)]
-        self._places = {_key(task): i for i, task in enumerate(self._tasks)}
-        if len(self._places) != len(self._tasks):
+        self._tiers = [[_Progress(task, level, self.config) for task in tier] for level, tier in enumerate(tiers)]
+        self._all = [progress for tier in self._tiers for progress in tier]
+        self._by_key = {_key(progress.task): progress for progress in self._all}
+        if len(self._by_key) != len(self._all):
             raise ValueError("a task occurs twice; each belongs to one place of one tier")
         self.tier = 0
         self.results = 0
         self._since = 0  # the result with which the newest tier opened
         self._permanent = 0  # tiers up to this one stay open: patience ended below
-        self._progress = [self._blank() for _ in self._tasks]
 
     @property
     def tasks(self) -> tuple:
         """All tasks, tier by tier."""
-        return tuple(self._tasks)
+        return tuple(progress.task for progress in self._all)
 
     def next_task(self) -> Any:
         """The task to train on now; the same one until a result is recorded."""
@@ -116,9 +133,10 @@ class Curriculum:
         """The `n` most wanted tasks; all different while as many are wanted, then over again. The same ones until a result
         is recorded."""
         rng = random.Random(f"{self.seed}:{self.results}")
-        scores = sorted(((self._score(i), rng.random(), i) for i in range(self._members[self.tier].stop)), reverse=True)
+        tasks = [progress for tier in self._tiers[: self.tier + 1] for progress in tier]
+        scores = sorted(((self._score(p, len(tasks)), rng.random(), i) for i, p in enumerate(tasks)), reverse=True)
         wanted = [i for score, _, i in scores if score >= 0] or [i for *_, i in scores]
-        return [self._tasks[wanted[k % len(wanted)]] for k in range(n)]
+        return [tasks[wanted[k % len(wanted)]].task for k in range(n)]
 
     def record(self, task: Any, rewards: Sequence[float | None], *, success: float = 1.0) -> float:
         """Log a group's rewards on a task: the share that is at least `success` (None abstains); returns it."""
@@ -127,67 +145,37 @@ class Curriculum:
         return rate
 
     def record_result(self, task: Any, rate: float) -> None:
-        """Log a group's rate of success on a task, and let the tier follow."""
+        """Log a group's rate of success on a task, and open or take back a tier, at most one."""
         if not 0 <= rate <= 1:
             raise ValueError(f"rate={rate}: a success rate is between 0 and 1 (is this a sum of rewards?)")
-        place, config = self._place(task), self.config
-        progress = self._progress[place]
+        progress, config = self._find(task), self.config
         self.results += 1
-        progress.rates.append(rate)
-        progress.tries += 1
-        progress.last = self.results
-        progress.best = max(progress.best, rate)
-        if not self._settled(progress):
-            progress.interval = 0
-        elif self._mastered(progress) and rate < config.mastery:
-            progress.interval = config.interval
-        else:
-            progress.interval = min(2 * progress.interval, LONGEST * config.interval) or config.interval
-        self._follow()
-
-    def _follow(self) -> None:
-        """Open or take back a tier, at most one a result."""
-        passed = self._passed(self.tier)
-        waited = self.results - self._since >= PATIENCE * self.config.min_tries * len(self._members[self.tier])
-        if self.tier + 1 < len(self._members) and (waited or passed):
+        progress.add(rate, self.results)
+        newest = self._tiers[self.tier]
+        passed = all(p.tries >= config.min_tries for p in newest) and _hopeful_rate(newest) >= config.promote
+        waited = self.results - self._since >= PATIENCE * config.min_tries * len(newest)
+        if self.tier + 1 < len(self._tiers) and (waited or passed):
             self.tier, self._since = self.tier + 1, self.results
             if not passed:
                 self._permanent = self.tier
-        elif self.tier > self._permanent and self._hopeful_rate(self.tier - 1) < self.config.demote:
+        elif self.tier > self._permanent and _hopeful_rate(self._tiers[self.tier - 1]) < config.demote:
             self.tier, self._since = self.tier - 1, self.results
-
-    def _passed(self, level: int) -> bool:
-        tried = all(self._progress[i].tries >= self.config.min_tries for i in self._members[level])
-        return tried and self._hopeful_rate(level) >= self.config.promote
-
-    def _hopeful_rate(self, level: int) -> float:
-        """The mean rate of a tier's tasks that were tried and are not hopeless; 1.0 where there is none."""
-        rates = [p.rate for p in (self._progress[i] for i in self._members[level]) if p.tries and not self._hopeless(p)]
-        return sum(rates) / len(rates) if rates else 1.0
 
     def rate(self, task: Any) -> float:
         """Mean of the task's last `window` results; 0.0 when it was never tried."""
-        return self._progress[self._place(task)].rate
-
-    def mastered(self, task: Any) -> bool:
-        """Whether its recent rate is at least `mastery`; undone by itself when it falls."""
-        return self._mastered(self._progress[self._place(task)])
-
-    def hopeless(self, task: Any) -> bool:
-        """Whether it was tried `window` times and never succeeded; undone by its first success."""
-        return self._hopeless(self._progress[self._place(task)])
+        return self._find(task).rate
 
     def table(self) -> list[dict]:
         """One row a task: task, tier, open, tries, rate, mastered, hopeless, due, interval."""
-        return [{"task": task, "tier": level, "open": level <= self.tier, "tries": p.tries, "rate": p.rate,
-                 "mastered": self._mastered(p), "hopeless": self._hopeless(p), "due": self._settled(p) and self._due(p),
-                 "interval": p.interval} for task, level, p in zip(self._tasks, self._levels, self._progress)]
+        return [{"task": p.task, "tier": p.level, "open": p.level <= self.tier, "tries": p.tries, "rate": p.rate,
+                 "mastered": p.mastered, "hopeless": p.hopeless, "due": (p.mastered or p.hopeless) and self._due(p),
+                 "interval": p.interval} for p in self._all]
 
     def state(self) -> dict:
         """All that the next tasks depend on beside tiers and config, as plain JSON; its size does not grow with the run."""
         return {"seed": self.seed, "tiers": self._digest(), "results": self.results, "tier": self.tier,
                 "since": self._since, "kept": self._permanent,
-                "tasks": [[list(p.rates), p.tries, p.last, p.interval, p.best] for p in self._progress]}
+                "tasks": [[p.rates, p.tries, p.last, p.interval, p.best] for p in self._all]}
 
     def load(self, state: dict) -> None:
         """Take the place of the curriculum whose `state()` this is; raises ValueError where the tiers are others."""
@@ -195,46 +183,40 @@ class Curriculum:
             raise ValueError("this state belongs to other tiers: build the curriculum from the tasks that it was saved with")
         self.seed, self.results, self.tier = state["seed"], state["results"], state["tier"]
         self._since, self._permanent = state["since"], state["kept"]
-        self._progress = [_Progress(deque(rates, self.config.window), *rest) for rates, *rest in state["tasks"]]
+        for p, values in zip(self._all, state["tasks"], strict=True):
+            p.rates, p.tries, p.last, p.interval, p.best = values
 
     def _digest(self) -> str:
-        tasks = [[level, _key(task)] for level, task in zip(self._levels, self._tasks)]
+        tasks = [[progress.level, _key(progress.task)] for progress in self._all]
         return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
 
-    def _blank(self) -> _Progress:
-        return _Progress(deque(maxlen=self.config.window))
-
-    def _place(self, task: Any) -> int:
-        place = self._places.get(_key(task))
-        if place is None:
+    def _find(self, task: Any) -> _Progress:
+        progress = self._by_key.get(_key(task))
+        if progress is None:
             raise ValueError(f"task {task!r:.100} is in no tier of this curriculum")
-        return place
-
-    def _mastered(self, progress: _Progress) -> bool:
-        return len(progress.rates) >= self.config.min_tries and progress.rate >= self.config.mastery
-
-    def _hopeless(self, progress: _Progress) -> bool:
-        return progress.tries >= self.config.window and progress.best == 0.0
-
-    def _settled(self, progress: _Progress) -> bool:
-        return self._mastered(progress) or self._hopeless(progress)
+        return progress
 
     def _due(self, progress: _Progress) -> bool:
         return self.results - progress.last >= progress.interval
 
-    def _score(self, place: int) -> float:
+    def _score(self, progress: _Progress, open_tasks: int) -> float:
         """How much a task is wanted, below 0 if not at all now. Newer tiers first among equals, since older ones are
         reviewed anyway."""
-        config, progress = self.config, self._progress[place]
         age = self.results - progress.last
-        recency = min(age / (2 * self._members[self.tier].stop), 1.0) if age else -1.0  # long not seen; none twice in a row
-        score = RECENCY * recency + 0.1 * self._levels[place] / len(self._members)
-        if progress.tries < config.min_tries:
-            return score + NOVELTY * (1 - progress.tries / config.min_tries)
-        if self._settled(progress):  # all know it or none does: a group on it has no gradient
+        recency = min(age / (2 * open_tasks), 1.0) if age else -1.0  # long not seen; none twice in a row
+        score = RECENCY * recency + 0.1 * progress.level / len(self._tiers)
+        if progress.tries < self.config.min_tries:
+            return score + NOVELTY * (1 - progress.tries / self.config.min_tries)
+        if progress.mastered or progress.hopeless:  # all know it or none does: a group on it has no gradient
             return score + (REVIEW if self._due(progress) else -REVIEW)
         # Weak, but not hopeless: what hardly ever succeeds waits behind what sometimes does.
         return score + (1 - progress.rate) * min(0.3 + 2 * progress.rate, 1.0)
+
+
+def _hopeful_rate(tier: Sequence[_Progress]) -> float:
+    """The mean rate of a tier's tasks that were tried and are not hopeless; 1.0 where there is none."""
+    rates = [progress.rate for progress in tier if progress.tries and not progress.hopeless]
+    return sum(rates) / len(rates) if rates else 1.0
 
 
 def _key(task: Any) -> str:

@@ -1,9 +1,8 @@
 """The wire between a session and an environment server: OpenEnv's WebSocket protocol, and the errors it can end in.
 
 One connection is one session with one environment. The client sends `reset`, `step`, `state` and `close`, the server
-answers every message but `close`, in order. A message is a JSON object with the keys `type` and `data`; there is no request
-id, so a reply that was not waited for would be paired with the next request: after a timeout or a cancellation a
-connection is never used again.
+answers every message but `close`, in order. There is no request id, so a reply that was not waited for would be paired with
+the next request: after a timeout or a cancellation a connection is never used again.
 
 Source: OpenEnv (openenv-core 0.3.0, openenv 0.10.0), `/ws` endpoint.
 """
@@ -42,13 +41,11 @@ class StepResult:
         if type(self.done).__name__ not in ("bool", "bool_"):  # numpy's among them; the text "False" would count as true
             raise TypeError(f"done={self.done!r:.100}: it is True or False")
         object.__setattr__(self, "done", bool(self.done))
-        object.__setattr__(self, "reward", finite_reward(self.reward))
+        if self.reward is not None:
+            object.__setattr__(self, "reward", _finite(self.reward))
 
 
-def finite_reward(reward: Any) -> float | None:
-    """The reward as a finite float, None for none; raises TypeError or ValueError."""
-    if reward is None:
-        return None
+def _finite(reward: Any) -> float:
     if not isinstance(reward, Real):
         raise TypeError(f"reward={reward!r:.100}: it is a number, or None for none")
     try:
@@ -89,7 +86,6 @@ def whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-# Errors.
 class EnvError(Exception):
     """Anything that went wrong between a session and its server. Failures are errors, never rewards."""
 
@@ -174,9 +170,8 @@ dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 loads = json.JSONDecoder(parse_constant=_no_constant).decode
 
 
-# Requests. "data" of a reset is its options, of a step the action itself; state and close have none.
 def message(kind: str, data: dict) -> str:
-    """The text of a message with data: a reset, a step, an mcp; or the reply to a state."""
+    """The text of a message: its data are a reset's options, a step's action, an mcp's request or a state's fields."""
     return dumps({"type": kind, "data": data})
 
 
@@ -185,7 +180,6 @@ CLOSE = '{"type":"close"}'
 KEYS = {"reset": {"type", "data"}, "step": {"type", "data"}, "mcp": {"type", "data"}, "state": {"type"}, "close": {"type"}}
 
 
-# Replies.
 def observation(result: StepResult) -> str:
     """The reply to a reset or a step. Metadata stands inside the observation, where clients of either OpenEnv read it, or
     beside it where the observation has a field of that name."""

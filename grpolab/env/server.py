@@ -19,7 +19,6 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,7 +44,7 @@ LEAVING = 1.0  # s; how long a handshake waits for the place of a session that i
 RETRY_AFTER = 1  # s; when a refused client is to ask again
 
 
-def json_response(status: int, body: dict, **headers: str) -> Response:
+def _json(status: int, body: dict, **headers: str) -> Response:
     """An answer in place of a WebSocket handshake, after which the connection is closed. Retry_After means Retry-After."""
     text = json.dumps(body).encode()
     fields = Headers([("Content-Type", "application/json"), ("Content-Length", str(len(text))), ("Connection", "close"),
@@ -79,17 +78,16 @@ class EnvServer:
         """Plain HTTP paths and refusals; None lets the WebSocket handshake go on."""
         path, token = request.path.partition("?")[0], self.options.token
         if token is None and not names_loopback(request.headers.get_all("Host")):
-            return json_response(403, {"error": "the Host header names another server: without a token this one answers only "
-                                                "to 127.0.0.1, ::1 and localhost"})
+            return _json(403, {"error": "the Host header names another server: without a token this one answers only to "
+                                        "127.0.0.1, ::1 and localhost"})
         if path == "/health":
-            return json_response(200, {"status": "healthy"})
+            return _json(200, {"status": "healthy"})
         if token and not shows(token, request.headers.get_all("Authorization")):
-            return json_response(401, {"error": "this server needs its bearer token: pass token=..."},
-                                 WWW_Authenticate="Bearer")
+            return _json(401, {"error": "this server needs its bearer token: pass token=..."}, WWW_Authenticate="Bearer")
         if path == "/status":
-            return json_response(200, self.status())
+            return _json(200, self.status())
         if path != "/ws":
-            return json_response(404, {"error": f"{path} is not served here; there are /ws, /health and /status"})
+            return _json(404, {"error": f"{path} is not served here; there are /ws, /health and /status"})
         return None
 
     async def admit(self, connection: ServerConnection, request: Request, response: Response) -> Response | None:
@@ -98,14 +96,11 @@ class EnvServer:
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             return None
 
-        def settled() -> bool:
-            return len(self._sessions) < self.options.max_sessions or not any(s.leaving for s in self._sessions.values())
-
-        await _until(settled, LEAVING)
+        await _until(lambda: not self._full() or not any(s.leaving for s in self._sessions.values()), LEAVING)
         if refusal := self._refusal():
             self._counts["refused"] += 1
             body = {"error": refusal, "active_sessions": len(self._sessions), "max_sessions": self.options.max_sessions}
-            return json_response(503, body, Retry_After=str(RETRY_AFTER))
+            return _json(503, body, Retry_After=str(RETRY_AFTER))
         self._sessions[connection] = session = Session(self._counts["opened"], self.hosting, connection)
         self._counts["opened"] += 1
         self._counts["most_sessions"] = max(self._counts["most_sessions"], len(self._sessions))
@@ -117,6 +112,9 @@ class EnvServer:
         asyncio.ensure_future(connection.wait_closed()).add_done_callback(closed)
         return None
 
+    def _full(self) -> bool:
+        return len(self._sessions) >= self.options.max_sessions
+
     def _refusal(self) -> str:
         """Why no session can be opened now; empty if one can."""
         if self.hosting.stopping:
@@ -124,7 +122,7 @@ class EnvServer:
         if self.hosting.abandoned >= self.options.max_sessions:
             return (f"{self.hosting.abandoned} environments hang; restart the server, or serve with isolate='process', which "
                     "can end them")
-        if len(self._sessions) >= self.options.max_sessions:
+        if self._full():
             return f"Server at capacity: {len(self._sessions)}/{self.options.max_sessions} sessions active"
         return ""
 
@@ -166,30 +164,29 @@ async def _until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serve(env_factory: Callable[..., Any] | str, options: ServeOptions | None = None,
-                **changes: Any) -> AsyncIterator[EnvServer]:
+async def serve(env_factory: Callable[..., Any] | str, **options: Any) -> AsyncIterator[EnvServer]:
     """Serve `env_factory()` (or `env_factory(resource)` with `backends`) to at most `max_sessions` sessions at once.
 
-    `env_factory` may be the name of one: "package.module:Class". Keyword arguments are the fields of `ServeOptions`, and change
-    those of `options`. Browsers are refused (a page of any site could connect to a loopback address).
+    `env_factory` may be the name of one: "package.module:Class". Options are the fields of `ServeOptions`. Browsers are refused
+    (a page of any site could connect to a loopback address).
     """
-    options = replace(options or ServeOptions(), **changes)
-    if options.isolation is not None:
+    settings = ServeOptions(**options)
+    if settings.isolation is not None:
         factory: Any = importable(env_factory)
         name = factory.partition(":")[2]
     else:
         factory = load_factory(env_factory) if isinstance(env_factory, str) else env_factory
         name = getattr(factory, "__name__", type(factory).__name__)
-    server = EnvServer(Hosting(factory, name, options))
+    server = EnvServer(Hosting(factory, name, settings))
     async with contextlib.AsyncExitStack() as stack:
-        if options.backends is not None:
-            stack.push_async_callback(asyncio.to_thread, options.backends.close)  # also of those that are about to start
-            await asyncio.to_thread(options.backends.start)
+        if settings.backends is not None:
+            stack.push_async_callback(asyncio.to_thread, settings.backends.close)  # also of those that are about to start
+            await asyncio.to_thread(settings.backends.start)
         # max_queue: one message is buffered while the session does not read; the rest stays with the client.
         listener = await serve_websockets(
-            server.host, options.host, options.port, process_request=server.answer_http, process_response=server.admit,
+            server.host, settings.host, settings.port, process_request=server.answer_http, process_response=server.admit,
             origins=[None], compression=None, open_timeout=HANDSHAKE, close_timeout=CLOSE_HANDSHAKE,
-            ping_interval=options.ping_interval, ping_timeout=options.ping_timeout, max_size=MAX_MESSAGE_BYTES,
+            ping_interval=settings.ping_interval, ping_timeout=settings.ping_timeout, max_size=MAX_MESSAGE_BYTES,
             max_queue=0, server_header=None, logger=_wire_log)
         stack.push_async_callback(server.stop, listener)
         bound = listener.sockets[0].getsockname()
@@ -208,15 +205,15 @@ def serving_thread(url: str) -> int | None:
     return _threads.get(parts.port) if parts.hostname and is_loopback(parts.hostname) else None
 
 
-async def serve_forever(env_factory: Callable[..., Any] | str, options: ServeOptions | None = None, *,
+async def serve_forever(env_factory: Callable[..., Any] | str, *,
                         beside: Callable[[EnvServer], contextlib.AbstractAsyncContextManager] | None = None,
-                        **changes: Any) -> None:
+                        **options: Any) -> None:
     """`serve` until SIGTERM or SIGINT, then shut down in order; a start that is under way is given up. Prints the URL once
     it listens; `beside` is entered then, and left first."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        async with serve(env_factory, options, **changes) as server:
+        async with serve(env_factory, **options) as server:
             most = server.options.max_sessions
             print(f"serving {server.hosting.name} at {server.url} to at most {most} sessions", flush=True)
             async with contextlib.nullcontext() if beside is None else beside(server):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Thread
@@ -211,7 +210,7 @@ class Session:
 
     async def _call(self, phase: str, seconds: float, data: Any = None) -> tuple[str, str]:
         """(reply, name of the fault) of one environment call; raises InvalidRequest after its deadline."""
-        self.busy, start = phase, time.monotonic()
+        self.busy = phase
         try:
             async with asyncio.timeout(seconds):
                 return await self.env.call(phase, data)
@@ -221,8 +220,6 @@ class Session:
                                  f"{phase.upper()}_TIMEOUT") from raised
         finally:
             self.busy = None
-            log.debug("session %d: %s of episode %s, turn %d, took %.4f s", self.number, phase, self.episode_id, self.steps,
-                      time.monotonic() - start)
 
     def abort(self) -> None:
         """End `serve` now: the server stops, and what is in flight had its time."""
