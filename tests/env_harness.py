@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -73,15 +72,6 @@ class EchoEnv:
         self.closed = True
         with self.lock:
             EchoEnv.live -= 1
-
-
-class SlowToClose(EchoEnv):
-    """Half a second to close; its state tells how many lived at once at most."""
-
-    close_seconds = 0.5
-
-    def state(self):
-        return {"most": EchoEnv.most}
 
 
 class AsyncEchoEnv(EchoEnv):
@@ -177,21 +167,18 @@ def server_process(environment: str = "env_harness:EchoEnv", *options: str):
 class Proxy:
     """A TCP proxy in front of a server. `plan(n)` may delay or refuse the n-th connection (from 0).
 
-    freeze(): stop forwarding, keep the sockets open (half-open); cut(): reset every connection, or those given.
-    `by_port`: the side towards the client, by the client's port.
+    freeze(): stop forwarding, keep the sockets open (half-open); cut(): reset every connection.
     """
 
     def __init__(self, target: str, plan=lambda n: 0.0):
         self.host, self.port = re.match(r"ws://([^:/]+):(\d+)", target).groups()
         self.plan, self.count, self.frozen = plan, 0, False
         self.writers: list[asyncio.StreamWriter] = []
-        self.by_port: dict[int, asyncio.StreamWriter] = {}
         self.url = ""
 
     async def _serve(self, reader, writer):
         number, self.count = self.count, self.count + 1
         self.writers.append(writer)
-        self.by_port[writer.get_extra_info("peername")[1]] = writer
         delay = self.plan(number)
         if delay is None:
             writer.transport.abort()
@@ -220,11 +207,8 @@ class Proxy:
     def freeze(self):
         self.frozen = True
 
-    def cut(self, writers=None):
-        for writer in writers or self.writers:
-            sock = writer.get_extra_info("socket")
-            with suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    def cut(self):
+        for writer in self.writers:
             writer.transport.abort()
 
 

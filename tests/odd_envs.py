@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 import time
 
 from grpolab.env.protocol import StepResult
@@ -26,11 +25,6 @@ class Base:
 
     def close(self):
         pass
-
-
-class HangsInReset(Base):
-    def reset(self, **options):
-        threading.Event().wait()
 
 
 class Inspects(Base):

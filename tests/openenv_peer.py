@@ -5,7 +5,6 @@ nothing of grpolab.
     python openenv_peer.py typed MAX_SESSIONS         # the same of an environment with typed actions
     python openenv_peer.py tools MAX_SESSIONS         # and of one with MCP tools
     python openenv_peer.py client URL                 # plays a script against a server, prints what it saw as JSON
-    python openenv_peer.py reopen URL TIMES           # opens and closes that often; prints how often it was refused
     python openenv_peer.py bench URL 8:300 64:40      # its client with 8 sessions of 300 steps each, ...; as JSON
 """
 
@@ -192,21 +191,6 @@ async def client(url):
     print(json.dumps(said))
 
 
-async def reopen(url, times):
-    from openenv.core.generic_client import GenericEnvClient
-
-    refused = 0
-    for _ in range(int(times)):
-        client = GenericEnvClient(base_url=url)
-        try:
-            await client.connect()
-            await client.reset()
-        except Exception:
-            refused += 1
-        await client.close()
-    print(json.dumps({"refused": refused}))
-
-
 async def bench(url, *sizes):
     print(json.dumps([await measure(url, *map(int, size.split(":"))) for size in sizes]))
 
@@ -236,5 +220,5 @@ async def measure(url, sessions, steps):
 
 if __name__ == "__main__":
     what = {"server": server, "typed": typed, "tools": tools, "client": lambda *a: asyncio.run(client(*a)),
-            "bench": lambda *a: asyncio.run(bench(*a)), "reopen": lambda *a: asyncio.run(reopen(*a))}
+            "bench": lambda *a: asyncio.run(bench(*a))}
     what[sys.argv[1]](*sys.argv[2:])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from env_harness import ROOT, server_process, start_process, status
+from env_harness import ROOT, server_process, start_process
 
 from grpolab.env.client import Deadlines, EnvSession
 from grpolab.env.pool import GrpoPool
@@ -130,17 +130,6 @@ def test_their_client_with_our_server(python):
     assert "boom: x" in said["raised"] and "EXECUTION_ERROR" in said["raised"]
     assert said["again"]["echo"] == "still here"
     assert said["refused"].startswith("ConnectionError") and "503" in said["refused"]  # from connect()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("isolate, times", [("thread", 100), ("process", 5)])
-def test_their_client_may_reopen_at_once_on_one_slot(python, isolate, times):
-    """It does not wait for the server to have closed the environment of its last session."""
-    with server_process("env_harness:EchoEnv", "--max-sessions", "1", "--isolate", isolate) as (_, url):
-        reply = subprocess.run([python, PEER, "reopen", url.replace("ws://", "http://"), str(times)], capture_output=True,
-                               text=True, timeout=60)
-        assert json.loads(reply.stdout) == {"refused": 0}, reply.stderr[-2000:]
-        assert status(url)["opened"] == times
 
 
 async def test_at_last_their_server_dies(their_server):

@@ -1,8 +1,8 @@
 import asyncio
-import contextlib
 import gc
 import hashlib
 import os
+import signal
 import threading
 import time
 import weakref
@@ -173,25 +173,6 @@ async def test_a_pool_larger_than_the_server_does_not_wait():
         assert time.monotonic() - start < SOON
 
 
-async def test_at_a_server_that_names_no_time_a_pool_asks_again():
-    async def full_at_first(connection):
-        seen.append(1)
-        if len(seen) < 8:
-            await connection.send(protocol.error("full", "CAPACITY_REACHED", active_sessions=2, max_sessions=2))
-            return
-        async for text in connection:
-            if text == protocol.CLOSE:
-                return
-            await connection.send(protocol.message("state", {}))
-
-    seen = []
-    async with serve_websockets(full_at_first, "127.0.0.1", 0) as listener:
-        pool = GrpoPool(f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}", size=2, queue=15)
-        await pool.connect()
-        assert len(pool.slots) == 2 and [s.phase for s in pool.trace].count("queue") >= 2
-        await pool.close()
-
-
 async def test_a_hung_step_ends_at_its_deadline_and_its_siblings_keep_their_results():
     async def rollout(slot):
         if slot.index == 3:
@@ -309,46 +290,34 @@ async def test_drop_needs_a_minimum_and_never_hides_a_bug():
 
 
 class Mortal(EchoEnv):
-    """{"poison": true} breaks it for good, as a dead backend does; shows its seed, turn and episode, nothing of its own."""
+    """{"poison": true} breaks it for good, as a dead backend does, but only once among all."""
 
     poisoned = False
-    budget = 10**9  # of poison that works, for all
+    budget = 1
 
     def reset(self, seed=None, episode_id=None, task=None):
-        self._alive()
-        super().reset(seed, episode_id, task)
-        return StepResult({"seed": seed, "episode": episode_id})
-
-    def step(self, action):
-        if action.get("poison") and Mortal.budget > 0:
-            Mortal.budget -= 1
-            self.poisoned = True
-        self._alive()
-        self.turn += 1
-        return StepResult({"seed": self.seed, "turn": self.turn, "echo": action.get("text", "")}, 1.0)
-
-    def _alive(self):
         if self.poisoned:
             raise RuntimeError("my backend is dead")
+        return super().reset(seed, episode_id, task)
+
+    def step(self, action):
+        if action.pop("poison", False) and Mortal.budget:
+            Mortal.budget, self.poisoned = 0, True
+            raise RuntimeError("my backend is dead")
+        return super().step(action)
 
 
-@pytest.mark.parametrize("again", ["reset_group", "own reset"])
-async def test_a_session_whose_environment_raised_is_replaced_before_its_next_episode(again):
-    Mortal.budget = 1
+async def test_a_session_whose_environment_raised_is_replaced_before_its_next_episode():
     async with serve(Mortal, max_sessions=4) as server:
         async with GrpoPool(server.url, size=4, on_failure="drop", min_group=3) as pool:
             async def rollout(slot):
-                if again == "own reset":
-                    await slot.reset(seed=slot.group_seed)
-                await slot.step({"text": "a"})
                 return (await slot.step({"poison": slot.index == 2})).observation["turn"]
 
-            kept = []
+            finished = []
             for _ in range(3):
-                if again == "reset_group":
-                    await pool.reset_group()
-                kept.append((await pool.run_group(rollout)).rollouts)
-            assert kept == [(0, 1, 3), (0, 1, 2, 3), (0, 1, 2, 3)]
+                await pool.reset_group()
+                finished.append((await pool.run_group(rollout)).rollouts)
+            assert finished == [(0, 1, 3), (0, 1, 2, 3), (0, 1, 2, 3)]
             failure, = pool.failures
             assert failure.rollout == 2 and "my backend is dead" in str(failure.cause)
             assert server.status()["opened"] == 5 and server.status()["sessions"] == 4
@@ -365,24 +334,7 @@ async def test_a_session_whose_environment_has_no_state_before_its_first_reset_i
         assert server.status()["opened"] == 1
 
 
-async def test_a_session_that_failed_its_reset_is_replaced():
-    class Refuses(Mortal):
-        born = 0
-
-        def __init__(self):
-            super().__init__()
-            Refuses.born += 1
-            self.poisoned = Refuses.born == 1
-
-    async with serve(Refuses) as server, GrpoPool(server.url, size=1) as pool:
-        with pytest.raises(ServerError, match="dead"):
-            await pool.reset_group()
-        await pool.reset_group()
-        assert server.status()["opened"] == 2
-
-
-@pytest.mark.parametrize("policy", ["fail", "drop"])
-async def test_an_action_that_cannot_be_read_costs_neither_the_session_nor_the_slot(policy):
+async def test_an_action_that_cannot_be_read_costs_neither_the_session_nor_the_slot():
     """What becomes of it is the rollout's rule: here it tells the policy in one group, and gives up in the next."""
     async def tells(slot):
         first = (await slot.reset(seed=1)).observation["env"]
@@ -391,24 +343,17 @@ async def test_an_action_that_cannot_be_read_costs_neither_the_session_nor_the_s
         result = await slot.step({"text": "better"})
         return slot.turn, result.observation["turn"], result.observation["env"] == first
 
-    async with serve(EchoEnv, max_sessions=4) as server:
-        async with GrpoPool(server.url, size=2, on_failure=policy, min_group=1) as pool:
-            assert await pool.run_group(tells) == [(1, 1, True)] * 2
-            assert pool.failures == []
-            session = pool.slots[0].session
+    async def gives_up(slot):
+        await slot.reset(seed=1)
+        return await slot.step({"zzz": 1} if slot.index == 0 else {"text": ""})
 
-            async def gives_up(slot):
-                await slot.reset(seed=1)
-                return await slot.step({"zzz": 1} if slot.index == 0 else {"text": ""})
-
-            if policy == "drop":
-                results = await pool.run_group(gives_up)
-                assert results.rollouts == (1,) and isinstance(results.failures[0].cause, InvalidAction)
-            else:
-                with pytest.raises(InvalidAction):
-                    await pool.run_group(gives_up)
-            await pool.run_group(tells)
-            assert pool.slots[0].session is session
+    async with serve(EchoEnv) as server, GrpoPool(server.url, size=2, on_failure="drop", min_group=1) as pool:
+        session = pool.slots[0].session
+        assert await pool.run_group(tells) == [(1, 1, True)] * 2 and pool.failures == []
+        results = await pool.run_group(gives_up)
+        assert results.rollouts == (1,) and isinstance(results.failures[0].cause, InvalidAction)
+        await pool.run_group(tells)
+        assert pool.slots[0].session is session
 
 
 async def test_a_message_that_nobody_asked_for_ends_the_session_and_shifts_no_reply():
@@ -493,13 +438,11 @@ async def test_what_a_pool_keeps_is_bounded(monkeypatch):
             assert not any(ref() for ref in held)  # the records say what happened, and hold no observation
 
 
-@pytest.mark.parametrize("token", ["secret\n", "sec ret", "", "geheim\u00df", "\x00"])
+@pytest.mark.parametrize("token", ["secret\n", "", "secret\u00df"])
 def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(token):
     with pytest.raises(ValueError, match="token") as caught:
-        EnvSession("ws://127.0.0.1:9", token=token)
-    assert "sec" not in str(caught.value) and "geheim" not in str(caught.value)
-    with pytest.raises(ValueError, match="token"):
         GrpoPool("ws://127.0.0.1:9", token=token)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("status, headers, body, error, wait", [
@@ -597,7 +540,7 @@ async def test_close_is_idempotent_and_a_pool_can_be_opened_again():
         assert server.status()["opened"] == 6 and server.status()["sessions"] == 0
 
 
-async def test_one_group_at_a_time_and_bad_arguments():
+async def test_one_group_at_a_time():
     async with serve(EchoEnv) as server, GrpoPool(server.url, size=2) as pool:
         group = asyncio.create_task(pool.run_group(lambda slot: slot.step({"sleep": 0.1})))
         await asyncio.sleep(0.02)
@@ -606,95 +549,63 @@ async def test_one_group_at_a_time_and_bad_arguments():
         await group
         with pytest.raises(ValueError, match="3 actions for 2 sessions"):
             await pool.run_group_step([{}] * 3)
-    for bad, match in (({"size": 0}, "size=0"), ({"on_failure": "ignore"}, "ignore"),
-                       ({"on_failure": "drop", "min_group": 9}, "min_group=9")):
-        with pytest.raises(ValueError, match=match):
-            GrpoPool("ws://127.0.0.1:9", **{"size": 8, **bad})
 
 
-@contextlib.contextmanager
-def served(factory, **options):
-    """A server on a loop in another thread, for synchronous tests."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    manager = serve(factory, **options)
-    server = asyncio.run_coroutine_threadsafe(manager.__aenter__(), loop).result(10)
-    try:
-        yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(manager.__aexit__(None, None, None), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+@pytest.mark.parametrize("options, message", [
+    ({"size": 0}, "size=0"), ({"on_failure": "retry"}, "use one of fail, drop"),
+    ({"on_failure": "drop", "min_group": 9}, "min_group=9"),
+    ({"queue": float("inf")}, "queue=inf"), ({"queue": -1}, "queue=-1"), ({"queue": float("nan")}, "queue=nan")])
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        GrpoPool("ws://127.0.0.1:9", **options)
 
 
 def test_the_synchronous_twin():
     threads = threading.active_count()
-    with served(EchoEnv, max_sessions=4) as server:
-        with MultiTurnEnvPool(server.url, size=4) as pool:
-            assert [r.observation["task"] for r in pool.reset_group({"id": 1})] == [{"id": 1}] * 4
-            assert pool.run_group(two_steps) == [(f"b{i}", 2.0) for i in range(4)]
-            stepped = pool.run_group_step([{"text": str(i)} for i in range(4)])
-            assert [r.observation["echo"] for r in stepped] == list("0123")
-            assert pool.record_group_result("t", [1.0, 0.0]) == 0.5
-            with pytest.raises(ServerError, match="bad"):
-                pool.run_group(lambda slot: slot.step({"raise": "bad"}))
-        pool.close()
-        wait_for(lambda: server.status()["sessions"] == 0, 2, "those that were cut in mid-step are gone as well")
-        with pytest.raises(RuntimeError, match="not started"):
-            pool.reset_group()
+    with MultiTurnEnvPool(EchoEnv, size=4) as pool:
+        assert [r.observation["task"] for r in pool.reset_group({"id": 1})] == [{"id": 1}] * 4
+        assert pool.run_group(two_steps) == [(f"b{i}", 2.0) for i in range(4)]
+        stepped = pool.run_group_step([{"text": str(i)} for i in range(4)])
+        assert [r.observation["echo"] for r in stepped] == list("0123")
+        assert pool.record_group_result("t", [1.0, 0.0]) == 0.5
+        with pytest.raises(ServerError, match="bad"):
+            pool.run_group(lambda slot: slot.step({"raise": "bad"}))
+    pool.close()
+    assert EchoEnv.live == 0
+    with pytest.raises(RuntimeError, match="not started"):
+        pool.reset_group()
     wait_for(lambda: threading.active_count() <= threads, 2, "every thread has ended")
 
 
-def test_the_synchronous_twin_starts_after_a_failed_start():
-    with served(EchoEnv, max_sessions=2) as server:
-        blocker = MultiTurnEnvPool(server.url, size=2)
-        blocker.start()
-        pool = MultiTurnEnvPool(server.url, size=1)
-        with pytest.raises(CapacityError):
-            pool.start()
-        blocker.close()
-        with pool:
-            assert len(pool.reset_group()) == 1
+async def test_the_synchronous_twin_starts_after_a_failed_start_and_in_a_running_loop():
+    made = []
 
+    def factory():
+        made.append(1)
+        if len(made) == 1:
+            raise OSError("disk full")
+        return EchoEnv()
 
-def test_the_synchronous_twin_in_a_running_loop():
-    async def cell():
-        with MultiTurnEnvPool(url, size=2) as pool:
-            pool.reset_group()
-            return pool.run_group(two_steps)
-
-    with served(EchoEnv, max_sessions=2) as server:
-        url = server.url
-        assert asyncio.run(cell()) == [("b0", 2.0), ("b1", 2.0)]
+    pool = MultiTurnEnvPool(factory, size=1)
+    with pytest.raises(FactoryError, match="disk full"):
+        pool.start()
+    with pool:
+        assert len(pool.reset_group()) == 1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_the_synchronous_twin_in_the_loop_that_serves_says_what_is_wrong(host):
     """It would wait for an answer that cannot come while it waits."""
-    async with serve(EchoEnv, max_sessions=4) as server:
-        url = server.url.replace("127.0.0.1", host)
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"served by this very event loop.*async with GrpoPool"):
-            MultiTurnEnvPool(url, size=2).start()
-        pool = MultiTurnEnvPool(url, size=2)
-        await asyncio.to_thread(pool.start)  # from a thread there is nothing in the way
-        with pytest.raises(RuntimeError, match="served by this very event loop"):
-            pool.reset_group()
-        assert len(await asyncio.to_thread(pool.reset_group)) == 2
-        with pytest.raises(RuntimeError, match="served by this very event loop"):
-            pool.close()
-        assert time.monotonic() - start < SOON
-        await asyncio.to_thread(pool.close)
-    with pytest.raises(ConnectError):  # it is served no longer
-        MultiTurnEnvPool(url, size=2).start()
+    async with serve(EchoEnv, max_sessions=2) as server:
+        pool = MultiTurnEnvPool(server.url.replace("127.0.0.1", host), size=2)
+        for call in (pool.start, pool.reset_group, pool.close):
+            with pytest.raises(RuntimeError, match=r"served by this very event loop.*async with GrpoPool"):
+                call()
+            await asyncio.to_thread(call)  # from a thread there is nothing in the way
 
 
 def test_the_synchronous_twin_under_an_interrupt():
-    import signal
-
-    with served(AsyncEchoEnv, max_sessions=2) as server, MultiTurnEnvPool(server.url, size=2) as pool:
+    with MultiTurnEnvPool(AsyncEchoEnv, size=2) as pool:
         pool.reset_group()
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -715,8 +626,6 @@ async def test_a_rollout_on_a_lost_session_fails_instead_of_going_on_elsewhere()
         pool.slots[0].session._socket.transport.abort()
         with pytest.raises(SessionLost):
             await pool.run_group(two_steps)
-        result, = {type(r) for r in await pool.reset_group()}
-        assert result is StepResult
         with pytest.raises(RuntimeError, match="not connected"):
             await EnvSession(server.url).step({})
 
@@ -735,14 +644,6 @@ async def test_a_deadline_names_the_field_that_raises_it(ask):
                 await ask(pool.slots[0])
             field = str(caught.value).rpartition("raise Deadlines(")[2].partition("=")[0]
             assert field == "step" and Deadlines(**{field: 1.0})
-
-
-@pytest.mark.parametrize("options, message", [
-    ({"queue": float("inf")}, "queue=inf"), ({"queue": -1}, "queue=-1"), ({"queue": float("nan")}, "queue=nan"),
-    ({"on_failure": "retry"}, "use one of fail, drop")])
-def test_a_pool_refuses_waits_without_an_end_and_unknown_rules(options, message):
-    with pytest.raises(ValueError, match=message):
-        GrpoPool("ws://127.0.0.1:1", **options)
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.1:1/ws", "mailto:x"])

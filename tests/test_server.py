@@ -11,7 +11,6 @@ from websockets.asyncio.server import serve as serve_websockets
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from grpolab.env import protocol
-from grpolab.env import server as environment_server
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
 from grpolab.env.faults import Faulty
@@ -25,11 +24,17 @@ from grpolab.env.protocol import (
     StepResult,
 )
 from grpolab.env.server import serve
-from grpolab.env.worker import load_factory
+from grpolab.env.session import ServeOptions
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+def port_of(server):
+    return int(server.url.rpartition(":")[2])
+
+
+def handshake(path, *headers):
+    lines = [f"GET {path} HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade",
+             "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13", *headers]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
 @pytest.fixture(autouse=True)
@@ -107,22 +112,6 @@ async def test_a_slot_is_held_until_the_environment_of_a_dropped_connection_has_
         assert EchoEnv.live == 0 and EchoEnv.most == 1
 
 
-async def test_a_cancelled_connect_leaves_no_session():
-    def slow():
-        time.sleep(0.2)
-        return EchoEnv()
-
-    async with serve(slow, max_sessions=1) as server:
-        for after in (0.0, 0.001, 0.005, 0.1):
-            connecting = asyncio.create_task(EnvSession(server.url).connect())
-            await asyncio.sleep(after)
-            connecting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await connecting
-            await eventually(lambda: server.status()["sessions"] == 0 == EchoEnv.live, SOON)
-        assert server.status()["opened"] >= 1
-
-
 @pytest.mark.parametrize("env", [EchoEnv, AsyncEchoEnv])
 async def test_an_environment_that_raises_keeps_its_session(env):
     async with serve(env) as server, EnvSession(server.url) as session:
@@ -141,18 +130,16 @@ async def test_an_environment_that_raises_keeps_its_session(env):
 
 async def test_a_hung_plain_environment_costs_its_own_session_only():
     async with serve(EchoEnv, max_sessions=2, step_timeout=1, close_timeout=0.2) as server:
-        async with EnvSession(server.url) as good, EnvSession(server.url) as bad:
-            await good.reset()
-            await bad.reset()
-            start = time.monotonic()
-            with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
-                await bad.step({"hang": True})
-            assert time.monotonic() - start < SOON
-            assert (await good.step({"text": "fine"})).observation["echo"] == "fine"
-            await eventually(lambda: server.status()["sessions"] == 1, SOON, "the hung session's slot is free")
-            assert server.status()["abandoned"] == 1
-            async with EnvSession(server.url) as again:
-                await again.reset()
+        async with EnvSession(server.url) as good:
+            for abandoned in (1, 2):
+                async with EnvSession(server.url) as bad:
+                    with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
+                        await bad.step({"hang": True})
+                assert (await good.step({"text": "fine"})).observation["echo"] == "fine"
+                await eventually(lambda: server.status()["sessions"] == 1, SOON, "the hung session's slot is free")
+                assert server.status()["abandoned"] == abandoned
+            with pytest.raises(CapacityError, match="2 environments hang.*isolate='process'"):
+                await EnvSession(server.url).connect()
 
 
 async def test_a_thread_that_was_left_behind_closes_its_environment_when_it_returns():
@@ -184,21 +171,6 @@ async def test_a_client_that_leaves_stops_its_async_step_at_once():
         assert caught.value.phase == "step" and isinstance(caught.value, TimeoutError)
         await eventually(lambda: server.status()["sessions"] == 0, SOON)
         assert AsyncEchoEnv.cancelled == 1 and EchoEnv.live == 0
-
-
-async def test_a_cancelled_request_loses_its_session():
-    async with serve(EchoEnv) as server:
-        session = EnvSession(server.url)
-        await session.connect()
-        step = asyncio.create_task(session.step({"sleep": 1.5}))
-        await asyncio.sleep(0.05)
-        step.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await step
-        with pytest.raises(SessionLost):
-            await session.state()
-        await session.close()
-        await eventually(lambda: server.status()["sessions"] == 0, SOON)
 
 
 async def test_a_reply_that_is_read_after_the_deadline_is_too_late():
@@ -243,43 +215,14 @@ async def test_the_wire_as_it_was_recorded():
         assert raw.close_code == 1000 and server.status()["sessions"] == 0
 
 
-@pytest.mark.parametrize("env", [EchoEnv, AsyncEchoEnv])
-async def test_a_client_that_reads_nothing_loses_its_session(env):
-    async with serve(env, ping_interval=0.1, ping_timeout=0.1) as server:
+async def test_a_client_that_reads_nothing_loses_its_session():
+    async with serve(EchoEnv, ping_interval=0.1, ping_timeout=0.1) as server:
         raw = await connect(server.url + "/ws", proxy=None)
         raw.transport.pause_reading()
         await raw.send('{"type":"step","data":{"big":20000000}}')
         await eventually(lambda: server.status()["session_list"][0]["steps"] == 1, SOON)
         await eventually(lambda: server.status()["sessions"] == 0 == EchoEnv.live, SOON, "its slot is free")
         raw.transport.abort()
-
-
-async def test_what_follows_a_step_is_answered_after_it():
-    async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:
-        for text in ('{"type":"step","data":{"text":"slow","sleep":0.2}}', "{", '{"type":"mcp","data":{}}',
-                     '{"type":"state"}', '{"type":"close"}'):
-            await raw.send(text)
-        replies = [json.loads(text) async for text in raw]
-    assert [reply["type"] for reply in replies] == ["observation", "error", "mcp", "state"]
-    assert replies[3]["data"]["step_count"] == 1
-
-
-async def test_a_step_that_ends_after_its_deadline_is_late_however_late_that_is_seen():
-    async with serve(EchoEnv, step_timeout=0.3) as server, connect(server.url + "/ws", proxy=None) as raw:
-        await raw.send('{"type":"step","data":{"sleep":0.4}}')
-        await eventually(lambda: server.status()["session_list"][0]["busy"] == "step", SOON)
-        time.sleep(0.6)  # the loop stands still: nobody watches
-        assert [json.loads(text)["data"].get("code") async for text in raw] == ["STEP_TIMEOUT"]
-
-
-async def test_each_step_has_its_deadline_to_itself():
-    async with serve(EchoEnv, step_timeout=0.8, close_timeout=0.1) as server, EnvSession(server.url) as session:
-        for _ in range(3):
-            await session.step({"text": "in time", "sleep": 0.5})
-        start = time.monotonic()
-        with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
-            await session.step({"hang": True})
-        assert 0.75 < time.monotonic() - start < SOON
 
 
 @pytest.mark.parametrize("politely", [True, False])
@@ -382,17 +325,12 @@ async def test_the_token_is_asked_for_everywhere_but_health():
         assert (await asyncio.to_thread(get, server.url + "/health"))[0] == 200
 
 
-@pytest.mark.parametrize("headers", [
-    ["Bearer secret", "Bearer secret"], ["Bearer secret", "Bearer wrong"], [b"Bearer \xff"], []])
+@pytest.mark.parametrize("headers", [["Bearer secret", "Bearer secret"], ["Bearer \xff"], []])
 @pytest.mark.parametrize("path", ["/status", "/ws"])
 async def test_an_authorization_that_is_none_is_refused_with_401(path, headers):
     async with serve(EchoEnv, token="secret") as server:
-        port = int(server.url.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        lines = [b"GET %s HTTP/1.1" % path.encode(), b"Host: x", b"Upgrade: websocket", b"Connection: Upgrade",
-                 b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13",
-                 *(b"Authorization: " + (h if isinstance(h, bytes) else h.encode()) for h in headers)]
-        writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+        writer.write(handshake(path, *(f"Authorization: {header}" for header in headers)))
         assert b" 401 " in await reader.readline()
         writer.close()
 
@@ -448,21 +386,14 @@ async def test_an_answer_of_another_kind_ends_the_session():
         assert not session.open
 
 
-async def test_only_loopback_without_a_token():
-    with pytest.raises(ValueError, match="token"):
-        async with serve(EchoEnv, host="0.0.0.0"):
-            pass
-
-
 async def test_a_handshake_that_dies_while_it_waits_for_a_place_gives_it_back():
     EchoEnv.close_seconds = 0.5
     async with serve(EchoEnv, max_sessions=1) as server:
         async with EnvSession(server.url) as last:
             last._socket.transport.abort()
             await eventually(lambda: not last.open, SOON)
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-            writer.write(b"GET /ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-                         b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+            writer.write(handshake("/ws"))
             await asyncio.sleep(0.1)
             writer.transport.abort()
         await eventually(lambda: server.status()["opened"] == server.status()["closed"] == 2, SOON)
@@ -485,35 +416,17 @@ async def test_stopping_the_server_answers_what_is_in_flight_and_closes_every_en
         await EnvSession(server.url).connect()
 
 
-async def test_stopping_the_server_is_bounded_when_an_environment_hangs():
-    start = time.monotonic()
-    async with serve(EchoEnv, close_timeout=0.2) as server:
-        session = EnvSession(server.url)
-        await session.connect()
-        step = asyncio.create_task(session.step({"hang": True}))
-        await asyncio.sleep(0.05)
-    with pytest.raises(SessionLost):
-        await step
-    assert time.monotonic() - start < SOON and server.status()["sessions"] == 0
-    await session.close()
-
-
 def test_bad_arguments_are_named():
-    async def opens(**options):
-        async with serve(EchoEnv, **options):
-            pass
-
     with pytest.raises(ValueError, match="max_sessions=0"):
-        run(opens(max_sessions=0))
+        ServeOptions(max_sessions=0)
+    with pytest.raises(ValueError, match="token"):
+        ServeOptions(host="0.0.0.0")
     with pytest.raises(ValueError, match="connect=0"):
         Deadlines(connect=0)
     with pytest.raises(ValueError, match="step=inf"):
         Deadlines(step=float("inf"))
-    with pytest.raises(ValueError, match="environment 'chess' cannot be imported"):
-        load_factory("chess")
     with pytest.raises(ValueError, match="ftp"):
         socket_url("ftp://x")
-    assert load_factory("calculator").__name__ == "CalculatorEnv" and load_factory("guess").__name__ == "GuessEnv"
     assert socket_url("http://h:1/") == "ws://h:1/ws" and socket_url("wss://h/env/ws?x=1") == "wss://h/env/ws?x=1"
 
 
@@ -538,25 +451,13 @@ async def test_nothing_listens_there():
         await EnvSession("ws://127.0.0.1:9").connect()
 
 
-async def reopened(url, times):
-    """Refusals of a client that says close, does not wait for the environment, and comes again at once (as OpenEnv's)."""
-    counts = 0
-    for _ in range(times):
-        try:
-            raw = await connect(url + "/ws", proxy=None)
-        except InvalidStatus:
-            counts += 1
-            continue
-        await raw.send('{"type":"reset"}')
-        await raw.recv()
-        await raw.send(protocol.CLOSE)
-        await raw.close()
-    return counts
-
-
-async def test_a_client_that_reopens_at_once_is_never_refused(monkeypatch):
+async def test_a_client_that_reopens_at_once_is_never_refused():
+    """It says close, does not wait for the environment, and comes again at once, as OpenEnv's does."""
     EchoEnv.close_seconds = 0.01
-    async with serve(EchoEnv, max_sessions=1) as one:
-        assert await reopened(one.url, 100) == 0 and EchoEnv.most == 1
-        monkeypatch.setattr(environment_server, "LEAVING", 0.0)
-        assert await reopened(one.url, 20) > 0  # so the wait is what lets it in
+    async with serve(EchoEnv, max_sessions=1) as server:
+        for _ in range(50):
+            async with connect(server.url + "/ws", proxy=None) as raw:
+                await raw.send('{"type":"reset"}')
+                await raw.recv()
+                await raw.send(protocol.CLOSE)
+        assert EchoEnv.most == 1
