@@ -17,7 +17,7 @@ def nested(levels):
     return value
 
 
-def test_the_text_dialect_is_a_text_both_ways():
+def test_the_text_format_is_a_text_both_ways():
     assert TEXT.action("calc: 1") == {"text": "calc: 1"}
     assert TEXT.texts(StepResult({"text": "84"})) == ["84"]
     with pytest.raises(ValueError, match=r"keys \['message'\].*to_text"):
@@ -101,7 +101,7 @@ def test_calls_are_counted_by_the_environment_or_by_the_tools_that_answered():
     assert tool_calls(answered) == {"calls": 1} == MCP.measure(answered)
 
 
-class FakeSeat:
+class FailingSlot:
     def __init__(self, fault):
         self.fault = fault
 
@@ -115,16 +115,16 @@ class FakeSeat:
      Malformed("a value that the environment does not accept", ended=True)),
 ])
 def test_what_says_that_an_action_was_malformed(fault, malformed):
-    assert asyncio.run(TEXT.act(FakeSeat(fault), "x")) == malformed
+    assert asyncio.run(TEXT.act(FailingSlot(fault), "x")) == malformed
 
 
 @pytest.mark.parametrize("fault", [ServerError("boom", "EXECUTION_ERROR"), SessionLost("gone"), TypeError("a bug")], ids=repr)
 def test_other_failures_are_not_taken_for_a_malformed_action(fault):
     with pytest.raises(type(fault)):
-        asyncio.run(TEXT.act(FakeSeat(fault), "x"))
+        asyncio.run(TEXT.act(FailingSlot(fault), "x"))
 
 
 def test_what_the_policy_is_told_is_bounded():
-    told = asyncio.run(TEXT.act(FakeSeat(InvalidAction("x" * 10**6)), "x"))
-    assert len(told.why) < 600 and told.why.endswith("...")
+    answer = asyncio.run(TEXT.act(FailingSlot(InvalidAction("x" * 10**6)), "x"))
+    assert len(answer.why) < 600 and answer.why.endswith("...")
     assert len(json.dumps(tool_text({"tool_name": "a", "error": {"message": "x" * 10**6}}))) < 600

@@ -593,17 +593,6 @@ async def test_the_synchronous_twin_starts_after_a_failed_start_and_in_a_running
         assert len(pool.reset_group()) == 1
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_the_synchronous_twin_in_the_loop_that_serves_says_what_is_wrong(host):
-    """It would wait for an answer that cannot come while it waits."""
-    async with serve(EchoEnv, max_sessions=2) as server:
-        pool = MultiTurnEnvPool(server.url.replace("127.0.0.1", host), size=2)
-        for call in (pool.start, pool.reset_group, pool.close):
-            with pytest.raises(RuntimeError, match=r"served by this very event loop.*async with GrpoPool"):
-                call()
-            await asyncio.to_thread(call)  # from a thread there is nothing in the way
-
-
 def test_the_synchronous_twin_under_an_interrupt():
     with MultiTurnEnvPool(AsyncEchoEnv, size=2) as pool:
         pool.reset_group()

@@ -23,20 +23,14 @@ def data(code, **more):
 
 
 def test_requests_are_literally_those_of_the_wire():
-    assert json.loads(protocol.STATE) == {"type": "state"}
-    assert json.loads(protocol.CLOSE) == {"type": "close"}
-    assert json.loads(protocol.message("reset", {"seed": 7, "episode_id": "ep1", "task": {"id": 3}})) == {
-        "type": "reset", "data": {"seed": 7, "episode_id": "ep1", "task": {"id": 3}}}
-    assert json.loads(protocol.message("step", {"text": "hello"})) == {"type": "step", "data": {"text": "hello"}}
+    assert (protocol.STATE, protocol.CLOSE) == ('{"type":"state"}', '{"type":"close"}')
+    assert protocol.message("reset", {"seed": 7, "task": {"id": 3}}) == '{"type":"reset","data":{"seed":7,"task":{"id":3}}}'
 
 
 def test_replies_are_literally_those_of_the_wire():
     seen = protocol.observation(StepResult({"echo": "hello", "turn": 1}, 5.0, False))
     assert json.loads(seen) == {"type": "observation", "data": {
         "observation": {"echo": "hello", "turn": 1}, "reward": 5.0, "done": False}}
-    assert json.loads(protocol.no_mcp({"jsonrpc": "2.0", "id": 5, "method": "tools/list"})) == {
-        "type": "mcp", "data": {"jsonrpc": "2.0", "id": 5, "error": {
-            "code": -32603, "message": "Environment does not support MCP", "data": None}}}
 
 
 @pytest.mark.parametrize("text, kind, expected", [
@@ -63,13 +57,8 @@ def test_bad_requests_get_the_code_of_the_wire(text, code, ends):
         parse_request(text)
     reply = json.loads(caught.value.reply)
     assert reply["type"] == "error" and reply["data"]["code"] == code and caught.value.ends is ends
-
-
-def test_an_extra_key_is_named():
-    with pytest.raises(InvalidRequest) as caught:
-        parse_request('{"type":"step","data":{},"request_id":1}')
-    fault, = json.loads(caught.value.reply)["data"]["errors"]
-    assert fault["type"] == "extra_forbidden" and fault["loc"] == ["request_id"]
+    if "request_id" in str(text):
+        assert [(e["type"], e["loc"]) for e in reply["data"]["errors"]] == [("extra_forbidden", ["request_id"])]
 
 
 def test_error_frames_become_typed_errors():
@@ -93,13 +82,6 @@ def test_a_reply_that_is_no_reply_loses_the_session(text):
         parse_reply(text)
 
 
-def test_metadata_is_read_from_both_places():
-    inside = step_result({"observation": {"a": 1, "metadata": {"m": 2}}, "reward": None, "done": False})
-    beside = step_result({"observation": {"a": 1}, "reward": 1, "done": True, "metadata": {"m": 2}})
-    assert inside == StepResult({"a": 1}, None, False, {"m": 2})
-    assert beside == StepResult({"a": 1}, 1.0, True, {"m": 2})
-
-
 @pytest.mark.parametrize("bad", [
     {}, {"observation": [1]}, {"observation": {}, "reward": "1"}, {"observation": {}, "reward": [1]},
     {"observation": {}, "reward": 10**400}, {"observation": {}, "reward": json.loads("1e400")},
@@ -118,14 +100,14 @@ def test_an_observation_keeps_its_own_field_named_metadata_over_the_wire(observa
     assert step_result(sent) == StepResult(observation, 0.5, True, metadata)
 
 
-def test_an_openenv_reply_that_says_its_metadata_twice_says_it_once():
-    """As openenv 0.10.0 sends it: inside always, beside `done` where there is any."""
-    both = {"observation": {"a": 1, "metadata": {"m": 2}}, "reward": None, "done": False, "metadata": {"m": 2}}
-    assert step_result(both) == StepResult({"a": 1}, None, False, {"m": 2})
-
-
-def test_an_observation_may_have_a_field_named_metadata_of_its_own():
-    assert step_result({"observation": {"metadata": "m"}, "reward": True}) == StepResult({"metadata": "m"}, 1.0)
+@pytest.mark.parametrize("data, result", [
+    ({"observation": {"a": 1, "metadata": {"m": 2}}, "done": False}, StepResult({"a": 1}, None, False, {"m": 2})),
+    ({"observation": {"a": 1}, "reward": 1, "done": True, "metadata": {"m": 2}}, StepResult({"a": 1}, 1.0, True, {"m": 2})),
+    ({"observation": {"a": 1, "metadata": {"m": 2}}, "metadata": {"m": 2}}, StepResult({"a": 1}, None, False, {"m": 2})),
+    ({"observation": {"metadata": "m"}, "reward": True}, StepResult({"metadata": "m"}, 1.0)),
+], ids=["inside", "beside", "twice, as openenv 0.10.0 sends it", "a field of the observation"])
+def test_metadata_is_read_from_both_places(data, result):
+    assert step_result(data) == result
 
 
 @pytest.mark.parametrize("more", [
@@ -144,14 +126,9 @@ def test_whatever_an_error_frame_holds_the_error_is_typed_and_names_the_server(c
 
 
 def test_an_action_that_cannot_be_read_says_why():
-    reasons = [{"type": "missing", "loc": ["data", "text"], "msg": "Field required"}, {"type": "odd"}]
-    with pytest.raises(InvalidAction, match="data.text: Field required; odd") as caught:
+    reasons = [{"type": "missing", "loc": ["data", "text"], "msg": "Field required"}, {"loc": [], "msg": "odd"}]
+    with pytest.raises(InvalidAction, match="data.text: Field required; : odd") as caught:
         parse_reply(data("VALIDATION_ERROR", errors=reasons))
     assert caught.value.code == "VALIDATION_ERROR"
     assert isinstance(caught.value, ServerError) and isinstance(caught.value, ValueError)
     assert str(InvalidAction("an environment's own words")) == "an environment's own words"
-
-
-def test_a_nan_reward_cannot_be_sent():
-    with pytest.raises(ValueError):
-        protocol.observation(StepResult({}, float("nan"), False))

@@ -92,10 +92,14 @@ class CalculatorEnv:
         self._done = True
 
     def reset(self, seed: int | None = None, task: dict | None = None) -> StepResult:
-        self._problem = draw_problem(random.Random(seed), self.problems) if task is None else read_problem(task)
+        self._problem = self._draw(random.Random(seed)) if task is None else read_problem(task)
         self._turn = self._calls = 0
         self._done = False
         return StepResult({"text": self._problem.question})
+
+    def _draw(self, rng: random.Random) -> Problem:
+        op = rng.choice(self.problems.ops)
+        return Problem(rng.randrange(self.problems.operands(op)), op, rng.randrange(self.problems.operands(op)))
 
     def step(self, action: dict) -> StepResult:
         text = action_text(action)
@@ -124,12 +128,6 @@ class CalculatorEnv:
         return {"turn": self._turn, "calls": self._calls, "max_turns": self.max_turns, "done": self._done}
 
     def close(self) -> None: ...
-
-
-def draw_problem(rng: random.Random, problems: Task) -> Problem:
-    """A problem of the task, the operator first, from the given generator."""
-    op = rng.choice(problems.ops)
-    return Problem(rng.randrange(problems.operands(op)), op, rng.randrange(problems.operands(op)))
 
 
 def read_problem(task: dict) -> Problem:

@@ -113,7 +113,7 @@ class EnvSession:
         self.doubtful = False  # its environment failed: a pool opens another session for the next episode
         self._headers = {} if token is None else {"Authorization": f"Bearer {check_token(token)}"}
         self._pings = {"ping_interval": ping_interval, "ping_timeout": ping_timeout}
-        self._spans: deque[Span] = deque(maxlen=TRACE_SPANS) if trace is None else trace
+        self.trace: deque[Span] = deque(maxlen=TRACE_SPANS) if trace is None else trace
         self._socket: ClientConnection | None = None
         self._in_flight = False  # a request
 
@@ -128,11 +128,6 @@ class EnvSession:
     def open(self) -> bool:
         """Whether requests can be sent: connected, not lost, and not closed by the server meanwhile."""
         return self._socket is not None and self.lost is None and self._socket.state is State.OPEN
-
-    @property
-    def trace(self) -> list[Span]:
-        """The last spans, oldest first: a copy."""
-        return list(self._spans)
 
     async def connect(self) -> None:
         """Open the connection and prove the session with a `state` request. Raises CapacityError, FactoryError or ConnectError
@@ -224,7 +219,7 @@ class EnvSession:
             fault = type(error).__name__
             raise
         finally:
-            self._spans.append(Span(phase, start, perf_counter(), self.index, self.episode_id, self.turn, fault))
+            self.trace.append(Span(phase, start, perf_counter(), self.index, self.episode_id, self.turn, fault))
 
     def _cut(self) -> None:
         """End the connection at once, with no word to the other side: `close` of websockets takes a handshake's time."""

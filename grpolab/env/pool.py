@@ -75,9 +75,13 @@ class Slot:
 
     def __init__(self, pool: GrpoPool, index: int, session: EnvSession):
         self.index, self.session = index, session
-        self.group = self.turn = 0
+        self.turn = 0
         self.result: StepResult | None = None
         self._pool = pool
+
+    @property
+    def group(self) -> int:
+        return self._pool.group
 
     @property
     def seed(self) -> int:
@@ -96,11 +100,11 @@ class Slot:
     async def reset(self, *, seed: int | None = None, task: Any = None, **options: Any) -> StepResult:
         """Start an episode, on a new session if this one was lost or in doubt."""
         self.turn = 0
-        options = {"seed": seed, "task": task, **options}
         if self.session.doubtful or not self.session.open:
             await self.session.close()
             self.session, = await self._pool._open([self.index], self._pool.deadlines.connect)
-        self.result = await self.session.reset(**{name: value for name, value in options.items() if value is not None})
+        options |= {} if task is None else {"task": task}
+        self.result = await self.session.reset(seed=seed, **options)
         return self.result
 
     async def step(self, action: dict) -> StepResult:
@@ -114,7 +118,7 @@ class Slot:
         return await self.session.state()
 
     async def mcp(self, method: str, params: dict | None = None) -> dict:
-        """One MCP request to the environment (`EnvSession.mcp`), which is no step of the episode."""
+        """`EnvSession.mcp`."""
         return await self.session.mcp(method, params)
 
 
@@ -212,13 +216,12 @@ class GrpoPool:
             except BaseException as fault:
                 await _close_all(sessions)
                 # FACTORY_ERROR: OpenEnv frees places too early, and a lost session's backend may be on its way back.
-                may_end = isinstance(fault, CapacityError | FactoryError) and (
-                    getattr(fault, "max_sessions", None) or self.size) >= len(indices)
+                retry = isinstance(fault, CapacityError | FactoryError)
                 start = perf_counter()
-                if not may_end or start >= end:
+                if not retry or start >= end or (getattr(fault, "max_sessions", None) or self.size) < len(indices):
                     raise
-                # Those who were refused together come back apart.
-                wait = (getattr(fault, "retry_after", None) or pause) * random.Random().uniform(0.5, 1.5)
+                wait = getattr(fault, "retry_after", None) or pause
+            wait *= random.Random().uniform(0.5, 1.5)  # those who were refused together come back apart
             await asyncio.sleep(min(wait, end - start))
             self._trace.append(Span("queue", start, perf_counter(), indices[0]))
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -239,14 +242,9 @@ class GrpoPool:
         under `drop`, let the rollout itself `reset(seed=slot.group_seed)`.
         """
         with self._exclusive():
-            self._next_group()
+            self.group += 1
             self._was_reset = True
             return await self._on_all(lambda slot: slot.reset(seed=slot.group_seed if seed is None else seed, task=task))
-
-    def _next_group(self) -> None:
-        self.group += 1
-        for slot in self.slots:
-            slot.group = self.group
 
     async def run_group_step(self, actions: Sequence[dict]) -> list[StepResult]:
         """One step on every session at once: `actions[i]` on slot i. Fails as a whole."""
@@ -277,8 +275,7 @@ class GrpoPool:
                 _forget_frames(cause)
 
         with self._exclusive():
-            if not self._was_reset:  # the rollouts reset by themselves
-                self._next_group()
+            self.group += not self._was_reset  # else the rollouts reset by themselves
             self._was_reset = False
             try:
                 await self._on_all(run, rounds)

@@ -51,7 +51,7 @@ def importable(factory: Callable[..., Any] | str) -> str:
     if isinstance(factory, str):
         name = SHIPPED.get(factory, factory)
         if ":" not in name or find_spec(name.partition(":")[0].partition(".")[0]) is None:
-            load_factory(factory)  # which says what is wrong with it
+            load_factory(factory)  # says what is wrong with it
         return name
     name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', '')}"
     if name.startswith("__main__:") or "<" in name or pkgutil.resolve_name(name) is not factory:

@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -201,12 +202,6 @@ def invalid(kind: str, loc: list, reason: str) -> InvalidRequest:
     return InvalidRequest("Invalid message", "VALIDATION_ERROR", [{"type": kind, "loc": loc, "msg": reason}])
 
 
-def no_mcp(request: dict) -> str:
-    """The reply to an `mcp` message of a server whose environments have no MCP tools."""
-    fault = {"code": -32603, "message": "Environment does not support MCP", "data": None}
-    return message("mcp", {"jsonrpc": "2.0", "id": request.get("id"), "error": fault})
-
-
 def parse_request(text: str | bytes) -> tuple[str, dict]:
     """(type, data) of a client's message; raises InvalidRequest with the reply that the protocol gives it."""
     if isinstance(text, bytes):
@@ -248,18 +243,10 @@ def parse_reply(text: str | bytes, who: str = "the server") -> tuple[str, dict]:
     if code in ENDING:
         raise ENDING[code](f"{reason} ({code})")
     if code == "VALIDATION_ERROR":
-        errors = data["errors"] if isinstance(data.get("errors"), list) else []
-        raise InvalidAction("; ".join(map(_reason, errors))[:MAX_REASON] or reason)
+        with suppress(KeyError, TypeError):  # else it holds no list of pydantic's errors
+            reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in data["errors"]) or reason
+        raise InvalidAction(reason[:MAX_REASON])
     raise ServerError(reason, code)
-
-
-def _reason(fault: Any) -> str:
-    """One of the `errors` of a VALIDATION_ERROR as text: `place: message`."""
-    if not isinstance(fault, dict):
-        return str(fault)
-    place = ".".join(map(str, fault["loc"])) if isinstance(fault.get("loc"), list) else ""
-    reason = str(fault.get("msg", fault.get("type", "invalid")))
-    return f"{place}: {reason}" if place else reason
 
 
 def step_result(data: dict, who: str = "the server") -> StepResult:

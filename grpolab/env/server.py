@@ -16,19 +16,17 @@ import contextlib
 import json
 import logging
 import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
 from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websockets
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
-from grpolab.access import is_loopback, names_loopback, shows
+from grpolab.access import names_loopback, shows
 from grpolab.env.process import importable
 from grpolab.env.protocol import MAX_MESSAGE_BYTES
 from grpolab.env.session import Hosting, ServeOptions, Session
@@ -191,18 +189,7 @@ async def serve(env_factory: Callable[..., Any] | str, **options: Any) -> AsyncI
         stack.push_async_callback(server.stop, listener)
         bound = listener.sockets[0].getsockname()
         server.url = f"ws://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
-        _threads[bound[1]] = threading.get_ident()
-        stack.callback(_threads.pop, bound[1])
         yield server
-
-
-_threads: dict[int, int] = {}  # that serve in this process, by port
-
-
-def serving_thread(url: str) -> int | None:
-    """The identity of the thread of this process that serves `url`, an address of this machine; None if none does."""
-    parts = urlsplit(url)
-    return _threads.get(parts.port) if parts.hostname and is_loopback(parts.hostname) else None
 
 
 async def serve_forever(env_factory: Callable[..., Any] | str, *,

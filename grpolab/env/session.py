@@ -30,16 +30,13 @@ MESSAGE_BYTES = 100  # what a message costs beside its text
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """How a server treats its sessions. Times are in seconds, and `serve(factory, max_sessions=4)` builds one of these.
+    """How `serve` treats its sessions; times in seconds.
 
-    isolate       where a session's environment lives: "thread", in one of its own here (an `async` environment with an event
-                  loop of its own); or "process", one that can be killed and inherits no secrets, for which the environment
-                  must be importable; an `Isolation(env=, cwd=, memory_mib=)` says more about that process
-    backends      each session leases one of them
-    token         every client must send it; required on an address that other machines reach
-    ping_interval, ping_timeout
-                  a client that answers no ping for the sum of both is gone, however long its step takes, and so is one that
-                  has not taken a reply by then; None turns pings off
+    isolate: "thread", one for each session (an `async` environment has an event loop in it); or "process", one that can be
+    killed and inherits no secrets, for which the environment must be importable; an `Isolation` says more about that process.
+    backends: each session leases one. token: every client must send it; required on an address that other machines reach.
+    A client that answers no ping for ping_interval + ping_timeout is gone, however long its step takes, and so is one that
+    has not taken a reply by then; None turns pings off.
     """
 
     max_sessions: int = 8
@@ -193,7 +190,8 @@ class Session:
                 self._over = True
                 return None
             if kind == "mcp":
-                return protocol.no_mcp(data)
+                fault = {"code": -32603, "message": "Environment does not support MCP", "data": None}
+                return protocol.message("mcp", {"jsonrpc": "2.0", "id": data.get("id"), "error": fault})
             if kind == "reset":
                 self.episode_id, self.steps = data.get("episode_id"), 0
             if kind == "step":

@@ -10,7 +10,6 @@ from typing import Any
 
 from grpolab.env.client import Span
 from grpolab.env.pool import GrpoPool
-from grpolab.env.server import serving_thread
 
 
 def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,10 +18,6 @@ def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: MultiTurnEnvPool, *arguments: Any, **options: Any) -> Any:
         if self._loop is None:
             raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
-        if serving_thread(self.pool.url) == threading.get_ident():
-            raise RuntimeError(f"{self.pool.url} is served by this very event loop, which cannot answer while a synchronous "
-                               "call waits for it: write `async with GrpoPool(url) as pool`, or serve in a process of its own, "
-                               "with `python -m grpolab serve`")
         ended = threading.Event()
 
         async def run() -> Any:
@@ -46,7 +41,8 @@ class MultiTurnEnvPool:
     """The synchronous pool: a GrpoPool, with the same arguments and methods, without `await`; rollouts are `async` still.
 
     The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
-    pings are answered while the caller computes. Interrupting a call (Ctrl-C) cancels it there before it returns.
+    pings are answered while the caller computes. A server on the caller's own loop cannot answer while the caller waits: give
+    the environment's class in place of its URL. Interrupting a call (Ctrl-C) cancels it there before it returns.
     """
 
     def __init__(self, url: str, size: int = 8, **options: Any):
