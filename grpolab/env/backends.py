@@ -14,24 +14,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from grpolab.env import child_processes
 
 log = logging.getLogger("grpolab.env.backends")
-
-
-class Backend(Protocol):
-    """One resource. `start` returns what the environment gets, after a `stop` a fresh one. `scrub` wipes what the last tenant
-    left, or returns False where only a restart does."""
-
-    def start(self) -> Any: ...
-
-    def healthy(self) -> bool: ...
-
-    def scrub(self) -> bool: ...
-
-    def stop(self) -> None: ...
 
 
 class BackendError(RuntimeError):
@@ -129,7 +116,7 @@ class BackendPool:
     `poisoned=True` says that the tenant may have broken the backend.
     """
 
-    def __init__(self, make: Callable[[int], Backend], size: int):
+    def __init__(self, make: Callable[[int], ProcessBackend], size: int):
         if size < 1:
             raise ValueError(f"size={size}: a pool holds at least one backend")
         self.size = size
@@ -164,7 +151,7 @@ class BackendPool:
         self._resources[index] = self._backends[index].start()
         self._generations[index] += 1
 
-    def _prepare(self, index: int, usable: Callable[[Backend], bool]) -> None:
+    def _prepare(self, index: int, usable: Callable[[ProcessBackend], bool]) -> None:
         """Start a backend anew where it is not usable; a check that raises says so too."""
         backend = self._backends[index]
         try:

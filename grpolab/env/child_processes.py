@@ -86,10 +86,14 @@ def guard(pid: int) -> int:
             break
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: all of the group are zombies (macOS)
         os.killpg(pid, signal.SIGKILL)
-    if status is None:  # should it not lead its group yet
-        os.kill(pid, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1] if status is None else status)
-    _kill_orphans()
+    with contextlib.suppress(ChildProcessError):  # what the killed leave to us is killed too, until there is nothing
+        while True:
+            for child in {pid, *_children()} if status is None else _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            ended, ending = os.waitpid(-1, 0)
+            status = ending if ended == pid else status
+    code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
@@ -102,17 +106,6 @@ def _reap(pid: int) -> int | None:
             if ended == pid:
                 status = code
     return status
-
-
-def _kill_orphans() -> None:
-    """Kill what has become our child, and then what that leaves to us, until there is nothing."""
-    with contextlib.suppress(ChildProcessError):  # there is no other child
-        while True:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                for orphan in _children():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(orphan, signal.SIGKILL)
-                os.waitpid(-1, 0)
 
 
 def _children() -> list[int]:
