@@ -209,14 +209,6 @@ async def test_what_escapes_its_group_and_its_parent_ends_with_the_session(end):
         await asyncio.to_thread(wait_for, lambda: not alive(seen["child"]) and not alive(seen["pid"]), SOON)
 
 
-@LINUX
-async def test_what_an_environment_leaves_behind_is_reaped_while_it_lives():
-    async with serve(odd_envs.Inspects, isolate="process") as server, EnvSession(server.url) as session:
-        seen = (await session.step({"escape": True})).observation
-        os.kill(seen["child"], signal.SIGTERM)
-        await eventually(lambda: not psutil.pid_exists(seen["child"]), SOON)  # not even as a zombie
-
-
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 async def test_an_environment_may_use_multiprocessing(method):
     async with serve(odd_envs.Multiprocessing, isolate="process") as server, EnvSession(server.url) as session:

@@ -7,7 +7,6 @@ import psutil
 import pytest
 from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, get, server_process
 from websockets.asyncio.client import connect
-from websockets.asyncio.server import serve as serve_websockets
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from grpolab.env import protocol
@@ -21,7 +20,6 @@ from grpolab.env.protocol import (
     InvalidAction,
     ServerError,
     SessionLost,
-    StepResult,
 )
 from grpolab.env.server import serve
 from grpolab.env.session import ServeOptions
@@ -171,17 +169,6 @@ async def test_a_client_that_leaves_stops_its_async_step_at_once():
         assert caught.value.phase == "step" and isinstance(caught.value, TimeoutError)
         await eventually(lambda: server.status()["sessions"] == 0, SOON)
         assert AsyncEchoEnv.cancelled == 1 and EchoEnv.live == 0
-
-
-async def test_a_reply_that_is_read_after_the_deadline_is_too_late():
-    """The loop stood still: reply and deadline were both there when it went on. The session is lost, and the step with it."""
-    async with serve(EchoEnv) as server, EnvSession(server.url, deadlines=Deadlines(step=0.2)) as session:
-        step = asyncio.create_task(session.step({"sleep": 0.1}))
-        await eventually(lambda: server.status()["session_list"][0]["busy"] == "step", SOON)
-        time.sleep(0.4)
-        with pytest.raises(DeadlineExceeded):
-            await step
-        assert not session.open and session.trace[-1].error == "DeadlineExceeded"
 
 
 async def test_one_request_at_a_time():
@@ -341,49 +328,6 @@ async def test_a_browser_is_refused_and_takes_no_slot():
             await connect(server.url + "/ws", proxy=None, origin="https://evil.example")
         assert caught.value.response.status_code == 403
         assert server.status()["sessions"] == 0 == server.status()["opened"]
-
-
-@contextlib.asynccontextmanager
-async def scripted(script):
-    """The session of a client at a server that answers its first message, and then does as `script(connection)` says."""
-    async def handle(connection):
-        await connection.recv()
-        await connection.send(protocol.message("state", {}))
-        await script(connection)
-
-    async with serve_websockets(handle, "127.0.0.1", 0) as listener:
-        url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        async with EnvSession(url, deadlines=Deadlines(close=0.5)) as session:  # nobody answers its goodbye
-            yield session
-
-
-SEEN = protocol.observation(StepResult({"echo": "ä"}, 1.0))
-
-
-@pytest.mark.parametrize("stays", [True, False])
-async def test_what_the_server_said_before_it_was_asked_is_its_answer(stays):
-    async def script(connection):
-        await connection.send(protocol.error("no more", "CAPACITY_REACHED", active_sessions=1, max_sessions=1))
-        if stays:
-            await connection.wait_closed()
-
-    async with scripted(script) as session:
-        await asyncio.sleep(0.1)
-        if not stays:
-            await session._socket.wait_closed()
-        with pytest.raises(CapacityError, match="no more"):
-            await asyncio.wait_for(session.step({}), SOON)
-
-
-async def test_an_answer_of_another_kind_ends_the_session():
-    async def script(connection):
-        async for _ in connection:
-            await connection.send(SEEN)
-
-    async with scripted(script) as session:
-        with pytest.raises(SessionLost, match="answered a state with 'observation'"):
-            await session.state()
-        assert not session.open
 
 
 async def test_a_handshake_that_dies_while_it_waits_for_a_place_gives_it_back():
