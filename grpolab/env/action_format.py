@@ -56,9 +56,9 @@ class ActionFormat:
     to_text     an observation, its `metadata` inside where it has any -> the text that the policy reads
     introduce   async (slot) -> text that stands before the question, asked for after each reset; None for none
     measure     the results of an episode's steps -> numbers by name; their means over episodes stand in the row
-    on_invalid  what becomes of an action that `to_action` or the environment refuses (a VALIDATION_ERROR): "tell" answers
-                with the reason in place of an observation; "penalise" does so too and pays `penalty`, once for each;
-                "abstain" ends the episode without a reward, so that it is not trained on. It counts as a turn.
+    on_invalid  what becomes of an action that `to_action` or the environment refuses: "tell" answers with the reason in place
+                of an observation; "penalise" does so too and pays `penalty`, once for each; "abstain" ends the episode
+                without a reward, so that it is not trained on. It counts as a turn.
     tools       what the chat template tells the policy that it may call, in OpenAI's shape
     role        of what the policy is told: "user", or "tool" for results of calls, of which `to_text` may give a list
     """
@@ -114,7 +114,6 @@ def _reason(why: str) -> str:
     return f"error: {why}" if len(why) <= MAX_REASON else f"error: {why[:MAX_REASON]} ..."
 
 
-# Environments with MCP tools.
 CALL_FORM = '{"name": "...", "arguments": {...}}'
 
 

@@ -183,11 +183,6 @@ class BackendPool:
             raise BackendError("the backends were stopped")
         return lease
 
-    def kill(self, lease: Lease) -> None:
-        """Stop a leased backend under its tenant, so that whatever waits for it fails; then release it as poisoned."""
-        if lease in self._leases:
-            self._backends[lease.index].stop()
-
     def release(self, lease: Lease, *, poisoned: bool = False) -> None:
         """Take a backend back, clean for the next tenant: scrubbed in place, or else killed and started anew. Where it cannot
         be started it stays off, last in line, until an `acquire` can."""

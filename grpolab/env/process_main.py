@@ -11,22 +11,15 @@ import sys
 import threading
 
 
-def limit_memory(size: int) -> None:
-    """Allocations beyond `size` bytes of data fail: MemoryError in Python. On Linux only private memory counts: neither the
-    code's own pages nor mappings that are shared, and each process that this one starts has `size` to itself."""
-    import resource
-
-    kind = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
-    resource.setrlimit(kind, (size, size))
-
-
 def main(descriptor: int) -> None:
     """Make the environment that the first message describes, and answer all that follow."""
     os.set_inheritable(descriptor, False)
     stream = socket.socket(fileno=descriptor).makefile("rwb")
     description = json.loads(stream.readline())
-    if description["memory"] is not None:
-        limit_memory(description["memory"])
+    if size := description["memory"]:  # beyond it allocations fail: MemoryError in Python
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     sys.path[:] = description["path"]
     from grpolab.env.worker import Worker, load_factory
 

@@ -227,14 +227,15 @@ class Session:
 
     async def close(self) -> None:
         """Close the environment, then give the backend back; bounded, and complete when it returns."""
-        backends, poisoned = self.options.backends, self._hung
-        if self._hung and self.lease is not None:
-            # Killing what the environment waits for is what makes most hung threads return.
-            await asyncio.to_thread(backends.kill, self.lease)
-        if self.env is not None:
-            poisoned |= not await self._close_env()
-        if self.lease is not None:
-            await asyncio.to_thread(backends.release, self.lease, poisoned=poisoned)
+        if self._hung:  # killing what the environment waits for is what makes most hung threads return
+            await self._release(poisoned=True)
+        in_order = self.env is None or await self._close_env()
+        await self._release(poisoned=not in_order)
+
+    async def _release(self, poisoned: bool) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            await asyncio.to_thread(self.options.backends.release, lease, poisoned=poisoned)
 
     async def _close_env(self) -> bool:
         """Close the environment and end its thread or process; whether all went as it should."""
