@@ -26,7 +26,6 @@ from grpolab.env.curriculum import success_rate
 from grpolab.env.protocol import CapacityError, DeadlineExceeded, EnvError, FactoryError, StepResult
 from grpolab.env.server import serve
 
-ON_FAILURE = ("fail", "drop")
 LAST_FAILURES = 100  # how many failures a pool remembers
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # s between two attempts at a server that does not say when to ask again
 
@@ -46,8 +45,8 @@ class GroupFailed(EnvError):
     """Too few rollouts of a group survived; `failures` says what became of the others."""
 
     def __init__(self, message: str, failures: tuple[Failure, ...]):
-        causes = "; ".join(f"rollout {f.rollout} at turn {f.turn}: {f.cause!r}" for f in failures)
-        super().__init__(f"{message}: {causes}")
+        causes = [f"rollout {f.rollout} at turn {f.turn}: {f.cause!r}" for f in failures]
+        super().__init__(f"{message}: {'; '.join(causes)}")
         self.failures = failures
 
 
@@ -103,8 +102,7 @@ class Slot:
         if self.session.doubtful or not self.session.open:
             await self.session.close()
             self.session, = await self._pool._open([self.index], self._pool.deadlines.connect)
-        options |= {} if task is None else {"task": task}
-        self.result = await self.session.reset(seed=seed, **options)
+        self.result = await self.session.reset(seed=seed, **options, **({} if task is None else {"task": task}))
         return self.result
 
     async def step(self, action: dict) -> StepResult:
@@ -141,8 +139,8 @@ class GrpoPool:
                              "as in GrpoPool(MyEnv, size=8)")
         if size < 1:
             raise ValueError(f"size={size}: a pool has at least one session")
-        if on_failure not in ON_FAILURE:
-            raise ValueError(f"on_failure={on_failure!r}: use one of {', '.join(ON_FAILURE)}")
+        if on_failure not in ("fail", "drop"):
+            raise ValueError(f"on_failure={on_failure!r}: use one of fail, drop")
         if on_failure == "drop" and not 1 <= min_group <= size:
             raise ValueError(f"min_group={min_group}: of size={size} rollouts, between 1 and all can be required")
         if not 0 <= queue < math.inf:
@@ -156,7 +154,7 @@ class GrpoPool:
         self._options = session if self._make is None else {**session, "ping_interval": None}
         self._server: AbstractAsyncContextManager | None = None  # of `make`
         self._trace: deque[Span] = deque(maxlen=TRACE_SPANS)
-        self._failures: deque[Failure] = deque(maxlen=LAST_FAILURES)
+        self.failures: list[Failure] = []
         self._running = False
         self._was_reset = False
         self._session(0)  # which checks url and token, so that a mistake is reported where it was made
@@ -173,11 +171,6 @@ class GrpoPool:
         """The last spans of all sessions, oldest first: a copy."""
         return list(self._trace)
 
-    @property
-    def failures(self) -> list[Failure]:
-        """The last rollouts that gave no result."""
-        return list(self._failures)
-
     def _session(self, index: int) -> EnvSession:
         return EnvSession(self.url, deadlines=self.deadlines, trace=self._trace, index=index, **self._options)
 
@@ -189,20 +182,17 @@ class GrpoPool:
             return
         try:
             with _interruptible():
-                if self._make is not None:
-                    await self._serve()
+                if self._make is not None:  # a hung session ends a second after our deadlines; another has its place before
+                    limits = self.deadlines
+                    self._server = serve(self._make, max_sessions=2 * self.size, step_timeout=limits.step + 1,
+                                         reset_timeout=max(limits.reset, limits.admit) + 1, close_timeout=limits.close,
+                                         ping_interval=None)
+                    self.url = (await self._server.__aenter__()).url
                 sessions = await self._open(range(self.size), self.queue)
         except BaseException:
             await self.close()
             raise
         self.slots = [Slot(self, i, session) for i, session in enumerate(sessions)]
-
-    async def _serve(self) -> None:
-        """Serve our own environments: with places for those that replace hung ones, which end a second after our deadlines."""
-        limits = self.deadlines
-        self._server = serve(self._make, max_sessions=2 * self.size, reset_timeout=max(limits.reset, limits.admit) + 1,
-                             step_timeout=limits.step + 1, close_timeout=limits.close, ping_interval=None)
-        self.url = (await self._server.__aenter__()).url
 
     async def _open(self, indices: Sequence[int], seconds: float) -> list[EnvSession]:
         """A session for each, or none; a full server is asked again for up to `seconds`, when its Retry-After says, else later
@@ -231,9 +221,11 @@ class GrpoPool:
         cut then, and the server frees it by itself). Idempotent."""
         slots, self.slots = self.slots, []
         server, self._server = self._server, None
-        await _close_all([slot.session for slot in slots])
-        if server is not None:
-            await server.__aexit__(None, None, None)
+        try:
+            await _close_all([slot.session for slot in slots])
+        finally:
+            if server is not None:
+                await server.__aexit__(None, None, None)
 
     async def reset_group(self, task: Any = None, *, seed: int | None = None) -> list[StepResult]:
         """Start the next group: one episode of the same task on every session, lost ones replaced first.
@@ -241,18 +233,14 @@ class GrpoPool:
         All get the same seed (default: this group's) and so face the same question. Fails as a whole, whatever `on_failure`;
         under `drop`, let the rollout itself `reset(seed=slot.group_seed)`.
         """
-        with self._exclusive():
-            self.group += 1
-            self._was_reset = True
-            return await self._on_all(lambda slot: slot.reset(seed=slot.group_seed if seed is None else seed, task=task))
+        return await self._on_all(lambda slot: slot.reset(seed=slot.group_seed if seed is None else seed, task=task),
+                                  begins=True, resets=True)
 
     async def run_group_step(self, actions: Sequence[dict]) -> list[StepResult]:
         """One step on every session at once: `actions[i]` on slot i. Fails as a whole."""
         if len(actions) != self.size:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
-        with self._exclusive():
-            self._was_reset = False  # these are the group's rollouts: the next ones are another group's
-            return await self._on_all(lambda slot: slot.step(actions[slot.index]))
+        return await self._on_all(lambda slot: slot.step(actions[slot.index]), begins=False, resets=False)
 
     async def run_group(self, rollout: Callable[[Slot], Awaitable[Any]], *, rounds: int = 1) -> Results:
         """`rollout(slot)` on every slot at once; the results in order, and under `drop` those that there are.
@@ -274,13 +262,10 @@ class GrpoPool:
                     raise
                 _forget_frames(cause)
 
-        with self._exclusive():
-            self.group += not self._was_reset  # else the rollouts reset by themselves
-            self._was_reset = False
-            try:
-                await self._on_all(run, rounds)
-            finally:
-                self.note_failures(failures)
+        try:
+            await self._on_all(run, rounds, begins=not self._was_reset, resets=False)  # else the rollouts reset by themselves
+        finally:
+            self.note_failures(failures)
         if failures and len(finished) < self.min_group:
             raise GroupFailed(f"{len(finished)} of {self.size} rollouts finished, {self.min_group} are needed", tuple(failures))
         rollouts = sorted(finished)
@@ -288,7 +273,7 @@ class GrpoPool:
 
     def note_failures(self, failures: Sequence[Failure]) -> None:
         """Put on record what a rollout of several episodes lost and went on without."""
-        self._failures += failures
+        self.failures = [*self.failures, *failures][-LAST_FAILURES:]
 
     def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
         """Tell the curriculum the group's rate of success, the share of `rewards` >= `success` (None abstains); returns it."""
@@ -297,23 +282,20 @@ class GrpoPool:
             self.curriculum.record_result(task, rate)
         return rate
 
-    @contextmanager
-    def _exclusive(self):
-        """One group at a time: two would interleave on the same sockets."""
+    async def _on_all(self, work: Callable[[Slot], Coroutine], rounds: int = 1, *, resets: bool, begins: bool) -> list:
+        """`work(slot)` for every slot, concurrently, under the group's deadline; one at a time, for two would interleave on the
+        same sockets. `begins`: of a new group; `resets`: the rollouts that follow belong to it."""
         if not self.slots:
             raise RuntimeError("the pool is not connected: use `async with GrpoPool(url) as pool`, or pool.connect()")
         if self._running:
             raise RuntimeError("this pool runs a group already; await it first, or open a second pool")
-        self._running = True
+        self.group += begins
+        self._running, self._was_reset = True, resets
         try:
             with _interruptible():
-                yield
+                return await within(_all(map(work, self.slots)), rounds * self.deadlines.group, f"group {self.group}", "group")
         finally:
             self._running = False
-
-    async def _on_all(self, work: Callable[[Slot], Coroutine], rounds: int = 1) -> list:
-        """`work(slot)` for every slot, concurrently, under the group's deadline."""
-        return await within(_all(map(work, self.slots)), rounds * self.deadlines.group, f"group {self.group}", "group")
 
 
 async def _all(work: Iterable[Coroutine]) -> list:
