@@ -132,14 +132,6 @@ def test_training_on_typed_actions(typed_url, answerer):
     assert max(row.get("logp_diff_max", 0.0) for row in rows) < 1e-3
 
 
-def test_a_malformed_typed_action_is_told_and_the_session_goes_on(typed_url, answerer):
-    action_format = replace(TYPED, to_action=lambda text: {"number": text})
-    found = run(episodes(answerer, typed_url, action_format, limits=Limits(max_turns=2)))
-    told = {t for e in found for _, t in e.turns}
-    assert all(e.invalid == len(e.turns) for e in found) and len(told) == 1
-    assert "number: Input should be a valid integer" in told.pop()
-
-
 def test_a_value_that_their_validator_refuses_ends_their_session_and_not_ours(typed_url, answerer):
     """Their server cannot serialise the validator's error and hangs up; the rule says what becomes of the episode."""
     action_format = replace(TYPED, to_action=lambda text: {"number": 10})
@@ -156,14 +148,6 @@ def test_training_on_tools(tools_url, caller):
     rates = [(row["reward"], row["tool_rate"], row["turns"]) for row in rows]
     assert all(0 <= reward <= 1 and tools > 0.5 and turns >= 1 for reward, tools, turns in rates) and rates[0][2] > 1, rates
     assert max(row.get("logp_diff_max", 0.0) for row in rows) < 1e-3
-
-
-def test_an_episode_with_tools(tools_url, caller):
-    found = run(episodes(caller, tools_url, MCP, limits=Limits(max_turns=3, max_total_tokens=420)))
-    assert all(e.question.startswith(f"{TOOLS}\nWhat is ") for e in found)
-    added = [e for e in found if e.rollout.finish_reason == "done" and '"add"' in e.turns[0][0]]
-    assert added and all(e.calls == len(e.turns) - e.invalid for e in added)
-    assert all(told.isdigit() for e in added for wrote, told in e.turns if '"add"' in wrote and "error" not in told)
 
 
 def test_what_the_tools_server_says(tools_url):
