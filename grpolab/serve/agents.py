@@ -122,10 +122,14 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
             service, agent, [task for task in step_tasks for _ in range(size)], timeout=timeout, concurrent=concurrent,
             seeds=[fold_seed(config.seed, step, i) for i in range(len(step_tasks) * size)], temperature=config.temperature,
             max_tokens=config.max_new_tokens, limit=max_total_tokens, fixed=True)
-        fault = first_fault(runs)
-        if fault is not None and not warned:
+        faults = [run.fault for run in runs if run.fault is not None]
+        if len(faults) == len(runs):
+            raise faults[0]
+        if not any(run.rollouts for run in runs):
+            raise ValueError("no agent of this step asked the policy: they must call the base_url that they are given")
+        if faults and not warned:
             warned = True
-            warnings.warn(f"an agent failed with {fault!r}; its run abstains, and rows count such runs as agent_errors and "
+            warnings.warn(f"an agent failed with {faults[0]!r}; its run abstains, and rows count such runs as agent_errors and "
                           "agent_timeouts", stacklevel=2)
         by_task = [runs[i : i + size] for i in range(0, len(runs), size)]
         groups = as_groups(step_tasks, by_task, config.advantage_kind)
@@ -146,8 +150,7 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
 @dataclass(frozen=True)
 class TaskRuns:
     """The runs of an agent on one task, with the advantage of each run among them, which each of its rollouts has; 0 where it
-    abstains. A step's groups have room for the run with the most rollouts (`width`): an empty rollout without reward stands
-    where a run has fewer, or abstains."""
+    abstains."""
 
     task: Any
     runs: Sequence[AgentRun]
@@ -162,7 +165,8 @@ class TaskRuns:
         return Rollout(next(run.rollouts[0].prompt for run in self.runs if run.rollouts), (), (), (), (), "lost")
 
     def padded(self, width: int) -> list[tuple[Rollout, float]]:
-        """(rollout, advantage) of all that is trained on, `width` for each run."""
+        """(rollout, advantage) of all that is trained on, `width` for each run: an empty rollout without reward stands where a
+        run has fewer, or abstains."""
         return [pair for run, a in zip(self.runs, self.advantages)
                 for pair in [*((r, a) for r in run.rollouts if run.trained), *[(self._absent, 0.0)] * width][:width]]
 
@@ -197,16 +201,6 @@ def habits(runs: Sequence[AgentRun]) -> dict:
             "abstained": sum(not run.trained for run in runs) / len(runs),
             "rewritten": sum(len(run.rollouts) > 1 for run in runs) / len(runs),
             "unread": sum(run.cancelled for run in runs), "agent_s": sum(run.seconds for run in runs) / len(runs)}
-
-
-def first_fault(runs: Sequence[AgentRun]) -> Exception | None:
-    """What the first of the runs raised. It is raised here where every run failed, ValueError where none asked the policy."""
-    faults = [run.fault for run in runs if run.fault is not None]
-    if len(faults) == len(runs):
-        raise faults[0]
-    if not any(run.rollouts for run in runs):
-        raise ValueError("no agent of this step asked the policy: they must call the base_url that they are given")
-    return faults[0] if faults else None
 
 
 async def agent_grpo(policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, agent: Agent, *,

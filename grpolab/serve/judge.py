@@ -26,8 +26,8 @@ Reply with the number alone."""
 
 def question_of(text: str, row: Any, low: float, high: float) -> str:
     """The default question to a judge."""
-    quoted = {"prompt": json.dumps(prompt_of(row), ensure_ascii=False), "text": json.dumps(text, ensure_ascii=False)}
-    return QUESTION.format(low=low, high=high, **quoted)
+    prompt, text = (json.dumps(part, ensure_ascii=False) for part in (prompt_of(row), text))
+    return QUESTION.format(low=low, high=high, prompt=prompt, text=text)
 
 
 class Judge:
@@ -45,20 +45,19 @@ class Judge:
     """
 
     def __init__(self, url: str, model: str, *, scale: tuple[float, float] = (0, 10),
-                 question: Callable[..., str] = question_of,
-                 cache: str | Path | None = None, at_once: int = 16, max_tokens: int = 16, token: str | None = None,
-                 timeout: float = 60.0):
+                 question: Callable[..., str] = question_of, cache: str | Path | None = None, at_once: int = 16,
+                 max_tokens: int = 16, token: str | None = None, timeout: float = 60.0):
         if not -float("inf") < scale[0] < scale[1] < float("inf"):
             raise ValueError(f"scale={scale}: (low, high) of what the judge is asked for, low first, both finite")
         if at_once < 1 or max_tokens < 1:
             raise ValueError(f"at_once={at_once} and max_tokens={max_tokens} are at least 1")
-        if cache and not Path(cache).absolute().parent.is_dir():
-            raise ValueError(f"cache={str(cache)!r}: there is no folder {Path(cache).parent}; make it first")
-        self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
+        self.caller = Caller(url, token=token, timeout=timeout)
         self.model, self.scale, self.question, self.at_once, self.max_tokens = model, scale, question, at_once, max_tokens
         self.cache, self.asked, self.__name__ = cache and Path(cache), 0, f"judge {model}"
         self._replies: dict[str, str] = {}
-        if self.cache and self.cache.exists():
+        if self.cache:
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            self.cache.touch()
             for number, line in enumerate(self.cache.read_text().splitlines(), 1):
                 try:
                     entry = json.loads(line)

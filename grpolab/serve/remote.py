@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 from grpolab.decode.audit import audit
@@ -38,13 +37,13 @@ class RemoteSampler:
     model    as the server names it (default: the one that it serves)
     bridge   how `publish` brings the weights across (`weight_sync`): SharedFile, AdapterSwap or Restart
     timeout  seconds that a request may take, sampling included
-    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing. A server of ours refuses
-             to sample from older weights, of another's rollouts the version is the one that was published last
+    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing. A server that says no
+             versions is taken to have what was published last
     """
 
     def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None,
                  bridge: Bridge | None = None, timeout: float = 300.0, max_staleness: int | None = None):
-        self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
+        self.caller = Caller(url, token=token, timeout=timeout)
         self.url, self.policy, self.model, self._base_model = self.caller.url, policy, model, model
         self.bridge, self.max_staleness, self.synced_s = bridge, max_staleness, 0.0
         self.engine = SimpleNamespace(name="remote")
@@ -53,6 +52,7 @@ class RemoteSampler:
         self._context: int | None = None
         self._ours = False  # the server is of this package, and says versions
         self._published: str | None = None  # the fingerprint of what was published last
+        self._unsure = False  # a publish began and did not end well, so the server may have any weights
         self._idle.set()
 
     async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
@@ -64,34 +64,34 @@ class RemoteSampler:
         if not len(prompts):
             return []
         async with self._entrance:  # `publish` waits for the calls in progress, and later calls for it
+            if self._unsure:
+                raise RemoteError(f"the last publish to {self.url} failed, so it may have other weights: publish again")
             self._calls += 1
             self._idle.clear()
+        oldest = self.policy.version - (self.max_staleness or 0)
         try:
             await self._recognise()
-            oldest = None if self.max_staleness is None else max(0, self.policy.version - self.max_staleness)
-            groups = await self._complete(prompts, group_size, params, oldest if self._ours else None)
+            groups = await self._complete(prompts, group_size, params)
         finally:
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
-        version = min(r.policy_version for g in groups for r in g)
-        if oldest is not None and not oldest <= version <= self.policy.version:
+        version, newest = min(r.policy_version for g in groups for r in g), self.policy.version
+        if self.max_staleness is not None and not oldest <= version <= newest:
             remedy = ("publish more often" if version < oldest else
                       "the server has weights that are not this policy's. Publish first")
-            raise RemoteError(f"rollouts of {self.url} are of version {version}, the policy is at {self.policy.version}, and "
+            raise RemoteError(f"rollouts of {self.url} are of version {version}, the policy is at {newest}, and "
                               f"max_staleness is {self.max_staleness}: {remedy}")
         return groups
 
-    async def _complete(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams,
-                        oldest: int | None = None) -> list[Group]:
-        """Groups of the server, of policy version `oldest` or later."""
+    async def _complete(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams) -> list[Group]:
         ids = [[int(t) for t in prompt] for prompt in prompts]
         room = max(1, self._context - max(map(len, ids)))  # the server refuses a prompt that leaves none
         body = {"model": self.model, "prompt": ids, "n": group_size, "max_tokens": min(params.max_new_tokens, room),
                 "logprobs": 0, "return_token_ids": True, "temperature": 0 if params.greedy else params.temperature,
                 "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed,
                 "stop": list(params.stop_strings) or None, "stop_token_ids": list(params.stop_ids) or None,
-                "ignore_eos": params.ignore_eos, "min_policy_version": oldest}
+                "ignore_eos": params.ignore_eos}
         answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
         weights = answer.get("system_fingerprint")
         if self._ours and self._published not in (None, weights):
@@ -114,30 +114,26 @@ class RemoteSampler:
 
     async def publish(self, policy: Policy | None = None) -> int:
         """Bring the policy's weights to the server, once what this sampler asked for has come; returns the version that the
-        server has then. `synced_s` are the seconds that it took. RemoteError or ValueError, and the server has the weights of
-        before, where they do not arrive."""
+        server has then. `synced_s` are the seconds that it took. RemoteError or ValueError where they do not arrive, or where
+        the server does not compute what the policy does; then sampling is an error until a publish succeeds."""
         policy = policy or self.policy
         if self.bridge is None:
             raise ValueError("publish needs a bridge: RemoteSampler(..., bridge=SharedFile(FILE)), and for the server "
                              "serve-policy --weights FILE")
         async with self._entrance:
             await self._idle.wait()
-            began, before = time.perf_counter(), (self.model, self._context, self._published)
-            try:
-                self._published = None
-                version, mark = await self.bridge.publish(self.caller, policy, partial(self._check, policy))
-            except BaseException:
-                self.model, self._context, self._published = before
-                raise
-            self._version, self.synced_s = version, time.perf_counter() - began
-            self._published = fingerprint(version, mark)
-        return version
+            began, self._unsure = time.perf_counter(), True
+            new = await self.bridge.publish(self.caller, policy)
+            self.model, self._context = new.model or self._base_model, None
+            self._version, self._published = new.version, fingerprint(new.version, new.mark)
+            await self._recognise()
+            await self._compare(policy)
+            self._unsure = False
+            self.synced_s = time.perf_counter() - began
+        return new.version
 
-    async def _check(self, policy: Policy, name: str | None) -> None:
-        """RemoteError unless the server, under this name, knows our tokenizer and gives the log-probs of the policy: it may be
-        of another base model, or have taken in what does not fit."""
-        self.model, self._context = name or self._base_model, None
-        await self._recognise()
+    async def _compare(self, policy: Policy) -> None:
+        """RemoteError unless the server gives the log-probs of the policy: it may be of another base model."""
         text = self.policy.tokenizer.encode(PROBE)
         (group,) = await self._complete([text], 1, SamplingParams(seed=0, max_new_tokens=4, ignore_eos=True))
 

@@ -13,9 +13,7 @@ import json
 import secrets
 import threading
 import time
-from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
@@ -51,13 +49,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of a request, the turn that they go on from, and what the session finds it again by once it is answered: the
-    `key` of a chat, or the text of a text prompt."""
+    """The ids of a request, the turn that they go on from, and the `key` by which the session finds a chat again."""
 
     ids: tuple[int, ...]
     parent: Turn | None = None
     key: bytes = b""
-    text: str | None = None
 
 
 class Session:
@@ -78,8 +74,7 @@ class Session:
         self.used = time.monotonic()  # when it was last asked for
         self.open: set[Request] = set()
         self._requests = 0
-        self._turns: dict[bytes, list[Turn]] = {}  # by the key of the conversation up to them
-        self._lengths: set[int] = set()  # of the texts and id lists among these conversations
+        self._turns: dict[bytes, list[Turn]] = {}  # of chats, by the key of the conversation up to them
         self._lock = threading.Lock()
 
     def next_seed(self) -> int:
@@ -108,33 +103,25 @@ class Session:
                 return Prompt(turn.ids + tuple(rest) + begun, turn, keys[-1])
         return Prompt(tuple(prompt_ids(tokenizer, messages, tools)) + begun, None, keys[-1])
 
-    def prompt_of_completion(self, tokenizer, prompt: str | tuple[int, ...]) -> Prompt:
-        text = prompt if isinstance(prompt, str) else None
-        for length in sorted((n for n in list(self._lengths) if n <= len(prompt)), reverse=True):
-            turn = self._find(_key(prompt[:length]))
-            if turn and text is None:
-                return Prompt(prompt, turn)
-            if turn:
-                rest = text_ids(tokenizer, text[length:]) if length < len(text) else []
-                begin_token = rest[:1] == [tokenizer.bos_token_id] and rest[0] == turn.ids[0]  # only once
-                return Prompt(turn.ids + tuple(rest[begin_token:]), turn, text=text)
-        return Prompt(prompt if text is None else tuple(text_ids(tokenizer, text)), text=text)
+    def prompt_of_completion(self, tokenizer, prompt: str | Sequence[int]) -> Prompt:
+        """Token ids go on from the longest turn that they begin with; a text is a prompt of its own."""
+        if isinstance(prompt, str):
+            return Prompt(tuple(text_ids(tokenizer, prompt)))
+        ids = tuple(prompt)
+        begun = [turn for turn in list(self.turns) if ids[: len(turn.ids)] == turn.ids]
+        return Prompt(ids, max(begun, key=lambda turn: len(turn.ids), default=None))
 
     def record(self, prompt: Prompt, rollout: Rollout, answer: ParsedTurn, ended: bool) -> Turn | None:
         """Keep an answer as its caller got it; None where the session is closed."""
         before = len(prompt.parent.ids) if prompt.parent else 0
         turn = Turn(prompt.parent, rollout.prompt[before:], replace(rollout, prompt=()), ended)
-        conversations = [rollout.prompt + rollout.tokens, *([] if prompt.text is None else [prompt.text + answer.content])]
-        keys = [_key(conversation) for conversation in conversations]
-        if prompt.key:
-            calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
-            keys.append(_key_after(prompt.key, {"role": "assistant", "content": answer.content, "tool_calls": calls}))
+        calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
         with self._lock:
             if self.closed:
                 return None
             self.turns.append(turn)
-            self._lengths.update(map(len, conversations))
-            for key in keys:
+            if prompt.key:
+                key = _key_after(prompt.key, {"role": "assistant", "content": answer.content, "tool_calls": calls})
                 self._turns.setdefault(key, []).append(turn)
         return turn
 
@@ -145,9 +132,8 @@ class Session:
         for turn in list(self.turns):
             chain = next((chain for chain in chains if chain[-1] is turn.parent), None)
             if chain is None:
-                chains.append([turn])
-            else:
-                chain.append(turn)
+                chains.append(chain := [])
+            chain.append(turn)
         return [_rollout_of(chain) for chain in chains]
 
     def close(self) -> None:
@@ -178,20 +164,13 @@ def _key_after(key: bytes, message: Message) -> bytes:
     """The key of a conversation that goes on with a message. Ids of calls are not in it, nor how their JSON is written: agents
     change both on the way back."""
     calls = [call_of(call.get("function", call)).key for call in message.get("tool_calls") or []]
-    said = [message["role"], message.get("content") or "", message.get("name") or "", calls]
-    return hashlib.sha256(key + json.dumps(said).encode()).digest()
-
-
-def _key(conversation: str | Sequence[int]) -> bytes:
-    """The key of a text, or of token ids."""
-    if isinstance(conversation, str):
-        return hashlib.sha256(b"text" + conversation.encode("utf-8", "surrogatepass")).digest()
-    return hashlib.sha256(b"ids" + array("q", conversation).tobytes()).digest()
+    content = [message["role"], message.get("content") or "", message.get("name") or "", calls]
+    return hashlib.sha256(key + json.dumps(content).encode()).digest()
 
 
 class TurnCaches:
-    """Keys and values of the newest answers, at most `most` bytes of them, so that a next turn feeds only what is new. They are
-    a shortcut: without them, as after new weights, a turn is fed as a whole."""
+    """Keys and values of the newest answers, at most `most` bytes of them, so that a next turn feeds only what is new. Without
+    them, as after new weights, a turn is fed as a whole."""
 
     def __init__(self, most: int):
         self.most = most
@@ -244,27 +223,21 @@ class Sessions:
                 raise Refused(409, f"there is a session {id!r} already; collect it first, or take another id")
             if id in self._ended:
                 raise self._missing(id)
-            if len(self) >= self.most:
+            if len(self._by_id) >= self.most:
                 self._end_idle()
-            if len(self) >= self.most:
+            if len(self._by_id) >= self.most:
                 raise Refused(429, f"{self.most} sessions are open, as many as this service keeps; collect some of them")
             self._opened += 1
             seed = fold_seed(self.seed, self._opened) if seed is None else seed
             session = self._by_id[id] = Session(id, f"{self.url}/sessions/{quote(id, safe='')}/v1", seed, **options)
             return session
 
-    def all(self) -> list[Session]:
-        with self._lock:
-            return list(self._by_id.values())
-
     def get(self, id: str, create: bool = False) -> Session:
         """The session; with `create`, a first request opens it."""
         with self._lock:
-            session = self._by_id.get(id)
-            if session is None and create:
-                return self.open(id)
-            if session is None:
+            if id not in self._by_id and not create:
                 raise self._missing(id)
+            session = self._by_id.get(id) or self.open(id)
             session.used = time.monotonic()
             return session
 
@@ -282,14 +255,13 @@ class Sessions:
         return session
 
     def close(self) -> None:
-        for session in self.all():
+        for session in list(self._by_id.values()):
             session.close()
 
     def _end_idle(self) -> None:
-        for session in self.all():
+        for session in list(self._by_id.values()):
             if not session.open and time.monotonic() - session.used > self.idle_s:
-                with suppress(Refused):  # somebody collects it at this moment
-                    self.end(session.id)
+                self.end(session.id)
 
     def _missing(self, id: str) -> Refused:
         if id in self._ended:

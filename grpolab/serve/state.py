@@ -16,7 +16,7 @@ from grpolab.models.lora import exchange
 from grpolab.rollouts import Rollout
 from grpolab.serve.openai_schema import Refused
 from grpolab.serve.sessions import Session, Sessions
-from grpolab.serve.shared_weights import SharedWeights, Torn, mark_of
+from grpolab.serve.weight_sync import read_weights
 
 DRAIN_ROWS = 120.0  # s; how long completions in progress may hold up new weights
 
@@ -33,7 +33,6 @@ class ServiceOptions:
     seed        makes those of requests that bring none
     max_rows, max_sessions  completions in progress or waiting, and sessions that are open: beyond, requests get 429
     session_idle_s  seconds after which a session that nobody asks for may end where another needs its room
-    max_body_bytes  a larger body gets 413
     max_cache_bytes  of keys and values of the newest turns of sessions, which the next turn need not compute again
     weights     the file through which a trainer in another process sends its updates (`RemoteSampler.publish`)
     adapters    the folder from which clients may load LoRA adapters
@@ -47,7 +46,6 @@ class ServiceOptions:
     max_rows: int = 4096
     max_sessions: int = 4096
     session_idle_s: float = 3600.0
-    max_body_bytes: int = 4 * 2**20
     max_cache_bytes: int = 256 * 2**20
     weights: str | Path | None = None
     adapters: str | Path | None = None
@@ -55,7 +53,7 @@ class ServiceOptions:
     def __post_init__(self):
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: a port is 0 (any free one) to 65535")
-        for name in ("max_rows", "max_sessions", "max_body_bytes"):
+        for name in ("max_rows", "max_sessions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
         check_host(self.host, self.token)
@@ -73,7 +71,7 @@ class Service:
         self.jobs: set[Request] = set()  # at the sampler, or done and not yet answered
         self.adapter: str | None = None  # the name of the one that a trainer put in
         self.mark = ""  # what tells weights that a trainer sent from others of their version (`openai_schema.fingerprint`)
-        self._gate: asyncio.Event | None = None  # set once the weights that are being loaded are in
+        self._loading = asyncio.Lock()  # held while new weights come in
 
     @property
     def names(self) -> list[str]:
@@ -87,29 +85,20 @@ class Service:
 
     def open_session(self, id: str | None = None, **options) -> Session:
         """A new session; `session.url` is its base_url. Options as in `Session`. ValueError where it cannot be."""
-        try:
-            return self.sessions.open(id, **options)
-        except Refused as refused:
-            raise ValueError(refused.message) from None
+        return self.sessions.open(id, **options)
 
     def rollouts(self, session: str | Session) -> list[Rollout]:
         """Collect a session: its rollouts, after which it has ended and its memory is free. Several where its caller rewrote
-        history, none where nothing was sampled. KeyError for a session that is not there."""
-        return self._look_up(session, self.sessions.end).rollouts()
+        history, none where nothing was sampled. ValueError for a session that is not there."""
+        return self.sessions.end(getattr(session, "id", session)).rollouts()
 
     def rollout(self, session: str | Session) -> Rollout:
         """Collect a session that is one rollout; ValueError, and it stays, where it is none or several."""
-        rollouts = self._look_up(session, self.sessions.get).rollouts()
+        rollouts = self.sessions.get(getattr(session, "id", session)).rollouts()
         if len(rollouts) != 1:
             why = "its caller rewrote history; take service.rollouts(session)" if rollouts else "nothing was sampled in it"
             raise ValueError(f"the session has {len(rollouts)} rollouts, not one: {why}")
         return self.rollouts(session)[0]
-
-    def _look_up(self, session: str | Session, find: Callable[[str], Session]) -> Session:
-        try:
-            return find(session if isinstance(session, str) else session.id)
-        except Refused as refused:
-            raise KeyError(refused.message) from None
 
     def status(self) -> dict:
         """Counts since the start, and what is open now, as JSON-able numbers."""
@@ -129,22 +118,20 @@ class Service:
         if rows > most:
             raise Refused(400, f"this request asks for {rows} completions, and this service takes {most} at a time; send "
                                "several with fewer", "n")
-        while self._gate is not None:
-            await self._gate.wait()
+        async with self._loading:
+            pass
         if self.rows + rows > most:  # after the wait: whoever waited here adds to the rows at once
             raise Refused(429, f"{self.rows} completions are in progress, and this service takes {most} at a time; this "
                                f"request asks for {rows}: send it again later")
 
-    async def load_weights(self, expected: int | None = None) -> int:
+    async def load_weights(self, mark: str | None = None) -> int:
         """Load what a trainer has published into the file of weights; returns their version. Refused without such a file, for
-        one of another model, where it never rests, and where its checksum is not the `expected` one."""
+        weights of another model, and for others than those with this mark."""
         if self.options.weights is None:
             raise Refused(404, "this service loads no weights: start it with weights=FILE, or --weights FILE")
 
         def load() -> int:
-            shared = SharedWeights(self.options.weights)
-            self.policy.version, checksum = shared.read(self.policy.model, expected=expected)
-            self.mark = mark_of(checksum)
+            self.policy.version, self.mark = read_weights(Path(self.options.weights), self.policy.model, mark)
             return self.policy.version
 
         return await self._between_completions(load)
@@ -177,22 +164,19 @@ class Service:
         def unless_busy() -> int | None:  # in the worker's thread, where nothing begins or ends meanwhile
             return None if self.sampler.busy else load()
 
-        while self._gate is not None:  # another load
-            await self._gate.wait()
-        self._gate = gate = asyncio.Event()
-        until = time.monotonic() + DRAIN_ROWS
-        try:
-            while self.rows or (version := await self.sampler.run(unless_busy)) is None:
-                if time.monotonic() > until:
-                    raise Refused(503, f"completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as they "
-                                       "were")
-                await asyncio.sleep(0.002)
-            return version
-        except (OSError, ValueError, ImportError, Torn) as error:
-            raise Refused(409, str(error)) from error
-        finally:
-            self._gate = None
-            gate.set()
+        async with self._loading:
+            until = time.monotonic() + DRAIN_ROWS
+            try:
+                while self.rows or (version := await self.sampler.run(unless_busy)) is None:
+                    if time.monotonic() > until:
+                        raise Refused(503, f"completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as "
+                                           "they were")
+                    await asyncio.sleep(0.002)
+                return version
+            except Refused:
+                raise
+            except (OSError, ValueError, ImportError) as error:
+                raise Refused(409, str(error)) from error
 
     def stop(self) -> None:
         """Refuse newcomers and end what is being sampled."""
