@@ -83,21 +83,18 @@ def test_a_hundred_loops_of_pydantic_ai_train_the_policy(caller, sampled):
     assert 0 < row["reward"] <= 1
 
 
-def test_a_loop_of_pydantic_ai_is_one_rollout_of_exact_ids(caller, sampled):
-    async def main():
-        async with serve_policy(caller, seed=0) as service:
-            for name in NAMES:
-                sampled.clear()
-                session = service.open_session(max_tokens=90)
-                await pydantic_agent(session.url, name, temperature=0.3)
-                rollout = service.rollout(session)
-                (_, prompt, call), (_, later, answer) = sampled
-                assert rollout.prompt == prompt and later[: len(prompt) + len(call)] == prompt + call
-                assert rollout.prompt + rollout.tokens == later + answer
-                between = len(later) - len(prompt) - len(call)
-                assert rollout.mask == (1,) * len(call) + (0,) * between + (1,) * len(answer)
-
-    asyncio.run(main())
+async def test_a_loop_of_pydantic_ai_is_one_rollout_of_exact_ids(caller, sampled):
+    async with serve_policy(caller, seed=0) as service:
+        for name in NAMES:
+            sampled.clear()
+            session = service.open_session(max_tokens=90)
+            await pydantic_agent(session.url, name, temperature=0.3)
+            rollout = service.rollout(session)
+            (_, prompt, call), (_, later, answer) = sampled
+            assert rollout.prompt == prompt and later[: len(prompt) + len(call)] == prompt + call
+            assert rollout.prompt + rollout.tokens == later + answer
+            between = len(later) - len(prompt) - len(call)
+            assert rollout.mask == (1,) * len(call) + (0,) * between + (1,) * len(answer)
 
 
 def test_what_smolagents_rewrites_is_several_rollouts_and_loses_no_token(caller, sampled):

@@ -150,7 +150,7 @@ def test_agents_that_all_raise_end_the_training(tiny):
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_an_agent_that_takes_too_long(tiny, stubborn):
+async def test_an_agent_that_takes_too_long(tiny, stubborn):
     """Also one that swallows its cancellation: bounded time, no reward, its session is gone and later calls fail."""
     late = []
 
@@ -169,17 +169,14 @@ def test_an_agent_that_takes_too_long(tiny, stubborn):
                 return 1.0
         return 0.5
 
-    async def main():
-        async with one_client(), serve_policy(tiny) as service:
-            await run_agent(service, ones, ROWS[0], timeout=60, max_tokens=8)  # the engine is chosen
-            began = time.perf_counter()
-            run = await run_agent(service, agent, ROWS[0], timeout=1.5, max_tokens=8)
-            assert time.perf_counter() - began < 5
-            assert isinstance(run.fault, TimeoutError) and run.reward is None and not run.trained and len(run.rollouts) == 1
-            assert len(service.sessions) == 0 and [getattr(e, "status_code", 0) for e in late] == [410] * stubborn
-            assert (await run_agent(service, agent, ROWS[1], timeout=20, max_tokens=8)).reward == 0.5
-
-    asyncio.run(main())
+    async with one_client(), serve_policy(tiny) as service:
+        await run_agent(service, ones, ROWS[0], timeout=60, max_tokens=8)  # the engine is chosen
+        began = time.perf_counter()
+        run = await run_agent(service, agent, ROWS[0], timeout=1.5, max_tokens=8)
+        assert time.perf_counter() - began < 5
+        assert isinstance(run.fault, TimeoutError) and run.reward is None and not run.trained and len(run.rollouts) == 1
+        assert len(service.sessions) == 0 and [getattr(e, "status_code", 0) for e in late] == [410] * stubborn
+        assert (await run_agent(service, agent, ROWS[1], timeout=20, max_tokens=8)).reward == 0.5
 
 
 def test_a_run_that_never_asked_abstains(tiny):
@@ -235,32 +232,29 @@ def test_what_cannot_be_trained_is_refused(tiny):
         rows_of(tiny, cold)
 
 
-def test_an_interrupted_step_leaves_nothing_behind(tiny):
+async def test_an_interrupted_step_leaves_nothing_behind(tiny):
     """Cancelled while its agents wait: no session and no row stays."""
     async def agent(url, problem):
         await ask(url, asked(problem))
         await asyncio.sleep(30)
 
-    async def main():
-        async with one_client(), serve_policy(tiny) as service:
-            steps = agent_grpo(tiny, None, ROWS, config(), agent, service=service)
-            task = asyncio.ensure_future(anext(steps))
-            while not len(service.sessions):
+    async with one_client(), serve_policy(tiny) as service:
+        steps = agent_grpo(tiny, None, ROWS, config(), agent, service=service)
+        task = asyncio.ensure_future(anext(steps))
+        while not len(service.sessions):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(service.sessions) == 0
+        async with asyncio.timeout(10):
+            while service.jobs:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert len(service.sessions) == 0
-            async with asyncio.timeout(10):
-                while service.jobs:
-                    await asyncio.sleep(0.01)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                run = await run_agent(service, ones, ROWS[0], timeout=20, max_tokens=8)
-            assert audit(tiny, run.rollouts).max_error < 1e-4
-
-    asyncio.run(main())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run = await run_agent(service, ones, ROWS[0], timeout=20, max_tokens=8)
+        assert audit(tiny, run.rollouts).max_error < 1e-4
 
 
 def test_a_service_of_another_policy(tiny):

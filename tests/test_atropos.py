@@ -155,34 +155,31 @@ def test_training_from_an_environment(tiny, api):
     assert all(r["staleness"] <= 3 for r in rows_of)
 
 
-def test_an_environment_waits_for_its_trainer_and_leaves(api):
-    async def main():
-        with pytest.raises(RemoteError, match="knows no trainer"):  # as after a restart of the server
-            await AtroposTrainer(api, batch_size=4, max_token_len=64).batch()
-        with pytest.raises(RemoteError, match="no trainer after 0.3 s"):
-            async with AtroposEnv(api, "e", group_size=2, max_token_len=64, timeout=0.3):
-                pass
-        async with AtroposTrainer(api, batch_size=4, max_token_len=64, timeout=0.5) as trainer:
-            for batch_size in (8, 4):  # equal numbers too: both would share the groups
-                with pytest.raises(RemoteError, match=f"another trainer, .'batch_size': 4, .*where this one is .*{batch_size}"):
-                    async with AtroposTrainer(api, batch_size=batch_size, max_token_len=64):
-                        pass
-            async with AtroposTrainer(api, batch_size=4, max_token_len=64, name=trainer.name):
-                pass  # an earlier start of the same
-            async with AtroposEnv(api, "e", group_size=2, max_token_len=64) as env:
-                with pytest.raises(ValueError, match="registered for groups of 2"):
-                    await env.post(Group((*PAIR, PAIR[0])))
-                with pytest.raises(ValueError, match="at most 6 tokens"):
-                    await AtroposEnv(api, "e", group_size=2, max_token_len=5).post(PAIR)
-                await env.post(PAIR)
-                with pytest.raises(RemoteError, match="gave no batch in 0.5 s, with 1 groups"):
-                    await trainer.batch()
-                await env.post(Group(tuple(replace(r, reward=2.0) for r in PAIR)))
-                batch = await trainer.batch()
-                assert sorted(tuple(item["scores"]) for item in batch) == [(1.0, 0.0), (2.0, 2.0)]
-                assert sorted(as_group(i, 100, 1.0)[0].tokens for i in batch) == [(7, 8, 9, 1)] * 2
-
-    asyncio.run(main())
+async def test_an_environment_waits_for_its_trainer_and_leaves(api):
+    with pytest.raises(RemoteError, match="knows no trainer"):  # as after a restart of the server
+        await AtroposTrainer(api, batch_size=4, max_token_len=64).batch()
+    with pytest.raises(RemoteError, match="no trainer after 0.3 s"):
+        async with AtroposEnv(api, "e", group_size=2, max_token_len=64, timeout=0.3):
+            pass
+    async with AtroposTrainer(api, batch_size=4, max_token_len=64, timeout=0.5) as trainer:
+        for batch_size in (8, 4):  # equal numbers too: both would share the groups
+            with pytest.raises(RemoteError, match=f"another trainer, .'batch_size': 4, .*where this one is .*{batch_size}"):
+                async with AtroposTrainer(api, batch_size=batch_size, max_token_len=64):
+                    pass
+        async with AtroposTrainer(api, batch_size=4, max_token_len=64, name=trainer.name):
+            pass  # an earlier start of the same
+        async with AtroposEnv(api, "e", group_size=2, max_token_len=64) as env:
+            with pytest.raises(ValueError, match="registered for groups of 2"):
+                await env.post(Group((*PAIR, PAIR[0])))
+            with pytest.raises(ValueError, match="at most 6 tokens"):
+                await AtroposEnv(api, "e", group_size=2, max_token_len=5).post(PAIR)
+            await env.post(PAIR)
+            with pytest.raises(RemoteError, match="gave no batch in 0.5 s, with 1 groups"):
+                await trainer.batch()
+            await env.post(Group(tuple(replace(r, reward=2.0) for r in PAIR)))
+            batch = await trainer.batch()
+            assert sorted(tuple(item["scores"]) for item in batch) == [(1.0, 0.0), (2.0, 2.0)]
+            assert sorted(as_group(i, 100, 1.0)[0].tokens for i in batch) == [(7, 8, 9, 1)] * 2
 
 
 def test_an_api_that_is_not_there():

@@ -115,7 +115,7 @@ def test_a_judge_that_is_down_costs_the_rollout_that_asked(tiny):
         assert [row["judge"] for row in rows] == pytest.approx([0.4, 0.4])
 
 
-def test_another_policy_is_a_judge(tiny):
+async def test_another_policy_is_a_judge(tiny):
     """The wire of a real endpoint: the embedded model says no number on the scale."""
     refused = ({"scale": (1, 1)}, "low, high"), ({"scale": (0, float("inf"))}, "low, high"), (
         {"cache": "none/x.jsonl"}, "folder"), ({"max_tokens": 0}, "at least")
@@ -123,10 +123,7 @@ def test_another_policy_is_a_judge(tiny):
         with pytest.raises(ValueError, match=says):
             Judge("http://127.0.0.1:1", "m", **wrong)
 
-    async def main():
-        async with serve_policy(load_policy("tiny")) as service:
-            judge = Judge(service.url, "tiny", question=lambda text, *_: f"3 + 4 = {text}", scale=(-1e9, 1e9))
-            groups = await scored(tiny, [ROW], [group_of(tiny, "7", "x")], judge, Faults())
-            assert judge.asked == 2 and all(r is None or 0 <= r <= 1 for r in groups[0].rewards)
-
-    asyncio.run(main())
+    async with serve_policy(load_policy("tiny")) as service:
+        judge = Judge(service.url, "tiny", question=lambda text, *_: f"3 + 4 = {text}", scale=(-1e9, 1e9))
+        groups = await scored(tiny, [ROW], [group_of(tiny, "7", "x")], judge, Faults())
+        assert judge.asked == 2 and all(r is None or 0 <= r <= 1 for r in groups[0].rewards)

@@ -65,76 +65,67 @@ def moved(policy, by):
     policy.version += 1
 
 
-def test_it_samples_what_the_sampler_here_samples(tiny, elsewhere):
+async def test_it_samples_what_the_sampler_here_samples(tiny, elsewhere):
     """Rollout for rollout: ids, both log-probs, seeds, finish reasons, kept mass."""
     url, weights = elsewhere
 
-    async def main():
-        async with RemoteSampler(url, tiny, token="s3cret", bridge=SharedFile(weights)) as remote, Sampler(tiny) as here:
-            await remote.publish()
-            for params in (SamplingParams(seed=0, max_new_tokens=12), SamplingParams(greedy=True, seed=2, max_new_tokens=20),
-                           SamplingParams(seed=3, temperature=0.7, top_k=5, max_new_tokens=9),
-                           SamplingParams(seed=1, stop_strings=("1",), stop_ids=(12,), max_new_tokens=40, ignore_eos=True)):
-                theirs = await remote.sample(PROMPTS, group_size=3, params=params)
-                ours = await here.sample(PROMPTS, group_size=3, params=params)
-                assert theirs == ours
-            assert await remote.sample([]) == []
-            params = SamplingParams(greedy=True, seed=2, max_new_tokens=40, ignore_eos=True)  # too many
-            (full,), (short,) = await remote.sample([[5] * 500, [5] * 490], params=params)
-            ((wanted,),) = await here.sample([[5] * 500], params=params)
-            assert full == wanted and full.finish_reason == "context"
-            assert (len(full.tokens), len(short.tokens), short.finish_reason) == (12, 12, "length")
-            with pytest.raises(RemoteError, match="the context is 512 tokens here, and the request has 512 in its prompt"):
-                await remote.sample([[5] * 512])
-
-    asyncio.run(main())
+    async with RemoteSampler(url, tiny, token="s3cret", bridge=SharedFile(weights)) as remote, Sampler(tiny) as here:
+        await remote.publish()
+        for params in (SamplingParams(seed=0, max_new_tokens=12), SamplingParams(greedy=True, seed=2, max_new_tokens=20),
+                       SamplingParams(seed=3, temperature=0.7, top_k=5, max_new_tokens=9),
+                       SamplingParams(seed=1, stop_strings=("1",), stop_ids=(12,), max_new_tokens=40, ignore_eos=True)):
+            theirs = await remote.sample(PROMPTS, group_size=3, params=params)
+            ours = await here.sample(PROMPTS, group_size=3, params=params)
+            assert theirs == ours
+        assert await remote.sample([]) == []
+        params = SamplingParams(greedy=True, seed=2, max_new_tokens=40, ignore_eos=True)  # too many
+        (full,), (short,) = await remote.sample([[5] * 500, [5] * 490], params=params)
+        ((wanted,),) = await here.sample([[5] * 500], params=params)
+        assert full == wanted and full.finish_reason == "context"
+        assert (len(full.tokens), len(short.tokens), short.finish_reason) == (12, 12, "length")
+        with pytest.raises(RemoteError, match="the context is 512 tokens here, and the request has 512 in its prompt"):
+            await remote.sample([[5] * 512])
 
 
-def test_published_weights_are_sampled_from_and_carry_their_version(tiny, elsewhere):
+async def test_published_weights_are_sampled_from_and_carry_their_version(tiny, elsewhere):
     url, weights = elsewhere
 
-    async def main():
-        async with RemoteSampler(url, tiny, token="s3cret", bridge=SharedFile(weights), max_staleness=0) as remote:
-            await remote.publish()
-            for i in range(3):
-                moved(tiny, i)
-                with pytest.raises(RemoteError, match="409.*none before"):
-                    await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
-                assert await remote.publish() == tiny.version
-                (group,) = await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=8))
-                assert group[0].policy_version == tiny.version and audit(tiny, group).max_error < 1e-4
-
-    asyncio.run(main())
+    async with RemoteSampler(url, tiny, token="s3cret", bridge=SharedFile(weights), max_staleness=0) as remote:
+        await remote.publish()
+        for i in range(3):
+            moved(tiny, i)
+            with pytest.raises(RemoteError, match="409.*none before"):
+                await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
+            assert await remote.publish() == tiny.version
+            (group,) = await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=8))
+            assert group[0].policy_version == tiny.version and audit(tiny, group).max_error < 1e-4
 
 
-def test_a_cancelled_request_ends_at_the_server(tiny):
-    async def main():
-        async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny) as remote:
-            await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
-            long = SamplingParams(max_new_tokens=500, ignore_eos=True)
-            asking = asyncio.ensure_future(remote.sample(PROMPTS, params=long))
-            while service.rows < 3:
+async def test_a_cancelled_request_ends_at_the_server(tiny):
+    async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny) as remote:
+        await remote.sample(PROMPTS[:1], params=SamplingParams(max_new_tokens=2))
+        long = SamplingParams(max_new_tokens=500, ignore_eos=True)
+        asking = asyncio.ensure_future(remote.sample(PROMPTS, params=long))
+        while service.rows < 3:
+            await asyncio.sleep(0.005)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        async with asyncio.timeout(5):
+            while service.rows:
                 await asyncio.sleep(0.005)
+        assert service.counts["cancelled"] == 1
+        requests = service.counts["requests"]
+        for i in range(30):  # also before it has a connection
+            asking = asyncio.ensure_future(remote.sample(PROMPTS, params=long))
+            await asyncio.sleep(i / 10_000)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            async with asyncio.timeout(5):
-                while service.rows:
-                    await asyncio.sleep(0.005)
-            assert service.counts["cancelled"] == 1
-            requests = service.counts["requests"]
-            for i in range(30):  # also before it has a connection
-                asking = asyncio.ensure_future(remote.sample(PROMPTS, params=long))
-                await asyncio.sleep(i / 10_000)
-                asking.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await asking
-            async with asyncio.timeout(5):
-                while service.rows or service.sampler.busy:
-                    await asyncio.sleep(0.005)
-            assert service.counts["cancelled"] == 1 + service.counts["requests"] - requests
-
-    asyncio.run(main())
+        async with asyncio.timeout(5):
+            while service.rows or service.sampler.busy:
+                await asyncio.sleep(0.005)
+        assert service.counts["cancelled"] == 1 + service.counts["requests"] - requests
 
 
 def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
@@ -261,25 +252,22 @@ def test_a_file_that_is_no_weights(tmp_path, content):
         SharedWeights(path)
 
 
-def test_a_service_and_files_that_do_not_fit(tiny, tmp_path):
+async def test_a_service_and_files_that_do_not_fit(tiny, tmp_path):
     """It says so, keeps its weights, and goes on."""
-    async def main():
-        path = tmp_path / "w.safetensors"
-        shared = SharedFile(path)
-        async with serve_policy(tiny, weights=path) as service, RemoteSampler(service.url, tiny, bridge=shared) as remote:
-            with pytest.raises(RemoteError, match="No such file"):
-                await remote.caller.ask("POST", "/weights", {})
-            SharedWeights.create(path, One()).write(One(), 1)
-            with pytest.raises(RemoteError, match="another model"):
-                await remote.caller.ask("POST", "/weights", {})
-            assert len((await remote.sample(PROMPTS[:1]))[0]) == 1 and tiny.version == 0
-        async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny, bridge=SharedFile(path)) as remote:
-            with pytest.raises(RemoteError, match="start it with"):
-                await remote.publish()
-            with pytest.raises(ValueError, match="publish needs a bridge"):
-                await RemoteSampler(service.url, tiny).publish()
-
-    asyncio.run(main())
+    path = tmp_path / "w.safetensors"
+    shared = SharedFile(path)
+    async with serve_policy(tiny, weights=path) as service, RemoteSampler(service.url, tiny, bridge=shared) as remote:
+        with pytest.raises(RemoteError, match="No such file"):
+            await remote.caller.ask("POST", "/weights", {})
+        SharedWeights.create(path, One()).write(One(), 1)
+        with pytest.raises(RemoteError, match="another model"):
+            await remote.caller.ask("POST", "/weights", {})
+        assert len((await remote.sample(PROMPTS[:1]))[0]) == 1 and tiny.version == 0
+    async with serve_policy(tiny) as service, RemoteSampler(service.url, tiny, bridge=SharedFile(path)) as remote:
+        with pytest.raises(RemoteError, match="start it with"):
+            await remote.publish()
+        with pytest.raises(ValueError, match="publish needs a bridge"):
+            await RemoteSampler(service.url, tiny).publish()
 
 
 # --- servers that are not what they should be -------------------------------------------------------------------------

@@ -71,36 +71,33 @@ def swapped(tmp_path_factory):
         yield url, folder
 
 
-def test_an_adapter_goes_into_a_server_that_runs_on(swapped):
+async def test_an_adapter_goes_into_a_server_that_runs_on(swapped):
     url, folder = swapped
     policy, other = adapted(), adapted(LoRA(rank=2, target=("o_proj", "down_proj")))
 
-    async def main():
-        async with RemoteSampler(url, policy, bridge=AdapterSwap(folder), max_staleness=0) as remote:
-            seen = []
-            for by in (0.3, 0.5):
-                turn(policy, by)
-                with pytest.raises(RemoteError, match="409.*none before"):
-                    await remote.sample(PROMPTS, params=SHORT)
-                assert await remote.publish() == policy.version and remote.synced_s > 0
-                seen.append(await agree(remote, policy, policy.version))
-                assert audit(adapted(by=0.9), seen[-1]).max_error > 100 * CLOSE  # so that agreement says something
-            names = [card["id"] for card in (await remote.caller.ask("GET", "/v1/models"))["data"]]
-            assert names == ["tiny", f"policy-v{policy.version}"] == ["tiny", remote.model]
-            assert len(list(folder.iterdir())) == 1  # what was saved for the versions before is gone
-            with pytest.raises(RemoteError, match="404.*policy-v2.*is not served here; it is 'tiny' or 'policy-v3'"):
-                await RemoteSampler(url, policy, model="policy-v3").caller.ask(
-                    "POST", "/v1/completions", {"model": "policy-v2", "prompt": "1"})
-        async with RemoteSampler(url, other, bridge=AdapterSwap(folder)) as remote:  # of another form
-            other.version = 7
-            assert await remote.publish() == 7
-            await agree(remote, other, 7)
-        assert not list(folder.iterdir())
-
-    asyncio.run(main())
+    async with RemoteSampler(url, policy, bridge=AdapterSwap(folder), max_staleness=0) as remote:
+        seen = []
+        for by in (0.3, 0.5):
+            turn(policy, by)
+            with pytest.raises(RemoteError, match="409.*none before"):
+                await remote.sample(PROMPTS, params=SHORT)
+            assert await remote.publish() == policy.version and remote.synced_s > 0
+            seen.append(await agree(remote, policy, policy.version))
+            assert audit(adapted(by=0.9), seen[-1]).max_error > 100 * CLOSE  # so that agreement says something
+        names = [card["id"] for card in (await remote.caller.ask("GET", "/v1/models"))["data"]]
+        assert names == ["tiny", f"policy-v{policy.version}"] == ["tiny", remote.model]
+        assert len(list(folder.iterdir())) == 1  # what was saved for the versions before is gone
+        with pytest.raises(RemoteError, match="404.*policy-v2.*is not served here; it is 'tiny' or 'policy-v3'"):
+            await RemoteSampler(url, policy, model="policy-v3").caller.ask(
+                "POST", "/v1/completions", {"model": "policy-v2", "prompt": "1"})
+    async with RemoteSampler(url, other, bridge=AdapterSwap(folder)) as remote:  # of another form
+        other.version = 7
+        assert await remote.publish() == 7
+        await agree(remote, other, 7)
+    assert not list(folder.iterdir())
 
 
-def test_an_adapter_that_does_not_fit_leaves_the_server_as_it_was(swapped, tmp_path):
+async def test_an_adapter_that_does_not_fit_leaves_the_server_as_it_was(swapped, tmp_path):
     """Wrong shapes, missing tensors, unknown projections, no adapter at all: each is named, and the old one stays."""
     url, folder = swapped
     policy = adapted()
@@ -131,42 +128,36 @@ def test_an_adapter_that_does_not_fit_leaves_the_server_as_it_was(swapped, tmp_p
         (str(tmp_path), "outside the folder"), ("../..", "outside the folder"), ("/etc", "outside the folder"),
     ]
 
-    async def main():
-        async with RemoteSampler(url, policy, bridge=AdapterSwap(folder)) as remote:
-            await remote.publish()
-            before = await agree(remote, policy, policy.version)
-            for path, said in wrong:
-                with pytest.raises(RemoteError, match=said):
-                    await remote.caller.ask("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path}, text=True)
-                assert await agree(remote, policy, policy.version) == before
-            for body in ({}, {"lora_name": "x"}, {"lora_name": "x", "lora_path": 3}, {"lora_name": "tiny", "lora_path": "less"},
-                         {"lora_name": "x", "lora_path": "less", "policy_version": "3"}, {"lora_name": "x", "y": 1}):
-                with pytest.raises(RemoteError, match="400"):
-                    await remote.caller.ask("POST", "/v1/load_lora_adapter", body, text=True)
-            large = adapted(LoRA(rank=4, target=("q_proj",)))
-            with torch.no_grad():  # of a wider model
-                for layer in lora.layers(large.model):
-                    layer.lora_A["default"].weight = torch.nn.Parameter(torch.zeros(4, 256))
-            with pytest.raises(RemoteError, match="409.*another shape"):
-                await remote.publish(large)
+    async with RemoteSampler(url, policy, bridge=AdapterSwap(folder)) as remote:
+        await remote.publish()
+        before = await agree(remote, policy, policy.version)
+        for path, said in wrong:
+            with pytest.raises(RemoteError, match=said):
+                await remote.caller.ask("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path}, text=True)
             assert await agree(remote, policy, policy.version) == before
+        for body in ({}, {"lora_name": "x"}, {"lora_name": "x", "lora_path": 3}, {"lora_name": "tiny", "lora_path": "less"},
+                     {"lora_name": "x", "lora_path": "less", "policy_version": "3"}, {"lora_name": "x", "y": 1}):
+            with pytest.raises(RemoteError, match="400"):
+                await remote.caller.ask("POST", "/v1/load_lora_adapter", body, text=True)
+        large = adapted(LoRA(rank=4, target=("q_proj",)))
+        with torch.no_grad():  # of a wider model
+            for layer in lora.layers(large.model):
+                layer.lora_A["default"].weight = torch.nn.Parameter(torch.zeros(4, 256))
+        with pytest.raises(RemoteError, match="409.*another shape"):
+            await remote.publish(large)
+        assert await agree(remote, policy, policy.version) == before
 
-    asyncio.run(main())
 
-
-def test_what_cannot_be_swapped(tiny, tmp_path):
-    async def main():
-        async with serve_policy(tiny) as service:
-            async with RemoteSampler(service.url, tiny, bridge=AdapterSwap(tmp_path / "a")) as remote:
-                with pytest.raises(ValueError, match="has no adapter to swap"):
-                    await remote.publish()
-                with pytest.raises(RemoteError, match="404.*--adapters"):
-                    await remote.publish(adapted())
-                assert not list((tmp_path / "a").iterdir())
-        with pytest.raises(RemoteError, match="is it running"):
-            await RemoteSampler(f"http://127.0.0.1:{free_port()}", tiny, bridge=AdapterSwap(tmp_path)).publish(adapted())
-
-    asyncio.run(main())
+async def test_what_cannot_be_swapped(tiny, tmp_path):
+    async with serve_policy(tiny) as service:
+        async with RemoteSampler(service.url, tiny, bridge=AdapterSwap(tmp_path / "a")) as remote:
+            with pytest.raises(ValueError, match="has no adapter to swap"):
+                await remote.publish()
+            with pytest.raises(RemoteError, match="404.*--adapters"):
+                await remote.publish(adapted())
+            assert not list((tmp_path / "a").iterdir())
+    with pytest.raises(RemoteError, match="is it running"):
+        await RemoteSampler(f"http://127.0.0.1:{free_port()}", tiny, bridge=AdapterSwap(tmp_path)).publish(adapted())
 
 
 def test_the_same_call_on_a_server_of_vllms_make(tmp_path):

@@ -42,152 +42,131 @@ async def shared(policy, path, **options):
             yield service, remote
 
 
-def test_two_trainers_at_one_server_do_not_sample_from_each_others_weights(tiny, tmp_path):
+async def test_two_trainers_at_one_server_do_not_sample_from_each_others_weights(tiny, tmp_path):
     """Both are at the same version, so the version does not tell."""
     path = tmp_path / "w.safetensors"
     one, two = copied(tiny, 1), copied(tiny, 2)
 
-    async def main():
-        async with shared(one, path, max_staleness=0) as (service, first):
-            await first.publish()
-            await agree(first, one, 1)
-            async with RemoteSampler(service.url, two, bridge=SharedFile(path), max_staleness=0) as second:
-                await second.publish()
-                await agree(second, two, 1)
-                with pytest.raises(RemoteError, match="has the weights version-1-.*this sampler published version-1-"):
-                    await first.sample(PROMPTS, params=SHORT)
-                with pytest.raises(ValueError, match="is another trainer's file now"):
-                    await first.publish()
-                await agree(second, two, 1)
-                first.bridge.close()
-                assert path.exists()  # it is the second's
-            assert not path.exists()
-
-    asyncio.run(main())
+    async with shared(one, path, max_staleness=0) as (service, first):
+        await first.publish()
+        await agree(first, one, 1)
+        async with RemoteSampler(service.url, two, bridge=SharedFile(path), max_staleness=0) as second:
+            await second.publish()
+            await agree(second, two, 1)
+            with pytest.raises(RemoteError, match="has the weights version-1-.*this sampler published version-1-"):
+                await first.sample(PROMPTS, params=SHORT)
+            with pytest.raises(ValueError, match="is another trainer's file now"):
+                await first.publish()
+            await agree(second, two, 1)
+            first.bridge.close()
+            assert path.exists()  # it is the second's
+        assert not path.exists()
 
 
-def test_a_server_takes_in_what_was_published_and_nothing_else(tiny, tmp_path):
+async def test_a_server_takes_in_what_was_published_and_nothing_else(tiny, tmp_path):
     """Another trainer's file came between the write and the request."""
     path = tmp_path / "w.safetensors"
     policy, other = copied(tiny, 1), copied(tiny, 2)
 
-    async def main():
-        async with shared(policy, path) as (service, remote):
+    async with shared(policy, path) as (service, remote):
+        await remote.publish()
+        ask = remote.caller.ask
+
+        async def late(method, where, *rest, **options):
+            if where == "/weights":
+                SharedFile(path)._write(other)
+            return await ask(method, where, *rest, **options)
+
+        remote.caller.ask = late
+        with pytest.raises(RemoteError, match="409.*other weights .of version 1. than those that were published"):
             await remote.publish()
-            ask = remote.caller.ask
-
-            async def late(method, where, *rest, **options):
-                if where == "/weights":
-                    SharedFile(path)._write(other)
-                return await ask(method, where, *rest, **options)
-
-            remote.caller.ask = late
-            with pytest.raises(RemoteError, match="409.*other weights .of version 1. than those that were published"):
-                await remote.publish()
-            remote.caller.ask = ask
-            await agree(remote, policy, 1)
-            for wrong in ({"checksum": "1"}, {"checksum": 1, "more": 2}):
-                with pytest.raises(RemoteError, match="400: (checksum|more)"):
-                    await ask("POST", "/weights", wrong)
-
-    asyncio.run(main())
+        remote.caller.ask = ask
+        await agree(remote, policy, 1)
+        for wrong in ({"checksum": "1"}, {"checksum": 1, "more": 2}):
+            with pytest.raises(RemoteError, match="400: (checksum|more)"):
+                await ask("POST", "/weights", wrong)
 
 
-def test_two_trainers_with_adapters_of_one_name(tmp_path):
+async def test_two_trainers_with_adapters_of_one_name(tmp_path):
     one, two = adapted(by=0.3), adapted(by=0.6)
 
-    async def main():
-        async with serve_policy(copied(adapted()), name="tiny", adapters=tmp_path) as service:
-            async with RemoteSampler(service.url, one, bridge=AdapterSwap(tmp_path)) as first:
-                async with RemoteSampler(service.url, two, bridge=AdapterSwap(tmp_path)) as second:
-                    await first.publish()
-                    await agree(first, one, 1)
-                    await second.publish()
-                    await agree(second, two, 1)
-                    with pytest.raises(RemoteError, match="another trainer publishes to it"):
-                        await first.sample(PROMPTS, params=SHORT)
-                    await first.publish()
-                    await agree(first, one, 1)
-
-    asyncio.run(main())
+    async with serve_policy(copied(adapted()), name="tiny", adapters=tmp_path) as service:
+        async with RemoteSampler(service.url, one, bridge=AdapterSwap(tmp_path)) as first:
+            async with RemoteSampler(service.url, two, bridge=AdapterSwap(tmp_path)) as second:
+                await first.publish()
+                await agree(first, one, 1)
+                await second.publish()
+                await agree(second, two, 1)
+                with pytest.raises(RemoteError, match="another trainer publishes to it"):
+                    await first.sample(PROMPTS, params=SHORT)
+                await first.publish()
+                await agree(first, one, 1)
 
 
-def test_a_server_that_was_started_again_with_its_first_weights(tiny, tmp_path):
+async def test_a_server_that_was_started_again_with_its_first_weights(tiny, tmp_path):
     """They are of version 0, as what was published is, and not the policy's."""
     path, port = tmp_path / "w.safetensors", free_port()
     policy = copied(tiny, 1)
     policy.version = 0
 
-    async def main():
-        async with RemoteSampler(f"http://127.0.0.1:{port}", policy, bridge=SharedFile(path), max_staleness=0) as remote:
-            async with serve_policy(copied(tiny), weights=path, port=port):
-                await remote.publish()
-                await agree(remote, policy, 0)
-            async with serve_policy(copied(tiny), weights=path, port=port):
-                with pytest.raises(RemoteError, match="has the weights version-0, .*or it was started again. Publish again"):
-                    await remote.sample(PROMPTS, params=SHORT)
-                await remote.publish()
-                await agree(remote, policy, 0)
-
-    asyncio.run(main())
+    async with RemoteSampler(f"http://127.0.0.1:{port}", policy, bridge=SharedFile(path), max_staleness=0) as remote:
+        async with serve_policy(copied(tiny), weights=path, port=port):
+            await remote.publish()
+            await agree(remote, policy, 0)
+        async with serve_policy(copied(tiny), weights=path, port=port):
+            with pytest.raises(RemoteError, match="has the weights version-0, .*or it was started again. Publish again"):
+                await remote.sample(PROMPTS, params=SHORT)
+            await remote.publish()
+            await agree(remote, policy, 0)
 
 
-def test_a_server_that_is_ahead_of_the_policy(tiny):
+async def test_a_server_that_is_ahead_of_the_policy(tiny):
     """Its weights are of a training of before, so they are not this policy's."""
     ahead = copied(tiny, 1)
     ahead.version = 50
 
-    async def main():
-        async with serve_policy(ahead) as service:
-            with pytest.raises(RemoteError, match="of version 50, the policy is at 0"):
-                await RemoteSampler(service.url, tiny, max_staleness=2).sample(PROMPTS, params=SHORT)
-
-    asyncio.run(main())
+    async with serve_policy(ahead) as service:
+        with pytest.raises(RemoteError, match="of version 50, the policy is at 0"):
+            await RemoteSampler(service.url, tiny, max_staleness=2).sample(PROMPTS, params=SHORT)
 
 
-def test_a_server_that_computes_something_else_with_the_same_weights(tiny, tmp_path):
+async def test_a_server_that_computes_something_else_with_the_same_weights(tiny, tmp_path):
     """Shapes and names agree, and the checksum; the forward differs, as of another architecture or configuration."""
     strange = copied(tiny)
     for module in strange.model.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = 3.0
 
-    async def main():
-        path = tmp_path / "w.safetensors"
-        async with serve_policy(strange, weights=path) as service:
-            async with RemoteSampler(service.url, tiny, bridge=SharedFile(path)) as remote:
-                with pytest.raises(RemoteError, match="does not compute what 'tiny' does"):
-                    await remote.publish()
-
-    asyncio.run(main())
+    path = tmp_path / "w.safetensors"
+    async with serve_policy(strange, weights=path) as service:
+        async with RemoteSampler(service.url, tiny, bridge=SharedFile(path)) as remote:
+            with pytest.raises(RemoteError, match="does not compute what 'tiny' does"):
+                await remote.publish()
 
 
 @pytest.mark.parametrize("fault", ["deleted", "another program's"])
-def test_a_file_that_others_touch(tiny, tmp_path, fault):
+async def test_a_file_that_others_touch(tiny, tmp_path, fault):
     """Server and trainer live on, the server with the weights that it has; the next publish makes a file that is gone again."""
     path, policy = tmp_path / "w.safetensors", copied(tiny)
 
-    async def main():
-        async with shared(policy, path) as (service, remote):
-            await remote.publish()
-            if fault == "deleted":
-                path.unlink()
-            if fault == "another program's":
-                (tmp_path / "other").write_text("hello")
-                (tmp_path / "other").rename(path)
-            before = await agree(remote, policy, 0)
-            with pytest.raises(RemoteError, match="409"):
-                await remote.caller.ask("POST", "/weights", {})
-            assert await agree(remote, policy, 0) == before
-            moved(policy, 1)
-            if fault == "another program's":
-                with pytest.raises(ValueError, match="another trainer's file"):
-                    await remote.publish()
-                path.unlink()
-            await remote.publish()
-            await agree(remote, policy, 1)
-
-    asyncio.run(main())
+    async with shared(policy, path) as (service, remote):
+        await remote.publish()
+        if fault == "deleted":
+            path.unlink()
+        if fault == "another program's":
+            (tmp_path / "other").write_text("hello")
+            (tmp_path / "other").rename(path)
+        before = await agree(remote, policy, 0)
+        with pytest.raises(RemoteError, match="409"):
+            await remote.caller.ask("POST", "/weights", {})
+        assert await agree(remote, policy, 0) == before
+        moved(policy, 1)
+        if fault == "another program's":
+            with pytest.raises(ValueError, match="another trainer's file"):
+                await remote.publish()
+            path.unlink()
+        await remote.publish()
+        await agree(remote, policy, 1)
 
 
 @pytest.mark.parametrize("kind", ["shared", "swap", "restart"])
@@ -210,75 +189,69 @@ def test_a_disk_that_is_full(tiny, tmp_path, kind):
     assert not list(tmp_path.iterdir())
 
 
-def test_publishing_without_a_pause_and_cancelled_at_any_moment(tiny, tmp_path):
+async def test_publishing_without_a_pause_and_cancelled_at_any_moment(tiny, tmp_path):
     """What others sample all the while is of one version each, whose weights made it; the last publish counts."""
     path, policy = tmp_path / "w.safetensors", copied(tiny)
 
-    async def main():
-        states, rollouts, done = {}, [], asyncio.Event()
-        async with shared(policy, path) as (service, remote):
-            await remote.publish()
+    states, rollouts, done = {}, [], asyncio.Event()
+    async with shared(policy, path) as (service, remote):
+        await remote.publish()
 
-            async def others():
-                free = RemoteSampler(service.url, policy)
-                while not done.is_set():
-                    params = SHORT if len(rollouts) % 2 else SamplingParams(seed=len(rollouts), max_new_tokens=24)
-                    for group in await free.sample(PROMPTS, params=params):
-                        rollouts.extend(group)
+        async def others():
+            free = RemoteSampler(service.url, policy)
+            while not done.is_set():
+                params = SHORT if len(rollouts) % 2 else SamplingParams(seed=len(rollouts), max_new_tokens=24)
+                for group in await free.sample(PROMPTS, params=params):
+                    rollouts.extend(group)
 
-            asking = asyncio.ensure_future(others())
-            for i in range(12):
-                with policy.lock:
-                    states[policy.version] = copy.deepcopy(policy.model.state_dict())
-                publishing = asyncio.ensure_future(remote.publish())
-                await asyncio.sleep(0.004 * (i % 6))
-                publishing.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await publishing
-                with policy.lock:
-                    moved(policy, i)
-            states[policy.version] = copy.deepcopy(policy.model.state_dict())
-            await remote.publish()
-            await agree(remote, policy, policy.version)
-            done.set()
-            await asking
-        assert len({r.policy_version for r in rollouts}) > 1
-        for version in {r.policy_version for r in rollouts}:
-            tiny.model.load_state_dict(states[version])
-            assert audit(tiny, [r for r in rollouts if r.policy_version == version]).max_error < 1e-3
-
-    asyncio.run(main())
+        asking = asyncio.ensure_future(others())
+        for i in range(12):
+            with policy.lock:
+                states[policy.version] = copy.deepcopy(policy.model.state_dict())
+            publishing = asyncio.ensure_future(remote.publish())
+            await asyncio.sleep(0.004 * (i % 6))
+            publishing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await publishing
+            with policy.lock:
+                moved(policy, i)
+        states[policy.version] = copy.deepcopy(policy.model.state_dict())
+        await remote.publish()
+        await agree(remote, policy, policy.version)
+        done.set()
+        await asking
+    assert len({r.policy_version for r in rollouts}) > 1
+    for version in {r.policy_version for r in rollouts}:
+        tiny.model.load_state_dict(states[version])
+        assert audit(tiny, [r for r in rollouts if r.policy_version == version]).max_error < 1e-3
 
 
 @pytest.mark.parametrize("how", ["no answer", "cancelled"])
-def test_an_adapter_whose_answer_does_not_come_is_taken_back(tmp_path, how):
+async def test_an_adapter_whose_answer_does_not_come_is_taken_back(tmp_path, how):
     """The server had put it in when the trainer lost it."""
     policy = adapted(by=0.3)
 
-    async def main():
-        async with serve_policy(copied(policy), name="tiny", adapters=tmp_path) as service:
-            async with RemoteSampler(service.url, policy, bridge=AdapterSwap(tmp_path)) as remote:
+    async with serve_policy(copied(policy), name="tiny", adapters=tmp_path) as service:
+        async with RemoteSampler(service.url, policy, bridge=AdapterSwap(tmp_path)) as remote:
+            await remote.publish()
+            before, was = await agree(remote, policy, 1), copied(policy)
+            ask = remote.caller.ask
+
+            async def lost(method, path, body=None, **options):
+                answer = await ask(method, path, body, **options)
+                if path == "/v1/load_lora_adapter" and body["policy_version"] == 2:
+                    raise RemoteError("gave no answer") if how == "no answer" else asyncio.CancelledError()
+                return answer
+
+            remote.caller.ask = lost
+            turn(policy, 0.6)
+            with pytest.raises(RemoteError if how == "no answer" else asyncio.CancelledError):
                 await remote.publish()
-                before, was = await agree(remote, policy, 1), copied(policy)
-                ask = remote.caller.ask
-
-                async def lost(method, path, body=None, **options):
-                    answer = await ask(method, path, body, **options)
-                    if path == "/v1/load_lora_adapter" and body["policy_version"] == 2:
-                        raise RemoteError("gave no answer") if how == "no answer" else asyncio.CancelledError()
-                    return answer
-
-                remote.caller.ask = lost
-                turn(policy, 0.6)
-                with pytest.raises(RemoteError if how == "no answer" else asyncio.CancelledError):
-                    await remote.publish()
-                assert await agree(remote, was, 1) == before
-                assert len(list(tmp_path.iterdir())) == 1
-                remote.caller.ask = ask
-                await remote.publish()
-                await agree(remote, policy, 2)
-
-    asyncio.run(main())
+            assert await agree(remote, was, 1) == before
+            assert len(list(tmp_path.iterdir())) == 1
+            remote.caller.ask = ask
+            await remote.publish()
+            await agree(remote, policy, 2)
 
 
 ANSWERS_ONCE = """
@@ -355,29 +328,26 @@ def test_new_weights_wait_for_those_who_use_the_sampler_itself(tiny, tmp_path):
     assert {r.policy_version for r in rollouts} == {0} and audit(tiny, rollouts).max_error < 1e-3
 
 
-def test_completions_that_do_not_end_keep_the_weights_that_they_began_with(tiny, tmp_path, monkeypatch):
+async def test_completions_that_do_not_end_keep_the_weights_that_they_began_with(tiny, tmp_path, monkeypatch):
     path, policy = tmp_path / "w.safetensors", copied(tiny)
     monkeypatch.setattr(service_module, "DRAIN_ROWS", 0.1)
 
-    async def main():
-        async with shared(policy, path) as (service, remote):
-            await remote.publish()
-            long = SamplingParams(seed=1, max_new_tokens=450, ignore_eos=True)
-            async with RemoteSampler(service.url, policy) as free:
-                asking = asyncio.ensure_future(free.sample(PROMPTS, group_size=128, params=long))
-                while service.rows < 128:  # not yet what it asks first, to know the server
-                    assert not asking.done()
-                    await asyncio.sleep(0.005)
-                moved(policy, 1)
-                with pytest.raises(RemoteError, match="503.*still in progress after 0 s; the weights are as they were"):
-                    await remote.publish()
-                assert service.policy.version == 0
-                asking.cancel()
-            monkeypatch.undo()
-            await remote.publish()
-            await agree(remote, policy, 1)
-
-    asyncio.run(main())
+    async with shared(policy, path) as (service, remote):
+        await remote.publish()
+        long = SamplingParams(seed=1, max_new_tokens=450, ignore_eos=True)
+        async with RemoteSampler(service.url, policy) as free:
+            asking = asyncio.ensure_future(free.sample(PROMPTS, group_size=128, params=long))
+            while service.rows < 128:  # not yet what it asks first, to know the server
+                assert not asking.done()
+                await asyncio.sleep(0.005)
+            moved(policy, 1)
+            with pytest.raises(RemoteError, match="503.*still in progress after 0 s; the weights are as they were"):
+                await remote.publish()
+            assert service.policy.version == 0
+            asking.cancel()
+        monkeypatch.undo()
+        await remote.publish()
+        await agree(remote, policy, 1)
 
 
 def test_a_write_that_a_cancelled_publish_left_is_not_overlapped(tiny, tmp_path, monkeypatch):

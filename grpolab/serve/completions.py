@@ -133,12 +133,13 @@ class CompletionResponse:
         return events
 
     def _record(self, index: int, text: str, rollout: Rollout) -> ParsedTurn:
-        """The text of an answer, read for calls where its request has tools. It is recorded before its caller has it, whose next
-        request looks for it there. Refused for a rollout that was ended from here."""
+        """The text of an answer, read for calls where its request has tools. It is recorded before its caller has it, whose
+        next request looks for it there. Refused for a rollout that was ended from here."""
         session, request = self.session, self.request
+        if rollout.finish_reason == "cancelled" and session.closed:
+            raise Refused(410, f"the session {session.id!r} was collected while this was being sampled")
         if rollout.finish_reason == "cancelled":
-            raise Refused(410, f"the session {session.id!r} was collected while this was being sampled") if session.closed else (
-                Refused(503, "the service is shutting down"))
+            raise Refused(503, "the service is shutting down")
         turn = parse_calls(request.call_prefix + text, self.form) if request.calls else ParsedTurn(text)
         self.service.counts["unparsed_calls"] += turn.unparsed
         self.answered += 1

@@ -219,6 +219,7 @@ class TextRequest(CompletionRequest):
     logprobs: Annotated[bool, BeforeValidator(_of_the_sampled_token)] = False
 
     calls: ClassVar[bool] = False
+    call_prefix: ClassVar[str] = ""
 
     def content(self, turn: ParsedTurn) -> dict:
         return {"text": turn.content}
