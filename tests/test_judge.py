@@ -118,7 +118,7 @@ def test_a_judge_that_is_down_costs_the_rollout_that_asked(tiny):
 async def test_another_policy_is_a_judge(tiny):
     """The wire of a real endpoint: the embedded model says no number on the scale."""
     refused = ({"scale": (1, 1)}, "low, high"), ({"scale": (0, float("inf"))}, "low, high"), (
-        {"cache": "none/x.jsonl"}, "folder"), ({"max_tokens": 0}, "at least")
+        {"max_tokens": 0}, "at least")
     for wrong, says in refused:
         with pytest.raises(ValueError, match=says):
             Judge("http://127.0.0.1:1", "m", **wrong)

@@ -112,14 +112,6 @@ async def test_a_call_that_is_required_is_begun_for_the_policy(caller, choice, g
             assert given + caller.decode(rollout.tokens) == GOOD.replace("Ann", "Eve") and all(rollout.mask)
 
 
-async def test_without_parallel_calls_the_first_ends_the_turn(caller):
-    async with in_session(caller) as (service, session, client):
-        reply = await ask(client, user("Where is Tom?"), parallel_tool_calls=False)
-        assert [c.function.name for c in reply.choices[0].message.tool_calls] == ["room"]
-        assert caller.decode(service.rollout(session).tokens) == GOOD.replace("Ann", "Tom")
-        assert reply.choices[0].token_ids[-1] not in caller.eos_ids
-
-
 async def test_a_stream_says_what_the_whole_answer_says(caller):
     async with in_session(caller) as (_, _, client):
         for messages in (user("Where is Tom?"), [*user("Where is Tom?"), {"role": "assistant", "tool_calls": [CALL]},
@@ -160,7 +152,6 @@ async def test_what_agents_write_in_their_own_way_is_taken(caller):
     (dict(tool_choice="required", tools=openai.NOT_GIVEN), "tool_choice"),
     (dict(tool_choice={"type": "function", "function": {"name": "x"}}), "no tool 'x'"),
     (dict(tools=[ROOM, ROOM]), "two tools"),
-    (dict(tools=[ROOM | {"type": "web_search"}]), "a tool is"),
     (dict(messages=[{"role": "assistant", "content": None}]), "tool_calls"),
     (dict(messages=[{"role": "tool", "content": "x"}]), "tool_call_id"),
     (dict(messages=[{"role": "user", "content": "x", "tool_calls": [CALL]}]), "tool_calls"),
