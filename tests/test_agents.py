@@ -103,7 +103,7 @@ def test_a_run_that_rewrites_history_counts_once(tiny):
         return Rollout((1, 2), tuple(tokens), (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos", reward=reward)
 
     runs = [AgentRun((rollout([3], 1.0), rollout([4, 5], 1.0), rollout([6], 1.0)), 1.0), AgentRun((rollout([7], 0.0),), 0.0),
-            AgentRun((), None, KeyError("boom")), AgentRun((rollout([8], None),), None), AgentRun((), 1.0)]
+            AgentRun((), None, KeyError("boom")), AgentRun((rollout([8], None),), None), AgentRun((), None)]
     group, abstained = as_groups("tus", [runs, [runs[3]] * 5, [runs[4]] * 5], "centred")  # in u none asked
     assert group.trained and not abstained.trained and list(abstained.advantages) == [0.0] * 5
     rollouts, weights = zip(*group.padded(3))
@@ -125,27 +125,49 @@ def test_a_rewriting_agent_trains(tiny):
     assert all(r["rewritten"] == 1 for r in rows) and rows[0]["trained_tokens"] > 0 and rows[0]["logp_diff_max"] < 1e-3
 
 
-def test_an_agent_that_raises_costs_its_own_run(tiny):
-    """It abstains and is counted; the first is told of once."""
+def test_a_run_that_raises_abstains_or_never_asked_costs_itself(tiny):
+    """It is counted, and the first fault is reported once."""
     count = iter(range(100))
 
     async def agent(url, problem):
-        text = await ask(url, asked(problem))
-        if next(count) % 4 == 0:
+        kind = next(count) % 4
+        text = "" if kind == 0 else await ask(url, asked(problem))
+        if kind == 1:
             raise KeyError("boom")
-        return text.count("1") / 8
+        return None if kind == 2 else text.count("1") / 8
 
-    with pytest.warns(UserWarning, match="boom") as told:
+    with pytest.warns(UserWarning, match="boom") as warned:
         rows = rows_of(tiny, agent)
-    assert [r["agent_errors"] for r in rows] == [2, 2] and [r["abstained"] for r in rows] == [0.25, 0.25]
-    assert sum("boom" in str(w.message) for w in told) == 1
+    assert [(r["agent_errors"], r["silent"], r["abstained"], r["trained_groups"]) for r in rows] == [(2, 2, 0.75, 0)] * 2
+    assert sum("boom" in str(w.message) for w in warned) == 1
 
 
-def test_agents_that_all_raise_end_the_training(tiny):
+async def raises(url, problem):
+    raise ZeroDivisionError("always")
+
+
+async def never_asks(url, problem):
+    return 1.0
+
+
+async def cold(url, problem):
+    await ask(url, asked(problem), temperature=0)
+
+
+def giving(value):
     async def agent(url, problem):
-        raise ZeroDivisionError("always")
+        await ask(url, asked(problem))
+        return value
 
-    with pytest.raises(ZeroDivisionError, match="always"):
+    return agent
+
+
+@pytest.mark.parametrize(("agent", "why"), [
+    (raises, "always"), (never_asks, "no agent of this step asked the policy"), (cold, "this session is trained on"),
+    (giving("1"), "agent"), (giving(float("inf")), "agent"), (giving([1]), "agent"),
+    (lambda url, problem: 1.0, "must be an async function")])
+def test_agents_that_all_fail_end_the_training(tiny, agent, why):
+    with pytest.raises(Exception, match=why):
         rows_of(tiny, agent)
 
 
@@ -179,57 +201,10 @@ async def test_an_agent_that_takes_too_long(tiny, stubborn):
         assert (await run_agent(service, agent, ROWS[1], timeout=20, max_tokens=8)).reward == 0.5
 
 
-def test_a_run_that_never_asked_abstains(tiny):
-    count = iter(range(100))
-
-    async def agent(url, problem):
-        return 0.0 if next(count) % 2 else (await ask(url, asked(problem))).count("1") / 8
-
-    rows = rows_of(tiny, agent)
-    assert [r["silent"] for r in rows] == [4, 4] and [r["abstained"] for r in rows] == [0.5, 0.5]
-
-    async def nobody(url, problem):
-        return 1.0
-
-    with pytest.raises(ValueError, match="no agent of this step asked the policy"):
-        rows_of(tiny, nobody)
-
-
-@pytest.mark.parametrize(("value", "error"), [("1", TypeError), (float("inf"), ValueError), ([1], TypeError)])
-def test_a_reward_that_is_no_number(tiny, value, error):
-    async def agent(url, problem):
-        await ask(url, asked(problem))
-        return value
-
-    with pytest.raises(error, match="agent"):
-        rows_of(tiny, agent)
-
-
-def test_an_agent_may_abstain(tiny):
-    async def agent(url, problem):
-        await ask(url, asked(problem))
-
-    rows = rows_of(tiny, agent)
-    assert len(rows) == 2 and all(r["abstained"] == 1 and r["trained_groups"] == 0 for r in rows)
-
-
-def test_what_cannot_be_trained_is_refused(tiny):
-    def blocking(url, problem):
-        return 1.0
-
-    with pytest.raises(TypeError, match="blocking must be an async function"):
-        rows_of(tiny, blocking)
-    with pytest.raises(ValueError, match="timeout must be positive"):
-        rows_of(tiny, ones, timeout=0)
-    with pytest.raises(ValueError, match="refills=1"):
-        rows_of(tiny, ones, config(refills=1))
-
-    async def cold(url, problem):
-        await ask(url, asked(problem), temperature=0)
-        return 1.0
-
-    with pytest.raises(Exception, match="this session is trained on"):
-        rows_of(tiny, cold)
+@pytest.mark.parametrize(("options", "config_options"), [(dict(timeout=0), {}), ({}, dict(refills=1))])
+def test_what_cannot_be_trained_is_refused(tiny, options, config_options):
+    with pytest.raises(ValueError, match="timeout must be positive|refills=1"):
+        rows_of(tiny, ones, config(**config_options), **options)
 
 
 async def test_an_interrupted_step_leaves_nothing_behind(tiny):

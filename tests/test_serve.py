@@ -266,7 +266,7 @@ def test_options_that_make_no_sense(options):
 async def test_more_rows_than_it_takes(tiny):
     """Those that others take now are a matter of waiting; a request that is too large by itself never fits."""
     async with served(tiny, max_rows=4) as (service, client):
-        with pytest.raises(openai.BadRequestError, match="asks for 5 completions.*takes 4 at a time; send several"):
+        with pytest.raises(openai.BadRequestError, match="asks for 5 completions.*takes 4 at a time"):
             await chat(client, n=5, max_tokens=4)
         assert len((await chat(client, n=4, max_tokens=4)).choices) == 4
         asking = asyncio.ensure_future(chat(client, n=3, max_tokens=480, extra_body={"ignore_eos": True}))
@@ -445,7 +445,7 @@ async def test_callers_who_vanish_leave_nothing(tiny, monkeypatch):
     async with served(tiny) as (service, client):
         began = time.monotonic()
         alone = (await chat(client, seed=9, n=2, max_tokens=60)).choices
-        seconds = time.monotonic() - began  # of an answer on this machine
+        seconds = max(0.5, time.monotonic() - began)  # of an answer on this machine
 
         async def vanish(i):
             session = service.open_session()

@@ -284,7 +284,7 @@ async def test_completions_that_do_not_end_keep_the_weights_that_they_began_with
                 assert not asking.done()
                 await asyncio.sleep(0.005)
             moved(policy, 1)
-            with pytest.raises(RemoteError, match="503.*still in progress after 0 s; the weights are as they were"):
+            with pytest.raises(RemoteError, match="503.*still run after 0 s; the weights are as they were"):
                 await remote.publish()
             assert service.policy.version == 0
             asking.cancel()

@@ -34,8 +34,8 @@ class Judge:
     """A reward: what another model says of a completion, as a number between 0 and 1.
 
     url, model  of an OpenAI endpoint (`token`, `timeout` in seconds as for any); it is asked greedily
-    scale       (low, high) of the numbers that it is asked for, mapped to 0 and 1. A reply that holds no plain number,
-                several, or one outside abstains, as one does that was cut at `max_tokens`: no reward is made up
+    scale       (low, high) of the numbers that it is asked for, mapped to 0 and 1. A reply that was cut, or that holds no
+                plain number, several, or one outside abstains: no reward is made up
     question    (text, row, low, high) -> what it is asked (default: `question_of`)
     cache       a file of JSON lines: what was asked once, also in an earlier run, is not asked again (None: in this object)
     at_once     most requests in flight
@@ -63,8 +63,7 @@ class Judge:
                     entry = json.loads(line)
                     self._replies[entry["key"]] = entry["reply"]
                 except (ValueError, TypeError, KeyError) as error:
-                    raise ValueError(f"{self.cache}, line {number}, is no reply of a judge: {line[:80]!r}. Remove "
-                                     "it") from error
+                    raise ValueError(f"{self.cache}, line {number}, is no reply of a judge: {line[:80]!r}") from error
 
     async def batch(self, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> list[Any]:
         """A number, None or an error for each."""
@@ -88,11 +87,9 @@ class Judge:
                 "max_tokens": self.max_tokens})
             try:
                 choice = answer["choices"][0]
-                reply = choice["message"]["content"] or ""
+                reply = "" + (choice["message"]["content"] or "")
             except (LookupError, TypeError) as error:
-                raise ValueError(f"{self.caller.url} answered with no message: {str(answer)[:120]}") from error
-            if not isinstance(reply, str):
-                raise ValueError(f"{self.caller.url} answered with what is no text: {reply!r:.120}")
+                raise ValueError(f"{self.caller.url} answered with no text: {str(answer)[:120]}") from error
             if choice.get("finish_reason") == "length":  # a number in it may be half of one, or of a thought
                 reply = ""
             self._replies[key] = reply

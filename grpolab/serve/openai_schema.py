@@ -247,8 +247,8 @@ def validated(model: type[BaseModel], content: dict) -> BaseModel:
 
 
 def check_request(request: CompletionRequest, models: Sequence[str]) -> CompletionRequest:
-    """The request; Refused for a field that is not supported, and for another model than `models`, the names that are
-    served. A field with the value that changes nothing passes; 0.0 is 0, and false is not."""
+    """The request; Refused for an unsupported field, unless its value changes nothing (0.0 is 0, and false is not), and for
+    another model than `models`, the names that are served."""
     for name, value in request.model_extra.items():
         neutral = NEUTRAL.get(name)
         if name not in NEUTRAL or neutral != value or isinstance(value, bool) != isinstance(neutral, bool):
@@ -274,9 +274,8 @@ def sampled_as(rollout: Rollout) -> dict:
 def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequence[int], logps: Sequence[float],
            pieces: Sequence[str], offset: int = 0, rollout: Rollout | None = None, prompt: Sequence[int] = (),
            turn: ParsedTurn | None = None) -> dict:
-    """A choice of an answer or of a chunk: its text as `content` has it, the tokens that are new with their own texts
-    (`pieces`, from character `offset` on; none where log-probs are not wanted), and with its first tokens the ids of its
-    `prompt`. Once it is finished: its rollout, and `turn`, its text as it was read for calls."""
+    """A choice of an answer or of a chunk: its text (`content`), its new tokens with their own texts (`pieces`, from character
+    `offset` on; none where log-probs are not wanted), and once it is finished its rollout, read for calls as `turn`."""
     finish = rollout and ("tool_calls" if turn.calls else "stop" if rollout.finish_reason in ENDED else "length")
     body = {"index": index, **content, "finish_reason": finish,
             "logprobs": request.logprobs_of(pieces, logps, offset) if pieces else None}

@@ -57,9 +57,8 @@ class RemoteSampler:
 
     async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                      params: SamplingParams | None = None) -> list[Group]:
-        """Token id lists -> one Group of `group_size` rollouts for each. Cancelling the await ends the request at the server.
-        All of a call have the room that its longest prompt leaves in the context. RemoteError where the answer is not whole:
-        every rollout with its ids, and a log-prob for each."""
+        """Token id lists -> one Group of `group_size` rollouts for each; all have the room that the longest prompt leaves in
+        the context. Cancelling the await ends the request at the server. RemoteError for what cannot be trained on."""
         params = params or SamplingParams()
         if not len(prompts):
             return []
@@ -78,10 +77,8 @@ class RemoteSampler:
                 self._idle.set()
         version, newest = min(r.policy_version for g in groups for r in g), self.policy.version
         if self.max_staleness is not None and not oldest <= version <= newest:
-            remedy = ("publish more often" if version < oldest else
-                      "the server has weights that are not this policy's. Publish first")
             raise RemoteError(f"rollouts of {self.url} are of version {version}, the policy is at {newest}, and "
-                              f"max_staleness is {self.max_staleness}: {remedy}")
+                              f"max_staleness is {self.max_staleness}: publish {'more often' if version < oldest else 'first'}")
         return groups
 
     async def _complete(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams) -> list[Group]:
@@ -96,12 +93,10 @@ class RemoteSampler:
         weights = answer.get("system_fingerprint")
         if self._ours and self._published not in (None, weights):
             raise RemoteError(f"{self.url} has the weights {weights}, and this sampler published {self._published}: another "
-                              "trainer publishes to it, or it was started again. Publish again, and give each trainer a server "
-                              "of its own")
+                              "trainer publishes to it, or it was started again. Publish again")
         choices = sorted(answer.get("choices") or [], key=lambda c: c["index"])
         if [c["index"] for c in choices] != list(range(len(ids) * group_size)):
-            raise RemoteError(f"{self.url} gave {len(choices)} completions, and {len(ids)} groups of {group_size} were asked "
-                              "for")
+            raise RemoteError(f"{self.url} gave {len(choices)} completions, not {len(ids)} groups of {group_size}")
         rollouts = [self._rollout(c, ids[i // group_size], params) for i, c in enumerate(choices)]
         return [Group(tuple(rollouts[i : i + group_size])) for i in range(0, len(rollouts), group_size)]
 
@@ -113,13 +108,13 @@ class RemoteSampler:
                 yield i, g, rollout
 
     async def publish(self, policy: Policy | None = None) -> int:
-        """Bring the policy's weights to the server, once what this sampler asked for has come; returns the version that the
-        server has then. `synced_s` are the seconds that it took. RemoteError or ValueError where they do not arrive, or where
-        the server does not compute what the policy does; then sampling is an error until a publish succeeds."""
+        """Bring the policy's weights to the server, once what this sampler asked for has come; returns their version.
+        `synced_s` are the seconds that it took. RemoteError or ValueError where they do not arrive or the server computes
+        something else; then sampling is an error until a publish succeeds."""
         policy = policy or self.policy
         if self.bridge is None:
-            raise ValueError("publish needs a bridge: RemoteSampler(..., bridge=SharedFile(FILE)), and for the server "
-                             "serve-policy --weights FILE")
+            raise ValueError("publish needs a bridge: RemoteSampler(..., bridge=SharedFile(FILE)), and --weights FILE for the "
+                             "server")
         async with self._entrance:
             await self._idle.wait()
             began, self._unsure = time.perf_counter(), True
@@ -134,8 +129,8 @@ class RemoteSampler:
 
     async def _compare(self, policy: Policy) -> None:
         """RemoteError unless the server gives the log-probs of the policy: it may be of another base model."""
-        text = self.policy.tokenizer.encode(PROBE)
-        (group,) = await self._complete([text], 1, SamplingParams(seed=0, max_new_tokens=4, ignore_eos=True))
+        params = SamplingParams(seed=0, max_new_tokens=4, ignore_eos=True)
+        (group,) = await self._complete([self.policy.tokenizer.encode(PROBE)], 1, params)
 
         def distance() -> float:
             with policy.lock:
@@ -144,8 +139,7 @@ class RemoteSampler:
         error = await asyncio.to_thread(distance)
         if not error <= APART:  # nor NaN
             raise RemoteError(f"{self.url} does not compute what {policy.name!r} does: log-probs of sampled tokens differ by "
-                              f"{error:.2g} nats on average, and {APART} would pass. Serve the model that the policy, or its "
-                              "adapter, stands on")
+                              f"{error:.2g} nats on average (at most {APART}). Serve the model that is trained")
 
     async def __aenter__(self) -> RemoteSampler:
         return self
@@ -168,11 +162,10 @@ class RemoteSampler:
             (choice, *_) = (await self.caller.ask("POST", "/v1/completions", probe)).get("choices") or [{}]
             theirs, ours = choice.get("prompt_token_ids"), self.policy.tokenizer.encode(PROBE)
             if theirs is None:
-                raise RemoteError(f"{self.url} returns no token ids: it must know return_token_ids, as grpolab serve-policy "
-                                  "and vLLM do")
+                raise RemoteError(f"{self.url} returns no token ids: it must know return_token_ids, as vLLM does")
             if theirs != ours:
                 raise RemoteError(f"{self.url} has another vocabulary than {self.policy.name!r}: it reads a text as "
-                                  f"{theirs[:8]}…, we as {ours[:8]}…; serve the model that is trained")
+                                  f"{theirs[:8]}…, not {ours[:8]}…. Serve the model that is trained")
             card = cards[names.index(self.model)]
             self._ours = "policy_version" in card
             context = card.get("max_model_len") or cards[0].get("max_model_len")  # vLLM says that of the base alone
@@ -182,15 +175,14 @@ class RemoteSampler:
         tokens, ours = choice.get("token_ids"), choice.get("grpolab") or {}
         logps = ours.get("logps") or (choice.get("logprobs") or {}).get("token_logprobs")
         if tokens is None or logps is None or len(logps) != len(tokens) or None in logps:
-            raise RemoteError(f"{self.url} gave {0 if logps is None else len(logps)} log-probs for "
-                              f"{'no' if tokens is None else len(tokens)} token ids, and a rollout needs one for each: the "
-                              "server must know logprobs=0 and return_token_ids")
+            raise RemoteError(f"{self.url} gave {len(logps or ())} log-probs for {len(tokens or ())} token ids, and a rollout "
+                              "needs one for each: it must know logprobs=0 and return_token_ids")
         vocab = len(self.policy.model.get_input_embeddings().weight)
         if any(not 0 <= t < vocab for t in tokens):
             raise RemoteError(f"{self.url} gave token ids outside the vocabulary 0..{vocab - 1}: it serves another model")
         if (params.temperature != 1 or params.truncates) and not ours and not params.greedy:
-            raise RemoteError(f"{self.url} does not say of which distribution its log-probs are, and {params} asks for another "
-                              "temperature than 1, or for top_k, top_p or min_p: leave them out, or use grpolab serve-policy")
+            raise RemoteError(f"{self.url} does not say of which distribution its log-probs are: leave temperature, top_k, "
+                              "top_p and min_p out, or use grpolab serve-policy")
         reason = ours.get("finish_reason") or ("eos" if choice.get("finish_reason") == "stop" else "length")
         if reason == "length" and len(prompt) + len(tokens) >= self._context:
             reason = "context"

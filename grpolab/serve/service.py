@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -31,6 +32,7 @@ from grpolab.access import names_loopback, shows
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import COLDEST
 from grpolab.models.load import Policy
+from grpolab.models.lora import exchange
 from grpolab.serve.completions import CompletionResponse
 from grpolab.serve.openai_schema import (
     ChatRequest,
@@ -45,6 +47,7 @@ from grpolab.serve.openai_schema import (
 )
 from grpolab.serve.sessions import Session
 from grpolab.serve.state import Service, ServiceOptions
+from grpolab.serve.weight_sync import read_weights
 
 DRAIN = 2  # s; how long an answer that is under way may take to leave at shutdown
 IDLE = 75  # s; how long a connection stays open for the next request. Clients give theirs up after some 5 s: were it as many
@@ -114,13 +117,36 @@ async def session(request: Request):
 
 
 async def load_weights(request: Request):
-    wanted = await read(request, NewWeights)
-    return JSONResponse({"policy_version": await request.app.state.service.load_weights(wanted.mark)})
+    service, wanted = request.app.state.service, await read(request, NewWeights)
+    if service.options.weights is None:
+        raise Refused(404, "this service loads no weights: start it with weights=FILE, or --weights FILE")
+
+    def load() -> int:
+        service.policy.version, service.mark = read_weights(Path(service.options.weights), service.policy.model, wanted.mark)
+        return service.policy.version
+
+    return JSONResponse({"policy_version": await service.between_completions(load)})
 
 
 async def load_adapter(request: Request):
-    new = await read(request, NewAdapter)
-    version = await request.app.state.service.load_adapter(new.lora_name, new.lora_path, new.policy_version)
+    """Put a saved LoRA adapter in the place of the one before; it is also served under its name."""
+    service, new = request.app.state.service, await read(request, NewAdapter)
+    if service.options.adapters is None:
+        raise Refused(404, "this service loads no adapters: start it with adapters=FOLDER, or --adapters FOLDER")
+    home = Path(service.options.adapters).resolve()
+    folder = (home / new.lora_path).resolve()
+    if not folder.is_relative_to(home):
+        raise Refused(403, f"{new.lora_path[:200]!r} is outside the folder of adapters", "lora_path")
+    if new.lora_name == service.name:
+        raise Refused(400, f"{new.lora_name!r} is the served model: call the adapter something else", "lora_name")
+
+    def load() -> int:
+        exchange(service.policy.model, folder)
+        service.policy.version = service.policy.version + 1 if new.policy_version is None else new.policy_version
+        service.adapter, service.mark = new.lora_name, folder.name
+        return service.policy.version
+
+    version = await service.between_completions(load)
     return PlainTextResponse(f"Success: LoRA adapter '{new.lora_name}' added successfully, as version {version}.")
 
 

@@ -1,9 +1,8 @@
 """What was sampled under a session's URL: exact token ids, masks and log-probs, joined into rollouts where turns only append.
 
-A turn goes on from an earlier one where the request's conversation begins with all that was said up to there, the sampled
-answer in the caller's own words. Then the ids of before are taken as they were recorded, and what is new is tokenised on its
-own: sampled text is never tokenised again. Where the caller rewrote history a new rollout begins. Each sampled token has
-mask 1 in exactly one rollout: a second answer to what was answered already finds the turns before it in its prompt.
+A turn goes on from an earlier one where the request repeats the conversation up to there. Then the recorded ids go on and
+only what is new is tokenised: sampled text is never tokenised again. Where the caller rewrote history a new rollout begins.
+Each sampled token has mask 1 in exactly one rollout: a second answer to the same finds the turns before it in its prompt.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ class Turn:
     between: tuple[int, ...]
     rollout: Rollout
     ended: bool  # by an end token of its own
+    key: bytes  # of the chat up to its end; empty for a completion
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -74,7 +74,6 @@ class Session:
         self.used = time.monotonic()  # when it was last asked for
         self.open: set[Request] = set()
         self._requests = 0
-        self._turns: dict[bytes, list[Turn]] = {}  # of chats, by the key of the conversation up to them
         self._lock = threading.Lock()
 
     def next_seed(self) -> int:
@@ -114,16 +113,14 @@ class Session:
     def record(self, prompt: Prompt, rollout: Rollout, answer: ParsedTurn, ended: bool) -> Turn | None:
         """Keep an answer as its caller got it; None where the session is closed."""
         before = len(prompt.parent.ids) if prompt.parent else 0
-        turn = Turn(prompt.parent, rollout.prompt[before:], replace(rollout, prompt=()), ended)
         calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+        message = {"role": "assistant", "content": answer.content, "tool_calls": calls}
+        key = _key_after(prompt.key, message) if prompt.key else b""
+        turn = Turn(prompt.parent, rollout.prompt[before:], replace(rollout, prompt=()), ended, key)
         with self._lock:
-            if self.closed:
-                return None
-            self.turns.append(turn)
-            if prompt.key:
-                key = _key_after(prompt.key, {"role": "assistant", "content": answer.content, "tool_calls": calls})
-                self._turns.setdefault(key, []).append(turn)
-        return turn
+            if not self.closed:
+                self.turns.append(turn)
+                return turn
 
     def rollouts(self) -> list[Rollout]:
         """What was sampled so far: one rollout while turns only append, a further one for each time that history changed. A
@@ -146,7 +143,7 @@ class Session:
     def _find(self, key: bytes) -> Turn | None:
         """A turn that was answered with this: one that nothing goes on from yet, so that the next appends, else the last."""
         with self._lock:
-            turns = self._turns.get(key, [])
+            turns = [turn for turn in self.turns if turn.key == key]
             parents = {turn.parent for turn in self.turns}
             return next((turn for turn in turns if turn not in parents), turns[-1] if turns else None)
 
@@ -213,11 +210,10 @@ class Sessions:
         return len(self._by_id)
 
     def open(self, id: str | None = None, seed: int | None = None, **options) -> Session:
-        """A new session. Refused for an id that is taken, of a session that ended or no part of a path, and where there is no
-        room."""
+        """A new session. Refused for an id that is taken or no part of a path, and where there is no room."""
         id = secrets.token_hex(8) if id is None else id
         if id in ("", ".", "..") or "/" in id:
-            raise Refused(400, f"the id {id[:80]!r} cannot stand in the address of a session: take one without a slash", "id")
+            raise Refused(400, f"the id {id[:80]!r} cannot stand in an address: take one without a slash", "id")
         with self._lock:
             if id in self._by_id:
                 raise Refused(409, f"there is a session {id!r} already; collect it first, or take another id")

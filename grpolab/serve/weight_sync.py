@@ -113,17 +113,40 @@ class SharedFile:
             return policy.version, write_weights(self.path, policy.model, policy.version)
 
 
-class AdapterSwap:
-    """A policy's LoRA adapter, saved into `folder` and put into a server that runs on: ours with `--adapters FOLDER`, or vLLM's
-    with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Each version is served under a name of its own, `name`-v3,
-    so that a request gets the adapter that it names or an error."""
+class _Folder:
+    """A folder into which versions of a policy are saved, each in one of its own with a name that is never used twice (vLLM
+    keys what it keeps of prompts by the path)."""
 
-    def __init__(self, folder: str | Path, name: str = "policy"):
-        self.folder, self.name = Path(folder).resolve(), name
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).resolve()
         self._saved: list[Path] = []
 
+    def _save(self, policy: Policy) -> tuple[int, Path]:
+        with policy.lock:
+            path = self.folder / f"v{policy.version}-{os.getpid()}-{time.time_ns()}"
+            self._saved.append(path)
+            self._write(policy, path)
+            return policy.version, path
+
+    def _remove(self, but: Path | None = None) -> None:
+        for folder in [f for f in self._saved if f != but]:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._saved.remove(folder)
+
+
+class AdapterSwap(_Folder):
+    """A policy's LoRA adapter, saved into `folder` and put into a server that runs on: ours with `--adapters FOLDER`, or vLLM's
+    with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Each version is served under a name of its own, `name`-v3,
+    so that a request gets the adapter that it names or an error. ValueError for a policy without an adapter."""
+
+    def __init__(self, folder: str | Path, name: str = "policy"):
+        super().__init__(folder)
+        self.name = name
+
     async def publish(self, caller: Caller, policy: Policy) -> Published:
-        """ValueError for a policy without an adapter."""
+        if not lora.layers(policy.model):
+            raise ValueError(f"{policy.name!r} has no adapter to swap: load it with load_policy(..., adapter=LoRA()), or "
+                             "publish whole weights through SharedFile or Restart")
         version, path = await _on_disk(self._save, policy)
         name = f"{self.name}-v{version}"
         # load_inplace: under vLLM the name may be there from an earlier training.
@@ -132,25 +155,18 @@ class AdapterSwap:
         names = [str(card.get("id")) for card in (await caller.ask("GET", "/v1/models")).get("data") or []]
         for old in (n for n in names if n != name and n.startswith(f"{self.name}-v")):  # vLLM keeps them, ours does not
             await caller.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old})
-        _remove(self._saved, but=path)
+        self._remove(but=path)
         return Published(version, path.name, name)
 
     def close(self) -> None:
-        _remove(self._saved)
+        self._remove()
 
-    def _save(self, policy: Policy) -> tuple[int, Path]:
-        with policy.lock:
-            if not lora.layers(policy.model):
-                raise ValueError(f"{policy.name!r} has no adapter to swap: load it with load_policy(..., adapter=LoRA()), or "
-                                 "publish whole weights through SharedFile or Restart")
-            path = self.folder / f"{self.name}-{_new_name(policy)}"
-            self._saved.append(path)
-            with atomic_folder(path) as partial:
-                lora.save(policy.model, partial)
-            return policy.version, path
+    def _write(self, policy: Policy, path: Path) -> None:
+        with atomic_folder(path) as partial:
+            lora.save(policy.model, partial)
 
 
-class Restart:
+class Restart(_Folder):
     """A server that this process starts, on the port of the sampler's address, and starts again for every version. The policy
     is saved into `folder`, an adapter alone where it has one.
 
@@ -169,9 +185,9 @@ class Restart:
         if not command or isinstance(command, str) or not any("{weights}" in part for part in command):
             raise ValueError("command is a tuple of a program and its arguments, with {weights} among them, got "
                              f"{command!r:.200}")
-        self.folder, self.command, self.seconds = Path(folder).resolve(), tuple(command), seconds
+        super().__init__(folder)
+        self.command, self.seconds = tuple(command), seconds
         self._process: subprocess.Popen | None = None
-        self._saved: list[Path] = []
 
     @property
     def pid(self) -> int | None:
@@ -181,29 +197,26 @@ class Restart:
     async def publish(self, caller: Caller, policy: Policy) -> Published:
         version, path = await _on_disk(self._save, policy)
         place = urlsplit(caller.url)
-        values = {"weights": str(path), "name": policy.name, "version": str(version), "host": place.hostname,
-                  "port": str(place.port or 80)}
+        host, port = place.hostname, place.port or 80
+        values = {"weights": path, "name": policy.name, "version": version, "host": host, "port": port}
         command = list(self.command)
         for name, value in values.items():
-            command = [part.replace(f"{{{name}}}", value) for part in command]
+            command = [part.replace(f"{{{name}}}", str(value)) for part in command]
         try:
             await asyncio.to_thread(self._end)
-            await self._start(caller, command, place.hostname, place.port or 80)
+            await self._start(caller, command, host, port)
         except BaseException:
             await asyncio.to_thread(self.close)
             raise
-        _remove(self._saved, but=path)
+        self._remove(but=path)
         return Published(version)
 
     def close(self) -> None:
         self._end()
-        _remove(self._saved)
+        self._remove()
 
-    def _save(self, policy: Policy) -> tuple[int, Path]:
-        with policy.lock:
-            path = self.folder / _new_name(policy)
-            self._saved.append(path)
-            return policy.version, policy.save(path)
+    def _write(self, policy: Policy, path: Path) -> None:
+        policy.save(path)
 
     async def _start(self, caller: Caller, command: list[str], host: str, port: int) -> None:
         """Start a server; returns once it answers."""
@@ -216,16 +229,16 @@ class Restart:
         with open(log, "wb") as file:  # guarded: the server and its children end with us, however we end
             self._process = subprocess.Popen([sys.executable, child_processes.__file__, *command],
                                              stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self.seconds):
                 while (status := self._process.poll()) is None:
                     with suppress(RemoteError):
                         await caller.ask("GET", "/health")
                         return
                     await asyncio.sleep(0.1)
-        except TimeoutError:
-            raise RemoteError(f"the server did not answer in {self.seconds:.0f} s: {_tail(log)}") from None
-        raise RemoteError(f"the server ended with status {status} before it answered: {_tail(log)}")
+        lines = log.read_bytes()[-2000:].decode("utf-8", "replace").strip().splitlines()
+        what = f"did not answer in {self.seconds:.0f} s" if status is None else f"ended with status {status} before it answered"
+        raise RemoteError(f"the server {what}: {' | '.join(lines[-4:]) or 'it wrote nothing'}")
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -243,20 +256,3 @@ async def _on_disk(write: Callable[[Policy], Any], policy: Policy):
         return await asyncio.to_thread(write, policy)
     except (OSError, SafetensorError) as error:
         raise RemoteError(f"the weights could not be written: {error}") from error
-
-
-def _new_name(policy: Policy) -> str:
-    """A folder's name that is never used twice: vLLM keys what it keeps of prompts by the path."""
-    return f"v{policy.version}-{os.getpid()}-{time.time_ns()}"
-
-
-def _remove(folders: list[Path], but: Path | None = None) -> None:
-    for folder in [f for f in folders if f != but]:
-        shutil.rmtree(folder, ignore_errors=True)
-        folders.remove(folder)
-
-
-def _tail(log: Path) -> str:
-    """The end of what a server wrote."""
-    lines = log.read_bytes()[-2000:].decode("utf-8", "replace").strip().splitlines()
-    return " | ".join(lines[-4:]) or "it wrote nothing"
