@@ -153,7 +153,6 @@ async def test_what_agents_write_in_their_own_way_is_taken(caller):
     (dict(tool_choice={"type": "function", "function": {"name": "x"}}), "no tool 'x'"),
     (dict(tools=[ROOM, ROOM]), "two tools"),
     (dict(messages=[{"role": "assistant", "content": None}]), "tool_calls"),
-    (dict(messages=[{"role": "tool", "content": "x"}]), "tool_call_id"),
     (dict(messages=[{"role": "user", "content": "x", "tool_calls": [CALL]}]), "tool_calls"),
     (dict(messages=[{"role": "assistant", "tool_calls": [{"id": "c", "type": "function",
                                                           "function": {"name": "f", "arguments": "[1]"}}]}]), "arguments"),

@@ -26,8 +26,6 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
 from grpolab.tool_calls import ParsedTurn, ToolCall, tools_of
 
-MOST_CHOICES = 128  # n of a request
-MOST_PROMPTS = 1024  # of one completions request
 COMPLETION_TOKENS = 16  # of /v1/completions where the request says nothing, as OpenAI's
 ENDED = ("eos", "stop_id", "stop_string")  # finish reasons that OpenAI calls "stop"; the others are "length"
 
@@ -83,6 +81,7 @@ class Strict(BaseModel):
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
+PromptText = Annotated[str | list[TokenId], Field(min_length=1)]
 
 
 class ChatMessage(Strict):
@@ -98,12 +97,6 @@ class ChatMessage(Strict):
     @classmethod
     def without_nulls(cls, message: Any) -> Any:
         return {k: v for k, v in message.items() if v not in (None, [])} if isinstance(message, dict) else message
-
-    @model_validator(mode="after")
-    def names_its_call(self) -> ChatMessage:
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("the result of a call names it by its tool_call_id")
-        return self
 
 
 class NamedFunction(Strict):
@@ -128,7 +121,7 @@ class CompletionRequest(Strict):
     prompt_field: ClassVar[str]
 
     model: str
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1)
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     stop: Annotated[list[str], BeforeValidator(_one_or_several)] = Field([], max_length=16)
     stop_token_ids: list[TokenId] = Field([], max_length=1024)
@@ -214,8 +207,7 @@ class TextRequest(CompletionRequest):
     id_prefix = "cmpl-"
     prompt_field = "prompt"
 
-    prompt: Annotated[list[Annotated[str | list[TokenId], Field(min_length=1)]], BeforeValidator(_one_or_several)] = Field(
-        min_length=1, max_length=MOST_PROMPTS)
+    prompt: Annotated[list[PromptText], BeforeValidator(_one_or_several)] = Field(min_length=1)
     logprobs: Annotated[bool, BeforeValidator(_of_the_sampled_token)] = False
 
     calls: ClassVar[bool] = False

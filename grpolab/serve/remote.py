@@ -118,14 +118,13 @@ class RemoteSampler:
         async with self._entrance:
             await self._idle.wait()
             began, self._unsure = time.perf_counter(), True
-            new = await self.bridge.publish(self.caller, policy)
-            self.model, self._context = new.model or self._base_model, None
-            self._version, self._published = new.version, fingerprint(new.version, new.mark)
+            self._version, mark, name = await self.bridge.publish(self.caller, policy)
+            self._published, self.model, self._context = fingerprint(self._version, mark), name or self._base_model, None
             await self._recognise()
             await self._compare(policy)
             self._unsure = False
             self.synced_s = time.perf_counter() - began
-        return new.version
+        return self._version
 
     async def _compare(self, policy: Policy) -> None:
         """RemoteError unless the server gives the log-probs of the policy: it may be of another base model."""

@@ -4,8 +4,9 @@
     AdapterSwap("adapters")                     a LoRA adapter as peft's two files; the server runs on
     Restart("weights")                          a folder, whole or an adapter; the server is started again with it
 
-Each has `publish`, which raises RemoteError or ValueError in bounded time where the weights do not arrive, and `close`, which
-removes what was published and ends what was started.
+`publish` of each returns (policy version, mark, model): the mark by which a server of ours tells these weights from others of
+that version, and the name that requests must give (None: the server's own). It raises RemoteError or ValueError in bounded
+time where they do not arrive. `close` removes what was published and ends what was started.
 Files are named alike on both machines: trainer and server share a disk, or at least that folder.
 """
 
@@ -22,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,16 +37,7 @@ from grpolab.models.load import Policy, lora
 from grpolab.serve.http_client import Caller, RemoteError
 
 STATE = "grpolab.state"  # int64: policy version, mark
-
-
-@dataclass(frozen=True)
-class Published:
-    """What arrived: its policy version, the `mark` by which a server of ours tells it from other weights of that version, and
-    the name that requests must give for it (None: the server's own)."""
-
-    version: int
-    mark: str = ""
-    model: str | None = None
+Published = tuple[int, str, str | None]
 
 
 def write_weights(path: Path, model: torch.nn.Module, version: int) -> str:
@@ -100,7 +91,7 @@ class SharedFile:
     async def publish(self, caller: Caller, policy: Policy) -> Published:
         version, mark = await _on_disk(self._write, policy)
         await caller.ask("POST", "/weights", {"mark": mark})
-        return Published(version, mark)
+        return version, mark, None
 
     def close(self) -> None:
         with self._lock:
@@ -156,7 +147,7 @@ class AdapterSwap(_Folder):
         for old in (n for n in names if n != name and n.startswith(f"{self.name}-v")):  # vLLM keeps them, ours does not
             await caller.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old})
         self._remove(but=path)
-        return Published(version, path.name, name)
+        return version, path.name, name
 
     def close(self) -> None:
         self._remove()
@@ -209,7 +200,7 @@ class Restart(_Folder):
             await asyncio.to_thread(self.close)
             raise
         self._remove(but=path)
-        return Published(version)
+        return version, "", None
 
     def close(self) -> None:
         self._end()
