@@ -5,29 +5,19 @@ its own ("Calling tools: ...") and asks for its last answer without tools: there
 """
 
 import asyncio
-import copy
 import os
 import sys
 
 import pytest
+import test_serve_tools
 from env_harness import ROOT
-from test_serve_tools import NAMES, trained_caller
 
-from grpolab.models.load import Policy
 from grpolab.serve.agents import agent_grpo
 from grpolab.serve.service import serve_policy
 from grpolab.serve.sessions import Session
 from grpolab.train.grpo import GRPOConfig
 
-
-@pytest.fixture(scope="module")
-def _caller(_tiny):
-    return trained_caller(_tiny)
-
-
-@pytest.fixture
-def caller(_caller):
-    return Policy(copy.deepcopy(_caller.model), _caller.tokenizer, _caller.name, _caller.eos_ids)
+NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
 
 
 @pytest.fixture(scope="module", autouse=True)

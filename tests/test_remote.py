@@ -146,7 +146,7 @@ def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
 
 @contextlib.contextmanager
 def imitation(answers):
-    """A server that gives fixed answers: path -> JSON, or a function of the request."""
+    """A server that gives fixed answers: path -> JSON, or a function of the request; None is an error."""
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.do_POST()
@@ -154,8 +154,9 @@ def imitation(answers):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
             answer = answers[self.path]
-            content = json.dumps(answer(body) if callable(answer) else answer).encode()
-            self.send_response(200)
+            answer = answer(body) if callable(answer) else answer
+            content = json.dumps(answer).encode()
+            self.send_response(200 if answer is not None else 500)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -169,6 +170,7 @@ def imitation(answers):
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
+        server.server_close()
 
 
 def of_vllm(tokenizer, **changes):

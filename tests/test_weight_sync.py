@@ -444,34 +444,6 @@ async def test_an_adapter_whose_answer_does_not_come_is_not_sampled_from(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_exchanging_adapters_in_a_model(tmp_path):
-    """A failed exchange restores numbers, modules and modes; one of the same form keeps the modules themselves."""
-    policy, same, other = adapted(), adapted(by=0.7), adapted(LoRA(rank=2, target=("o_proj",)))
-    for name, p in (("same", same), ("other", other)):
-        p.save(tmp_path / name)
-    ids = torch.arange(30)[None] % 90 + 5
-    before = {k: v.clone() for k, v in policy.model.state_dict().items()}
-    (tmp_path / "other" / lora.WEIGHTS).rename(tmp_path / "kept")
-    with pytest.raises(ValueError, match="no readable adapter"):
-        lora.exchange(policy.model, tmp_path / "other")
-    wrong = adapted(LoRA(rank=2, target=("o_proj", "k_proj")))
-    wrong.save(tmp_path / "wrong")
-    (tmp_path / "wrong" / lora.WEIGHTS).rename(tmp_path / "other" / lora.WEIGHTS)
-    with pytest.raises(ValueError, match="also holds"):
-        lora.exchange(policy.model, tmp_path / "other")
-    now = policy.model.state_dict()
-    assert now.keys() == before.keys() and all(torch.equal(now[k], before[k]) for k in before) and not policy.model.training
-    modules = lora.layers(policy.model)
-    lora.exchange(policy.model, tmp_path / "same")
-    assert all(a is b for a, b in zip(modules, lora.layers(policy.model)))
-    with torch.no_grad():
-        assert torch.equal(policy.model(ids).logits, same.model(ids).logits)
-        (tmp_path / "kept").rename(tmp_path / "other" / lora.WEIGHTS)
-        lora.exchange(policy.model, tmp_path / "other")
-        assert torch.equal(policy.model(ids).logits, other.model(ids).logits)
-    assert len(lora.layers(policy.model)) == 4 and not policy.model.training
-
-
 # --- a server that is started again; each start takes seconds, so these have no minute's limit ------------------------
 
 
