@@ -200,7 +200,7 @@ STRANGE = [
     (dict(choice={"logprobs": {"token_logprobs": [-0.5, None]}}), "a rollout needs one for each"),
     (dict(choice={"token_ids": None}), "for 0 token ids"),
     (dict(choice={"token_ids": [5, 99999]}), "outside the vocabulary"),
-    (dict(most=3), "gave 3 completions, and 3 groups of 2"),
+    (dict(most=3), "gave 3 completions, not 3 groups of 2"),
     (dict(probe=None), "returns no token ids"),
 ]
 

@@ -478,18 +478,3 @@ async def test_callers_who_vanish_leave_nothing(tiny, monkeypatch):
         assert left() == [] and service.rows == 0 and not service.sampler.busy
         assert len(answers) > 10 and service.counts["cancelled"] > 3 and service.counts["failed"] == 0
         assert all(len(r.mask) for s in sessions[::2] for r in service.rollouts(s))
-
-
-async def test_a_session_that_outgrows_the_context_says_so(tiny):
-    """With the numbers, and what was recorded stays."""
-    async with served(tiny) as (service, client):
-        session, said = service.open_session(), list(ASK)
-        async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as own:
-            with pytest.raises(Exception, match="the context is 512 tokens here.*shorten it") as told:
-                for _ in range(20):
-                    reply = await chat(own, said, max_tokens=30, extra_body={"ignore_eos": True})
-                    said += [reply.choices[0].message, {"role": "user", "content": "more " * 8}]
-        assert told.value.code == "context_length_exceeded"
-        rollout = service.rollout(session)
-        assert len(rollout.prompt) + len(rollout.tokens) <= 512 and sum(rollout.mask) % 30 == 0
-        assert (await chat(client, max_tokens=4)).choices
