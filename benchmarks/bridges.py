@@ -111,7 +111,7 @@ async def serving(model: str, kind: str, policy, folder: Path, peer: str):
             async with RemoteSampler(url, policy, bridge=bridge) as remote:
                 while True:
                     with contextlib.suppress(RemoteError):
-                        await remote.caller.ask("GET", "/health", text=True)
+                        await remote.caller.ask("GET", "/health")
                         break
                     if server.poll() is not None:
                         raise RuntimeError((folder / "server.log").read_text()[-2000:])

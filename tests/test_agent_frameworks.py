@@ -5,29 +5,19 @@ its own ("Calling tools: ...") and asks for its last answer without tools: there
 """
 
 import asyncio
-import copy
 import os
 import sys
 
 import pytest
+import test_serve_tools
 from env_harness import ROOT
-from test_serve_tools import NAMES, trained_caller
 
-from grpolab.models.load import Policy
 from grpolab.serve.agents import agent_grpo
 from grpolab.serve.service import serve_policy
 from grpolab.serve.sessions import Session
 from grpolab.train.grpo import GRPOConfig
 
-
-@pytest.fixture(scope="module")
-def _caller(_tiny):
-    return trained_caller(_tiny)
-
-
-@pytest.fixture
-def caller(_caller):
-    return Policy(copy.deepcopy(_caller.model), _caller.tokenizer, _caller.name, _caller.eos_ids)
+NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,21 +73,18 @@ def test_a_hundred_loops_of_pydantic_ai_train_the_policy(caller, sampled):
     assert 0 < row["reward"] <= 1
 
 
-def test_a_loop_of_pydantic_ai_is_one_rollout_of_exact_ids(caller, sampled):
-    async def main():
-        async with serve_policy(caller, seed=0) as service:
-            for name in NAMES:
-                sampled.clear()
-                session = service.open_session(max_tokens=90)
-                await pydantic_agent(session.url, name, temperature=0.3)
-                rollout = service.rollout(session)
-                (_, prompt, call), (_, later, answer) = sampled
-                assert rollout.prompt == prompt and later[: len(prompt) + len(call)] == prompt + call
-                assert rollout.prompt + rollout.tokens == later + answer
-                between = len(later) - len(prompt) - len(call)
-                assert rollout.mask == (1,) * len(call) + (0,) * between + (1,) * len(answer)
-
-    asyncio.run(main())
+async def test_a_loop_of_pydantic_ai_is_one_rollout_of_exact_ids(caller, sampled):
+    async with serve_policy(caller, seed=0) as service:
+        for name in NAMES:
+            sampled.clear()
+            session = service.open_session(max_tokens=90)
+            await pydantic_agent(session.url, name, temperature=0.3)
+            rollout = service.rollout(session)
+            (_, prompt, call), (_, later, answer) = sampled
+            assert rollout.prompt == prompt and later[: len(prompt) + len(call)] == prompt + call
+            assert rollout.prompt + rollout.tokens == later + answer
+            between = len(later) - len(prompt) - len(call)
+            assert rollout.mask == (1,) * len(call) + (0,) * between + (1,) * len(answer)
 
 
 def test_what_smolagents_rewrites_is_several_rollouts_and_loses_no_token(caller, sampled):

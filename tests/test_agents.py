@@ -103,7 +103,7 @@ def test_a_run_that_rewrites_history_counts_once(tiny):
         return Rollout((1, 2), tuple(tokens), (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos", reward=reward)
 
     runs = [AgentRun((rollout([3], 1.0), rollout([4, 5], 1.0), rollout([6], 1.0)), 1.0), AgentRun((rollout([7], 0.0),), 0.0),
-            AgentRun((), None, KeyError("boom")), AgentRun((rollout([8], None),), None), AgentRun((), 1.0)]
+            AgentRun((), None, KeyError("boom")), AgentRun((rollout([8], None),), None), AgentRun((), None)]
     group, abstained = as_groups("tus", [runs, [runs[3]] * 5, [runs[4]] * 5], "centred")  # in u none asked
     assert group.trained and not abstained.trained and list(abstained.advantages) == [0.0] * 5
     rollouts, weights = zip(*group.padded(3))
@@ -125,32 +125,54 @@ def test_a_rewriting_agent_trains(tiny):
     assert all(r["rewritten"] == 1 for r in rows) and rows[0]["trained_tokens"] > 0 and rows[0]["logp_diff_max"] < 1e-3
 
 
-def test_an_agent_that_raises_costs_its_own_run(tiny):
-    """It abstains and is counted; the first is told of once."""
+def test_a_run_that_raises_abstains_or_never_asked_costs_itself(tiny):
+    """It is counted, and the first fault is reported once."""
     count = iter(range(100))
 
     async def agent(url, problem):
-        text = await ask(url, asked(problem))
-        if next(count) % 4 == 0:
+        kind = next(count) % 4
+        text = "" if kind == 0 else await ask(url, asked(problem))
+        if kind == 1:
             raise KeyError("boom")
-        return text.count("1") / 8
+        return None if kind == 2 else text.count("1") / 8
 
-    with pytest.warns(UserWarning, match="boom") as told:
+    with pytest.warns(UserWarning, match="boom") as warned:
         rows = rows_of(tiny, agent)
-    assert [r["agent_errors"] for r in rows] == [2, 2] and [r["abstained"] for r in rows] == [0.25, 0.25]
-    assert sum("boom" in str(w.message) for w in told) == 1
+    assert [(r["agent_errors"], r["silent"], r["abstained"], r["trained_groups"]) for r in rows] == [(2, 2, 0.75, 0)] * 2
+    assert sum("boom" in str(w.message) for w in warned) == 1
 
 
-def test_agents_that_all_raise_end_the_training(tiny):
+async def raises(url, problem):
+    raise ZeroDivisionError("always")
+
+
+async def never_asks(url, problem):
+    return 1.0
+
+
+async def cold(url, problem):
+    await ask(url, asked(problem), temperature=0)
+
+
+def giving(value):
     async def agent(url, problem):
-        raise ZeroDivisionError("always")
+        await ask(url, asked(problem))
+        return value
 
-    with pytest.raises(ZeroDivisionError, match="always"):
+    return agent
+
+
+@pytest.mark.parametrize(("agent", "why"), [
+    (raises, "always"), (never_asks, "no agent of this step asked the policy"), (cold, "this session is trained on"),
+    (giving("1"), "agent"), (giving(float("inf")), "agent"), (giving([1]), "agent"),
+    (lambda url, problem: 1.0, "must be an async function")])
+def test_agents_that_all_fail_end_the_training(tiny, agent, why):
+    with pytest.raises(Exception, match=why):
         rows_of(tiny, agent)
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_an_agent_that_takes_too_long(tiny, stubborn):
+async def test_an_agent_that_takes_too_long(tiny, stubborn):
     """Also one that swallows its cancellation: bounded time, no reward, its session is gone and later calls fail."""
     late = []
 
@@ -169,98 +191,45 @@ def test_an_agent_that_takes_too_long(tiny, stubborn):
                 return 1.0
         return 0.5
 
-    async def main():
-        async with one_client(), serve_policy(tiny) as service:
-            await run_agent(service, ones, ROWS[0], timeout=60, max_tokens=8)  # the engine is chosen
-            began = time.perf_counter()
-            run = await run_agent(service, agent, ROWS[0], timeout=1.5, max_tokens=8)
-            assert time.perf_counter() - began < 5
-            assert isinstance(run.fault, TimeoutError) and run.reward is None and not run.trained and len(run.rollouts) == 1
-            assert len(service.sessions) == 0 and [getattr(e, "status_code", 0) for e in late] == [410] * stubborn
-            assert (await run_agent(service, agent, ROWS[1], timeout=20, max_tokens=8)).reward == 0.5
-
-    asyncio.run(main())
+    async with one_client(), serve_policy(tiny) as service:
+        await run_agent(service, ones, ROWS[0], timeout=60, max_tokens=8)  # the engine is chosen
+        began = time.perf_counter()
+        run = await run_agent(service, agent, ROWS[0], timeout=1.5, max_tokens=8)
+        assert time.perf_counter() - began < 5
+        assert isinstance(run.fault, TimeoutError) and run.reward is None and not run.trained and len(run.rollouts) == 1
+        assert len(service.sessions) == 0 and [getattr(e, "status_code", 0) for e in late] == [410] * stubborn
+        assert (await run_agent(service, agent, ROWS[1], timeout=20, max_tokens=8)).reward == 0.5
 
 
-def test_a_run_that_never_asked_abstains(tiny):
-    count = iter(range(100))
-
-    async def agent(url, problem):
-        return 0.0 if next(count) % 2 else (await ask(url, asked(problem))).count("1") / 8
-
-    rows = rows_of(tiny, agent)
-    assert [r["silent"] for r in rows] == [4, 4] and [r["abstained"] for r in rows] == [0.5, 0.5]
-
-    async def nobody(url, problem):
-        return 1.0
-
-    with pytest.raises(ValueError, match="no agent of this step asked the policy"):
-        rows_of(tiny, nobody)
+@pytest.mark.parametrize(("options", "config_options"), [(dict(timeout=0), {}), ({}, dict(refills=1))])
+def test_what_cannot_be_trained_is_refused(tiny, options, config_options):
+    with pytest.raises(ValueError, match="timeout must be positive|refills=1"):
+        rows_of(tiny, ones, config(**config_options), **options)
 
 
-@pytest.mark.parametrize(("value", "error"), [("1", TypeError), (float("inf"), ValueError), ([1], TypeError)])
-def test_a_reward_that_is_no_number(tiny, value, error):
-    async def agent(url, problem):
-        await ask(url, asked(problem))
-        return value
-
-    with pytest.raises(error, match="agent"):
-        rows_of(tiny, agent)
-
-
-def test_an_agent_may_abstain(tiny):
-    async def agent(url, problem):
-        await ask(url, asked(problem))
-
-    rows = rows_of(tiny, agent)
-    assert len(rows) == 2 and all(r["abstained"] == 1 and r["trained_groups"] == 0 for r in rows)
-
-
-def test_what_cannot_be_trained_is_refused(tiny):
-    def blocking(url, problem):
-        return 1.0
-
-    with pytest.raises(TypeError, match="blocking must be an async function"):
-        rows_of(tiny, blocking)
-    with pytest.raises(ValueError, match="timeout must be positive"):
-        rows_of(tiny, ones, timeout=0)
-    with pytest.raises(ValueError, match="refills=1"):
-        rows_of(tiny, ones, config(refills=1))
-
-    async def cold(url, problem):
-        await ask(url, asked(problem), temperature=0)
-        return 1.0
-
-    with pytest.raises(Exception, match="this session is trained on"):
-        rows_of(tiny, cold)
-
-
-def test_an_interrupted_step_leaves_nothing_behind(tiny):
+async def test_an_interrupted_step_leaves_nothing_behind(tiny):
     """Cancelled while its agents wait: no session and no row stays."""
     async def agent(url, problem):
         await ask(url, asked(problem))
         await asyncio.sleep(30)
 
-    async def main():
-        async with one_client(), serve_policy(tiny) as service:
-            steps = agent_grpo(tiny, None, ROWS, config(), agent, service=service)
-            task = asyncio.ensure_future(anext(steps))
-            while not len(service.sessions):
+    async with one_client(), serve_policy(tiny) as service:
+        steps = agent_grpo(tiny, None, ROWS, config(), agent, service=service)
+        task = asyncio.ensure_future(anext(steps))
+        while not len(service.sessions):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(service.sessions) == 0
+        async with asyncio.timeout(10):
+            while service.jobs:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert len(service.sessions) == 0
-            async with asyncio.timeout(10):
-                while service.jobs:
-                    await asyncio.sleep(0.01)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                run = await run_agent(service, ones, ROWS[0], timeout=20, max_tokens=8)
-            assert audit(tiny, run.rollouts).max_error < 1e-4
-
-    asyncio.run(main())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run = await run_agent(service, ones, ROWS[0], timeout=20, max_tokens=8)
+        assert audit(tiny, run.rollouts).max_error < 1e-4
 
 
 def test_a_service_of_another_policy(tiny):

@@ -82,8 +82,8 @@ def go_on_in_spite_of_the_summary(monkeypatch):
     """Whatever is asked next is taken to go on from the last turn."""
     honest = sessions.Session.prompt_of_chat
 
-    def joined_anyway(self, tokenizer, messages):
-        prompt = honest(self, tokenizer, messages)
+    def joined_anyway(self, tokenizer, messages, *rest):
+        prompt = honest(self, tokenizer, messages, *rest)
         if prompt.parent is not None or not self.turns:
             return prompt
         return sessions.Prompt(self.turns[-1].ids + prompt.ids, self.turns[-1], prompt.key)

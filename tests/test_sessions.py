@@ -1,13 +1,11 @@
 """What a session records: exact ids, one rollout while turns append, several where history was rewritten."""
 
 import asyncio
+import copy
 import gc
-import http.client
 import importlib.util
-import json
 import weakref
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -44,116 +42,98 @@ async def say(client, messages, **options):
     return [*messages, {"role": "assistant", "content": reply.choices[0].message.content}], reply
 
 
-def test_turns_that_append_are_one_rollout(tiny):
+async def test_turns_that_append_are_one_rollout(tiny):
     """Its ids are those that were sampled and those that the next prompt really had; the mask tells them apart."""
-    async def main():
-        async with in_session(tiny) as (service, session, client):
-            said, replies = list(ASK), []
-            for _ in range(4):
-                said, reply = await say(client, said)
-                replies.append(reply)
-                said.append(MORE)
-            rollout = service.rollout(session)
-        ids, mask, logps = list(replies[0].prompt_token_ids), [], []
-        assert rollout.prompt == tuple(ids) == tuple(prompt_ids(tiny.tokenizer, ASK))
-        for reply in replies:
-            between = reply.prompt_token_ids[len(ids) :]
-            assert reply.prompt_token_ids[: len(ids)] == ids  # begins with what was sampled
-            sampled = reply.choices[0].token_ids
-            ids += between + sampled
-            mask += [0] * len(between) + [1] * len(sampled)
-            logps += [0.0] * len(between) + reply.choices[0].grpolab["logps"]
-        assert (rollout.prompt + rollout.tokens, rollout.mask, rollout.logps) == (tuple(ids), tuple(mask), tuple(logps))
-        assert audit(tiny, [rollout]).max_error < 1e-4
-        text = tiny.tokenizer.decode(rollout.tokens)
-        assert text.count("And 4 + 4?") == 3 and text.count("Assistant:") == 3
-
-    asyncio.run(main())
+    async with in_session(tiny) as (service, session, client):
+        said, replies = list(ASK), []
+        for _ in range(4):
+            said, reply = await say(client, said)
+            replies.append(reply)
+            said.append(MORE)
+        rollout = service.rollout(session)
+    ids, mask, logps = list(replies[0].prompt_token_ids), [], []
+    assert rollout.prompt == tuple(ids) == tuple(prompt_ids(tiny.tokenizer, ASK))
+    for reply in replies:
+        between = reply.prompt_token_ids[len(ids) :]
+        assert reply.prompt_token_ids[: len(ids)] == ids  # begins with what was sampled
+        sampled = reply.choices[0].token_ids
+        ids += between + sampled
+        mask += [0] * len(between) + [1] * len(sampled)
+        logps += [0.0] * len(between) + reply.choices[0].grpolab["logps"]
+    assert (rollout.prompt + rollout.tokens, rollout.mask, rollout.logps) == (tuple(ids), tuple(mask), tuple(logps))
+    assert audit(tiny, [rollout]).max_error < 1e-4
+    text = tiny.tokenizer.decode(rollout.tokens)
+    assert text.count("And 4 + 4?") == 3 and text.count("Assistant:") == 3
 
 
-def test_what_was_sampled_is_never_tokenised_again(tiny):
+async def test_what_was_sampled_is_never_tokenised_again(tiny):
     """Under a stop the ids go on behind the text; the next prompt keeps them, and closes the turn that was cut."""
-    async def main():
-        async with in_session(tiny, seed=4) as (service, session, client):
-            said, first = await say(client, ASK, stop=[" "])
-            assert first.choices[0].grpolab["finish_reason"] == "stop_string"
-            sampled = first.choices[0].token_ids
-            assert tiny.decode(sampled) == said[-1]["content"] + " "
-            _, second = await say(client, [*said, MORE])
-            begins = first.prompt_token_ids + sampled + [tiny.eos_ids[0]]
-            assert second.prompt_token_ids[: len(begins)] == begins
-            assert second.prompt_token_ids != prompt_ids(tiny.tokenizer, [*said, MORE])
-            assert len(service.rollouts(session)) == 1
-
-    asyncio.run(main())
+    async with in_session(tiny, seed=4) as (service, session, client):
+        said, first = await say(client, ASK, stop=[" "])
+        assert first.choices[0].grpolab["finish_reason"] == "stop_string"
+        sampled = first.choices[0].token_ids
+        assert tiny.decode(sampled) == said[-1]["content"] + " "
+        _, second = await say(client, [*said, MORE])
+        begins = first.prompt_token_ids + sampled + [tiny.eos_ids[0]]
+        assert second.prompt_token_ids[: len(begins)] == begins
+        assert second.prompt_token_ids != prompt_ids(tiny.tokenizer, [*said, MORE])
+        assert len(service.rollouts(session)) == 1
 
 
-def test_a_rewritten_history_is_a_rollout_of_its_own(tiny):
+async def test_a_rewritten_history_is_a_rollout_of_its_own(tiny):
     """And each sampled token has mask 1 in exactly one of them."""
-    async def main():
-        async with in_session(tiny) as (service, session, client):
-            one, a = await say(client, ASK)
-            two, b = await say(client, [*one, MORE])
-            changed = [*one[:-1], {"role": "assistant", "content": "5, said I."}, MORE]
-            _, c = await say(client, changed)
-            with pytest.raises(ValueError, match="2 rollouts"):
-                service.rollout(session)
-            rollouts = service.rollouts(session)
-        whole, rewritten = rollouts
-        sampled = [r.choices[0].token_ids for r in (a, b, c)]
-        assert [t for t, m in zip(whole.tokens, whole.mask) if m] == sampled[0] + sampled[1]
-        assert rewritten.prompt == tuple(prompt_ids(tiny.tokenizer, changed)) and rewritten.tokens == tuple(sampled[2])
-        assert audit(tiny, rollouts).max_error < 1e-4
-
-    asyncio.run(main())
+    async with in_session(tiny) as (service, session, client):
+        one, a = await say(client, ASK)
+        two, b = await say(client, [*one, MORE])
+        changed = [*one[:-1], {"role": "assistant", "content": "5, said I."}, MORE]
+        _, c = await say(client, changed)
+        with pytest.raises(ValueError, match="2 rollouts"):
+            service.rollout(session)
+        rollouts = service.rollouts(session)
+    whole, rewritten = rollouts
+    sampled = [r.choices[0].token_ids for r in (a, b, c)]
+    assert [t for t, m in zip(whole.tokens, whole.mask) if m] == sampled[0] + sampled[1]
+    assert rewritten.prompt == tuple(prompt_ids(tiny.tokenizer, changed)) and rewritten.tokens == tuple(sampled[2])
+    assert audit(tiny, rollouts).max_error < 1e-4
 
 
-def test_a_second_answer_finds_the_turns_before_it_in_its_prompt(tiny):
+async def test_a_second_answer_finds_the_turns_before_it_in_its_prompt(tiny):
     """A retry of turn two, and n=2: the recorded ids of turn one, but with mask 1 only once."""
-    async def main():
-        async with in_session(tiny) as (service, session, client):
-            one, a = await say(client, ASK)
-            _, b = await say(client, [*one, MORE])
-            _, again = await say(client, [*one, MORE], n=2)
-            rollouts = service.rollouts(session)
-        assert again.prompt_token_ids == b.prompt_token_ids
-        assert [sum(r.mask) for r in rollouts] == [len(a.choices[0].token_ids) + len(b.choices[0].token_ids),
-                                                   *(len(c.token_ids) for c in again.choices)]
-        assert rollouts[1].prompt == rollouts[2].prompt == tuple(b.prompt_token_ids)
-        assert len({r.seed for r in rollouts}) == 3
-
-    asyncio.run(main())
+    async with in_session(tiny) as (service, session, client):
+        one, a = await say(client, ASK)
+        _, b = await say(client, [*one, MORE])
+        _, again = await say(client, [*one, MORE], n=2)
+        rollouts = service.rollouts(session)
+    assert again.prompt_token_ids == b.prompt_token_ids
+    assert [sum(r.mask) for r in rollouts] == [len(a.choices[0].token_ids) + len(b.choices[0].token_ids),
+                                               *(len(c.token_ids) for c in again.choices)]
+    assert rollouts[1].prompt == rollouts[2].prompt == tuple(b.prompt_token_ids)
+    assert len({r.seed for r in rollouts}) == 3
 
 
-def test_completions_go_on_too(tiny):
-    """Texts and token ids that begin with all that was there; an id list that does not is another rollout."""
-    async def main():
-        async with in_session(tiny) as (service, session, client):
-            async def complete(prompt):
-                return (await client.completions.create(model="tiny", prompt=prompt, max_tokens=5, extra_body=IDS)).choices[0]
+async def test_completions_of_token_ids_go_on_too(tiny):
+    """Where they begin with all ids that were there; a text, and an id list that does not, is another rollout."""
+    async with in_session(tiny) as (service, session, client):
+        async def complete(prompt):
+            return (await client.completions.create(model="tiny", prompt=prompt, max_tokens=5, extra_body=IDS)).choices[0]
 
-            a = await complete("2 + 3 =")
-            b = await complete("2 + 3 =" + a.text + " 4 + 4 =")
-            assert b.prompt_token_ids[: len(a.prompt_token_ids) + 5] == a.prompt_token_ids + a.token_ids
-            c = await complete(b.prompt_token_ids + b.token_ids)  # nothing between
-            d = await complete(c.prompt_token_ids[1:])
-            whole, other = service.rollouts(session)
-        assert sum(whole.mask) == 15 and whole.tokens[-5:] == tuple(c.token_ids) and other.tokens == tuple(d.token_ids)
-
-    asyncio.run(main())
+        a = await complete("2 + 3 =")
+        b = await complete(a.prompt_token_ids + a.token_ids + [7, 8])
+        c = await complete(b.prompt_token_ids + b.token_ids)  # nothing between
+        d = await complete(c.prompt_token_ids[1:])
+        whole, other = service.rollouts(session)
+    assert sum(whole.mask) == 15 and whole.mask[5:7] == (0, 0) and other.tokens == tuple(d.token_ids)
+    assert whole.tokens == (*a.token_ids, 7, 8, *b.token_ids, *c.token_ids)
 
 
-def test_streamed_turns_append_as_well(tiny):
-    async def main():
-        async with in_session(tiny) as (service, session, client):
-            said = list(ASK)
-            for _ in range(3):
-                chunks = await client.chat.completions.create(model="tiny", messages=said, max_tokens=12, stream=True)
-                text = "".join([c.choices[0].delta.content or "" async for c in chunks])
-                said += [{"role": "assistant", "content": text}, MORE]
-            assert len(service.rollout(session).tokens) > 24
-
-    asyncio.run(main())
+async def test_streamed_turns_append_as_well(tiny):
+    async with in_session(tiny) as (service, session, client):
+        said = list(ASK)
+        for _ in range(3):
+            chunks = await client.chat.completions.create(model="tiny", messages=said, max_tokens=12, stream=True)
+            text = "".join([c.choices[0].delta.content or "" async for c in chunks])
+            said += [{"role": "assistant", "content": text}, MORE]
+        assert len(service.rollout(session).tokens) > 24
 
 
 def test_a_session_asks_for_the_same_again(tiny):
@@ -172,107 +152,80 @@ def test_a_session_asks_for_the_same_again(tiny):
     assert (quiet.tokens, quiet.logps) == (loud.tokens, loud.logps)
 
 
-def test_what_a_session_is_opened_with(tiny):
+async def test_what_a_session_is_opened_with(tiny):
     """Its temperature, tokens and limit hold where a request says nothing; trained on, it refuses what cannot be."""
-    async def main():
-        options = dict(temperature=0.7, max_tokens=6, limit=40, fixed=True)
-        async with in_session(tiny, **options) as (service, session, client):
-            reply = await client.chat.completions.create(model="tiny", messages=ASK, extra_body={"ignore_eos": True})
-            assert reply.usage.completion_tokens == 6
-            for wrong in (dict(temperature=1.0), dict(temperature=0), dict(top_p=0.9), dict(extra_body={"top_k": 5})):
-                with pytest.raises(openai.BadRequestError, match="trained on"):
-                    await client.chat.completions.create(model="tiny", messages=ASK, **wrong)
-            with pytest.raises(openai.BadRequestError, match="context is 40 tokens"):
-                await client.chat.completions.create(model="tiny", messages=ASK, max_tokens=30)
-            rollout = service.rollout(session)
-            assert audit(tiny, [rollout], temperature=0.7).max_error < 1e-4
-
-    asyncio.run(main())
+    options = dict(temperature=0.7, max_tokens=6, limit=40, fixed=True)
+    async with in_session(tiny, **options) as (service, session, client):
+        reply = await client.chat.completions.create(model="tiny", messages=ASK, extra_body={"ignore_eos": True})
+        assert reply.usage.completion_tokens == 6
+        for wrong in (dict(temperature=1.0), dict(temperature=0), dict(top_p=0.9), dict(extra_body={"top_k": 5})):
+            with pytest.raises(openai.BadRequestError, match="trained on"):
+                await client.chat.completions.create(model="tiny", messages=ASK, **wrong)
+        with pytest.raises(openai.BadRequestError, match="context is 40 tokens"):
+            await client.chat.completions.create(model="tiny", messages=ASK, max_tokens=30)
+        rollout = service.rollout(session)
+        assert audit(tiny, [rollout], temperature=0.7).max_error < 1e-4
 
 
-def test_a_collected_session_is_over(tiny):
+async def test_a_collected_session_is_over(tiny):
     """Also what is still being sampled in it: its caller hears of it at once, and nothing is recorded any more."""
-    async def main():
-        async with in_session(tiny) as (service, session, client):
+    async with in_session(tiny) as (service, session, client):
+        await say(client, ASK)
+        while session.open:  # the caller has its answer a moment before the service is done with the request
+            await asyncio.sleep(0.005)
+        asked = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=490, n=4,
+                                               extra_body={"ignore_eos": True})
+        asking = asyncio.ensure_future(asked)
+        while not session.open:
+            await asyncio.sleep(0.005)
+        assert len(service.rollouts(session)) == 1
+        with pytest.raises(openai.APIStatusError, match="collected while") as late:
+            await asking
+        assert late.value.status_code == 410
+        with pytest.raises(openai.APIStatusError, match="has ended"):
             await say(client, ASK)
-            while session.open:  # the caller has its answer a moment before the service is done with the request
-                await asyncio.sleep(0.005)
-            asked = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=490, n=4,
-                                                   extra_body={"ignore_eos": True})
-            asking = asyncio.ensure_future(asked)
-            while not session.open:
-                await asyncio.sleep(0.005)
-            assert len(service.rollouts(session)) == 1
-            with pytest.raises(openai.APIStatusError, match="collected while") as late:
-                await asking
-            assert late.value.status_code == 410
-            with pytest.raises(openai.APIStatusError, match="has ended"):
-                await say(client, ASK)
-            for gone in (service.rollouts, service.rollout):
-                with pytest.raises(KeyError, match="has ended"):
-                    gone(session)
-            assert len(service.sessions) == 0 and len(session.turns) == 1
-
-    asyncio.run(main())
+        for gone in (service.rollouts, service.rollout):
+            with pytest.raises(ValueError, match="has ended"):
+                gone(session)
+        assert len(service.sessions) == 0 and len(session.turns) == 1
 
 
-def test_sessions_cost_nothing_once_collected(tiny):
-    async def main():
-        async with serve_policy(tiny) as service:
-            async with AsyncOpenAI(base_url=service.url, api_key="-", max_retries=0) as client:
-                kept = []
-                for _ in range(20):
-                    session = service.open_session()
-                    await say(client.with_options(base_url=session.url), ASK, max_tokens=2)
-                    kept.append(weakref.ref(session))
-                    service.rollout(session)
-                    del session
-                gc.collect()
-                assert sum(ref() is not None for ref in kept) <= 1  # the last may still stand in a frame of the server
-
-    asyncio.run(main())
+async def test_sessions_cost_nothing_once_collected(tiny):
+    async with serve_policy(tiny) as service:
+        async with AsyncOpenAI(base_url=service.url, api_key="-", max_retries=0) as client:
+            kept = []
+            for _ in range(20):
+                session = service.open_session()
+                await say(client.with_options(base_url=session.url), ASK, max_tokens=2)
+                kept.append(weakref.ref(session))
+                service.rollout(session)
+                del session
+            gc.collect()
+            assert sum(ref() is not None for ref in kept) <= 1  # the last may still stand in a frame of the server
 
 
-def test_there_is_an_end_to_what_is_kept(tiny):
-    """A request that finds no room is refused; nothing that was recorded is dropped for it."""
-    async def main():
-        async with in_session(tiny, {"max_sessions": 2}) as (service, session, client):
-            third = client.with_options(base_url=f"{service.url}/sessions/third/v1")
-            await say(client, ASK)
-            service.open_session("another")
-            with pytest.raises(ValueError, match="2 sessions are open"):
-                service.open_session()
-            with pytest.raises(openai.RateLimitError, match="2 sessions are open"):
-                await say(third, ASK)
-            assert len(service.rollouts(session)) == 1
-            await say(third, ASK)
-
-    asyncio.run(main())
-
-
-def test_sessions_of_a_trainer_that_died_make_room(tiny):
+async def test_sessions_of_a_trainer_that_died_make_room(tiny):
     """Those that nobody asked for since long, and of which nothing is being sampled, end where there is no room."""
-    async def main():
-        async with in_session(tiny, {"max_sessions": 3, "session_idle_s": 0.5}) as (service, session, client):
-            service.open_session("dead")
-            service.open_session("busy")
-            long = say(client.with_options(base_url=f"{service.url}/sessions/busy/v1"), ASK, n=8, max_tokens=490)
-            answering = asyncio.ensure_future(long)
-            while not service.rows:
-                await asyncio.sleep(0.005)
-            with pytest.raises(ValueError, match="3 sessions are open"):
-                service.open_session("new")
-            await asyncio.sleep(0.6)
-            await say(client, ASK, max_tokens=2)
-            assert service.rows == 8, "the answer ended too early to say anything"
-            service.open_session("new")  # in the place of the dead one
-            assert len(service.sessions) == 3
-            with pytest.raises(openai.APIStatusError, match="'dead' has ended") as late:
-                await say(client.with_options(base_url=f"{service.url}/sessions/dead/v1"), ASK)
-            assert late.value.status_code == 410
-            answering.cancel()
-
-    asyncio.run(main())
+    async with in_session(tiny, {"max_sessions": 3, "session_idle_s": 0.5}) as (service, session, client):
+        service.open_session("dead")
+        service.open_session("busy")
+        long = say(client.with_options(base_url=f"{service.url}/sessions/busy/v1"), ASK, n=8, max_tokens=490)
+        answering = asyncio.ensure_future(long)
+        while not service.rows:
+            await asyncio.sleep(0.005)
+        with pytest.raises(ValueError, match="3 sessions are open"):
+            service.open_session("new")
+        with pytest.raises(openai.RateLimitError, match="3 sessions are open"):
+            await say(client.with_options(base_url=f"{service.url}/sessions/new/v1"), ASK)
+        await asyncio.sleep(0.6)
+        await say(client, ASK, max_tokens=2)
+        assert service.rows == 8, "the answer ended too early to say anything"
+        service.open_session("new")  # in the place of the dead one
+        assert len(service.sessions) == 3
+        with pytest.raises(openai.APIStatusError, match="'dead' has ended") as late:
+            await say(client.with_options(base_url=f"{service.url}/sessions/dead/v1"), ASK)
+        assert late.value.status_code == 410
+        answering.cancel()
 
 
 def test_a_session_that_ended_stays_ended():
@@ -286,70 +239,41 @@ def test_a_session_that_ended_stays_ended():
 
 
 @pytest.mark.parametrize("id", ["9" * 128, "task 1", "ä?#%", "\u202e;x"])
-def test_a_session_has_the_id_that_it_was_given(tiny, id):
-    async def main():
-        async with serve_policy(tiny) as service:
-            session = service.open_session(id)
-            async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as client:
-                await say(client, ASK, max_tokens=2)
-            assert session.id == id and len(service.sessions) == 1 and len(session.turns) == 1
-            with pytest.raises(ValueError, match="already"):
-                service.open_session(id)
-
-    asyncio.run(main())
+async def test_a_session_has_the_id_that_it_was_given(tiny, id):
+    async with serve_policy(tiny) as service:
+        session = service.open_session(id)
+        async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as client:
+            await say(client, ASK, max_tokens=2)
+        assert session.id == id and len(service.sessions) == 1 and len(session.turns) == 1
+        with pytest.raises(ValueError, match="already"):
+            service.open_session(id)
 
 
-def test_sessions_over_http(tiny):
-    """What a trainer in another process does: open, look, collect."""
-    async def main():
-        async with serve_policy(tiny, token="t") as service:
-            place = urlsplit(service.url)
-
-            def call(method, path, body=None):
-                connection = http.client.HTTPConnection(place.hostname, place.port, timeout=10)
-                connection.request(method, path, body, {"Authorization": "Bearer t"})
-                answer = connection.getresponse()
-                return answer.status, json.loads(answer.read())
-
-            status, opened = await asyncio.to_thread(call, "POST", "/sessions", "{}")
-            assert status == 201 and opened["url"] == f"{service.url}/sessions/{opened['id']}/v1"
-            async with AsyncOpenAI(base_url=opened["url"], api_key="t") as client:
-                _, reply = await say(client, ASK)
-            for method, after in (("GET", 1), ("DELETE", 0)):
-                status, told = await asyncio.to_thread(call, method, f"/sessions/{opened['id']}")
-                assert status == 200 and len(service.sessions) == after
-                (rollout,) = told["rollouts"]
-                assert rollout["prompt"] == reply.prompt_token_ids and rollout["tokens"] == reply.choices[0].token_ids
-                assert rollout["logps"] == reply.choices[0].grpolab["logps"] and set(rollout["mask"]) == {1}
-            assert (await asyncio.to_thread(call, "GET", f"/sessions/{opened['id']}"))[0] == 410
-            assert (await asyncio.to_thread(call, "DELETE", "/sessions/none"))[0] == 404
-            assert (await asyncio.to_thread(call, "POST", "/sessions", '{"idd": "x"}'))[0] == 400
-
-    asyncio.run(main())
-
-
-def test_a_session_over_http_takes_the_options_of_one_in_process(tiny):
-    async def main():
-        async with serve_policy(tiny) as service:
-            wanted = {"id": "mine", "seed": 7, "temperature": 0.5, "max_tokens": 5, "limit": 60, "fixed": True}
-            caller = Caller(service.url)
-            assert (await caller.ask("POST", "/sessions", wanted))["id"] == "mine"
-            async with AsyncOpenAI(base_url=f"{service.url}/sessions/mine/v1", api_key="-", max_retries=0) as client:
-                over_http = await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS)
+async def test_sessions_over_http(tiny):
+    """What a trainer in another process does: open with the options of one in process, look, collect."""
+    async with serve_policy(tiny, token="t") as service:
+        caller = Caller(service.url, token="t")
+        wanted = {"id": "mine", "seed": 7, "temperature": 0.5, "max_tokens": 5, "limit": 60, "fixed": True}
+        opened = await caller.ask("POST", "/sessions", wanted)
+        assert opened == {"id": "mine", "url": f"{service.url}/sessions/mine/v1"}
+        replies = []
+        for url in (opened["url"], service.open_session(**wanted | {"id": "other"}).url):
+            async with AsyncOpenAI(base_url=url, api_key="t", max_retries=0) as client:
+                replies.append(await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS))
                 with pytest.raises(openai.BadRequestError, match="temperature"):
                     await say(client, ASK, temperature=1.0)
-            (listed,) = (await caller.ask("GET", "/sessions"))["sessions"]
-            assert (listed["id"], listed["answers"], listed["open_requests"]) == ("mine", 1, 0)
-            same = service.open_session(**wanted | {"id": "other"})
-            async with AsyncOpenAI(base_url=same.url, api_key="-", max_retries=0) as client:
-                in_process = await client.chat.completions.create(model="tiny", messages=ASK, extra_body=IDS)
-            assert over_http.choices[0].token_ids == in_process.choices[0].token_ids
-            assert len(over_http.choices[0].token_ids) <= 5
-            for wrong in ({"max_tokens": 0}, {"temperature": 0}, {"id": "a/b"}, {"id": ""}, {"id": ".."}):
-                with pytest.raises(RemoteError, match=f"400.*{next(iter(wrong))}"):
-                    await caller.ask("POST", "/sessions", wrong)
-
-    asyncio.run(main())
+        assert replies[0].choices[0].token_ids == replies[1].choices[0].token_ids
+        for method in ("GET", "DELETE"):
+            (rollout,) = (await caller.ask(method, "/sessions/mine"))["rollouts"]
+            assert (rollout["prompt"], rollout["tokens"]) == (replies[0].prompt_token_ids, replies[0].choices[0].token_ids)
+            assert rollout["logps"] == replies[0].choices[0].grpolab["logps"] and rollout["mask"] == [1] * len(rollout["logps"])
+        assert len(service.sessions) == 1
+        for method, path, status in (("GET", "mine", 410), ("DELETE", "none", 404)):
+            with pytest.raises(RemoteError, match=str(status)):
+                await caller.ask(method, f"/sessions/{path}")
+        for wrong in ({"max_tokens": 0}, {"temperature": 0}, {"id": "a/b"}, {"id": ""}, {"id": ".."}, {"idd": "x"}):
+            with pytest.raises(RemoteError, match=f"400.*{next(iter(wrong))}"):
+                await caller.ask("POST", "/sessions", wrong)
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
@@ -362,21 +286,16 @@ OPEN = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %
 
 
 @pytest.mark.parametrize("template", [REWRITES, OPEN], ids=["rewrites", "never closes"])
-def test_a_template_that_does_not_append_makes_several_rollouts(tiny, template):
+async def test_a_template_that_does_not_append_makes_several_rollouts(tiny, template):
     """The prompt is then what the template says, in full; nothing of it is taken for sampled."""
-    import copy
-
     tiny.tokenizer = copy.deepcopy(tiny.tokenizer)
     tiny.tokenizer.chat_template = template
 
-    async def main():
-        async with in_session(tiny) as (service, session, client):
-            said, _ = await say(client, ASK)
-            _, b = await say(client, [*said, MORE])
-            assert b.prompt_token_ids == prompt_ids(tiny.tokenizer, [*said, MORE])
-            assert [set(r.mask) for r in service.rollouts(session)] == [{1}, {1}]
-
-    asyncio.run(main())
+    async with in_session(tiny) as (service, session, client):
+        said, _ = await say(client, ASK)
+        _, b = await say(client, [*said, MORE])
+        assert b.prompt_token_ids == prompt_ids(tiny.tokenizer, [*said, MORE])
+        assert [set(r.mask) for r in service.rollouts(session)] == [{1}, {1}]
 
 
 @pytest.mark.full
@@ -447,15 +366,12 @@ def test_a_next_turn_feeds_only_what_is_new(tiny):
     assert kept.tokens == whole.tokens and max(abs(x - y) for x, y in zip(kept.logps, whole.logps)) < 1e-4
 
 
-def test_what_is_kept_between_turns_has_a_bound(tiny):
-    async def main():
-        async with serve_policy(tiny, max_cache_bytes=600_000) as service:
-            sizes = []
-            for i in range(6):
-                session = service.open_session(seed=i)
-                async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as client:
-                    await say(client, ASK, max_tokens=60)
-                sizes.append(service.sessions.caches.nbytes)
-            assert 0 < max(sizes) <= 600_000 and 6 * sizes[0] > 600_000
-
-    asyncio.run(main())
+async def test_what_is_kept_between_turns_has_a_bound(tiny):
+    async with serve_policy(tiny, max_cache_bytes=600_000) as service:
+        sizes = []
+        for i in range(6):
+            session = service.open_session(seed=i)
+            async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as client:
+                await say(client, ASK, max_tokens=60)
+            sizes.append(service.sessions.caches.nbytes)
+        assert 0 < max(sizes) <= 600_000 and 6 * sizes[0] > 600_000

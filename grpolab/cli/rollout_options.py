@@ -125,7 +125,8 @@ def from_atropos(options: RolloutOptions, policy: Policy, reference: Policy | No
 
     async def steps(run: Run) -> AsyncIterator[dict]:
         trainer = AtroposTrainer(options.atropos_url, batch_size=config.prompts_per_step * config.group_size,
-                                 max_token_len=options.max_total_tokens, num_steps=config.steps, timeout=options.timeout)
+                                 max_token_len=options.max_total_tokens, num_steps=config.steps, timeout=options.timeout,
+                                 name=str(run.folder.resolve()))  # a run that goes on is the same trainer
         async with trainer, aclosing(grpo_from(policy, reference, atropos_source(trainer, policy, config), config,
                                                longest=options.max_total_tokens, run=run)) as trained:
             async for row in trained:

@@ -5,12 +5,9 @@
         reply = await client.chat.completions.create(model="tiny", messages=[...])
         return 1.0 if right(reply) else 0.0
 
-    async for row in agent_grpo(policy, None, tasks, config, agent): ...
-
-Each run of an agent has a session of its own at the service, which records what was sampled in it. Where it only appended
-turns that is one rollout; where it rewrote history there are several, which share the advantage of their run: a run counts
-once in its group, however many rollouts it left. A run that raises, that takes too long or that never asked the policy
-abstains and is counted: no reward is made up for it.
+Each run of an agent has a session of its own, which records what was sampled in it: one rollout where it only appended turns,
+several where it rewrote history, which share the advantage of their run. A run that raises, takes too long or never asked the
+policy abstains and is counted: no reward is made up for it.
 """
 
 from __future__ import annotations
@@ -44,8 +41,8 @@ Agent = Callable[[str, Any], Awaitable[float | None]]
 
 @dataclass(frozen=True)
 class AgentRun:
-    """One run of an agent: what the policy wrote for it, and its reward, None where it abstains. `fault` is what it raised or
-    that it took too long; `cancelled` counts answers that it did not wait for."""
+    """One run of an agent: what the policy wrote for it, and its reward, None where it abstains or never asked. `fault` is what
+    it raised or that it took too long; `cancelled` counts answers that it did not wait for."""
 
     rollouts: tuple[Rollout, ...]
     reward: float | None
@@ -55,11 +52,7 @@ class AgentRun:
 
     @property
     def trained(self) -> bool:
-        return self.reward is not None and bool(self.rollouts)
-
-    @property
-    def used_reward(self) -> float | None:
-        return self.reward if self.trained else None
+        return self.reward is not None
 
 
 async def run_agent(service: Service, agent: Agent, task: Any, *, timeout: float, seed: int | None = None,
@@ -84,6 +77,7 @@ async def run_agent(service: Service, agent: Agent, task: Any, *, timeout: float
         if not running.done():
             running.cancel()
             await asyncio.wait({running}, timeout=GRACE)
+    reward = reward if rollouts else None
     return AgentRun(tuple(replace(r, reward=reward) for r in rollouts), reward, fault, session.cancelled,
                     time.perf_counter() - began)
 
@@ -122,10 +116,14 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
             service, agent, [task for task in step_tasks for _ in range(size)], timeout=timeout, concurrent=concurrent,
             seeds=[fold_seed(config.seed, step, i) for i in range(len(step_tasks) * size)], temperature=config.temperature,
             max_tokens=config.max_new_tokens, limit=max_total_tokens, fixed=True)
-        fault = first_fault(runs)
-        if fault is not None and not warned:
+        faults = [run.fault for run in runs if run.fault is not None]
+        if len(faults) == len(runs):
+            raise faults[0]
+        if not any(run.rollouts for run in runs):
+            raise ValueError("no agent of this step asked the policy: they must call the base_url that they are given")
+        if faults and not warned:
             warned = True
-            warnings.warn(f"an agent failed with {fault!r}; its run abstains, and rows count such runs as agent_errors and "
+            warnings.warn(f"an agent failed with {faults[0]!r}; its run abstains, and rows count such runs as agent_errors and "
                           "agent_timeouts", stacklevel=2)
         by_task = [runs[i : i + size] for i in range(0, len(runs), size)]
         groups = as_groups(step_tasks, by_task, config.advantage_kind)
@@ -135,7 +133,7 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
             [Group(tuple(rollout for rollout, _ in pairs)) for pairs in padded], habits(runs),
             seen=[group.last_rollouts() for group in groups],
             tokens=sum(len(r.tokens) for run in runs for r in run.rollouts),
-            after_step=lambda: tasks.record(step_tasks, [[run.used_reward for run in members] for members in by_task]),
+            after_step=lambda: tasks.record(step_tasks, [[run.reward for run in members] for members in by_task]),
             advantages=torch.tensor([[a for _, a in pairs] for pairs in padded]) if padded else None,
             record=lambda: [group.recorded() for group in sorted(groups, key=lambda group: not group.trained)],
             engine=service.sampler.engine.name)
@@ -145,9 +143,7 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
 
 @dataclass(frozen=True)
 class TaskRuns:
-    """The runs of an agent on one task, with the advantage of each run among them, which each of its rollouts has; 0 where it
-    abstains. A step's groups have room for the run with the most rollouts (`width`): an empty rollout without reward stands
-    where a run has fewer, or abstains."""
+    """The runs of an agent on one task, with each one's advantage, which all of its rollouts have; 0 where it abstains."""
 
     task: Any
     runs: Sequence[AgentRun]
@@ -162,7 +158,8 @@ class TaskRuns:
         return Rollout(next(run.rollouts[0].prompt for run in self.runs if run.rollouts), (), (), (), (), "lost")
 
     def padded(self, width: int) -> list[tuple[Rollout, float]]:
-        """(rollout, advantage) of all that is trained on, `width` for each run."""
+        """(rollout, advantage) of all that is trained on, `width` for each run: an empty rollout without reward stands where a
+        run has fewer, or abstains."""
         return [pair for run, a in zip(self.runs, self.advantages)
                 for pair in [*((r, a) for r in run.rollouts if run.trained), *[(self._absent, 0.0)] * width][:width]]
 
@@ -181,10 +178,10 @@ class TaskRuns:
 
 
 def as_groups(tasks: Sequence[Any], runs: Sequence[Sequence[AgentRun]], kind: str) -> list[TaskRuns]:
-    """Each task's runs with their advantages of this kind (`advantages`); tasks for which nothing was sampled are left out."""
+    """Each task's runs with their advantages; tasks for which nothing was sampled are left out."""
     sampled = [(task, members) for task, members in zip(tasks, runs) if any(run.rollouts for run in members)]
-    rewards = reward_tensor([[run.used_reward for run in members] for _, members in sampled])
-    return [TaskRuns(task, members, row) for (task, members), row in zip(sampled, advantages(rewards, kind).tolist())]
+    weights = advantages(reward_tensor([[run.reward for run in members] for _, members in sampled]), kind).tolist()
+    return [TaskRuns(task, members, row) for (task, members), row in zip(sampled, weights)]
 
 
 def habits(runs: Sequence[AgentRun]) -> dict:
@@ -197,16 +194,6 @@ def habits(runs: Sequence[AgentRun]) -> dict:
             "abstained": sum(not run.trained for run in runs) / len(runs),
             "rewritten": sum(len(run.rollouts) > 1 for run in runs) / len(runs),
             "unread": sum(run.cancelled for run in runs), "agent_s": sum(run.seconds for run in runs) / len(runs)}
-
-
-def first_fault(runs: Sequence[AgentRun]) -> Exception | None:
-    """What the first of the runs raised. It is raised here where every run failed, ValueError where none asked the policy."""
-    faults = [run.fault for run in runs if run.fault is not None]
-    if len(faults) == len(runs):
-        raise faults[0]
-    if not any(run.rollouts for run in runs):
-        raise ValueError("no agent of this step asked the policy: they must call the base_url that they are given")
-    return faults[0] if faults else None
 
 
 async def agent_grpo(policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, agent: Agent, *,

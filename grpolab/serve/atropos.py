@@ -1,14 +1,10 @@
-"""Atropos' trajectory API (atroposlib 0.4.0, `run-api`): its environments as a source of groups, our groups for its trainers.
+"""Atropos' trajectory API (atroposlib 0.4.0, `run-api`): its environments as a source of groups.
 
-    trainer = AtroposTrainer("http://127.0.0.1:8000", batch_size=32, max_token_len=512)
-    async with trainer:                                          # registers
+    async with AtroposTrainer("http://127.0.0.1:8000", batch_size=32, max_token_len=512) as trainer:     # registers
         source = atropos_source(trainer, policy, config)         # for train.grpo_from
-    env = AtroposEnv(url, "arithmetic", group_size=8, max_token_len=512)
-    async with env:                                              # registers, and disconnects
-        await env.post(group, temperature=1.0)
 
-What is old in the loss are the environment's `inference_logprobs`: without them there is nothing to compare the policy with,
-and the error says what to set. The API itself checks no shape and consumes what it cannot send; so both ends check here.
+The old log-probs of the loss are the environment's `inference_logprobs`: without them there is nothing to compare the policy
+with, and the error says what to set. The API itself checks no shape, so what it sends is checked here.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import math
 import secrets
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
@@ -27,24 +22,8 @@ from grpolab.train.grpo import GRPOConfig
 from grpolab.train.sources import Source, StepGroups
 
 MASKED = -100  # in `masks`, where the policy did not choose the token
-NO_LOGP = 1.0  # in `inference_logprobs`, there
 POLL = 0.1  # s between two looks
 UNSUPPORTED = ("advantages", "overrides", "group_overrides", "images", "distill_token_ids", "distill_logprobs")
-
-
-def as_scored(group: Group, temperature: float = 1.0) -> dict:
-    """A group with its rewards as ScoredData. ValueError where a rollout has no finite reward: the API would take it, and lose
-    the batch that it is in."""
-    if any(r.reward is None or not math.isfinite(r.reward) for r in group):
-        raise ValueError(f"Atropos takes a finite score for each rollout, and a group has {group.rewards}: leave it out")
-    return {
-        "tokens": [[*r.prompt, *r.tokens] for r in group],
-        "masks": [[*[MASKED] * len(r.prompt), *(t if m else MASKED for t, m in zip(r.tokens, r.mask))] for r in group],
-        "scores": [r.reward for r in group],
-        "inference_logprobs": [[*[NO_LOGP] * len(r.prompt), *(x if m else NO_LOGP for x, m in zip(r.logps, r.mask))]
-                               for r in group],
-        "generation_params": {"temperature": temperature, "policy_version": min(r.policy_version for r in group)},
-    }
 
 
 def as_group(item: dict, vocab: int, temperature: float, context: int | None = None, eos_ids: Sequence[int] = ()) -> Group:
@@ -73,31 +52,23 @@ def as_group(item: dict, vocab: int, temperature: float, context: int | None = N
     return Group(rollouts)
 
 
-def _rollout(ids: Sequence[int], masks: Sequence[int], score: Any, logps: Sequence[float], *, version: int,
-             vocab: int, eos_ids: Sequence[int]) -> Rollout:
-    if not len(ids) == len(masks) == len(logps):
-        raise ValueError(f"a sequence came with {len(ids)} tokens, {len(masks)} masks and {len(logps)} log-probs: there must "
-                         "be one for each token")
-    wrong = next((t for t in ids if not 0 <= t < vocab), None)
-    if wrong is not None:
-        raise ValueError(f"a sequence holds token id {wrong}, outside the vocabulary 0..{vocab - 1}: the environment samples "
-                         "from another model")
-    if not math.isfinite(score):
-        raise ValueError(f"a sequence came with the score {score!r}: a finite number is needed")
-    begin = next((i for i, m in enumerate(masks) if m != MASKED), len(masks))
-    if begin in (0, len(masks)):
-        raise ValueError("a sequence came " + ("without a prompt: its first token is trained" if begin == 0 else
-                                               f"with all its {len(masks)} tokens masked") + ", so there is nothing to train")
-    other = next(((m, t) for m, t in zip(masks, ids) if m not in (MASKED, t)), None)
-    if other is not None:
-        raise ValueError(f"a mask holds {other[0]} where the token is {other[1]}: a mask is the token, or {MASKED} "
-                         "where the policy did not choose it")
+def _rollout(ids: Sequence[int], masks: Sequence[int], score: float, logps: Sequence[float], *, version: int, vocab: int,
+             eos_ids: Sequence[int]) -> Rollout:
+    begin = next((i for i, m in enumerate(masks) if m != MASKED), 0)
     mask = tuple(int(m != MASKED) for m in masks[begin:])
-    bad = next((x for x, m in zip(logps[begin:], mask) if m and not (math.isfinite(x) and x <= 0)), None)
-    if bad is not None:
-        raise ValueError(f"a trained token came with the log-prob {bad}, which is none (masked positions have {NO_LOGP}): the "
-                         "environment's inference_logprobs are shifted or missing")
     own = tuple(float(x) if m else 0.0 for x, m in zip(logps[begin:], mask))
+    faults = {
+        f"{len(ids)} tokens, {len(masks)} masks and {len(logps)} log-probs": not len(ids) == len(masks) == len(logps),
+        f"token ids outside the vocabulary 0..{vocab - 1}: the environment samples from another model":
+            not all(0 <= t < vocab for t in ids),
+        f"the score {score}": not math.isfinite(score),
+        "no prompt, or no token to train on": begin == 0,
+        f"a mask that is neither its token nor {MASKED}": any(m not in (MASKED, t) for m, t in zip(masks, ids)),
+        "log-probs above 0 at trained tokens: its inference_logprobs are shifted or missing":
+            not all(x <= 0 and math.isfinite(x) for x in own),
+    }
+    if fault := next((text for text, holds in faults.items() if holds), None):
+        raise ValueError(f"a sequence came with {fault}")
     reason = "eos" if ids[-1] in eos_ids else "length"
     return Rollout(tuple(ids[:begin]), tuple(ids[begin:]), mask, own, own, reason, policy_version=version, reward=float(score))
 
@@ -115,11 +86,11 @@ class AtroposTrainer:
     async def __aenter__(self) -> AtroposTrainer:
         """Register. RemoteError where another trainer is registered: the API would ignore this one in silence, and both would
         share the groups."""
-        ours = {"batch_size": self.batch_size, "max_token_len": self.max_token_len, "group": self.name}
-        await self.caller.ask("POST", "/register", {
-            "wandb_group": self.name, "wandb_project": "grpolab", "batch_size": self.batch_size,
-            "max_token_len": self.max_token_len, "checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0,
-            "num_steps": self.num_steps})
+        ours = {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
+        await self.caller.ask("POST", "/register", ours | {
+            "wandb_group": self.name, "wandb_project": "grpolab", "checkpoint_dir": "", "save_checkpoint_interval": 0,
+            "starting_step": 0, "num_steps": self.num_steps})
+        ours |= {"group": self.name}
         registered = await self.caller.ask("GET", "/info") | await self.caller.ask("GET", "/wandb_info")
         theirs = {name: registered.get(name) for name in ours}
         if theirs != ours:
@@ -129,7 +100,7 @@ class AtroposTrainer:
         return self
 
     async def __aexit__(self, *_) -> None:
-        self._first = None
+        """Nothing: the API knows no leaving."""
 
     async def batch(self) -> list[dict]:
         """The next batch, groups as ScoredData; RemoteError after `timeout` seconds without one, with the queue's length."""
@@ -173,38 +144,3 @@ def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) 
         return StepGroups(filled, row, engine="atropos")
 
     return source
-
-
-class AtroposEnv:
-    """The environment's end: posts groups, all of `group_size`; leaves at the end of its block."""
-
-    def __init__(self, url: str, name: str, *, group_size: int, max_token_len: int, timeout: float = 60.0):
-        self.caller = Caller(url, timeout=60.0)
-        self.name, self.group_size, self.max_token_len, self.timeout = name, group_size, max_token_len, timeout
-        self.id: int | None = None
-
-    async def __aenter__(self) -> AtroposEnv:
-        """Register, once a trainer has started; RemoteError where none does in `timeout` seconds."""
-        until = asyncio.get_running_loop().time() + self.timeout
-        while self.id is None:
-            answer = await self.caller.ask("POST", "/register-env", {
-                "max_token_length": self.max_token_len, "desired_name": self.name, "weight": 1.0, "group_size": self.group_size,
-                "min_batch_allocation": None})
-            if answer.get("status") == "success":
-                self.id = answer["env_id"]
-            elif asyncio.get_running_loop().time() > until:
-                raise RemoteError(f"{self.caller.url} has no trainer after {self.timeout} s ({answer.get('status')}): start it")
-            else:
-                await asyncio.sleep(POLL)
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        await self.caller.ask("POST", "/disconnect-env", {"env_id": self.id})
-
-    async def post(self, group: Group, temperature: float = 1.0) -> str:
-        """Post a group with its rewards; returns "received" or "buffered". ValueError for another size, or one too long."""
-        longest = max(len(r.prompt) + len(r.tokens) for r in group)
-        if len(group) != self.group_size or longest > self.max_token_len:
-            raise ValueError(f"a group of {len(group)} with at most {longest} tokens, and this environment registered for "
-                             f"groups of {self.group_size} with at most {self.max_token_len}")
-        return (await self.caller.ask("POST", "/scored_data", as_scored(group, temperature) | {"env_id": self.id}))["status"]

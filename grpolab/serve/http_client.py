@@ -22,32 +22,29 @@ class Caller:
             raise ValueError(f"{url!r} is no address of a server: write http://host:port")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
-        self.url, self.timeout = url.rstrip("/"), timeout
+        self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = httpx2.create_ssl_context() if parts.scheme == "https" else False  # 0.1 s, which plain HTTP need not pay
 
-    async def ask(self, method: str, path: str, body: Any = None, *, text: bool = False) -> dict:
-        """The JSON object that a request is answered with; RemoteError for anything else. With `text`, an answer that is no
-        object is {"text": ...}. Cancelling the await closes the connection, so that the server hears of it."""
+    async def ask(self, method: str, path: str, body: Any = None) -> dict:
+        """The JSON object that a request is answered with, {"text": ...} for an answer that is none; RemoteError for a refusal.
+        Cancelling the await closes the connection, so that the server hears of it."""
         at = self.url + path
         try:
             async with httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=self.timeout) as client:
                 answer = await client.request(method, at, json=body, headers=self._headers)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise RemoteError(f"{at} gave no answer ({type(error).__name__}: {error}): is it running?") from error
-        except httpx2.TimeoutException as error:
-            raise RemoteError(f"{at} gave no answer within {self.timeout:g} s, though it took the request: ask for less at a "
-                              "time, or give it a longer timeout") from error
         except httpx2.HTTPError as error:
-            raise RemoteError(f"{at} gave no answer, for the connection ended ({type(error).__name__}: {error})") from error
+            unreached = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+            remedy = ("is it running?" if unreached else
+                      f"it took the request and did not answer within {self.timeout:g} s: ask for less at a time, or give it "
+                      "a longer timeout" if isinstance(error, httpx2.TimeoutException) else "the connection ended")
+            raise RemoteError(f"{at} gave no answer ({type(error).__name__}: {error}): {remedy}") from error
         try:
             content = answer.json()
         except (ValueError, RecursionError):
             content = answer.text[:200]
-        if answer.is_success and isinstance(content, dict):
-            return content
-        if answer.is_success and text:
-            return {"text": content}
+        if answer.is_success:
+            return content if isinstance(content, dict) else {"text": content}
         reason = content.get("error", content) if isinstance(content, dict) else content
         reason = reason.get("message", reason) if isinstance(reason, dict) else reason
         raise RemoteError(f"{at} refused with {answer.status_code}: {reason}")

@@ -26,16 +26,16 @@ Reply with the number alone."""
 
 def question_of(text: str, row: Any, low: float, high: float) -> str:
     """The default question to a judge."""
-    quoted = {"prompt": json.dumps(prompt_of(row), ensure_ascii=False), "text": json.dumps(text, ensure_ascii=False)}
-    return QUESTION.format(low=low, high=high, **quoted)
+    prompt, text = (json.dumps(part, ensure_ascii=False) for part in (prompt_of(row), text))
+    return QUESTION.format(low=low, high=high, prompt=prompt, text=text)
 
 
 class Judge:
     """A reward: what another model says of a completion, as a number between 0 and 1.
 
     url, model  of an OpenAI endpoint (`token`, `timeout` in seconds as for any); it is asked greedily
-    scale       (low, high) of the numbers that it is asked for, mapped to 0 and 1. A reply that holds no plain number,
-                several, or one outside abstains, as one does that was cut at `max_tokens`: no reward is made up
+    scale       (low, high) of the numbers that it is asked for, mapped to 0 and 1. A reply that was cut, or that holds no
+                plain number, several, or one outside abstains: no reward is made up
     question    (text, row, low, high) -> what it is asked (default: `question_of`)
     cache       a file of JSON lines: what was asked once, also in an earlier run, is not asked again (None: in this object)
     at_once     most requests in flight
@@ -45,27 +45,25 @@ class Judge:
     """
 
     def __init__(self, url: str, model: str, *, scale: tuple[float, float] = (0, 10),
-                 question: Callable[..., str] = question_of,
-                 cache: str | Path | None = None, at_once: int = 16, max_tokens: int = 16, token: str | None = None,
-                 timeout: float = 60.0):
+                 question: Callable[..., str] = question_of, cache: str | Path | None = None, at_once: int = 16,
+                 max_tokens: int = 16, token: str | None = None, timeout: float = 60.0):
         if not -float("inf") < scale[0] < scale[1] < float("inf"):
             raise ValueError(f"scale={scale}: (low, high) of what the judge is asked for, low first, both finite")
         if at_once < 1 or max_tokens < 1:
             raise ValueError(f"at_once={at_once} and max_tokens={max_tokens} are at least 1")
-        if cache and not Path(cache).absolute().parent.is_dir():
-            raise ValueError(f"cache={str(cache)!r}: there is no folder {Path(cache).parent}; make it first")
-        self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
+        self.caller = Caller(url, token=token, timeout=timeout)
         self.model, self.scale, self.question, self.at_once, self.max_tokens = model, scale, question, at_once, max_tokens
         self.cache, self.asked, self.__name__ = cache and Path(cache), 0, f"judge {model}"
         self._replies: dict[str, str] = {}
-        if self.cache and self.cache.exists():
+        if self.cache:
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            self.cache.touch()
             for number, line in enumerate(self.cache.read_text().splitlines(), 1):
                 try:
                     entry = json.loads(line)
                     self._replies[entry["key"]] = entry["reply"]
                 except (ValueError, TypeError, KeyError) as error:
-                    raise ValueError(f"{self.cache}, line {number}, is no reply of a judge: {line[:80]!r}. Remove "
-                                     "it") from error
+                    raise ValueError(f"{self.cache}, line {number}, is no reply of a judge: {line[:80]!r}") from error
 
     async def batch(self, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> list[Any]:
         """A number, None or an error for each."""
@@ -89,11 +87,9 @@ class Judge:
                 "max_tokens": self.max_tokens})
             try:
                 choice = answer["choices"][0]
-                reply = choice["message"]["content"] or ""
+                reply = "" + (choice["message"]["content"] or "")
             except (LookupError, TypeError) as error:
-                raise ValueError(f"{self.caller.url} answered with no message: {str(answer)[:120]}") from error
-            if not isinstance(reply, str):
-                raise ValueError(f"{self.caller.url} answered with what is no text: {reply!r:.120}")
+                raise ValueError(f"{self.caller.url} answered with no text: {str(answer)[:120]}") from error
             if choice.get("finish_reason") == "length":  # a number in it may be half of one, or of a thought
                 reply = ""
             self._replies[key] = reply

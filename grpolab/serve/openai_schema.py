@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,18 +26,16 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
 from grpolab.tool_calls import ParsedTurn, ToolCall, tools_of
 
-MOST_CHOICES = 128  # n of a request
-MOST_PROMPTS = 1024  # of one completions request
 COMPLETION_TOKENS = 16  # of /v1/completions where the request says nothing, as OpenAI's
 ENDED = ("eos", "stop_id", "stop_string")  # finish reasons that OpenAI calls "stop"; the others are "length"
 
 # What clients send to say that they do not want something that is not there anyway; null says it too.
 NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "top_logprobs": 0,
-           "response_format": {"type": "text"}, "functions": [], "function_call": "none",
+           "response_format": {"type": "text"}, "functions": [], "function_call": "none", "parallel_tool_calls": True,
            "echo": False, "best_of": 1, "store": False, "metadata": {}, "modalities": ["text"], "suffix": ""}
 
 
-class Refused(Exception):
+class Refused(ValueError):
     """An answer in OpenAI's error shape. `param` names the field of the request that it is about."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
@@ -52,18 +49,15 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": name, "param": self.param, "code": self.code}}
 
 
+def unknown_model(name: str, names: Sequence[str]) -> Refused:
+    return Refused(404, f"the model {name[:80]!r} is not served here; it is {' or '.join(map(repr, names))}", "model",
+                   "model_not_found")
+
+
 def _one_or_several(value: Any) -> Any:
     """A single text or list of token ids as a list of one."""
     single = isinstance(value, str) or isinstance(value, list) and value and type(value[0]) is int
     return [value] if single else value
-
-
-def _prompt(prompt: Any) -> str | tuple[int, ...]:
-    if prompt and isinstance(prompt, str):
-        return prompt
-    if prompt and isinstance(prompt, list) and all(type(t) is int and 0 <= t < 2**63 for t in prompt):
-        return tuple(prompt)
-    raise ValueError("a prompt is a text or a list of token ids, and not empty")
 
 
 def _of_the_sampled_token(logprobs: Any) -> bool:
@@ -86,12 +80,15 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**63)]
+PromptText = Annotated[str | list[TokenId], Field(min_length=1)]
+
+
 class ChatMessage(Strict):
-    """A role and a text, calls of an assistant, the id of the call whose result a tool's is; what a client adds as null or
-    empty is left out."""
+    """What a client adds as null or empty is left out. Which role may have which field is checked with the template's."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_joined_parts)] = ""
+    content: Annotated[str | None, BeforeValidator(_joined_parts)] = None
     tool_calls: list[dict] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -100,17 +97,6 @@ class ChatMessage(Strict):
     @classmethod
     def without_nulls(cls, message: Any) -> Any:
         return {k: v for k, v in message.items() if v not in (None, [])} if isinstance(message, dict) else message
-
-    @model_validator(mode="after")
-    def of_its_role(self) -> ChatMessage:
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            raise ValueError("a message needs content, or tool_calls")
-        fields = {"tool_calls": "assistant", "tool_call_id": "tool", "name": "tool"}
-        if wrong := next((f for f in fields if getattr(self, f) is not None and self.role != fields[f]), None):
-            raise ValueError(f"{wrong!r} is a field of the role {fields[wrong]!r}")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("the result of a call names it by its tool_call_id")
-        return self
 
 
 class NamedFunction(Strict):
@@ -129,16 +115,16 @@ class StreamOptions(Strict):
 class CompletionRequest(Strict):
     """What both kinds of request have."""
 
-    model_config = ConfigDict(extra="allow")  # `read_request` looks at the others
+    model_config = ConfigDict(extra="allow")  # `check_request` looks at the others
     object_name: ClassVar[str]  # of the answer
     id_prefix: ClassVar[str]
     prompt_field: ClassVar[str]
 
     model: str
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1)
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     stop: Annotated[list[str], BeforeValidator(_one_or_several)] = Field([], max_length=16)
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field([], max_length=1024)
+    stop_token_ids: list[TokenId] = Field([], max_length=1024)
     seed: int | None = None
     temperature: float = Field(1.0, ge=0, le=100)  # 0 is the argmax
     top_p: float = 1.0
@@ -148,7 +134,6 @@ class CompletionRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    min_policy_version: int = 0  # sampled from these weights or later ones
     user: str | None = None
 
     @property
@@ -163,10 +148,6 @@ class CompletionRequest(Strict):
             raise Refused(400, str(error)) from None
 
 
-def _without_nones(message: ChatMessage) -> dict:
-    return message.model_dump(exclude_none=True)
-
-
 def _as_openai(call: ToolCall) -> dict:
     id = secrets.token_hex(5)[:9]  # Mistral's templates take ids of nine letters and digits alone
     return {"id": id, "type": "function",
@@ -178,11 +159,10 @@ class ChatRequest(CompletionRequest):
     id_prefix = "chatcmpl-"
     prompt_field = "messages"
 
-    messages: list[Annotated[ChatMessage, AfterValidator(_without_nones)]] = Field(min_length=1)
+    messages: list[Annotated[ChatMessage, AfterValidator(lambda m: m.model_dump(exclude_none=True))]] = Field(min_length=1)
     logprobs: bool = False
     tools: Annotated[list[dict], AfterValidator(tools_of)] = []
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def with_tools(self) -> ChatRequest:
@@ -227,11 +207,11 @@ class TextRequest(CompletionRequest):
     id_prefix = "cmpl-"
     prompt_field = "prompt"
 
-    prompt: Annotated[list[Annotated[Any, AfterValidator(_prompt)]], BeforeValidator(_one_or_several)] = Field(
-        min_length=1, max_length=MOST_PROMPTS)
+    prompt: Annotated[list[PromptText], BeforeValidator(_one_or_several)] = Field(min_length=1)
     logprobs: Annotated[bool, BeforeValidator(_of_the_sampled_token)] = False
 
     calls: ClassVar[bool] = False
+    call_prefix: ClassVar[str] = ""
 
     def content(self, turn: ParsedTurn) -> dict:
         return {"text": turn.content}
@@ -242,17 +222,6 @@ class TextRequest(CompletionRequest):
     def logprobs_of(self, pieces: Sequence[str], logps: Sequence[float], offset: int) -> dict:
         offsets = [offset + sum(map(len, pieces[:i])) for i in range(len(pieces))]
         return {"tokens": list(pieces), "token_logprobs": list(logps), "top_logprobs": None, "text_offset": offsets}
-
-
-def read_json(body: bytes) -> dict:
-    """The object of a body, without its nulls; Refused for anything else."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:  # ValueError also of bytes that are no UTF-8 and of endless digits
-        raise Refused(400, f"the body is not JSON: {str(error)[:200]}") from None
-    if not isinstance(content, dict):
-        raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}")
-    return {name: value for name, value in content.items() if value is not None}
 
 
 def validated(model: type[BaseModel], content: dict) -> BaseModel:
@@ -269,39 +238,23 @@ def validated(model: type[BaseModel], content: dict) -> BaseModel:
         raise Refused(400, f"{field[:80]}: {message}{value}", field[:80]) from None
 
 
-def read_request(kind: type[CompletionRequest], content: dict, models: Sequence[str]) -> CompletionRequest:
-    """What a body asks for; `models` are the names that are served. Refused names what is wrong."""
-    request = validated(kind, content)
+def check_request(request: CompletionRequest, models: Sequence[str]) -> CompletionRequest:
+    """The request; Refused for an unsupported field, unless its value changes nothing (0.0 is 0, and false is not), and for
+    another model than `models`, the names that are served."""
     for name, value in request.model_extra.items():
-        if not _neutral(name, value):
+        neutral = NEUTRAL.get(name)
+        if name not in NEUTRAL or neutral != value or isinstance(value, bool) != isinstance(neutral, bool):
             raise Refused(400, f"this service does not support {name[:80]!r} (sent: {json.dumps(value)[:60]}); leave it out. "
-                               f"It takes: {', '.join(sorted(kind.model_fields))}", name[:80], "unsupported_parameter")
+                               f"It takes: {', '.join(sorted(type(request).model_fields))}", name[:80],
+                          "unsupported_parameter")
     if request.model not in models:
-        raise Refused(404, f"the model {request.model[:80]!r} is not served here; it is {' or '.join(map(repr, models))}",
-                      "model", "model_not_found")
+        raise unknown_model(request.model, models)
     return request
-
-
-def _neutral(name: str, value: Any) -> bool:
-    """Whether an unsupported field is sent with the value that changes nothing; 0.0 is 0, and false is not."""
-    return name in NEUTRAL and NEUTRAL[name] == value and isinstance(value, bool) == isinstance(NEUTRAL[name], bool)
 
 
 def fingerprint(version: int, mark: str) -> str:
     """Which weights they are: their version, and what tells them from others of that version where a trainer sent them."""
     return f"version-{version}" + f"-{mark}" * bool(mark)
-
-
-def envelope(request: CompletionRequest, id: str, model: str, version: int, mark: str) -> dict:
-    """What every answer and every chunk of a stream begins with."""
-    chunk = ".chunk" * (request.stream and isinstance(request, ChatRequest))
-    return {"id": id, "object": request.object_name + chunk, "created": int(time.time()), "model": model,
-            "system_fingerprint": fingerprint(version, mark)}
-
-
-def usage_of(prompt_tokens: int, rollouts: Sequence[Rollout]) -> dict:
-    completion = sum(len(r.tokens) for r in rollouts)
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion, "total_tokens": prompt_tokens + completion}
 
 
 def sampled_as(rollout: Rollout) -> dict:
@@ -313,14 +266,13 @@ def sampled_as(rollout: Rollout) -> dict:
 def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequence[int], logps: Sequence[float],
            pieces: Sequence[str], offset: int = 0, rollout: Rollout | None = None, prompt: Sequence[int] = (),
            turn: ParsedTurn | None = None) -> dict:
-    """A choice of an answer or of a chunk: its text as `content` has it, the tokens that are new with their own texts
-    (`pieces`, which begin at character `offset`; none where log-probs are not wanted), once it is finished its rollout, and
-    with its first tokens the ids of its `prompt`. `turn` is the text as it was read for calls."""
-    finish = rollout and ("stop" if rollout.finish_reason in ENDED else "length")
-    finish = "tool_calls" if rollout and turn and turn.calls else finish
+    """A choice of an answer or of a chunk: its text (`content`), its new tokens with their own texts (`pieces`, from character
+    `offset` on; none where log-probs are not wanted), and once it is finished its rollout, read for calls as `turn`."""
+    finish = rollout and ("tool_calls" if turn.calls else "stop" if rollout.finish_reason in ENDED else "length")
     body = {"index": index, **content, "finish_reason": finish,
             "logprobs": request.logprobs_of(pieces, logps, offset) if pieces else None}
-    if not request.return_token_ids:
-        return body
-    body |= {"token_ids": list(tokens)} | ({"prompt_token_ids": list(prompt)} if prompt else {})
-    return body | ({"grpolab": sampled_as(rollout) | ({"unparsed_calls": turn.unparsed} if turn else {})} if rollout else {})
+    if request.return_token_ids:
+        body["token_ids"] = list(tokens)
+        body |= {"prompt_token_ids": list(prompt)} if prompt else {}
+        body |= {"grpolab": sampled_as(rollout) | {"unparsed_calls": turn.unparsed}} if rollout else {}
+    return body

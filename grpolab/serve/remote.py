@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 from grpolab.decode.audit import audit
@@ -38,13 +37,13 @@ class RemoteSampler:
     model    as the server names it (default: the one that it serves)
     bridge   how `publish` brings the weights across (`weight_sync`): SharedFile, AdapterSwap or Restart
     timeout  seconds that a request may take, sampling included
-    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing. A server of ours refuses
-             to sample from older weights, of another's rollouts the version is the one that was published last
+    max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing. A server that says no
+             versions is taken to have what was published last
     """
 
     def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None,
                  bridge: Bridge | None = None, timeout: float = 300.0, max_staleness: int | None = None):
-        self.caller = Caller(url.rstrip("/").removesuffix("/v1"), token=token, timeout=timeout)
+        self.caller = Caller(url, token=token, timeout=timeout)
         self.url, self.policy, self.model, self._base_model = self.caller.url, policy, model, model
         self.bridge, self.max_staleness, self.synced_s = bridge, max_staleness, 0.0
         self.engine = SimpleNamespace(name="remote")
@@ -53,55 +52,51 @@ class RemoteSampler:
         self._context: int | None = None
         self._ours = False  # the server is of this package, and says versions
         self._published: str | None = None  # the fingerprint of what was published last
+        self._unsure = False  # a publish began and did not end well, so the server may have any weights
         self._idle.set()
 
     async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                      params: SamplingParams | None = None) -> list[Group]:
-        """Token id lists -> one Group of `group_size` rollouts for each. Cancelling the await ends the request at the server.
-        All of a call have the room that its longest prompt leaves in the context. RemoteError where the answer is not whole:
-        every rollout with its ids, and a log-prob for each."""
+        """Token id lists -> one Group of `group_size` rollouts for each; all have the room that the longest prompt leaves in
+        the context. Cancelling the await ends the request at the server. RemoteError for what cannot be trained on."""
         params = params or SamplingParams()
         if not len(prompts):
             return []
         async with self._entrance:  # `publish` waits for the calls in progress, and later calls for it
+            if self._unsure:
+                raise RemoteError(f"the last publish to {self.url} failed, so it may have other weights: publish again")
             self._calls += 1
             self._idle.clear()
+        oldest = self.policy.version - (self.max_staleness or 0)
         try:
             await self._recognise()
-            oldest = None if self.max_staleness is None else max(0, self.policy.version - self.max_staleness)
-            groups = await self._complete(prompts, group_size, params, oldest if self._ours else None)
+            groups = await self._complete(prompts, group_size, params)
         finally:
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
-        version = min(r.policy_version for g in groups for r in g)
-        if oldest is not None and not oldest <= version <= self.policy.version:
-            remedy = ("publish more often" if version < oldest else
-                      "the server has weights that are not this policy's. Publish first")
-            raise RemoteError(f"rollouts of {self.url} are of version {version}, the policy is at {self.policy.version}, and "
-                              f"max_staleness is {self.max_staleness}: {remedy}")
+        version, newest = min(r.policy_version for g in groups for r in g), self.policy.version
+        if self.max_staleness is not None and not oldest <= version <= newest:
+            raise RemoteError(f"rollouts of {self.url} are of version {version}, the policy is at {newest}, and "
+                              f"max_staleness is {self.max_staleness}: publish {'more often' if version < oldest else 'first'}")
         return groups
 
-    async def _complete(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams,
-                        oldest: int | None = None) -> list[Group]:
-        """Groups of the server, of policy version `oldest` or later."""
+    async def _complete(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams) -> list[Group]:
         ids = [[int(t) for t in prompt] for prompt in prompts]
         room = max(1, self._context - max(map(len, ids)))  # the server refuses a prompt that leaves none
         body = {"model": self.model, "prompt": ids, "n": group_size, "max_tokens": min(params.max_new_tokens, room),
                 "logprobs": 0, "return_token_ids": True, "temperature": 0 if params.greedy else params.temperature,
                 "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p, "seed": params.seed,
                 "stop": list(params.stop_strings) or None, "stop_token_ids": list(params.stop_ids) or None,
-                "ignore_eos": params.ignore_eos, "min_policy_version": oldest}
+                "ignore_eos": params.ignore_eos}
         answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
         weights = answer.get("system_fingerprint")
         if self._ours and self._published not in (None, weights):
             raise RemoteError(f"{self.url} has the weights {weights}, and this sampler published {self._published}: another "
-                              "trainer publishes to it, or it was started again. Publish again, and give each trainer a server "
-                              "of its own")
+                              "trainer publishes to it, or it was started again. Publish again")
         choices = sorted(answer.get("choices") or [], key=lambda c: c["index"])
         if [c["index"] for c in choices] != list(range(len(ids) * group_size)):
-            raise RemoteError(f"{self.url} gave {len(choices)} completions, and {len(ids)} groups of {group_size} were asked "
-                              "for")
+            raise RemoteError(f"{self.url} gave {len(choices)} completions, not {len(ids)} groups of {group_size}")
         rollouts = [self._rollout(c, ids[i // group_size], params) for i, c in enumerate(choices)]
         return [Group(tuple(rollouts[i : i + group_size])) for i in range(0, len(rollouts), group_size)]
 
@@ -113,33 +108,28 @@ class RemoteSampler:
                 yield i, g, rollout
 
     async def publish(self, policy: Policy | None = None) -> int:
-        """Bring the policy's weights to the server, once what this sampler asked for has come; returns the version that the
-        server has then. `synced_s` are the seconds that it took. RemoteError or ValueError, and the server has the weights of
-        before, where they do not arrive."""
+        """Bring the policy's weights to the server, once what this sampler asked for has come; returns their version.
+        `synced_s` are the seconds that it took. RemoteError or ValueError where they do not arrive or the server computes
+        something else; then sampling is an error until a publish succeeds."""
         policy = policy or self.policy
         if self.bridge is None:
-            raise ValueError("publish needs a bridge: RemoteSampler(..., bridge=SharedFile(FILE)), and for the server "
-                             "serve-policy --weights FILE")
+            raise ValueError("publish needs a bridge: RemoteSampler(..., bridge=SharedFile(FILE)), and --weights FILE for the "
+                             "server")
         async with self._entrance:
             await self._idle.wait()
-            began, before = time.perf_counter(), (self.model, self._context, self._published)
-            try:
-                self._published = None
-                version, mark = await self.bridge.publish(self.caller, policy, partial(self._check, policy))
-            except BaseException:
-                self.model, self._context, self._published = before
-                raise
-            self._version, self.synced_s = version, time.perf_counter() - began
-            self._published = fingerprint(version, mark)
-        return version
+            began, self._unsure = time.perf_counter(), True
+            self._version, mark, name = await self.bridge.publish(self.caller, policy)
+            self._published, self.model, self._context = fingerprint(self._version, mark), name or self._base_model, None
+            await self._recognise()
+            await self._compare(policy)
+            self._unsure = False
+            self.synced_s = time.perf_counter() - began
+        return self._version
 
-    async def _check(self, policy: Policy, name: str | None) -> None:
-        """RemoteError unless the server, under this name, knows our tokenizer and gives the log-probs of the policy: it may be
-        of another base model, or have taken in what does not fit."""
-        self.model, self._context = name or self._base_model, None
-        await self._recognise()
-        text = self.policy.tokenizer.encode(PROBE)
-        (group,) = await self._complete([text], 1, SamplingParams(seed=0, max_new_tokens=4, ignore_eos=True))
+    async def _compare(self, policy: Policy) -> None:
+        """RemoteError unless the server gives the log-probs of the policy: it may be of another base model."""
+        params = SamplingParams(seed=0, max_new_tokens=4, ignore_eos=True)
+        (group,) = await self._complete([self.policy.tokenizer.encode(PROBE)], 1, params)
 
         def distance() -> float:
             with policy.lock:
@@ -148,8 +138,7 @@ class RemoteSampler:
         error = await asyncio.to_thread(distance)
         if not error <= APART:  # nor NaN
             raise RemoteError(f"{self.url} does not compute what {policy.name!r} does: log-probs of sampled tokens differ by "
-                              f"{error:.2g} nats on average, and {APART} would pass. Serve the model that the policy, or its "
-                              "adapter, stands on")
+                              f"{error:.2g} nats on average (at most {APART}). Serve the model that is trained")
 
     async def __aenter__(self) -> RemoteSampler:
         return self
@@ -172,11 +161,10 @@ class RemoteSampler:
             (choice, *_) = (await self.caller.ask("POST", "/v1/completions", probe)).get("choices") or [{}]
             theirs, ours = choice.get("prompt_token_ids"), self.policy.tokenizer.encode(PROBE)
             if theirs is None:
-                raise RemoteError(f"{self.url} returns no token ids: it must know return_token_ids, as grpolab serve-policy "
-                                  "and vLLM do")
+                raise RemoteError(f"{self.url} returns no token ids: it must know return_token_ids, as vLLM does")
             if theirs != ours:
                 raise RemoteError(f"{self.url} has another vocabulary than {self.policy.name!r}: it reads a text as "
-                                  f"{theirs[:8]}…, we as {ours[:8]}…; serve the model that is trained")
+                                  f"{theirs[:8]}…, not {ours[:8]}…. Serve the model that is trained")
             card = cards[names.index(self.model)]
             self._ours = "policy_version" in card
             context = card.get("max_model_len") or cards[0].get("max_model_len")  # vLLM says that of the base alone
@@ -186,15 +174,14 @@ class RemoteSampler:
         tokens, ours = choice.get("token_ids"), choice.get("grpolab") or {}
         logps = ours.get("logps") or (choice.get("logprobs") or {}).get("token_logprobs")
         if tokens is None or logps is None or len(logps) != len(tokens) or None in logps:
-            raise RemoteError(f"{self.url} gave {0 if logps is None else len(logps)} log-probs for "
-                              f"{'no' if tokens is None else len(tokens)} token ids, and a rollout needs one for each: the "
-                              "server must know logprobs=0 and return_token_ids")
+            raise RemoteError(f"{self.url} gave {len(logps or ())} log-probs for {len(tokens or ())} token ids, and a rollout "
+                              "needs one for each: it must know logprobs=0 and return_token_ids")
         vocab = len(self.policy.model.get_input_embeddings().weight)
         if any(not 0 <= t < vocab for t in tokens):
             raise RemoteError(f"{self.url} gave token ids outside the vocabulary 0..{vocab - 1}: it serves another model")
         if (params.temperature != 1 or params.truncates) and not ours and not params.greedy:
-            raise RemoteError(f"{self.url} does not say of which distribution its log-probs are, and {params} asks for another "
-                              "temperature than 1, or for top_k, top_p or min_p: leave them out, or use grpolab serve-policy")
+            raise RemoteError(f"{self.url} does not say of which distribution its log-probs are: leave temperature, top_k, "
+                              "top_p and min_p out, or use grpolab serve-policy")
         reason = ours.get("finish_reason") or ("eos" if choice.get("finish_reason") == "stop" else "length")
         if reason == "length" and len(prompt) + len(tokens) >= self._context:
             reason = "context"

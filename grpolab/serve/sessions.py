@@ -1,9 +1,8 @@
 """What was sampled under a session's URL: exact token ids, masks and log-probs, joined into rollouts where turns only append.
 
-A turn goes on from an earlier one where the request's conversation begins with all that was said up to there, the sampled
-answer in the caller's own words. Then the ids of before are taken as they were recorded, and what is new is tokenised on its
-own: sampled text is never tokenised again. Where the caller rewrote history a new rollout begins. Each sampled token has
-mask 1 in exactly one rollout: a second answer to what was answered already finds the turns before it in its prompt.
+A turn goes on from an earlier one where the request repeats the conversation up to there. Then the recorded ids go on and
+only what is new is tokenised: sampled text is never tokenised again. Where the caller rewrote history a new rollout begins.
+Each sampled token has mask 1 in exactly one rollout: a second answer to the same finds the turns before it in its prompt.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import json
 import secrets
 import threading
 import time
-from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
@@ -38,6 +35,7 @@ class Turn:
     between: tuple[int, ...]
     rollout: Rollout
     ended: bool  # by an end token of its own
+    key: bytes  # of the chat up to its end; empty for a completion
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -51,13 +49,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of a request, the turn that they go on from, and what the session finds it again by once it is answered: the
-    `key` of a chat, or the text of a text prompt."""
+    """The ids of a request, the turn that they go on from, and the `key` by which the session finds a chat again."""
 
     ids: tuple[int, ...]
     parent: Turn | None = None
     key: bytes = b""
-    text: str | None = None
 
 
 class Session:
@@ -78,8 +74,6 @@ class Session:
         self.used = time.monotonic()  # when it was last asked for
         self.open: set[Request] = set()
         self._requests = 0
-        self._turns: dict[bytes, list[Turn]] = {}  # by the key of the conversation up to them
-        self._lengths: set[int] = set()  # of the texts and id lists among these conversations
         self._lock = threading.Lock()
 
     def next_seed(self) -> int:
@@ -108,35 +102,25 @@ class Session:
                 return Prompt(turn.ids + tuple(rest) + begun, turn, keys[-1])
         return Prompt(tuple(prompt_ids(tokenizer, messages, tools)) + begun, None, keys[-1])
 
-    def prompt_of_completion(self, tokenizer, prompt: str | tuple[int, ...]) -> Prompt:
-        text = prompt if isinstance(prompt, str) else None
-        for length in sorted((n for n in list(self._lengths) if n <= len(prompt)), reverse=True):
-            turn = self._find(_key(prompt[:length]))
-            if turn and text is None:
-                return Prompt(prompt, turn)
-            if turn:
-                rest = text_ids(tokenizer, text[length:]) if length < len(text) else []
-                begin_token = rest[:1] == [tokenizer.bos_token_id] and rest[0] == turn.ids[0]  # only once
-                return Prompt(turn.ids + tuple(rest[begin_token:]), turn, text=text)
-        return Prompt(prompt if text is None else tuple(text_ids(tokenizer, text)), text=text)
+    def prompt_of_completion(self, tokenizer, prompt: str | Sequence[int]) -> Prompt:
+        """Token ids go on from the longest turn that they begin with; a text is a prompt of its own."""
+        if isinstance(prompt, str):
+            return Prompt(tuple(text_ids(tokenizer, prompt)))
+        ids = tuple(prompt)
+        begun = [turn for turn in list(self.turns) if ids[: len(turn.ids)] == turn.ids]
+        return Prompt(ids, max(begun, key=lambda turn: len(turn.ids), default=None))
 
     def record(self, prompt: Prompt, rollout: Rollout, answer: ParsedTurn, ended: bool) -> Turn | None:
         """Keep an answer as its caller got it; None where the session is closed."""
         before = len(prompt.parent.ids) if prompt.parent else 0
-        turn = Turn(prompt.parent, rollout.prompt[before:], replace(rollout, prompt=()), ended)
-        conversations = [rollout.prompt + rollout.tokens, *([] if prompt.text is None else [prompt.text + answer.content])]
-        keys = [_key(conversation) for conversation in conversations]
-        if prompt.key:
-            calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
-            keys.append(_key_after(prompt.key, {"role": "assistant", "content": answer.content, "tool_calls": calls}))
+        calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+        message = {"role": "assistant", "content": answer.content, "tool_calls": calls}
+        key = _key_after(prompt.key, message) if prompt.key else b""
+        turn = Turn(prompt.parent, rollout.prompt[before:], replace(rollout, prompt=()), ended, key)
         with self._lock:
-            if self.closed:
-                return None
-            self.turns.append(turn)
-            self._lengths.update(map(len, conversations))
-            for key in keys:
-                self._turns.setdefault(key, []).append(turn)
-        return turn
+            if not self.closed:
+                self.turns.append(turn)
+                return turn
 
     def rollouts(self) -> list[Rollout]:
         """What was sampled so far: one rollout while turns only append, a further one for each time that history changed. A
@@ -145,9 +129,8 @@ class Session:
         for turn in list(self.turns):
             chain = next((chain for chain in chains if chain[-1] is turn.parent), None)
             if chain is None:
-                chains.append([turn])
-            else:
-                chain.append(turn)
+                chains.append(chain := [])
+            chain.append(turn)
         return [_rollout_of(chain) for chain in chains]
 
     def close(self) -> None:
@@ -160,7 +143,7 @@ class Session:
     def _find(self, key: bytes) -> Turn | None:
         """A turn that was answered with this: one that nothing goes on from yet, so that the next appends, else the last."""
         with self._lock:
-            turns = self._turns.get(key, [])
+            turns = [turn for turn in self.turns if turn.key == key]
             parents = {turn.parent for turn in self.turns}
             return next((turn for turn in turns if turn not in parents), turns[-1] if turns else None)
 
@@ -178,20 +161,13 @@ def _key_after(key: bytes, message: Message) -> bytes:
     """The key of a conversation that goes on with a message. Ids of calls are not in it, nor how their JSON is written: agents
     change both on the way back."""
     calls = [call_of(call.get("function", call)).key for call in message.get("tool_calls") or []]
-    said = [message["role"], message.get("content") or "", message.get("name") or "", calls]
-    return hashlib.sha256(key + json.dumps(said).encode()).digest()
-
-
-def _key(conversation: str | Sequence[int]) -> bytes:
-    """The key of a text, or of token ids."""
-    if isinstance(conversation, str):
-        return hashlib.sha256(b"text" + conversation.encode("utf-8", "surrogatepass")).digest()
-    return hashlib.sha256(b"ids" + array("q", conversation).tobytes()).digest()
+    content = [message["role"], message.get("content") or "", message.get("name") or "", calls]
+    return hashlib.sha256(key + json.dumps(content).encode()).digest()
 
 
 class TurnCaches:
-    """Keys and values of the newest answers, at most `most` bytes of them, so that a next turn feeds only what is new. They are
-    a shortcut: without them, as after new weights, a turn is fed as a whole."""
+    """Keys and values of the newest answers, at most `most` bytes of them, so that a next turn feeds only what is new. Without
+    them, as after new weights, a turn is fed as a whole."""
 
     def __init__(self, most: int):
         self.most = most
@@ -234,37 +210,30 @@ class Sessions:
         return len(self._by_id)
 
     def open(self, id: str | None = None, seed: int | None = None, **options) -> Session:
-        """A new session. Refused for an id that is taken, of a session that ended or no part of a path, and where there is no
-        room."""
+        """A new session. Refused for an id that is taken or no part of a path, and where there is no room."""
         id = secrets.token_hex(8) if id is None else id
         if id in ("", ".", "..") or "/" in id:
-            raise Refused(400, f"the id {id[:80]!r} cannot stand in the address of a session: take one without a slash", "id")
+            raise Refused(400, f"the id {id[:80]!r} cannot stand in an address: take one without a slash", "id")
         with self._lock:
             if id in self._by_id:
                 raise Refused(409, f"there is a session {id!r} already; collect it first, or take another id")
             if id in self._ended:
                 raise self._missing(id)
-            if len(self) >= self.most:
+            if len(self._by_id) >= self.most:
                 self._end_idle()
-            if len(self) >= self.most:
+            if len(self._by_id) >= self.most:
                 raise Refused(429, f"{self.most} sessions are open, as many as this service keeps; collect some of them")
             self._opened += 1
             seed = fold_seed(self.seed, self._opened) if seed is None else seed
             session = self._by_id[id] = Session(id, f"{self.url}/sessions/{quote(id, safe='')}/v1", seed, **options)
             return session
 
-    def all(self) -> list[Session]:
-        with self._lock:
-            return list(self._by_id.values())
-
     def get(self, id: str, create: bool = False) -> Session:
         """The session; with `create`, a first request opens it."""
         with self._lock:
-            session = self._by_id.get(id)
-            if session is None and create:
-                return self.open(id)
-            if session is None:
+            if id not in self._by_id and not create:
                 raise self._missing(id)
+            session = self._by_id.get(id) or self.open(id)
             session.used = time.monotonic()
             return session
 
@@ -282,14 +251,13 @@ class Sessions:
         return session
 
     def close(self) -> None:
-        for session in self.all():
+        for session in list(self._by_id.values()):
             session.close()
 
     def _end_idle(self) -> None:
-        for session in self.all():
+        for session in list(self._by_id.values()):
             if not session.open and time.monotonic() - session.used > self.idle_s:
-                with suppress(Refused):  # somebody collects it at this moment
-                    self.end(session.id)
+                self.end(session.id)
 
     def _missing(self, id: str) -> Refused:
         if id in self._ended:

@@ -12,11 +12,9 @@ from pathlib import Path
 from grpolab.access import check_host
 from grpolab.decode.requests import Request
 from grpolab.decode.sampler import Sampler
-from grpolab.models.lora import exchange
 from grpolab.rollouts import Rollout
 from grpolab.serve.openai_schema import Refused
 from grpolab.serve.sessions import Session, Sessions
-from grpolab.serve.shared_weights import SharedWeights, Torn, mark_of
 
 DRAIN_ROWS = 120.0  # s; how long completions in progress may hold up new weights
 
@@ -26,36 +24,24 @@ COUNTS = ("requests", "refused", "cancelled", "failed", "unparsed_calls")
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """How a policy is served; `serve_policy(policy, port=8000)` builds one of these.
+    """How a policy is served; `serve_policy(policy, port=8000)` builds one of these."""
 
-    name        what requests call the model (default: the policy's)
-    token       every client must send it (an OpenAI client's api_key); required on an address that other machines reach
-    seed        makes those of requests that bring none
-    max_rows, max_sessions  completions in progress or waiting, and sessions that are open: beyond, requests get 429
-    session_idle_s  seconds after which a session that nobody asks for may end where another needs its room
-    max_body_bytes  a larger body gets 413
-    max_cache_bytes  of keys and values of the newest turns of sessions, which the next turn need not compute again
-    weights     the file through which a trainer in another process sends its updates (`RemoteSampler.publish`)
-    adapters    the folder from which clients may load LoRA adapters
-    """
-
-    name: str | None = None
+    name: str | None = None  # what requests call the model (default: the policy's)
     host: str = "127.0.0.1"
     port: int = 0  # 0 takes a free one
-    token: str | None = None
-    seed: int = 0
-    max_rows: int = 4096
-    max_sessions: int = 4096
-    session_idle_s: float = 3600.0
-    max_body_bytes: int = 4 * 2**20
-    max_cache_bytes: int = 256 * 2**20
-    weights: str | Path | None = None
-    adapters: str | Path | None = None
+    token: str | None = None  # that clients must send (as api_key); required on an address that other machines reach
+    seed: int = 0  # makes the seeds of requests that bring none
+    max_rows: int = 4096  # completions in progress or waiting: beyond, requests get 429
+    max_sessions: int = 4096  # that are open: beyond, requests get 429
+    session_idle_s: float = 3600.0  # after which a session that nobody asks for may end where another needs its room
+    max_cache_bytes: int = 256 * 2**20  # keys and values of the newest turns of sessions, kept for their next turns
+    weights: str | Path | None = None  # file through which a trainer in another process sends its updates (SharedFile)
+    adapters: str | Path | None = None  # folder from which clients may load LoRA adapters (AdapterSwap)
 
     def __post_init__(self):
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: a port is 0 (any free one) to 65535")
-        for name in ("max_rows", "max_sessions", "max_body_bytes"):
+        for name in ("max_rows", "max_sessions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
         check_host(self.host, self.token)
@@ -73,7 +59,7 @@ class Service:
         self.jobs: set[Request] = set()  # at the sampler, or done and not yet answered
         self.adapter: str | None = None  # the name of the one that a trainer put in
         self.mark = ""  # what tells weights that a trainer sent from others of their version (`openai_schema.fingerprint`)
-        self._gate: asyncio.Event | None = None  # set once the weights that are being loaded are in
+        self._loading = asyncio.Lock()  # held while new weights come in
 
     @property
     def names(self) -> list[str]:
@@ -86,30 +72,21 @@ class Service:
         return sum(len(job.prompts) * len(job.seeds[0]) for job in list(self.jobs) if not job.future.done())
 
     def open_session(self, id: str | None = None, **options) -> Session:
-        """A new session; `session.url` is its base_url. Options as in `Session`. ValueError where it cannot be."""
-        try:
-            return self.sessions.open(id, **options)
-        except Refused as refused:
-            raise ValueError(refused.message) from None
+        """A new session, with the options of `Session`; `session.url` is its base_url. ValueError where it cannot be."""
+        return self.sessions.open(id, **options)
 
     def rollouts(self, session: str | Session) -> list[Rollout]:
         """Collect a session: its rollouts, after which it has ended and its memory is free. Several where its caller rewrote
-        history, none where nothing was sampled. KeyError for a session that is not there."""
-        return self._look_up(session, self.sessions.end).rollouts()
+        history, none where nothing was sampled. ValueError for a session that is not there."""
+        return self.sessions.end(getattr(session, "id", session)).rollouts()
 
     def rollout(self, session: str | Session) -> Rollout:
         """Collect a session that is one rollout; ValueError, and it stays, where it is none or several."""
-        rollouts = self._look_up(session, self.sessions.get).rollouts()
+        rollouts = self.sessions.get(getattr(session, "id", session)).rollouts()
         if len(rollouts) != 1:
             why = "its caller rewrote history; take service.rollouts(session)" if rollouts else "nothing was sampled in it"
             raise ValueError(f"the session has {len(rollouts)} rollouts, not one: {why}")
         return self.rollouts(session)[0]
-
-    def _look_up(self, session: str | Session, find: Callable[[str], Session]) -> Session:
-        try:
-            return find(session if isinstance(session, str) else session.id)
-        except Refused as refused:
-            raise KeyError(refused.message) from None
 
     def status(self) -> dict:
         """Counts since the start, and what is open now, as JSON-able numbers."""
@@ -127,72 +104,31 @@ class Service:
         """Wait while new weights are loaded. Refused where so many more completions do not fit."""
         most = self.options.max_rows
         if rows > most:
-            raise Refused(400, f"this request asks for {rows} completions, and this service takes {most} at a time; send "
-                               "several with fewer", "n")
-        while self._gate is not None:
-            await self._gate.wait()
+            raise Refused(400, f"this request asks for {rows} completions, and this service takes {most} at a time", "n")
+        async with self._loading:
+            pass
         if self.rows + rows > most:  # after the wait: whoever waited here adds to the rows at once
-            raise Refused(429, f"{self.rows} completions are in progress, and this service takes {most} at a time; this "
-                               f"request asks for {rows}: send it again later")
+            raise Refused(429, f"{self.rows} completions are in progress, and this service takes {most} at a time: ask later")
 
-    async def load_weights(self, expected: int | None = None) -> int:
-        """Load what a trainer has published into the file of weights; returns their version. Refused without such a file, for
-        one of another model, where it never rests, and where its checksum is not the `expected` one."""
-        if self.options.weights is None:
-            raise Refused(404, "this service loads no weights: start it with weights=FILE, or --weights FILE")
-
-        def load() -> int:
-            shared = SharedWeights(self.options.weights)
-            self.policy.version, checksum = shared.read(self.policy.model, expected=expected)
-            self.mark = mark_of(checksum)
-            return self.policy.version
-
-        return await self._between_completions(load)
-
-    async def load_adapter(self, name: str, path: str, version: int | None = None) -> int:
-        """Put a LoRA adapter, saved as peft saves it, in the place of the one before; it is also served under `name`. Returns
-        its version (default: one more). Refused for a folder outside that of `adapters`, and for what does not fit."""
-        if self.options.adapters is None:
-            raise Refused(404, "this service loads no adapters: start it with adapters=FOLDER, or --adapters FOLDER")
-        home = Path(self.options.adapters).resolve()
-        folder = (home / path).resolve()
-        if not folder.is_relative_to(home):
-            raise Refused(403, f"{path[:200]!r} is outside the folder of adapters that this service was started with",
-                          "lora_path")
-        if name == self.name:
-            raise Refused(400, f"{name!r} is the name of the served model: call the adapter something else", "lora_name")
-
-        def load() -> int:
-            exchange(self.policy.model, folder)
-            self.policy.version, self.adapter = self.policy.version + 1 if version is None else version, name
-            self.mark = folder.name
-            return self.policy.version
-
-        return await self._between_completions(load)
-
-    async def _between_completions(self, load: Callable[[], int]) -> int:
-        """Newcomers wait, what is being sampled is finished, also for those who use the Sampler itself, then the weights change
-        as a whole. Returns their version."""
+    async def between_completions(self, load: Callable[[], int]) -> int:
+        """Load weights, once what is being sampled is finished, also for those who use the Sampler itself; newcomers wait.
+        Returns their version. Refused for weights that do not fit."""
 
         def unless_busy() -> int | None:  # in the worker's thread, where nothing begins or ends meanwhile
             return None if self.sampler.busy else load()
 
-        while self._gate is not None:  # another load
-            await self._gate.wait()
-        self._gate = gate = asyncio.Event()
-        until = time.monotonic() + DRAIN_ROWS
-        try:
-            while self.rows or (version := await self.sampler.run(unless_busy)) is None:
-                if time.monotonic() > until:
-                    raise Refused(503, f"completions were still in progress after {DRAIN_ROWS:.0f} s; the weights are as they "
-                                       "were")
-                await asyncio.sleep(0.002)
-            return version
-        except (OSError, ValueError, ImportError, Torn) as error:
-            raise Refused(409, str(error)) from error
-        finally:
-            self._gate = None
-            gate.set()
+        async with self._loading:
+            until = time.monotonic() + DRAIN_ROWS
+            try:
+                while self.rows or (version := await self.sampler.run(unless_busy)) is None:
+                    if time.monotonic() > until:
+                        raise Refused(503, f"completions still run after {DRAIN_ROWS:.0f} s; the weights are as they were")
+                    await asyncio.sleep(0.002)
+                return version
+            except Refused:
+                raise
+            except (OSError, ValueError, ImportError) as error:
+                raise Refused(409, str(error)) from error
 
     def stop(self) -> None:
         """Refuse newcomers and end what is being sampled."""
