@@ -16,12 +16,69 @@ from pathlib import Path
 import records
 import torch
 
-from grpolab.train.estimators import OFF_POLICY, ON_POLICY, bench, bf16, stale, successor, top_p
+from grpolab.decode.sampling import SamplingParams, truncate
+from grpolab.train import advantages, losses
+from grpolab.train.estimators import (
+    ON_POLICY,
+    Batch,
+    Problem,
+    Sampler,
+    bench,
+    logps_of,
+    policy_gradient,
+    stale,
+    successor,
+)
 
 RESULTS = Path(__file__).parent / "results" / "estimators.json"
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/estimators.py"
 SEEDS, SIZE, OLD_SIZE, UPDATES, GROUPS, DRAWS = range(3), 4, 2, (1, 4, 16), (4, 16, 64, 256), 500
 DRAWN = ("no baseline", "leave one out", "mean over tokens (DAPO)", "mean per sequence")
+
+
+def bf16(problem: Problem) -> Sampler:
+    """The policy's weights and arithmetic in bf16."""
+    logps = logps_of(problem.half, problem.tokens, problem.mask)
+    return Sampler(logps, logps)
+
+
+def top_p(problem: Problem, p: float, *, with_mass: bool = False) -> Sampler:
+    """The policy cut to its nucleus. Without the mass that the cut left it reports its logps before the cut."""
+    whole = problem.versions[-1]
+    cut = truncate(whole.flatten(0, -2), SamplingParams(top_p=p)).log_softmax(-1).view_as(whole)
+    drawn = logps_of(cut, problem.tokens, problem.mask)
+    return Sampler(drawn, drawn if with_mass else problem.now)
+
+
+def masked_weights(batch: Batch, cap: float = 2.0) -> torch.Tensor:
+    """Leave one out, each token weighed by pi / pi_sampler, and left out where that is not in [1 / cap, cap] (IcePop)."""
+    near = (batch.logps.detach() - batch.sampler_logps).abs() <= math.log(cap)
+    a = advantages.advantages(batch.rewards, "leave_one_out").flatten()
+    return losses.policy_loss(batch.logps, batch.logps.detach(), a, batch.mask * near, denominator=len(a),
+                              sampler_logps=batch.sampler_logps, sampler_cap=cap)[0]
+
+
+def sequence_weights(batch: Batch) -> torch.Tensor:
+    """Leave one out, with the whole rollout's pi / pi_sampler, unbounded, on the rewards: exact where no weight is infinite."""
+    weights = losses.sequence_logps(batch.logps.detach() - batch.sampler_logps, batch.mask).exp().view_as(batch.rewards)
+    a = batch.rewards - (batch.rewards.sum(1, keepdim=True) - batch.rewards) / (batch.rewards.shape[1] - 1)
+    return policy_gradient(None, old="policy")(batch._replace(rewards=weights * a))
+
+
+FREE = (math.inf, math.inf)  # a clip that clips nothing
+OFF_POLICY = {
+    "nothing corrected": policy_gradient(old="policy"),
+    "token ratio, no clip": policy_gradient(clip_eps=FREE),
+    "clip 0.2": policy_gradient(),
+    "clip 0.2 and 0.28": policy_gradient(clip_eps=(0.2, 0.28)),
+    "clip 0.2, dual 3": policy_gradient(dual_clip=3.0),
+    "GSPO": ON_POLICY["GSPO"],
+    "GSPO's ratio, no clip, summed": policy_gradient(ratio="sequence", clip_eps=FREE),
+    "CISPO": ON_POLICY["CISPO"],
+    "weights truncated at 2": policy_gradient(old="weighed"),
+    "weights masked beyond 2": masked_weights,
+    "weights of sequences": sequence_weights,
+}
 
 
 def rows(table) -> list[dict]:

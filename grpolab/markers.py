@@ -49,10 +49,6 @@ class Markers:
         """How many control tokens `text` spells."""
         return sum(1 for _ in self._pattern.finditer(text)) if self._pattern else 0
 
-    def calls(self, text: str) -> str:
-        """The markers of tool calls that `text` spells, which an assistant may write ("<tool_call>")."""
-        return "".join(m for m in self._pattern.findall(text) if m in self._calls) if self._calls else ""
-
     def hide(self, text: str, calls: bool = False) -> str:
         """`text` with a stand-in for each control token that it spells, but for those of `calls`. Warns where it spells a
         marker of plain words."""

@@ -70,7 +70,7 @@ def test_schemas_are_read_from_the_functions():
 
 
 @pytest.mark.parametrize(("tools", "why"), [
-    ([untyped], "types of"), ([many], "cannot name"), ([room, room], "two tools|one name"), ([], "no tool"),
+    ([untyped], "needs a type"), ([many], "able to name"), ([room, room], "two tools|one name"), ([], "no tool"),
     (type("Empty", (), {}), "no tool"), ([lambda x: x], "no named function"), ([partial(room, "Ann")], "no named function"),
     ([int], "no named function"), ([5], "no named function"), ("room", "a list of functions"), (object(), "not an object"),
 ])
@@ -83,8 +83,6 @@ def test_functions_that_cannot_be_called_by_name_are_refused(tools, why):
     with pytest.raises(ValueError, match="reward=None"):
         Tools([room], None)
 
-
-def test_what_json_cannot_say_is_no_parameter():
     def locked(lock: threading.Lock) -> str: ...
 
     with pytest.raises(ValueError, match="JSON cannot say"):
@@ -167,11 +165,6 @@ def test_what_a_call_does_wrong_is_told_and_counted(tiny, text, told):
     assert last.reward == 1.0 and form.measure([last]) == {"calls": 0, "tool_errors": len(told)}
 
 
-def test_results_that_are_no_text_are_json(tiny):
-    (result,), form = asyncio.run(turns_of(Tools([place], right), tiny.tokenizer, call("place")))
-    assert form.texts(result) == ['{"room": 12, "since": "2026-01-02"}']
-
-
 def test_one_call_a_turn_where_the_template_knows_no_more(tiny):
     tokenizer = tiny.tokenizer.__class__.from_pretrained(tiny.tokenizer.name_or_path)
     tokenizer.chat_template = CHAT_TEMPLATE.replace(
@@ -179,21 +172,18 @@ def test_one_call_a_turn_where_the_template_knows_no_more(tiny):
         "{{ raise_exception('one call') }}{% endif %}{% for call in message")
     two = call("room", name="Ann") * 2
     (refused, made), _ = asyncio.run(turns_of(Tools([room], right), tokenizer, two, call("room", name="Ann")))
-    assert refused.why == "error: this turn has 2 calls, and a turn can have 1; none was made" and made.metadata["calls"] == 1
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_at_once(tiny):
-    tokenizer = tiny.tokenizer.__class__.from_pretrained(tiny.tokenizer.name_or_path)
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{% if message['role']", "{{ loop.length }}{% if message['role']")
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         Tools([room], right).action_format(tokenizer)
+    assert refused.why == "error: this turn has 2 calls, and a turn can have 1; none was made" and made.metadata["calls"] == 1
 
 
-def test_results_are_bounded_text(tiny):
-    texts = [call("boom", kind=kind) for kind in ("large", "empty", "surrogate")]
-    results, form = asyncio.run(turns_of(Tools([boom], right), tiny.tokenizer, *texts))
-    large, empty, surrogate = [form.texts(result)[0] for result in results]
+def test_results_are_bounded_text_and_what_is_no_text_is_json(tiny):
+    texts = [*(call("boom", kind=kind) for kind in ("large", "empty", "surrogate")), call("place")]
+    results, form = asyncio.run(turns_of(Tools([boom, place], right), tiny.tokenizer, *texts))
+    large, empty, surrogate, json_text = [form.texts(result)[0] for result in results]
     assert large == "x" * MAX_RESULT + " ... (10000000 characters)" and (empty, surrogate) == ("(empty)", "?")
+    assert json_text == '{"room": 12, "since": "2026-01-02"}'
 
 
 def test_a_call_that_cannot_be_read_is_told_and_not_made(tiny):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from typing import NamedTuple
 
 import pandas as pd
@@ -26,12 +26,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grpolab.decode.sampling import SamplingParams, truncate
 from grpolab.train import advantages as adv
 from grpolab.train import forward, losses
 
 ENUMERATED = 20_000  # batches; where there are more, or several groups in each, `draws` of them are sampled
-FREE = (math.inf, math.inf)  # a clip that clips nothing
 
 
 class Batch(NamedTuple):
@@ -88,18 +86,12 @@ def logps_of(table: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     return table.gather(-1, tokens.expand(table.shape[:-1])[..., None]).squeeze(-1).masked_fill(mask == 0, 0)
 
 
-def completions(symbols: int, length: int, start: tuple = ()) -> list[tuple]:
-    """Every completion over so many symbols of at most `length` tokens; symbol 0 ends one."""
-    if len(start) == length or start[-1:] == (0,):
-        return [start]
-    return [c for s in range(symbols) for c in completions(symbols, length, (*start, s))]
-
-
 def successor(seed: int = 0, shown: int = 2, updates: int = 16, lr: float = 3e-4) -> Problem:
     """The prompts `0` and `1` ask for the next number in binary. Right are `1.` and `01.`, and `10.`; three tokens without the
     end are wrong. An untrained Llama has made `shown` steps of SFT on right answers and `updates` of Adam at `lr` along
     the true gradient."""
-    rows = completions(3, 3)
+    every = (c for length in (1, 2, 3) for c in product(range(3), repeat=length))
+    rows = sorted(c for c in every if 0 not in c[:-1] and (len(c) == 3 or c[-1] == 0))
     texts = ["".join(".01"[t] for t in row) for row in rows]
     tokens = torch.tensor([[*row, 0, 0][:3] for row in rows])
     mask = torch.tensor([[float(t < len(row)) for t in range(3)] for row in rows], dtype=torch.float64)
@@ -141,29 +133,12 @@ def successor(seed: int = 0, shown: int = 2, updates: int = 16, lr: float = 3e-4
     return Problem(tokens, mask, rewards, versions, table().detach(), scores)
 
 
-# --- who samples ------------------------------------------------------------------------------------------------------
-
-
 def stale(problem: Problem, updates: int = 0) -> Sampler:
     """The policy so many updates ago; with 0 the policy itself."""
     if not 0 <= updates < len(problem.versions):
         raise ValueError(f"this policy has made {len(problem.versions) - 1} updates, got {updates}: give the problem more")
     logps = logps_of(problem.versions[-1 - updates], problem.tokens, problem.mask)
     return Sampler(logps, logps)
-
-
-def bf16(problem: Problem) -> Sampler:
-    """The policy's weights and arithmetic in bf16."""
-    logps = logps_of(problem.half, problem.tokens, problem.mask)
-    return Sampler(logps, logps)
-
-
-def top_p(problem: Problem, p: float, *, with_mass: bool = False) -> Sampler:
-    """The policy cut to its nucleus. Without the mass that the cut left it reports its logps before the cut."""
-    whole = problem.versions[-1]
-    cut = truncate(whole.flatten(0, -2), SamplingParams(top_p=p)).log_softmax(-1).view_as(whole)
-    drawn = logps_of(cut, problem.tokens, problem.mask)
-    return Sampler(drawn, drawn if with_mass else problem.now)
 
 
 # --- estimators -------------------------------------------------------------------------------------------------------
@@ -189,21 +164,6 @@ def policy_gradient(kind: str | None = "leave_one_out", *, old: str = "sampler",
     return estimator
 
 
-def masked_weights(batch: Batch, cap: float = 2.0) -> Tensor:
-    """Leave one out, each token weighed by pi / pi_sampler, and left out where that is not in [1 / cap, cap] (IcePop)."""
-    near = (batch.logps.detach() - batch.sampler_logps).abs() <= math.log(cap)
-    a = adv.advantages(batch.rewards, "leave_one_out").flatten()
-    return losses.policy_loss(batch.logps, batch.logps.detach(), a, batch.mask * near, denominator=len(a),
-                              sampler_logps=batch.sampler_logps, sampler_cap=cap)[0]
-
-
-def sequence_weights(batch: Batch) -> Tensor:
-    """Leave one out, with the whole rollout's pi / pi_sampler, unbounded, on the rewards: exact where no weight is infinite."""
-    weights = losses.sequence_logps(batch.logps.detach() - batch.sampler_logps, batch.mask).exp().view_as(batch.rewards)
-    a = batch.rewards - (batch.rewards.sum(1, keepdim=True) - batch.rewards) / (batch.rewards.shape[1] - 1)
-    return policy_gradient(None, old="policy")(batch._replace(rewards=weights * a))
-
-
 ON_POLICY: Mapping[str, Estimator] = {
     "no baseline": policy_gradient(None),
     "leave one out": policy_gradient(),
@@ -217,19 +177,6 @@ ON_POLICY: Mapping[str, Estimator] = {
     "GSPO's ratio, summed over tokens": policy_gradient(ratio="sequence"),
     "CISPO": policy_gradient(objective="cispo", clip_eps=(1.0, 0.2)),
 }
-OFF_POLICY: Mapping[str, Estimator] = {
-    "nothing corrected": policy_gradient(old="policy"),
-    "token ratio, no clip": policy_gradient(clip_eps=FREE),
-    "clip 0.2": policy_gradient(),
-    "clip 0.2 and 0.28": policy_gradient(clip_eps=(0.2, 0.28)),
-    "clip 0.2, dual 3": policy_gradient(dual_clip=3.0),
-    "GSPO": ON_POLICY["GSPO"],
-    "GSPO's ratio, no clip, summed": policy_gradient(ratio="sequence", clip_eps=FREE),
-    "CISPO": ON_POLICY["CISPO"],
-    "weights truncated at 2": policy_gradient(old="weighed"),
-    "weights masked beyond 2": masked_weights,
-    "weights of sequences": sequence_weights,
-}
 
 
 # --- what they are worth ----------------------------------------------------------------------------------------------
@@ -237,23 +184,19 @@ OFF_POLICY: Mapping[str, Estimator] = {
 
 def batches(sampler: Sampler, groups: int, group_size: int, draws: int, seed: int) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Prompts (M, B), completions (M, B, G) and probabilities (M,) of every batch, or of `draws` sampled ones; whether it is
-    every. Their order in a group is not told apart."""
+    every. The order in a group makes no difference."""
     p = sampler.drawn.sum(-1).exp()
     possible = [row.nonzero().squeeze(1).tolist() for row in p]
     if groups == 1 and sum(math.comb(len(c) + group_size - 1, group_size) for c in possible) <= ENUMERATED:
         every = [(x, g) for x, c in enumerate(possible) for g in combinations_with_replacement(c, group_size)]
         prompts, chosen = torch.tensor([x for x, _ in every])[:, None], torch.tensor([g for _, g in every])[:, None]
-        orders = torch.tensor([orders_of(g) for _, g in every])
+        orders = torch.tensor([math.factorial(group_size) // math.prod(math.factorial(g.count(c)) for c in set(g))
+                               for _, g in every])
         return prompts, chosen, p[prompts, chosen[:, 0]].prod(1) * orders / len(p), True
     rng = torch.Generator().manual_seed(seed)
     prompts = torch.randint(len(p), (draws, groups), generator=rng)
     chosen = p[prompts.flatten()].multinomial(group_size, replacement=True, generator=rng).view(draws, groups, group_size)
     return prompts, chosen, torch.full((draws,), 1 / draws, dtype=p.dtype), False
-
-
-def orders_of(group: Sequence[int]) -> int:
-    """In how many orders the same completions can be drawn."""
-    return math.factorial(len(group)) // math.prod(math.factorial(group.count(c)) for c in set(group))
 
 
 def pushes(problem: Problem, estimator: Estimator, sampler: Sampler, prompts: Tensor, chosen: Tensor) -> Tensor:
@@ -280,7 +223,6 @@ def measure(problem: Problem, estimator: Estimator, sampler: Sampler | None = No
     variance      E |g - E g|^2 / |t|^2
     noise         variance / scale^2, which a constant factor on the loss leaves alone
     batch_cosine  E of the cosine of g and t; a batch without a gradient counts 0
-    visible_at    samples, in batches like this one, whose noise is as small as the part of E g across t; exact batches only
     """
     sampler = stale(problem) if sampler is None else sampler
     prompts, chosen, p, exact = batches(sampler, groups, group_size, draws, seed)
@@ -292,18 +234,13 @@ def measure(problem: Problem, estimator: Estimator, sampler: Sampler | None = No
     away = c - p @ c
     spread = ((away @ gram) * away).sum(1) / norm**2 * (1 if exact else draws / (draws - 1))
     variance, scale = p @ spread, mean @ true / norm**2
-    across = (mean - scale * true).norm() / norm
-
-    def error(values):
-        return 0.0 if exact else (values.std() / draws**0.5).item()
-
-    samples = groups * group_size
-    visible_at = samples * variance / across**2 if across > 1e-9 * scale.abs() else torch.tensor(math.inf)
-    return {"samples": samples, "how": "exact" if exact else f"{draws:,} draws", "scale": scale.item(),
-            "bias": ((mean - true).norm() / norm).item(), "cosine": (mean @ true / mean.norm() / norm).item(),
-            "variance": variance.item(), "noise": (variance / scale**2).item(), "batch_cosine": (p @ cosine).item(),
-            "visible_at": visible_at.item() if exact else math.nan, "variance_error": error(spread),
-            "bias_error": 0.0 if exact else (variance / draws).sqrt().item(), "batch_cosine_error": error(cosine)}
+    row = {"scale": scale, "bias": (mean - true).norm() / norm, "cosine": mean @ true / mean.norm() / norm,
+           "variance": variance, "noise": variance / scale**2, "batch_cosine": p @ cosine}
+    errors = {"variance_error": spread.std() / draws**0.5, "bias_error": (variance / draws).sqrt(),
+              "batch_cosine_error": cosine.std() / draws**0.5}
+    return {"samples": groups * group_size, "how": "exact" if exact else f"{draws:,} draws",
+            **{name: value.item() for name, value in row.items()},
+            **{name: 0.0 if exact else value.item() for name, value in errors.items()}}
 
 
 def bench(problem: Problem, estimators: Mapping[str, Estimator], samplers: Mapping[str, Sampler] | None = None, *,
