@@ -2,8 +2,7 @@
 
 CHAT_TEMPLATE serves tokenizers that bring none (the embedded model, any base model); a pretrained chat model keeps its
 own. SFT, rollouts and evaluation all go through `prompt_ids` and `encode_chat`, so what is trained is what is sampled.
-Text is data: a message that spells "<|im_end|>" says those characters and ends nothing (`grpolab.markers`). Where a template
-marks its turns with plain words on a tokenizer that has no tokens for them, nothing can tell the two apart: that is warned of.
+Text is data: a message that spells "<|im_end|>" says those characters and ends nothing (`grpolab.markers`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from jinja2 import TemplateError
 
 from grpolab.markers import Markers, markers_of
-from grpolab.tool_calls import ToolCall, call_of, form_of, tools_of
+from grpolab.tool_calls import ToolCall, call_of, check_json, form_of, tools_of
 
 CHAT_TEMPLATE = (  # tools as signatures, a line each, f(string a, integer b): what it does; calls in the form of Hermes
     "{% for tool in tools or [] %}{{ 'Tools: ' if loop.first }}{{ tool['function']['name'] + '(' }}"
@@ -118,7 +117,7 @@ def _checked(message: Message) -> Message:
             or not isinstance(calls, list | tuple) or not re.fullmatch(r"[\w-]+", role)):
         raise ValueError("a message is a role (one word) and a content (text); an assistant's may hold tool_calls, a tool's a "
                          f"tool_call_id and a name: got {str(message)[:80]!r}")
-    _check_text(content)
+    check_json(content)
     more = {"tool_calls": [_checked_call(call) for call in calls]} if calls else {}
     kept = {k: v for k, v in message.items() if k in ("tool_call_id", "name")}
     return {"role": "system" if role == "developer" else role, "content": content} | kept | more
@@ -155,16 +154,6 @@ def _render(tokenizer, messages: Sequence[Message], *, reply: bool, tools: Seque
     return _apply(tokenizer, [_hidden(_checked(m), markers) for m in messages], reply, tools)
 
 
-def _check_text(text: str) -> None:
-    """ValueError for half a surrogate pair, which is no character, so no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a message holds {text[error.start]!r} at position {error.start}, half of a surrogate pair, which is "
-                         "no character: read the text as UTF-8, or replace it (text.encode(errors='replace').decode())"
-                         ) from error
-
-
 def _encode(tokenizer, rendered: str) -> list[int]:
     return _markers(tokenizer).encode(tokenizer, rendered)
 
@@ -177,12 +166,9 @@ def prompt_ids(tokenizer, messages: str | Sequence[Message], tools: Sequence[dic
 
 
 def observation_ids(tokenizer, content: str | Sequence[str], role: str = "user") -> list[int]:
-    """Token ids between the end token of an assistant turn and the next assistant turn, with `content` in between.
-
-    It is a user turn, or several of `role` "tool" (the results of calls), and tokenised on its own, so that nothing the policy
-    wrote is tokenised again. Raises ValueError for a template that rewrites earlier turns: under it no single token sequence
-    stands for the conversation.
-    """
+    """Token ids between the end token of an assistant turn and the next assistant turn, with `content` in between: a user turn,
+    or several of `role` "tool" (the results of calls). ValueError for a template that rewrites earlier turns: under it no
+    single token sequence stands for the conversation."""
     contents = [content] if isinstance(content, str) else content
     if role == "tool":
         answer = _CALL | {"tool_calls": _CALL["tool_calls"] * len(contents)}
@@ -204,7 +190,7 @@ def longest_token(tokenizer) -> int:
 def text_ids(tokenizer, text: str) -> list[int]:
     """Token ids of a text as it stands, outside of any turn, behind the begin token where the tokenizer sets one. It is data
     like any other: where it spells a control token, it says those characters."""
-    _check_text(text)
+    check_json(text)
     lead = tokenizer.bos_token_id
     leads = lead is not None and tokenizer.encode("a")[:1] == [lead]
     return [lead] * leads + _encode(tokenizer, _markers(tokenizer).hide(text))
@@ -213,10 +199,8 @@ def text_ids(tokenizer, text: str) -> list[int]:
 def rest_ids(tokenizer, messages: Sequence[Message], answered: int, ended: bool, tools: Sequence[dict] = ()
              ) -> list[int] | None:
     """Token ids that follow those of the assistant turn messages[answered - 1], up to the next assistant turn; with an end
-    token first where that turn was cut and did not write its own (`ended` False).
-
-    None for a template that rewrites earlier turns or does not close them: then the conversation is another sequence.
-    """
+    token first where that turn was cut and did not write its own (`ended` False). None for a template that rewrites earlier
+    turns or does not close them: then the conversation is another sequence."""
     end = tokenizer.eos_token
     before = _render(tokenizer, messages[: answered - 1], reply=True, tools=tools)
     after = _render(tokenizer, messages[:answered], reply=False, tools=tools)

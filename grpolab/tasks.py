@@ -23,26 +23,23 @@ T = TypeVar("T")
 PROMPTS = ("prompt", "question", "messages")  # where a row's prompt may stand, in this order
 
 
+def has(row: Any, name: str) -> bool:
+    return name in row if isinstance(row, Mapping) else hasattr(row, name)
+
+
 def value_of(row: Any, name: str) -> Any:
     """The entry or attribute `name` of a row; ValueError that names what the row does have."""
-    if isinstance(row, Mapping):
-        if name in row:
-            return row[name]
-        has = sorted(map(str, row))
-    else:
-        if hasattr(row, name):
-            return getattr(row, name)
-        has = sorted(n for n in dir(row) if not n.startswith("_"))
-    raise ValueError(f"the row {str(row)[:120]!r} has no {name!r}; it has {has}")
+    if not has(row, name):
+        names = sorted(map(str, row) if isinstance(row, Mapping) else (n for n in dir(row) if not n.startswith("_")))
+        raise ValueError(f"the row {str(row)[:120]!r} has no {name!r}; it has {names}")
+    return row[name] if isinstance(row, Mapping) else getattr(row, name)
 
 
 def prompt_of(row: Any) -> str | Sequence[dict]:
     """The prompt of a row: a text, which is one user turn, or messages. ValueError where there is none."""
-    names = row if isinstance(row, Mapping) else [n for n in PROMPTS if hasattr(row, n)]
-    name = next((n for n in PROMPTS if n in names), None)
+    name = next((n for n in PROMPTS if has(row, n)), None)
     if name is None:
-        has = sorted(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
-        raise ValueError(f"a row needs one of {PROMPTS}, but this one has {has}: {str(row)[:120]}")
+        raise ValueError(f"a row needs one of {PROMPTS}, but this {type(row).__name__} has none: {str(row)[:120]}")
     prompt = value_of(row, name)
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     turns = several and prompt and all(isinstance(m, Mapping) for m in prompt)
@@ -56,8 +53,7 @@ def demonstration_of(row: Any) -> list[dict]:
     `target`, text or messages. ValueError where there is nothing to imitate."""
     prompt = prompt_of(row)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    has = row if isinstance(row, Mapping) else [n for n in ("completion", "target") if hasattr(row, n)]
-    name = next((n for n in ("completion", "target") if n in has), None)
+    name = next((n for n in ("completion", "target") if has(row, n)), None)
     if name is not None:
         answer = value_of(row, name)
         messages += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
@@ -136,24 +132,18 @@ def gsm8k(path: str | Path) -> list[dict]:
     return rows
 
 
-def wanted_number(row: Any, where: str = "the row") -> Decimal:
-    """The number in a row's `answer`; ValueError that says `where` there is none."""
-    wanted = final_number(str(value_of(row, "answer")))
-    if wanted is None:
-        raise ValueError(f"{where}: its answer holds no number: {str(value_of(row, 'answer'))[:80]!r}")
-    return wanted
-
-
-def check_answers(rows: Iterable[Any], source: str | Path) -> None:
+def check_answers(rows: Iterable[Any], source: str | Path = "the rows") -> None:
     """ValueError that names the first row of a file whose `answer` holds no number."""
     for number, row in enumerate(rows, start=1):
-        wanted_number(row, f"{source}, row {number}")
+        answer = str(value_of(row, "answer"))
+        if final_number(answer) is None:
+            raise ValueError(f"{source}, row {number}: its answer holds no number: {answer[:80]!r}")
 
 
 def right_number(text: str, row: Any, rollout: Rollout) -> float:
     """A reward: 1.0 where the final number of a completion that the policy ended itself is the row's `answer`, else 0.0."""
-    wanted = wanted_number(row)
-    return float(rollout.finish_reason == "eos" and final_number(text) == wanted)
+    check_answers([row])
+    return float(rollout.finish_reason == "eos" and final_number(text) == final_number(str(value_of(row, "answer"))))
 
 
 # --- reasoning-gym ----------------------------------------------------------------------------------------------------

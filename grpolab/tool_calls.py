@@ -51,7 +51,8 @@ def check_json(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it holds half of a surrogate pair, which is no character") from error
+        raise ValueError("a text holds half of a surrogate pair, which is no character: read it as UTF-8, or replace it "
+                         "(text.encode(errors='replace').decode())") from error
     except TypeError as error:
         raise ValueError(str(error)) from error
 

@@ -137,6 +137,6 @@ def test_half_a_surrogate_pair_is_named(tiny):
     said = [{"role": "user", "content": "fine"}, {"role": "assistant", "content": "1 + \ud83d2"}]
     for encode in (lambda: encode_chat(tiny.tokenizer, said), lambda: prompt_ids(tiny.tokenizer, "1 + \ud83d2"),
                    lambda: observation_ids(tiny.tokenizer, "1 + \ud83d2")):
-        with pytest.raises(ValueError, match=r"'\\ud83d' at position 4, half of a surrogate pair.*errors='replace'"):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
             encode()
     assert prompt_ids(tiny.tokenizer, "1 + \U0001f600") != prompt_ids(tiny.tokenizer, "1 + ")

@@ -1,6 +1,8 @@
 """Only template pieces make control tokens: on the embedded tokenizer, SmolLM2's, and made ones of each family's kind."""
 
 import copy
+import json
+import time
 import warnings
 from functools import cache
 
@@ -62,16 +64,9 @@ def sentencepiece(prefix):
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
     raw.train_from_iterator(TEXTS * 3, trainer)
     content = [t for t in special if not t.startswith("<0x")]
-    again = Tokenizer.from_str(_without_added(raw.to_str(), keep=content))
-    return wrap(again, MISTRAL, content[3:], "</s>", unk_token="<unk>", bos_token="<s>")
-
-
-def _without_added(text, keep):
-    import json
-
-    content = json.loads(text)
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] in keep]
-    return json.dumps(content)
+    without = json.loads(raw.to_str())
+    without["added_tokens"] = [t for t in without["added_tokens"] if t["content"] in content]
+    return wrap(Tokenizer.from_str(json.dumps(without)), MISTRAL, content[3:], "</s>", unk_token="<unk>", bos_token="<s>")
 
 
 def unigram():
@@ -254,8 +249,6 @@ def test_tokens_that_are_added_later_are_markers_too():
 
 def test_thousands_of_markers_cost_little():
     """Gemma has six thousand added tokens; a long observation full of "<" must not try each at each place."""
-    import time
-
     class Many:
         unk_token_id, all_special_tokens = None, []
         added_tokens_decoder = {i: AddedToken(f"<unused{i}>", special=True) for i in range(6000)}

@@ -15,7 +15,7 @@ import torch
 from grpolab.arithmetic import Problem
 from grpolab.chat import encode_chat, observation_ids, prompt_ids, user
 from grpolab.decode.audit import audit
-from grpolab.decode.sampler import Conversation, Sampler
+from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.env.action_format import TEXT
 from grpolab.env.calculator import CalculatorEnv
@@ -96,7 +96,7 @@ async def played(policy, env, tasks, limits=None, size=2, temperature=1.0, actio
             episodes = await play_all(pool, sampler, tasks, seeds=range(seed, seed + len(tasks)), limits=limits or Limits(),
                                       action_format=action_format, params=params)
             if tell is not None:
-                tell.update(trace=pool.trace, failures=pool.failures, stats=sampler.stats)
+                tell.update(trace=pool.trace, failures=pool.failures)
             return episodes
 
 
@@ -186,22 +186,6 @@ def test_the_episodes_do_not_depend_on_the_number_of_slots(caller):
     assert [e.rollout.tokens for e in other] != [e.rollout.tokens for e in four]
 
 
-def test_the_cache_is_kept_between_turns(caller):
-    seen, end = {}, caller.tokenizer.eos_token_id
-    episodes = run(played(caller, CalculatorEnv, PROBLEMS[:12], size=4, tell=seen))
-    whole = shared = 0
-    for e in episodes:
-        r, position = e.rollout, 0
-        for _ in e.turns:  # each turn would prefill all that stands before it
-            whole += len(r.prompt) + position
-            position = next((i + 1 for i in range(position, len(r.tokens)) if r.tokens[i] == end and r.mask[i]), len(r.tokens))
-            while position < len(r.mask) and not r.mask[position]:
-                position += 1
-        # kept: the prompt, the observations, and the end token of each turn, which was drawn but not yet read
-        shared += len(r.prompt) + r.mask.count(0) + len(e.turns)
-    assert seen["stats"].prefill_tokens <= shared < whole
-
-
 def test_generation_overlaps_the_environment_steps_of_others(caller):
     seen = {}
     episodes = run(played(caller, lambda: Faulty(CalculatorEnv(), latency=0.1), PROBLEMS[:8], size=8, tell=seen))
@@ -235,18 +219,6 @@ def test_a_group_of_different_questions_is_refused_and_not_trained_on(learner, t
     assert learner.version == before and not trained
 
 
-def test_the_run_makes_the_questions_and_the_draws(caller, trained):
-    def again(env, problems, seed):
-        run(train(copy_of(caller), env, problems, config=replace(CONFIG, prompts_per_step=2, seed=seed)))
-        rollouts = [r for group in trained.pop() for r in group]
-        return [r.prompt for r in rollouts], [r.tokens for r in rollouts]
-
-    first = again(Seeded, PROBLEMS, 0)
-    assert first == again(Seeded, PROBLEMS, 0) and set(first[0]).isdisjoint(again(Seeded, PROBLEMS, 1)[0])
-    same, other = (again(CalculatorEnv, PROBLEMS[:1], seed) for seed in (0, 1))
-    assert same[0] == other[0] and same[1] != other[1]  # one question, other draws
-
-
 # --- limits, and what an episode earns --------------------------------------------------------------------------------
 
 
@@ -275,18 +247,6 @@ def test_a_turn_that_fills_the_context_is_cut_and_not_said(tiny):
     episode, = run(played(tiny, CalculatorEnv, PROBLEMS[:1], Limits(max_total_tokens=512), max_new_tokens=10**6))
     assert episode.rollout.finish_reason == "length" and episode.turns == () and episode.rollout.reward == 0.0
     assert len(episode.rollout.prompt) + len(episode.rollout.tokens) == 512
-
-
-@pytest.mark.parametrize("reason", ["length", "context", "cancelled"])
-def test_a_turn_that_the_policy_did_not_end_is_heard_by_nobody(caller, reason, monkeypatch):
-    honest = Conversation.sample
-
-    async def cut(self, ids, params=None):
-        return replace(await honest(self, ids, params), finish_reason=reason)
-
-    monkeypatch.setattr(Conversation, "sample", cut)
-    episode, = run(played(caller, CalculatorEnv, PROBLEMS[:1]))
-    assert episode.rollout.finish_reason == "length" and episode.turns == ()
 
 
 def test_what_was_paid_is_kept_by_an_episode_that_was_cut(caller):
@@ -339,7 +299,7 @@ def test_a_lost_episode_abstains_and_its_slot_goes_on(learner):
         born.append(1)
         return Faulty(CalculatorEnv(), faults={1: "hang"} if len(born) == 1 else {})
 
-    options = {"size": 1, "on_failure": "drop", "min_group": 2, "deadlines": Deadlines(step=1)}
+    options = {"size": 1, "on_failure": "drop", "min_group": 1, "deadlines": Deadlines(step=1)}
     sums = [p for p in PROBLEMS[:2] for _ in range(4)]
     episodes = run(played(learner, first_hangs, sums, tell=seen, **options))
     assert [e is None for e in episodes] == [True] + [False] * 7
@@ -389,7 +349,7 @@ def test_a_policy_that_never_ends_a_turn_is_named_once(learner):
 # --- observations -----------------------------------------------------------------------------------------------------
 
 
-def test_a_text_of_two_megabytes_does_not_fit(caller):
+def test_what_an_environment_may_say(caller):
     class Endless(CalculatorEnv):
         def reset(self, seed=None, task=None):
             return StepResult({"text": "x" * 2_000_000})
@@ -400,14 +360,11 @@ def test_a_text_of_two_megabytes_does_not_fit(caller):
     assert (episode.rollout.finish_reason, episode.rollout.reward, episode.heard) == ("length", 0.5, ())
     assert episode.turns[0][1].endswith("(2000000 characters, which did not fit)")
     assert len(episode.turns[0][1]) < 2100 and episode.rollout.mask.count(0) == 0
+    episode, = run(played(caller, saying("a \udcff b"), PROBLEMS[:1], Limits(max_turns=2), temperature=1e-3))
+    assert episode.turns[0][1] == "a ? b"  # half a surrogate pair is no text
     for size, heard in ((2100, False), (100, True)):
         episode, = run(played(caller, saying("x" * size), PROBLEMS[:1], Limits(max_turns=2, max_total_tokens=512)))
         assert episode.heard == ("x" * size,) * heard
-
-
-def test_half_a_surrogate_pair_is_no_text(caller):
-    episode, = run(played(caller, saying("a \udcff b"), PROBLEMS[:1], Limits(max_turns=2), temperature=1e-3))
-    assert episode.turns[0][1] == "a ? b"
 
 
 # --- malformed actions ------------------------------------------------------------------------------------------------
@@ -489,8 +446,7 @@ def test_training_goes_on_over_malformed_actions(learner, on_failure):
     assert [row["lost"] for row in rows] == [0, 0] and all(row["invalid"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_where_every_episode_abstains_the_row_and_a_warning_say_so(learner, kl_coef):
+def test_where_every_episode_abstains_the_row_and_a_warning_say_so(learner, kl_coef=0.1):
     action_format = replace(speaking(on_invalid="abstain"), to_action=lambda text: {"number": 9})
     before = [p.clone() for p in learner.model.parameters()]
     with pytest.warns(UserWarning, match="every episode of this step abstained"):
@@ -514,8 +470,7 @@ class Sum:
     b: int
 
 
-@pytest.mark.parametrize("task, sent", [(Sum(1, 2), {"a": 1, "b": 2}), ("two", "two"), ([3, 4], [3, 4])],
-                         ids=["dataclass", "string", "list"])
+@pytest.mark.parametrize("task, sent", [(Sum(1, 2), {"a": 1, "b": 2}), ([3, "x"], [3, "x"])], ids=["dataclass", "list"])
 def test_a_task_is_any_json_value(learner, task, sent):
     got = []
 
@@ -526,14 +481,6 @@ def test_a_task_is_any_json_value(learner, task, sent):
 
     run(train(learner, Recording, [task], config=replace(CONFIG, prompts_per_step=1, group_size=2)))
     assert got == [sent, sent]
-
-
-def test_what_introduces_stands_before_the_question(caller):
-    async def introduce(slot):
-        return f"Slot {slot.session.open}."
-
-    episode, = run(played(caller, CalculatorEnv, PROBLEMS[:1], action_format=replace(TEXT, introduce=introduce)))
-    assert episode.question == "Slot True.\nWhat is 0 + 0?"
 
 
 def test_rows_say_what_the_episodes_were_like(learner):
@@ -550,7 +497,13 @@ def test_rows_say_what_the_episodes_were_like(learner):
     for row in rows:
         assert 1 <= row["turns"] <= 4 and row["lost"] == 0 and 0 <= row["reward"] <= 1
         assert 0 < row["tool_rate"] <= row["calls"] and row["env_s"] > 0
-    action_format = replace(TEXT, measure=lambda results: {"steps_heard": len(results), "calls": 0})
+
+    async def introduce(slot):
+        return f"Slot {slot.session.open}."
+
+    action_format = replace(TEXT, introduce=introduce, measure=lambda results: {"steps_heard": len(results), "calls": 0})
+    episode, = run(played(learner, CalculatorEnv, PROBLEMS[:1], action_format=action_format))
+    assert episode.question == "Slot True.\nWhat is 0 + 0?"
     row, = run(train(learner, CalculatorEnv, action_format=action_format))
     assert row["steps_heard"] == row["turns"] > 0 and row["tool_rate"] == row["calls"] == 0
 
@@ -561,10 +514,9 @@ def test_rows_say_what_the_episodes_were_like(learner):
     ({"limits": Limits(max_total_tokens=45)},
      lambda found: 30 < max(len(e.rollout.prompt + e.rollout.tokens) for e in found) <= 45),
     ({"config": replace(CONFIG, max_new_tokens=3)}, lambda found: all(len(e.rollout.tokens) == 3 for e in found)),
-    ({"config": replace(CONFIG, group_size=2)}, lambda found: len(found) == 6),
     ({"config": replace(CONFIG, temperature=1e-4)}, lambda found: len({e.rollout.tokens for e in found}) == 3),
     ({"action_format": replace(TEXT, to_text=lambda seen: seen["text"] + "!")}, lambda found: found[0].question.endswith("?!")),
-], ids=["default", "max_turns", "max_total_tokens", "max_new_tokens", "group_size", "cold", "action_format"])
+], ids=["default", "max_turns", "max_total_tokens", "max_new_tokens", "cold", "action_format"])
 @pytest.mark.filterwarnings("ignore:no turn of this step")
 def test_training_plays_by_its_options(options, holds, learner, monkeypatch):
     found, honest = [], multiturn.as_groups

@@ -9,6 +9,7 @@ from loop_helpers import flat as weights
 from loop_helpers import rows_of
 from test_sources import CONFIG, ROWS, train, vowels
 
+from grpolab.env.curriculum import Curriculum
 from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
 from grpolab.models.load import load_policy
@@ -118,21 +119,11 @@ def test_what_abstains_does_not_count_in_a_held_out_mean(tiny):
     assert asyncio.run(half(tiny)) == 1.0
 
 
-def test_a_curriculum_hears_of_the_first_reward(tiny):
+def test_a_curriculum_gets_the_first_reward(tiny):
     """A rollout that succeeded and was a little long has succeeded."""
-    told = []
-
-    class Rows:
-        tasks = ROWS
-
-        def next_tasks(self, n):
-            return ROWS[:n]
-
-        def record_result(self, task, rate):
-            told.append(rate)
-
-    train(tiny, rows=Rows(), reward=Several({"right": (lambda *_: 1.0, 1.0), "length": (Lengths(), -0.01)}))
-    assert told == [1.0] * 6
+    curriculum = Curriculum([ROWS], seed=1)
+    train(tiny, rows=curriculum, reward=Several({"right": (lambda *_: 1.0, 1.0), "length": (Lengths(), -0.01)}))
+    assert curriculum.results == 6 and {row["rate"] for row in curriculum.table() if row["tries"]} == {1.0}
 
 
 def test_one_of_several_trains_as_it_does_alone(tiny):

@@ -13,8 +13,10 @@ from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.env.curriculum import Curriculum
+from grpolab.lab.restore import restore
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
+from grpolab.runs.run import Run
 from grpolab.train import GRPOConfig, grpo, grpo_from
 from grpolab.train.rewards import Faults, finished_and_correct, sample_and_score
 from grpolab.train.sources import StepGroups, distinct
@@ -40,12 +42,12 @@ def train(policy, rows=ROWS, reward=vowels, config=CONFIG, **more):
 
 
 def test_rows_of_any_kind_train_alike(tiny):
-    problems = [Problem(a, "+", 2) for a in range(6)]
-    others = [load_policy("tiny") for _ in range(2)]
     train(tiny)
-    train(others[0], problems)
-    train(others[1], [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": 0} for r in ROWS])
-    assert torch.equal(weights(tiny), weights(others[0])) and torch.equal(weights(tiny), weights(others[1]))
+    for rows in ([Problem(a, "+", 2) for a in range(6)],
+                 [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": 0} for r in ROWS]):
+        other = load_policy("tiny")
+        train(other, rows)
+        assert torch.equal(weights(tiny), weights(other))
 
 
 def test_a_source_of_ones_own_trains_as_grpo_does(tiny):
@@ -113,12 +115,6 @@ def test_a_cancelled_step_leaves_no_reward_behind(tiny):
     assert asyncio.run(run()) == [] and tiny.version == 0
 
 
-def test_a_curriculum_is_told_by_single_turns_too(tiny):
-    curriculum = Curriculum([[row] for row in ROWS], seed=1)
-    rows = train(tiny, curriculum, reward=lambda text, row, rollout: float(row["answer"] == 2))
-    assert curriculum.results == 6 and all("curriculum" in row for row in rows)
-
-
 def test_refills_are_not_for_a_curriculum(tiny):
     with pytest.raises(ValueError, match="refills=1: a curriculum"):
         train(tiny, Curriculum([ROWS], seed=1), config=dataclasses.replace(CONFIG, refills=1))
@@ -128,9 +124,9 @@ def test_rows_of_the_same_content_count_once():
     assert distinct([{"a": 1, "b": 2}, 3, {"b": 2, "a": 1}, 3, [1]]) == [{"a": 1, "b": 2}, 3, [1]]
 
 
-def from_source(policy, source, config=CONFIG):
+def from_source(policy, source, config=CONFIG, run=None):
     async def collect():
-        return [row async for row in grpo_from(policy, None, source, config, longest=64)]
+        return [row async for row in grpo_from(policy, None, source, config, longest=64, run=run)]
 
     return asyncio.run(collect())
 
@@ -226,15 +222,20 @@ class Later(Together):
 
 
 def count(texts):
-    return [float(sum(t.count(v) for v in "aeiou0123")) for t in texts]
+    return [vowels(text, None, None) for text in texts]
 
 
-def test_a_batch_may_be_async_and_trains_as_the_plain_one_does(tiny):
-    others = [load_policy("tiny"), load_policy("tiny")]
+async def vowels_later(text, row, rollout):
+    await asyncio.sleep(0.001 * (len(text) % 3))
+    return vowels(text, row, rollout)
+
+
+def test_a_batch_and_an_async_reward_train_as_the_plain_one_does(tiny):
     train(tiny)
-    train(others[0], reward=Together(count))
-    train(others[1], reward=Later(count))
-    assert torch.equal(weights(tiny), weights(others[0])) and torch.equal(weights(tiny), weights(others[1]))
+    for reward in (Together(count), Later(count), vowels_later):
+        other = load_policy("tiny")
+        train(other, reward=reward)
+        assert torch.equal(weights(tiny), weights(other))
 
 
 @pytest.mark.parametrize("kind", [Together, Later])
@@ -265,3 +266,16 @@ def test_watched_rewards_may_be_async_and_may_fail_for_some(tiny):
         rows = train(other, watch={"later": later, "fragile": fragile, "same": vowels})
     assert all(row["later"] == 2.0 and row["fragile"] == 3.0 and row["reward_errors"] == 0 for row in rows)
     assert torch.equal(weights(tiny), weights(other))
+
+
+def test_advantages_of_a_sources_own_are_recorded_and_trained_again(tiny, tmp_path):
+    """A run of `grpo_from` without a record of its own is restored to the weights that it ended with."""
+    async def source(step):
+        groups = await sampled_groups(tiny, step)
+        return StepGroups(groups, advantages=torch.tensor([[1.0, -1.0, 0.5, -0.5], [0.0, 2.0, -1.0, -1.0]]))
+
+    run = Run("own", root=tmp_path, replay_every=5)
+    from_source(tiny, source, run=run)
+    assert run.rollouts(0)["advantage"].tolist() == [1.0, -1.0, 0.5, -0.5, 0.0, 2.0, -1.0, -1.0]
+    state = restore(run, 2)
+    assert state.notes == () and torch.equal(weights(state.policy), weights(tiny))

@@ -107,12 +107,10 @@ def test_the_form_is_read_off_the_template():
             wrong()
 
 
-@pytest.mark.parametrize("wrong", [{}, {"type": "function", "function": {"name": "a b"}}, "room",
-                                   ROOM | {"function": {"name": "f", "parameters": {"properties": [1]}}},
-                                   ROOM | {"function": {"name": 5}},
-                                   ROOM | {"function": {"name": "f", "description": "\ud800"}},
-                                   ROOM | {"function": {"name": "f", "parameters": {"x": float("nan")}}},
-                                   ROOM | {"function": {"name": "f", "parameters": "[" * 2000}}])
+@pytest.mark.parametrize("wrong", [
+    {}, "room", *(ROOM | {"function": of} for of in (
+        {"name": "a b"}, {"name": 5}, {"name": "f", "description": "\ud800"}, {"name": "f", "parameters": {"properties": [1]}},
+        {"name": "f", "parameters": {"x": float("nan")}}, {"name": "f", "parameters": "[" * 2000}))])
 def test_tools_that_are_none_are_refused(wrong):
     with pytest.raises(ValueError, match="a tool is|parameters"):
         tools_of([wrong])
@@ -168,8 +166,8 @@ def test_no_name_of_a_parameter_makes_a_control_token(tiny):
 def test_types_of_parameters_are_written(tiny):
     kinds = {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "b": {"enum": ["x", 1]},
              "c": {"type": ["string", "null"]}, "d": {}}
-    text = text_of(tiny.tokenizer, prompt_ids(tiny.tokenizer, "x", [ROOM | {"function": {
-        "name": "f", "parameters": {"properties": kinds}}}]))
+    tool = ROOM | {"function": {"name": "f", "parameters": {"properties": kinds}}}
+    text = text_of(tiny.tokenizer, prompt_ids(tiny.tokenizer, "x", [tool]))
     assert text.startswith("Tools: f(integer|null a, x|1 b, string|null c, any d): ")
 
 

@@ -147,12 +147,12 @@ def place() -> Place:
     (call("boom", kind="hang"), "error: TimeoutError: longer than 0.3 s"),
     (call("boom", kind="stop"), "error: RuntimeError: coroutine raised StopIteration"),
     (call("boom", kind="other"), "error: KeyError: 'other'"),
-    (call("late"), "error: TimeoutError: longer than 0.3 s"),
+    (call("boom", kind="interrupt"), "error: KeyboardInterrupt: ^C"),
+    (call("boom", kind="bad"), "error: Unspeakable: (no message)"),
+    (call("raises", kind="cancel"), "error: CancelledError: own"),
+    (call("raises", kind="late"), "error: TimeoutError: the database"),
     (call("blocking"), "error: TimeoutError: longer than 0.3 s"),
     (call("late") + call("late"), ["error: TimeoutError: longer than 0.3 s"] * 2),  # one bound for both
-    *((call(name, kind=kind), told) for name in ("boom", "raises") for kind, told in (
-        ("interrupt", "error: KeyboardInterrupt: ^C"), ("cancel", "error: CancelledError: own"),
-        ("bad", "error: Unspeakable: (no message)"), ("late", "error: TimeoutError: the database"))),
     (call("nothing"), "error: there is no tool 'nothing'; there are boom, late, raises, blocking"),
     (call("boom", knd=1), "error: kind: Missing required argument; knd: Unexpected keyword argument"),
     (call("boom", kind=[1]), "error: kind: Input should be a valid string"),

@@ -46,10 +46,9 @@ class Episode:
     """A rollout with its reward, and how it came about: `turns` are pairs (what the policy wrote, the answer to it).
 
     `rollout.finish_reason` is "done" where the environment ended the episode, "turns" at the turn limit, "length" where the
-    tokens ran out: a turn was cut (then the environment does not get it), or an observation did not fit (then the policy did
-    not read it, and `turns` keeps its beginning). All three keep what the environment paid until then, and the latter two,
-    which are the policy's doing, earn 0.0 where it paid nothing. "invalid" ended over an action that could not be read;
-    under `abstain` its reward is None. A lost session is not the policy's doing and gives no episode.
+    tokens ran out: a turn was cut (then the environment does not get it), or an observation did not fit (then `turns` keeps
+    its beginning). All three keep what the environment paid until then; the latter two earn 0.0 where it paid nothing.
+    "invalid" ended over an action that could not be read; under `abstain` its reward is None.
 
     `heard` are the observations that stand in the rollout's tokens, `invalid` counts the actions that could not be read,
     `measures` are the numbers of the action format's `measure`, `env_s` the seconds spent waiting for the environment.
@@ -97,10 +96,8 @@ async def _awaited(result: Any) -> Any:
 
 async def play(slot: Slot, sampler: Sampler, task: Any, *, seed: int, params: SamplingParams, limits: Limits,
                action_format: ActionFormat = TEXT, reset_seed: int | None = None) -> Episode:
-    """One episode of `task` on a slot. `params.max_new_tokens` bounds each turn; `seed` makes its draws.
-
-    `reset_seed` (default: `seed`) is the environment's: rollouts of a group share it, so that they get one question.
-    """
+    """One episode of `task` on a slot. `params.max_new_tokens` bounds each turn; `seed` makes its draws, and `reset_seed`
+    (default: `seed`) is the environment's."""
     check_limits(sampler.policy, limits)
     with closing(sampler.conversation(seed=seed)) as conversation:
         game = _Play(slot, sampler.policy, conversation, params, limits, action_format)
@@ -214,11 +211,10 @@ async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, se
                    limits: Limits, action_format: ActionFormat = TEXT, reset_seeds: Sequence[int] | None = None
                    ) -> list[Episode | None]:
     """An episode of each task: every slot takes the next one as it gets free. `reset_seeds` (default: `seeds`) are the
-    environments', equal within a group. Each episode has `deadlines.episode` s of its own.
+    environments', equal within a group. Each episode has `deadlines.episode` s of its own, and draws from its own seed.
 
     Under the pool's `drop`, an episode that was lost is None and stands in `pool.failures`; its slot goes on. Raises
-    GroupFailed where fewer than `min_group` are left, or no slot has a session any more. Which slot plays which episode
-    depends on timing; the episode does not, for its draws come from its own seed.
+    GroupFailed where fewer than `min_group` are left, or no slot has a session any more.
     """
     check_limits(sampler.policy, limits)
     episodes: list[Episode | None] = [None] * len(tasks)
@@ -263,11 +259,8 @@ async def evaluate_episodes(pool: GrpoPool, sampler: Sampler, problems: Sequence
 def as_groups(tasks: Sequence, episodes: Sequence[Episode | None], kind: str, min_group: int = 1) -> list[RecordedGroup]:
     """The episodes, equally many of each task in turn, as groups with advantages of this kind: `trained` is what the update
     gets of one. There, an episode that was lost, or abstains, is an empty rollout without reward, and so are all of a group
-    in which fewer than `min_group` are left. A task without any episode is left out; groups without any reward, which the
-    update does not get, stand last.
-
-    Raises ValueError where the rollouts of a group did not get the same question: their rewards do not compare.
-    """
+    in which fewer than `min_group` are left; groups without any reward stand last. A task without any episode is left out.
+    ValueError where the rollouts of a group did not get the same question: their rewards do not compare."""
     size, groups = len(episodes) // max(1, len(tasks)), []
     for i, task in enumerate(tasks):
         members = episodes[i * size : (i + 1) * size]
@@ -276,10 +269,8 @@ def as_groups(tasks: Sequence, episodes: Sequence[Episode | None], kind: str, mi
             continue
         questions = list(dict.fromkeys(e.question for e in played))
         if len(questions) > 1:
-            raise ValueError(
-                f"the rollouts of one group got different questions, {questions[0]!r:.100} and {questions[1]!r:.100}: the "
-                "question must depend on nothing but the task and the seed that reset gets; what else differs belongs out of "
-                "to_text")
+            raise ValueError(f"the rollouts of one group got different questions, {questions[0]!r:.90} and {questions[1]!r:.90}:"
+                             " the question must depend on nothing but the task and the seed that reset gets")
         rewarded = [e is not None and e.rollout.reward is not None for e in members]
         used = sum(rewarded) >= max(1, min(min_group, size))
         lost = Rollout(played[0].rollout.prompt, (), (), (), (), "lost")

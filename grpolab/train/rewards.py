@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,15 +102,16 @@ def _call(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: S
     return list(map(one, texts, rows, rollouts))
 
 
-def _is_pending(values: Any) -> bool:
-    return inspect.isawaitable(values) or isinstance(values, list) and any(map(inspect.isawaitable, values))
-
-
-async def _awaited(values: Any) -> Any:
-    """What `_call` returned, with the awaitables in it awaited at once."""
+def _pending(values: Any) -> Awaitable | None:
+    """What is to be awaited for the values that `_call` returned, all at once; None where they are there."""
     if inspect.isawaitable(values):
-        return await values
+        return values
+    if isinstance(values, list) and any(map(inspect.isawaitable, values)):
+        return _gathered(values)
+    return None
 
+
+async def _gathered(values: Sequence) -> list:
     async def one(value):
         return await value if inspect.isawaitable(value) else value
 
@@ -118,11 +119,11 @@ async def _awaited(values: Any) -> Any:
 
 
 def _checked(values: Any, expected: int, name: str) -> list[Total | Exception]:
-    try:
-        values = list(values)
-    except TypeError:
+    """The values as rewards. TypeError or ValueError for what is none, and where there are more or fewer than rollouts."""
+    if not isinstance(values, Iterable):
         raise TypeError(f"the batch of the reward {name!r} gave {values!r:.60}: it gives a list of a number, or None, for "
-                        f"each of its {expected} rollouts") from None
+                        f"each of its {expected} rollouts")
+    values = list(values)
     if len(values) != expected:
         raise ValueError(f"the batch of the reward {name!r} gave {len(values)} rewards for {expected} rollouts: give each its "
                          "own, or None")
@@ -136,8 +137,8 @@ async def outcomes(reward: Reward, texts: Sequence[str], rows: Sequence[Any], ro
         values = _call(reward, texts, rows, rollouts)
     else:
         values = await off_loop(lambda: _call(reward, texts, rows, rollouts))
-    values = await _awaited(values) if _is_pending(values) else values
-    return _checked(values, len(texts), name or name_of(reward))
+    pending = _pending(values)
+    return _checked(values if pending is None else await pending, len(texts), name or name_of(reward))
 
 
 def _rewarded(groups: Sequence[Sequence[Rollout]], values: Sequence[Total | Exception], faults: Faults | None) -> list[Group]:
@@ -155,7 +156,8 @@ def score_texts(texts: Sequence[str], rows: Sequence[Any], groups: Sequence[Sequ
                 faults: Faults | None = None) -> list[Group]:
     """`score` of completions whose `texts` are known already, one a rollout."""
     values = _call(reward, texts, *_flat(rows, groups))
-    values = run_sync(_awaited(values)) if _is_pending(values) else values
+    pending = _pending(values)
+    values = values if pending is None else run_sync(pending)
     return _rewarded(groups, _checked(values, len(texts), name_of(reward)), faults)
 
 
@@ -182,9 +184,8 @@ async def sample_and_score(
     policy: Policy, sampler: Sampler, rows: Sequence[Any], prompts: Sequence[Sequence[int]], group_size: int,
     params: SamplingParams, reward: Reward, faults: Faults, seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
-    """A group of rollouts of each prompt with their rewards, each scored as it finishes, while the sampler decodes on (a reward
-    with `batch`: all at the end). `rows` are what the reward gets, `seeds` (B, G) the rollouts' own where `params.seed` does
-    not make them."""
+    """A group of rollouts of each prompt with their rewards, each scored as it finishes (by a `batch`: all at the end).
+    `rows` are what the reward gets, `seeds` (B, G) the rollouts' own where `params.seed` does not make them."""
     options = {"group_size": group_size, "params": params} | ({"seeds": seeds} if seeds is not None else {})
     if hasattr(reward, "batch"):
         return await scored(policy, rows, await sampler.sample(prompts, **options), reward, faults)
