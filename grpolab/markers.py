@@ -53,8 +53,8 @@ class Markers:
         """`text` with a stand-in for each control token that it spells, but for those of `calls`. Warns where it spells a
         marker of plain words."""
         if word := next((w for w in self.words if w in text), None):
-            warnings.warn(f"a message says {word!r}, which this chat template writes as plain words between turns: nothing tells"
-                          " the two apart. Use a tokenizer that has tokens of its own for turns", stacklevel=4)
+            warnings.warn(f"a message says {word!r}, which this chat template writes as plain words between turns: nothing "
+                          "tells the two apart. Use a tokenizer that has tokens of its own for turns", stacklevel=4)
         spared = self._calls if calls else ()
         return self._pattern.sub(lambda m: m[0] if m[0] in spared else self._hidden[m[0]], text)
 

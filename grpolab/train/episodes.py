@@ -269,8 +269,8 @@ def as_groups(tasks: Sequence, episodes: Sequence[Episode | None], kind: str, mi
             continue
         questions = list(dict.fromkeys(e.question for e in played))
         if len(questions) > 1:
-            raise ValueError(f"the rollouts of one group got different questions, {questions[0]!r:.90} and {questions[1]!r:.90}:"
-                             " the question must depend on nothing but the task and the seed that reset gets")
+            raise ValueError(f"the rollouts of a group got different questions, {questions[0]!r:.90} and {questions[1]!r:.90}: "
+                             "the question must depend on nothing but the task and the seed that reset gets")
         rewarded = [e is not None and e.rollout.reward is not None for e in members]
         used = sum(rewarded) >= max(1, min(min_group, size))
         lost = Rollout(played[0].rollout.prompt, (), (), (), (), "lost")

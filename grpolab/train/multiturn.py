@@ -78,14 +78,13 @@ def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, l
             params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
             seeds=[_draws_of(config.seed, step, g * size + i) for g in shard for i in range(size)],
             reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in shard for _ in range(size)])
-        if distributed.world().size > 1:
-            groups = [episodes[i * size : (i + 1) * size] for i in range(len(shard))]
-            groups = await off_loop(lambda: distributed.gathered(f"the episodes of step {step}", rows, groups, _plain, _back))
-            episodes = [episode for members in groups for episode in members]
+        own = [episodes[i * size : (i + 1) * size] for i in range(len(shard))]
+        by_task = await off_loop(lambda: distributed.gathered(f"the episodes of step {step}", rows, own, _plain, _back))
+        episodes = [episode for members in by_task for episode in members]
         groups = as_groups(rows, episodes, config.advantage_kind, pool.min_group if pool.on_failure == "drop" else 1)
         habits = _habits(episodes)
         _warn(habits, config, limits, warnings_given)
-        rewards = [[e and e.rollout.reward for e in episodes[i * size : (i + 1) * size]] for i in range(len(rows))]
+        rewards = [[e and e.rollout.reward for e in members] for members in by_task]
         return StepGroups(
             [g.trained for g in groups if g.used], habits, seen=[g.trained for g in groups],
             after_step=lambda: tasks.record(rows, rewards), record=lambda: groups, engine=sampler.engine.name)

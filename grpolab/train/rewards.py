@@ -78,8 +78,6 @@ class Faults:
 
 async def faults_of_all(faults: Faults, place: str) -> Faults:
     """Those of all ranks; the first error is this rank's own where it has one."""
-    if distributed.world().size == 1:
-        return faults
     by_rank = await off_loop(lambda: distributed.exchange(place, [faults.count, faults.first and repr(faults.first)]))
     elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(by_rank) if first]
     return Faults(sum(count for count, _ in by_rank), faults.first or next(iter(elsewhere), None))
@@ -246,9 +244,8 @@ async def watched(
         faults, shard, place = Faults(), distributed.shard(groups), f"the watched reward {name}"
         if reward is not trained:
             shard = await scored(policy, distributed.shard(rows), shard, reward, faults)
-        values = [g.rewards for g in shard]
-        if distributed.world().size > 1:
-            values = await off_loop(lambda: distributed.gathered(place, rows, values, list, list))  # noqa: B023
+        own = [g.rewards for g in shard]
+        values = await off_loop(lambda: distributed.gathered(place, rows, own, list, list))  # noqa: B023
         report(await faults_of_all(faults, place), sum(map(len, groups)), warnings_given)
         groups = [g.with_rewards(g.rewards, [{**r.parts, name: x} for r, x in zip(g, of)]) for g, of in zip(groups, values)]
     return groups

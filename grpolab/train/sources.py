@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -105,27 +104,25 @@ def sampled(
 
     async def source(step: int) -> StepGroups:
         faults = Faults()
-        everything: list[tuple[Any, Group]] = []
 
-        async def sample(rows, seed, watched_rewards):
+        async def sample(rows, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            shard, seeds = distributed.shard(rows), None
+            shard = distributed.shard(rows)
             prompts = await off_loop(lambda: [prompt_of(row) for row in shard])
+            seeds = None
             if distributed.world().size > 1:  # the rollouts that one process would draw, each rank its groups
                 seeds = group_seeds(seed, distributed.shard(range(len(rows))), config.group_size)
-            groups = await sample_and_score(policy, sampler, shard, prompts, config.group_size, params, reward, faults, seeds)
-            if distributed.world().size > 1:
-                groups = await off_loop(lambda: distributed.gathered(
-                    f"the groups of step {step}", rows, groups, distributed.plain_group, distributed.group_of))
-            groups = await watched(policy, rows, groups, reward, watched_rewards, watch_warnings)
-            everything.extend(zip(rows, groups))
-            return groups
+            own = await sample_and_score(policy, sampler, shard, prompts, config.group_size, params, reward, faults, seeds)
+            return await off_loop(lambda: distributed.gathered(
+                f"the groups of step {step}", rows, own, distributed.plain_group, distributed.group_of))
 
         rows = await off_loop(lambda: tasks.tasks(step))
-        first = await sample(rows, config.seed * 1_000_003 + step, watch or {})
-        groups, cost = first, {}
+        first = await sample(rows, config.seed * 1_000_003 + step)
+        first = await watched(policy, rows, first, reward, watch or {}, watch_warnings)
+        groups, further, cost = first, [], {}
         if config.refills:
-            groups, cost = await refill(partial(sample, watched_rewards={}), rows, first, distinct_rows, config, step, gate)
+            groups, further, cost = await refill(sample, rows, first, distinct_rows, config, step, gate)
+        everything = [*zip(rows, first), *further]
         faults = await faults_of_all(faults, f"the rewards of step {step}")
         errors = report(faults, sum(len(g) for _, g in everything), warnings_given)
         means = {name: reward_tensor(values).nanmean().item() for name, values in parts_of(first).items()}
@@ -146,8 +143,8 @@ def parts_of(groups: Sequence[Group]) -> dict[str, list[list[float | None]]]:
 
 
 async def refill(sample, first_rows: Sequence[Any], first: Sequence[Group], rows: Sequence[Any], config: GRPOConfig, step: int,
-                 gate: str | None = None):
-    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): (groups to train on, what it cost).
+                 gate: str | None = None) -> tuple[list[Group], list[tuple[Any, Group]], dict]:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): (groups to train on, what was sampled further, what it cost).
 
     Each round samples as many rows, none of them twice in a step, as groups with a difference in reward are missing: a
     function of (seed, step) and of the rewards, so that a resumed run samples the same. Where rounds or rows run out, the
@@ -156,18 +153,19 @@ async def refill(sample, first_rows: Sequence[Any], first: Sequence[Group], rows
     """
     used = set(map(content_of, first_rows))
     unused = (r for r in (rows[i] for i in shuffled(len(rows), f"{config.seed}/{step}/refill")) if content_of(r) not in used)
-    sampled, teaching = list(first), with_signal(first, gate)
+    further, teaching = [], with_signal(first, gate)
     for extra in range(config.refills):
         more = list(islice(unused, max(0, config.prompts_per_step - len(teaching))))
         if not more:
             break
         fresh = await sample(more, fold_seed(config.seed, step, extra))
-        sampled, teaching = sampled + fresh, teaching + with_signal(fresh, gate)
-    return teaching, {
-        "refill_prompts": len(sampled) - len(first),
-        "refill_tokens": tokens_of(sampled) - tokens_of(first),
-        "discarded_groups": len(sampled) - len(teaching),
-        "discarded_tokens": tokens_of(sampled) - tokens_of(teaching),
+        further += zip(more, fresh)
+        teaching += with_signal(fresh, gate)
+    tokens = tokens_of([g for _, g in further])
+    return teaching, further, {
+        "refill_prompts": len(further), "refill_tokens": tokens,
+        "discarded_groups": len(first) + len(further) - len(teaching),
+        "discarded_tokens": tokens_of(first) + tokens - tokens_of(teaching),
     }
 
 
