@@ -119,8 +119,8 @@ def _checked(message: Message) -> Message:
                          f"tool_call_id and a name: got {str(message)[:80]!r}")
     check_json(content)
     more = {"tool_calls": [_checked_call(call) for call in calls]} if calls else {}
-    kept = {k: v for k, v in message.items() if k in ("tool_call_id", "name")}
-    return {"role": "system" if role == "developer" else role, "content": content} | kept | more
+    ids = {k: v for k, v in message.items() if k in ("tool_call_id", "name")}
+    return {"role": "system" if role == "developer" else role, "content": content} | ids | more
 
 
 def _checked_call(call: Any) -> dict:

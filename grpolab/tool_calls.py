@@ -57,14 +57,14 @@ def check_json(value: Any) -> None:
         raise ValueError(str(error)) from error
 
 
-def _check_depth(value: Any, left: int = MAX_DEPTH) -> None:
+def _check_depth(value: Any, levels: int = MAX_DEPTH) -> None:
     if isinstance(value, dict | list | tuple):
-        if left == 0:
+        if levels == 0:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, dict) and (key := next((key for key in value if not isinstance(key, str)), "")) != "":
             raise ValueError(f"the key {key!r:.60} of an object is no string")
         for part in value.values() if isinstance(value, dict) else value:
-            _check_depth(part, left - 1)
+            _check_depth(part, levels - 1)
 
 
 def _not_json(name: str) -> None:

@@ -55,7 +55,7 @@ def test_it_is_what_all_ordered_groups_give_by_hand(problem):
     assert (mean - problem.gradient).norm() / norm < 1e-10
 
 
-def test_baselines_as_theory_says(problem, size=3):
+def test_baselines_as_theory_says(problem, size=2):
     table = bench(problem, {k: ON_POLICY[k] for k in list(ON_POLICY)[:5]}, group_size=size).set_index("estimator")
     for name in ("no baseline", "leave one out"):
         assert table["bias"][name] < 1e-10

@@ -90,7 +90,7 @@ async def train(policy, env, problems=PROBLEMS, config=CONFIG, size=6, pool_opti
 
 async def played(policy, env, tasks, limits=None, size=2, temperature=1.0, action_format=TEXT, max_new_tokens=24, seed=0,
                  tell=None, **pool_options):
-    async with serve(env, max_sessions=size, close_timeout=0.1) as server, Sampler(policy) as sampler:
+    async with serve(env, max_sessions=size + 1, close_timeout=0.1) as server, Sampler(policy) as sampler:
         async with GrpoPool(server.url, size=size, **pool_options) as pool:
             params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
             episodes = await play_all(pool, sampler, tasks, seeds=range(seed, seed + len(tasks)), limits=limits or Limits(),

@@ -114,6 +114,13 @@ def test_it_records_and_resumes_as_any_run(record, tmp_path):
     assert list(old["advantage"]) == list(new["advantage"])
 
 
+def test_it_records_the_advantages_that_it_trained_on(record, tmp_path):
+    config, run = dataclasses.replace(CONFIG, advantage_kind="leave_one_out"), Run("other", root=tmp_path)
+    train(load_policy("tiny"), recorded_groups(record[0]), config, n=1, run=run)
+    old, new = (r.rollouts(0)["advantage"].to_numpy() for r in (record[0], run))
+    assert new == pytest.approx(old * 4 / 3) and abs(old).max() > 0
+
+
 # --- what is refused, before anything is trained ------------------------------------------------------------------------
 
 

@@ -46,11 +46,11 @@ def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{Run.shown(folder)} holds no run of GRPO whose rollouts could be trained on: its run.json cannot be "
                          f"read, or says no temperature ({error!r})") from error
-    held = recorder.steps()
-    chosen = held if steps is None else list(steps)
-    if not chosen or set(chosen) - set(held):
-        there = f"it holds {held[0]} to {held[-1]}" if held else "it holds none: record with Run(..., keep='all')"
-        raise ValueError(f"the record of {Run.shown(folder)} lacks steps {sorted(set(chosen) - set(held))}: {there}")
+    every = recorder.steps()
+    chosen = every if steps is None else list(steps)
+    if not chosen or set(chosen) - set(every):
+        there = f"it holds {every[0]} to {every[-1]}" if every else "it holds none: record with Run(..., keep='all')"
+        raise ValueError(f"the record of {Run.shown(folder)} lacks steps {sorted(set(chosen) - set(every))}: {there}")
     longest = 1
     for line in recorder.lines(chosen):
         if "logps" not in line:
@@ -60,7 +60,7 @@ def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None
     return Recorded(recorder, folder, tuple(chosen), longest, temperature, kind)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recorded:
     """The source that `recorded_groups` gives; `longest` is the most tokens of a prompt with its completion."""
 
@@ -69,7 +69,8 @@ class Recorded:
     steps: tuple[int, ...]
     longest: int
     temperature: float
-    kind: str  # of advantage
+    kind: str  # of advantage in the record
+    trained_kind: str = "centred"  # of advantage in the training
 
     async def __call__(self, step: int) -> StepGroups:
         """The recorded groups that stand at this step of training; `record_step` in the row says which."""
@@ -81,11 +82,11 @@ class Recorded:
             made = None  # of their totals: the config says of which kind now
         sampled = [(g.problem, t) for g, t in zip(groups, trained)]
         return StepGroups(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, advantages=made,
-                          record=lambda: as_recorded(sampled, used, self.kind, made), engine="record", off_policy=True)
+                          record=lambda: as_recorded(sampled, used, self.trained_kind, made), engine="record", off_policy=True)
 
     def check(self, policy: Policy, config: GRPOConfig, run: Run | None) -> None:
         """Refuse, before the first step, what this record cannot train; ValueError says why."""
-        name = Run.shown(self.folder)
+        name, self.trained_kind = Run.shown(self.folder), config.advantage_kind
         if run is not None and run.folder.resolve() == self.folder.resolve():
             raise ValueError(f"a training into {name} would overwrite the record that it reads: give the run another name")
         if config.steps > len(self.steps):

@@ -92,18 +92,12 @@ def schema_of(function: Callable[..., Any]) -> dict:
                                              "parameters": {"properties": {}} | schema}}
 
 
-def functions_of(tools: Any) -> dict[str, Callable[..., Any]]:
-    """By name: functions of a list, or the public methods of an object, but for `reset`."""
+def functions_of(tools: Any) -> list[Callable[..., Any]]:
+    """The functions of a list, or the public methods of an object, but for `reset`."""
     if isinstance(tools, Sequence):
-        functions = {getattr(function, "__name__", repr(function)): function for function in tools}
-        if len(functions) < len(tools):
-            raise ValueError(f"two tools have one name among {list(functions)}: a call names one")
-    else:
-        names = [name for name, _ in inspect.getmembers_static(type(tools), inspect.isroutine)]
-        functions = {name: getattr(tools, name) for name in names if not name.startswith("_") and name != "reset"}
-    if not functions:
-        raise ValueError(f"{tools!r:.100} holds no tool: give functions, or a class with public methods")
-    return functions
+        return list(tools)
+    names = [name for name, _ in inspect.getmembers_static(type(tools), inspect.isroutine)]
+    return [getattr(tools, name) for name in names if not name.startswith("_") and name != "reset"]
 
 
 class Tools:
@@ -127,7 +121,9 @@ class Tools:
         if not callable(reward):
             raise ValueError(f"reward={reward!r:.80}: it is a function (ToolRun) -> a number")
         self.tools, self.reward, self.deadline = tools, reward, deadline
-        self.schemas = tools_of(tools.tools() if self.served else [schema_of(f) for f in functions_of(self.make()).values()])
+        self.schemas = tools_of(tools.tools() if self.served else map(schema_of, functions_of(self.make())))
+        if not self.schemas:
+            raise ValueError(f"{tools!r:.100} holds no tool: give functions, or a class with public methods")
         self.__name__ = f"Tools({', '.join(tool['function']['name'] for tool in self.schemas)})"
 
     def __call__(self) -> ToolEnvironment:
@@ -189,7 +185,10 @@ class ToolEnvironment:
             async with asyncio.timeout(self._tools.deadline):
                 more = await _run(partial(reset, **declared(reset, {**entries, "task": task, "seed": seed})))
             prompt += more if isinstance(more, str) else ""
-        self._functions = await self._open_session() if self._tools.served else functions_of(self._object)
+        if self._tools.served:
+            self._functions = await self._open_session()
+        else:
+            self._functions = {function.__name__: function for function in functions_of(self._object)}
         return StepResult({"text": prompt})
 
     async def step(self, action: dict) -> StepResult:
