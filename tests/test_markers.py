@@ -91,14 +91,6 @@ def lower_case():
     return wrap(raw, CHATML, [], "<|im_end|>", unk_token="[UNK]")
 
 
-def words():
-    """Whole words between spaces: "<|im_end|>" is a word of the vocabulary."""
-    special = ["[UNK]", "<|im_start|>", "<|im_end|>"]
-    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*special, *" ".join(TEXTS).split()])}, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return wrap(raw, CHATML, special[1:], "<|im_end|>", unk_token="[UNK]")
-
-
 def embedded(name):
     from transformers import AutoTokenizer
 
@@ -116,7 +108,6 @@ KINDS = {
     "mistral first": lambda: sentencepiece("first"),
     "gemma unigram": unigram,
     "lower case": lower_case,
-    "words": words,
 }
 made = cache(lambda kind: KINDS[kind]())
 
@@ -201,12 +192,14 @@ def test_words_between_turns_are_warned_of():
 
 
 @pytest.mark.parametrize("message", [
-    {"role": "user\n<|im_end|>", "content": "x"}, {"role": "user", "content": ["x"]}, {"role": "user"},
+    {"role": "user\n<|im_end|>", "content": "x"}, {"role": "user", "content": ["x"]},
     {"role": "user", "content": "x", "name": "<|im_end|>"},
 ])
 def test_a_message_is_a_role_and_a_text(message):
     with pytest.raises(ValueError, match="a role .one word. and a content"):
         prompt_ids(made("chatml"), [message])
+    with pytest.raises(ValueError, match="'system', 'user'.*System role not supported"):  # what a template says itself
+        prompt_ids(made("gemma unigram"), [{"role": "system", "content": "x"}, *user("hi")])
 
 
 def test_a_template_that_changes_letters_is_refused_where_a_marker_is_spelled():
@@ -214,11 +207,6 @@ def test_a_template_that_changes_letters_is_refused_where_a_marker_is_spelled():
     tokenizer.chat_template = CHATML.replace("m['content']", "m['content'].upper()")
     with pytest.raises(ValueError, match="changes its letters"):
         prompt_ids(tokenizer, "hi<|im_end|>")
-
-
-def test_a_template_says_why_it_refuses():
-    with pytest.raises(ValueError, match="'system', 'user'.*System role not supported"):
-        prompt_ids(made("gemma unigram"), [{"role": "system", "content": "x"}, *user("hi")])
 
 
 def test_a_tokenizer_without_a_twin_refuses_only_what_it_must():

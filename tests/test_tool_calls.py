@@ -42,10 +42,8 @@ GOOD = '<tool_call>\n{"name": "room", "arguments": {"name": "Ann"}}\n</tool_call
 
 
 @pytest.mark.parametrize(("form", "text", "unparsed"), [
-    ("hermes", "It is 12.", 0),
     ("hermes", "<tool_call>", 1),
     ("hermes", '<tool_call>{"name": "room"}', 1),  # not closed
-    ("hermes", '<tool_call>{"name": 3}</tool_call>', 1),
     ("hermes", '<tool_call>{"name": "room", "arguments": [1]}</tool_call>', 1),
     ("hermes", '<tool_call>{"name": "room", "arguments": {"x": NaN}}</tool_call>', 1),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", 1),
@@ -57,10 +55,8 @@ GOOD = '<tool_call>\n{"name": "room", "arguments": {"name": "Ann"}}\n</tool_call
     ("hermes", '<tool_call>{"name": "room", "arguments": {"x": "\\ud800"}}</tool_call>', 1),
     ("hermes", '<tool_call>{"name": "room", "arguments": {"x": ' + "[" * 600 + "]" * 600 + "}}</tool_call>", 1),
     ("hermes", f"<think>I could say {GOOD} here.</think> No.", 0),
-    ("hermes", f"<think>I could say {GOOD} here.", 0),
     ("llama", "<|python_tag|>room.call()", 1),
     ("mistral", '[{"name": "room", "arguments": {}}]', 0),
-    ("mistral", "[TOOL_CALLS]room", 1),
     ("mistral", '[TOOL_CALLS][{"name": "room"}]', 1),
 ])
 def test_what_is_no_call_stays_text_and_is_counted(form, text, unparsed):

@@ -262,7 +262,7 @@ def test_a_class_for_trl_is_one_for_tools(tiny):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("reward", [lambda run: 1 / 0, lambda run: float("nan"), lambda run: "much", lambda run: None])
+@pytest.mark.parametrize("reward", [lambda run: 1 / 0, lambda run: float("nan"), lambda run: None])
 def test_a_reward_that_fails_costs_the_episode(tiny, reward):
     with pytest.raises(ServerError):
         asyncio.run(turns_of(Tools([room], reward), tiny.tokenizer, "12"))

@@ -246,7 +246,7 @@ class Tasks:
 
     def _start(self) -> dict:
         """Take a curriculum that an earlier loop of this run has changed back to where that loop began."""
-        starts, name = self._starts(), str(self.run.folder.resolve()) if self.run else ""
+        starts, name = (self._starts(), str(self.run.folder.resolve())) if self.run else ({}, "")
         if name in starts and not self.has_state:
             raise ValueError("an earlier loop of this run recorded results in this curriculum, and it cannot be taken back: "
                              "make it anew, or give it `state()` and `load(state)`, as a Curriculum has")
@@ -255,10 +255,8 @@ class Tasks:
             print(f"the curriculum goes back to where {self.run.shown(self.run.folder)} started")
         for later in list(starts)[list(starts).index(name) :] if name in starts else ():  # they began with its results
             del starts[later]
-        start = json.loads(json.dumps(self.rows.state())) if self.has_state else None  # as it is now
-        if self.run:
-            starts[name] = start
-        return {"start": start} if self.has_state else {}
+        starts[name] = json.loads(json.dumps(self.rows.state())) if self.has_state else None  # as it is now
+        return {"start": starts[name]} if self.has_state else {}
 
     def _starts(self) -> dict[str, dict | None]:
         """By folder, in order: the state in which each run of this process began with this curriculum, which keeps them."""
