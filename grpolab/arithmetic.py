@@ -109,20 +109,3 @@ def write_jsonl(path: str | Path, problems: Iterable[Problem]) -> Path:
     """One JSON object a line: a, op, b, question, target, answer."""
     rows = (asdict(p) | {"question": p.question, "target": p.target, "answer": p.answer} for p in problems)
     return atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_jsonl(path: str | Path) -> list[Problem]:
-    """The problems of a file that `write_jsonl` wrote; a row that does not fit names its line."""
-    problems = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            problem = Problem(int(row["a"]), row["op"], int(row["b"]))
-            if row["answer"] != problem.answer:
-                raise ValueError(f"the answer is {problem.answer}, not {row['answer']}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not a problem with a, op, b and its answer ({error!r})") from error
-        problems.append(problem)
-    if not problems:
-        raise ValueError(f"{path} holds no problems; write it with `python -m grpolab data`")
-    return problems

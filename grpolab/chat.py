@@ -2,8 +2,7 @@
 
 CHAT_TEMPLATE serves tokenizers that bring none (the embedded model, any base model); a pretrained chat model keeps its
 own. SFT, rollouts and evaluation all go through `prompt_ids` and `encode_chat`, so what is trained is what is sampled.
-Text is data: a message that spells "<|im_end|>" says those characters and ends nothing (`grpolab.markers`). Where a template
-marks its turns with plain words on a tokenizer that has no tokens for them, nothing can tell the two apart: that is warned of.
+Text is data: a message that spells "<|im_end|>" says those characters and ends nothing (`grpolab.markers`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from jinja2 import TemplateError
 
 from grpolab.markers import Markers, markers_of
-from grpolab.tool_calls import ToolCall, call_of, form_of, tools_of
+from grpolab.tool_calls import ToolCall, call_of, check_json, form_of, tools_of
 
 CHAT_TEMPLATE = (  # tools as signatures, a line each, f(string a, integer b): what it does; calls in the form of Hermes
     "{% for tool in tools or [] %}{{ 'Tools: ' if loop.first }}{{ tool['function']['name'] + '(' }}"
@@ -73,22 +72,18 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "§", "par
 _CALL = {"role": "assistant", "content": "",
          "tool_calls": [{"id": "call12345", "type": "function", "function": {"name": "f", "arguments": {}}}]}
 _RESULT = {"role": "tool", "content": "§", "name": "f", "tool_call_id": "call12345"}
+_ROLES = ["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant", "tool", "tool"]
 
 
 def _markers(tokenizer) -> Markers:
-    def skeletons(*conversations, **tools):
+    def skeletons(conversations, tools=()):
         for messages in conversations:
             with suppress(ValueError, TypeError, KeyError):  # a template that knows no system turn, or no tools
-                yield _apply(tokenizer, messages, True, **tools)
+                yield _apply(tokenizer, messages, True, tools)
 
-    def plain():
-        return skeletons(*([{"role": role, "content": "§"} for role in roles] for roles in (
-            ["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant", "tool", "tool"])))
-
-    def of_calls():
-        return skeletons([*user("§"), _CALL, _RESULT], tools=[_TOOL])
-
-    return markers_of(tokenizer, str(tokenizer.chat_template or CHAT_TEMPLATE), plain, of_calls)
+    plain = [[{"role": role, "content": "§"} for role in roles] for roles in _ROLES]
+    return markers_of(tokenizer, str(tokenizer.chat_template or CHAT_TEMPLATE), lambda: skeletons(plain),
+                      lambda: skeletons([[*user("§"), _CALL, _RESULT]], [_TOOL]))
 
 
 def call_form(tokenizer) -> str:
@@ -104,30 +99,28 @@ def _call_form(tokenizer, template: str) -> str:
         raise ValueError("the chat template of this tokenizer does not write tools, so the policy would not know of them: set "
                          "tokenizer.chat_template to one that does (grpolab.chat.CHAT_TEMPLATE)")
     call = ToolCall("f", {"a": "b"})
-    asked = _CALL["tool_calls"][0] | {"function": {"name": call.name, "arguments": call.arguments}}
-    turn = _apply(tokenizer, [*user("§"), _CALL | {"tool_calls": [asked]}], False, [_TOOL])
+    function = {"name": call.name, "arguments": call.arguments}
+    answer = _CALL | {"tool_calls": [_CALL["tool_calls"][0] | {"function": function}]}
+    turn = _apply(tokenizer, [*user("§"), answer], False, [_TOOL])
     turn = turn[len(os.path.commonprefix([turn, before])) :]
     return form_of(turn.partition(tokenizer.eos_token or "\0")[0], [call])
 
 
+_MORE_KEYS = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
+
+
 def _checked(message: Message) -> Message:
     """A message as templates take it: arguments of calls as objects, "developer" as system. ValueError for what is none."""
-    more = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
-    role = str(message.get("role"))
-    calls = message.get("tool_calls") or []
-    content = message.get("content")
+    role, calls, content = str(message.get("role")), message.get("tool_calls") or [], message.get("content")
     content = "" if content is None and calls else content
-    if (not set(message) <= {"role", "content"} | more.get(role, set()) or not isinstance(content, str)
+    if (not set(message) <= {"role", "content"} | _MORE_KEYS.get(role, set()) or not isinstance(content, str)
             or not isinstance(calls, list | tuple) or not re.fullmatch(r"[\w-]+", role)):
         raise ValueError("a message is a role (one word) and a content (text); an assistant's may hold tool_calls, a tool's a "
                          f"tool_call_id and a name: got {str(message)[:80]!r}")
-    _check_text(content)
-    checked = {k: v for k, v in message.items() if k != "tool_calls"} | {"content": content}
-    if checked["role"] == "developer":
-        checked["role"] = "system"
-    if calls:
-        checked["tool_calls"] = [_checked_call(call) for call in calls]
-    return checked
+    check_json(content)
+    more = {"tool_calls": [_checked_call(call) for call in calls]} if calls else {}
+    ids = {k: v for k, v in message.items() if k in ("tool_call_id", "name")}
+    return {"role": "system" if role == "developer" else role, "content": content} | ids | more
 
 
 def _checked_call(call: Any) -> dict:
@@ -146,54 +139,19 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     return [_mapped(part, change) for part in value] if isinstance(value, list | tuple) else value
 
 
-_JSON_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string", ""}
-
-
-def _plain(value: Any, named: bool = False) -> Any:
-    """A tool, or a call, with words that spell nothing, in the same shape; `named`: its keys are names."""
-    if isinstance(value, str):
-        return value if value in _JSON_TYPES else "a"
-    if isinstance(value, Mapping):
-        return {f"a{i}" if named else key: _plain(part, key in ("properties", "arguments") and not named)
-                for i, (key, part) in enumerate(value.items())}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
 def _hidden(message: Message, markers: Markers) -> Message:
     """The message with stand-ins for the control tokens that it spells. An assistant's own text may write calls."""
-    hidden = message | {"content": markers.hide(message["content"], calls=message["role"] == "assistant")}
-    if calls := message.get("tool_calls"):
-        hidden["tool_calls"] = _mapped(calls, markers.hide)
-    return hidden | {k: markers.hide(message[k]) for k in ("name", "tool_call_id") if isinstance(message.get(k), str)}
+    own = {"content": markers.hide(message["content"], calls=message["role"] == "assistant")}
+    return message | {k: _mapped(v, markers.hide) for k, v in message.items() if k not in ("role", "content")} | own
 
 
 def _render(tokenizer, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] = ()) -> str:
     """The conversation as the template writes it, with stand-ins where a message spells a control token."""
     markers = _markers(tokenizer)
-    messages = [_checked(m) for m in messages]
     if tools:
         call_form(tokenizer)
         tools = _mapped(tools_of(tools), markers.hide)
-    hidden = [_hidden(m, markers) for m in messages]
-    plain = [m | {"content": markers.calls(m["content"]) + "a" if m["role"] == "assistant" and m["content"].strip()
-                  else "a" if m["content"].strip() else m["content"]}
-             | ({"tool_calls": [call | {"function": _plain(call["function"])} for call in m["tool_calls"]]}
-                if "tool_calls" in m else {}) for m in hidden]
-    rendered = _apply(tokenizer, hidden, reply, tools)
-    if markers.count(rendered) > markers.count(_apply(tokenizer, plain, reply, [
-            tool | {"function": _plain(tool["function"])} for tool in tools])):
-        raise ValueError(f"the chat template makes control tokens of what a message says: {str(messages)[:200]}")
-    return rendered
-
-
-def _check_text(text: str) -> None:
-    """ValueError for half a surrogate pair, which is no character, so no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a message holds {text[error.start]!r} at position {error.start}, half of a surrogate pair, which is "
-                         "no character: read the text as UTF-8, or replace it (text.encode(errors='replace').decode())"
-                         ) from error
+    return _apply(tokenizer, [_hidden(_checked(m), markers) for m in messages], reply, tools)
 
 
 def _encode(tokenizer, rendered: str) -> list[int]:
@@ -208,12 +166,9 @@ def prompt_ids(tokenizer, messages: str | Sequence[Message], tools: Sequence[dic
 
 
 def observation_ids(tokenizer, content: str | Sequence[str], role: str = "user") -> list[int]:
-    """Token ids between the end token of an assistant turn and the next assistant turn, with `content` in between.
-
-    It is a user turn, or several of `role` "tool" (the results of calls), and tokenised on its own, so that nothing the policy
-    wrote is tokenised again. Raises ValueError for a template that rewrites earlier turns: under it no single token sequence
-    stands for the conversation.
-    """
+    """Token ids between the end token of an assistant turn and the next assistant turn, with `content` in between: a user turn,
+    or several of `role` "tool" (the results of calls). ValueError for a template that rewrites earlier turns: under it no
+    single token sequence stands for the conversation."""
     contents = [content] if isinstance(content, str) else content
     if role == "tool":
         answer = _CALL | {"tool_calls": _CALL["tool_calls"] * len(contents)}
@@ -235,7 +190,7 @@ def longest_token(tokenizer) -> int:
 def text_ids(tokenizer, text: str) -> list[int]:
     """Token ids of a text as it stands, outside of any turn, behind the begin token where the tokenizer sets one. It is data
     like any other: where it spells a control token, it says those characters."""
-    _check_text(text)
+    check_json(text)
     lead = tokenizer.bos_token_id
     leads = lead is not None and tokenizer.encode("a")[:1] == [lead]
     return [lead] * leads + _encode(tokenizer, _markers(tokenizer).hide(text))
@@ -244,10 +199,8 @@ def text_ids(tokenizer, text: str) -> list[int]:
 def rest_ids(tokenizer, messages: Sequence[Message], answered: int, ended: bool, tools: Sequence[dict] = ()
              ) -> list[int] | None:
     """Token ids that follow those of the assistant turn messages[answered - 1], up to the next assistant turn; with an end
-    token first where that turn was cut and did not write its own (`ended` False).
-
-    None for a template that rewrites earlier turns or does not close them: then the conversation is another sequence.
-    """
+    token first where that turn was cut and did not write its own (`ended` False). None for a template that rewrites earlier
+    turns or does not close them: then the conversation is another sequence."""
     end = tokenizer.eos_token
     before = _render(tokenizer, messages[: answered - 1], reply=True, tools=tools)
     after = _render(tokenizer, messages[:answered], reply=False, tools=tools)
@@ -272,12 +225,6 @@ def encode_chat(tokenizer, messages: Sequence[Message], tools: Sequence[dict] = 
     ids: list[int] = []
     mask: list[int] = []
     done = ""  # the text that `ids` stands for
-
-    def append(text: str, chosen: int):
-        piece = _encode(tokenizer, text)
-        ids.extend(piece)
-        mask.extend([chosen] * len(piece))
-
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -285,13 +232,14 @@ def encode_chat(tokenizer, messages: Sequence[Message], tools: Sequence[dict] = 
         after = _render(tokenizer, messages[: i + 1], reply=False, tools=tools)
         if not (before.startswith(done) and after.startswith(before)):
             raise ValueError("the chat template rewrites earlier turns when a new one is added; train on one turn at a time")
-        turn = after[len(before) :]
-        cut = turn.rfind(end) + len(end)
-        if cut < len(end):
+        closed = after.rfind(end) + len(end)
+        if closed < len(before) + len(end):
             raise ValueError(f"the chat template does not close an assistant turn with the end token {end!r}")
-        append(before[len(done) :], 0)
-        append(turn[:cut], 1)
-        done = before + turn[:cut]
+        for text, chosen in ((before[len(done) :], 0), (after[len(before) : closed], 1)):
+            piece = _encode(tokenizer, text)
+            ids += piece
+            mask += [chosen] * len(piece)
+        done = after[:closed]
     return Example(tuple(ids), tuple(mask))
 
 
@@ -320,11 +268,10 @@ def pack(examples: Sequence[Example], width: int, pad_id: int = 0) -> Packed:
     room: list[int] = []
     for example in examples:
         n = len(example.ids)
-        row = next((r for r, free in enumerate(room) if free >= n), None)
-        if row is None:
+        row = next((r for r, free in enumerate(room) if free >= n), len(rows))
+        if row == len(rows):
             rows.append([])
             room.append(max(width, n))
-            row = len(rows) - 1
         rows[row].append(example)
         room[row] -= n
     length = max(sum(len(e.ids) for e in row) for row in rows)
@@ -342,8 +289,8 @@ def pack(examples: Sequence[Example], width: int, pad_id: int = 0) -> Packed:
             owner[r, span] = which
             at += len(example.ids)
         positions[r, at:] = torch.arange(length - at)
-    if all(len(row) == 1 for row in rows):
-        return Packed(ids, mask, positions)
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    attention = (owner[:, :, None] == owner[:, None, :]) & causal
-    return Packed(ids, mask, positions, attention[:, None])
+    attention = None
+    if any(len(row) > 1 for row in rows):
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        attention = ((owner[:, :, None] == owner[:, None, :]) & causal)[:, None]
+    return Packed(ids, mask, positions, attention)

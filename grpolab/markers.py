@@ -34,7 +34,7 @@ class Markers:
         around_calls = {i for text in of_calls for i in tokenizer.encode(text, add_special_tokens=False)} - written
         self.ids = special | {text: i for text, (i, is_special) in added.items() if is_special or i in written | around_calls}
         self._calls = {t for t, (i, is_special) in added.items() if i in around_calls and not is_special} - set(special)
-        self._pattern = re.compile(_alternation(self.ids)) if self.ids else None
+        self._pattern = re.compile(_alternation(self.ids) or "(?!)")
         self._nonce = nonce = secrets.token_hex(8)
         self._twin = None
         self._secret = {text: f"<{nonce}-{i}>" for text, i in self.ids.items()}
@@ -47,24 +47,16 @@ class Markers:
 
     def count(self, text: str) -> int:
         """How many control tokens `text` spells."""
-        return sum(1 for _ in self._pattern.finditer(text)) if self._pattern else 0
-
-    def calls(self, text: str) -> str:
-        """The markers of tool calls that `text` spells, which an assistant may write ("<tool_call>")."""
-        return "".join(m for m in self._pattern.findall(text) if m in self._calls) if self._calls else ""
+        return len(self._pattern.findall(text))
 
     def hide(self, text: str, calls: bool = False) -> str:
         """`text` with a stand-in for each control token that it spells, but for those of `calls`. Warns where it spells a
         marker of plain words."""
-        word = next((w for w in self.words if w in text), None)
-        if word:
-            warnings.warn(
-                f"a message says {word!r}, which this chat template writes as plain words between turns: nothing tells the two "
-                "apart. Use a tokenizer that has tokens of its own for turns",
-                stacklevel=4,
-            )
+        if word := next((w for w in self.words if w in text), None):
+            warnings.warn(f"a message says {word!r}, which this chat template writes as plain words between turns: nothing "
+                          "tells the two apart. Use a tokenizer that has tokens of its own for turns", stacklevel=4)
         spared = self._calls if calls else ()
-        return self._pattern.sub(lambda m: m[0] if m[0] in spared else self._hidden[m[0]], text) if self._pattern else text
+        return self._pattern.sub(lambda m: m[0] if m[0] in spared else self._hidden[m[0]], text)
 
     def encode(self, tokenizer, rendered: str) -> list[int]:
         """Token ids of a rendered conversation or a part of it: its control tokens are those of the template alone."""
@@ -72,7 +64,7 @@ class Markers:
             ids = tokenizer.encode(rendered, add_special_tokens=False)
             unknown = tokenizer.unk_token_id  # also what a character without a token becomes
             control = set(self.ids.values()) - {unknown}
-            written = [self.ids[m] for m in self._pattern.findall(rendered)] if self._pattern else []
+            written = [self.ids[m] for m in self._pattern.findall(rendered)]
             if [i for i in ids if i in control] == [i for i in written if i != unknown]:
                 return ids
             # Else a text spells one as the tokenizer's normalizer reads it, in other letters.
@@ -82,7 +74,7 @@ class Markers:
         if self._nonce in self._shown.sub("", rendered).lower():
             raise ValueError("a message spells a control token, and the chat template changes its letters: remove that text")
         self._twin = self._twin or self._make_twin(tokenizer)
-        text = self._pattern.sub(lambda m: self._secret[m[0]], rendered) if self._pattern else rendered
+        text = self._pattern.sub(lambda m: self._secret[m[0]], rendered)
         text = self._shown.sub(lambda m: self._spelling[m[1]], text)
         return self._twin.encode(text, add_special_tokens=False).ids
 

@@ -14,34 +14,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # torch stays out of what only reads rows
     from grpolab.rollouts import Rollout
 
+T = TypeVar("T")
 PROMPTS = ("prompt", "question", "messages")  # where a row's prompt may stand, in this order
+
+
+def has(row: Any, name: str) -> bool:
+    return name in row if isinstance(row, Mapping) else hasattr(row, name)
 
 
 def value_of(row: Any, name: str) -> Any:
     """The entry or attribute `name` of a row; ValueError that names what the row does have."""
-    if isinstance(row, Mapping):
-        if name in row:
-            return row[name]
-        has = sorted(map(str, row))
-    else:
-        if hasattr(row, name):
-            return getattr(row, name)
-        has = sorted(n for n in dir(row) if not n.startswith("_"))
-    raise ValueError(f"the row {str(row)[:120]!r} has no {name!r}; it has {has}")
+    if not has(row, name):
+        names = sorted(map(str, row) if isinstance(row, Mapping) else (n for n in dir(row) if not n.startswith("_")))
+        raise ValueError(f"the row {str(row)[:120]!r} has no {name!r}; it has {names}")
+    return row[name] if isinstance(row, Mapping) else getattr(row, name)
 
 
 def prompt_of(row: Any) -> str | Sequence[dict]:
     """The prompt of a row: a text, which is one user turn, or messages. ValueError where there is none."""
-    names = row if isinstance(row, Mapping) else [n for n in PROMPTS if hasattr(row, n)]
-    name = next((n for n in PROMPTS if n in names), None)
+    name = next((n for n in PROMPTS if has(row, n)), None)
     if name is None:
-        has = sorted(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
-        raise ValueError(f"a row needs one of {PROMPTS}, but this one has {has}: {str(row)[:120]}")
+        raise ValueError(f"a row needs one of {PROMPTS}, but this {type(row).__name__} has none: {str(row)[:120]}")
     prompt = value_of(row, name)
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     turns = several and prompt and all(isinstance(m, Mapping) for m in prompt)
@@ -53,16 +51,15 @@ def prompt_of(row: Any) -> str | Sequence[dict]:
 def demonstration_of(row: Any) -> list[dict]:
     """The conversation that a row shows, to its last assistant turn: whole `messages`, or a prompt with a `completion` or
     `target`, text or messages. ValueError where there is nothing to imitate."""
-    asked = prompt_of(row)
-    said = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-    has = row if isinstance(row, Mapping) else [n for n in ("completion", "target") if hasattr(row, n)]
-    name = next((n for n in ("completion", "target") if n in has), None)
+    prompt = prompt_of(row)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    name = next((n for n in ("completion", "target") if has(row, n)), None)
     if name is not None:
         answer = value_of(row, name)
-        said += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
-    if said[-1].get("role") != "assistant":
+        messages += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
+    if messages[-1].get("role") != "assistant":
         raise ValueError(f"a demonstration needs a completion, or messages that end with the assistant's: {str(row)[:120]}")
-    return said
+    return messages
 
 
 def shows_completion(row: Any) -> bool:
@@ -83,22 +80,26 @@ def read_rows(path: str | Path, needs: Iterable[str] = ()) -> list[dict]:
             value_of(value, name)
         return value
 
-    return read_json(path, row, "one JSON object a line, each with a 'prompt'")
+    return read_json(path, row)
 
 
-def read_json(path: str | Path, check: Callable[[Any], Any] = lambda value: value,
-              form: str = "one JSON value a line, as the environment takes it") -> list[Any]:
-    """The values of a JSONL file, as `check` returns them; ValueError names the line that it refuses."""
+def read_json(source: str | Path | Iterable, check: Callable[[Any], T] = lambda value: value, what: str = "a row") -> list[T]:
+    """The values of a JSONL file, or of any iterable, as `check` returns them; ValueError names the line that it refuses as
+    not being `what`."""
+    is_file = isinstance(source, str | Path)
+    lines = Path(source).read_text(encoding="utf-8").splitlines() if is_file else source
     values = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
+    for number, line in enumerate(lines, start=1):
+        if is_file and not line.strip():
             continue
         try:
-            values.append(check(json.loads(line)))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not a row ({error})") from error
+            values.append(check(json.loads(line) if is_file else line))
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            where = f"{source}, line" if is_file else "row"
+            raise ValueError(f"{where} {number}: not {what} ({reason})") from error
     if not values:
-        raise ValueError(f"{path} holds no rows: write {form}")
+        raise ValueError(f"{source if is_file else 'the source'} holds no rows: write one JSON value a line")
     return values
 
 
@@ -113,10 +114,10 @@ def final_number(text: str) -> Decimal | None:
     """The number after the last `####`, or where there is none the last number of `text`; None without one. Thousands'
     commas and a dollar sign are read over."""
     _, mark, after = text.rpartition(_FINAL)
-    found = [_NUMBER.match(after.lstrip())] if mark else list(_NUMBER.finditer(text))[-1:]
-    if not found or found[0] is None:
+    matches = [_NUMBER.match(after.lstrip())] if mark else list(_NUMBER.finditer(text))[-1:]
+    if not matches or matches[0] is None:
         return None
-    return Decimal(found[0].group().translate({ord(","): None, ord("$"): None, 0x2212: "-"}))
+    return Decimal(matches[0].group().translate({ord(","): None, ord("$"): None, 0x2212: "-"}))
 
 
 def gsm8k(path: str | Path) -> list[dict]:
@@ -131,24 +132,18 @@ def gsm8k(path: str | Path) -> list[dict]:
     return rows
 
 
-def wanted_number(row: Any, where: str = "the row") -> Decimal:
-    """The number in a row's `answer`; ValueError that says `where` there is none."""
-    wanted = final_number(str(value_of(row, "answer")))
-    if wanted is None:
-        raise ValueError(f"{where}: its answer holds no number: {str(value_of(row, 'answer'))[:80]!r}")
-    return wanted
-
-
-def check_answers(rows: Iterable[Any], source: str | Path) -> None:
+def check_answers(rows: Iterable[Any], source: str | Path = "the rows") -> None:
     """ValueError that names the first row of a file whose `answer` holds no number."""
     for number, row in enumerate(rows, start=1):
-        wanted_number(row, f"{source}, row {number}")
+        answer = str(value_of(row, "answer"))
+        if final_number(answer) is None:
+            raise ValueError(f"{source}, row {number}: its answer holds no number: {answer[:80]!r}")
 
 
 def right_number(text: str, row: Any, rollout: Rollout) -> float:
     """A reward: 1.0 where the final number of a completion that the policy ended itself is the row's `answer`, else 0.0."""
-    wanted = wanted_number(row)
-    return float(rollout.finish_reason == "eos" and final_number(text) == wanted)
+    check_answers([row])
+    return float(rollout.finish_reason == "eos" and final_number(text) == final_number(str(value_of(row, "answer"))))
 
 
 # --- reasoning-gym ----------------------------------------------------------------------------------------------------

@@ -6,16 +6,12 @@ repaired or guessed. A call is data: its name is looked up among the tools that 
     hermes    <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>      Hermes, Qwen, the embedded model
     llama     {"name": "add", "parameters": {"a": 1}}, alone or after <|python_tag|>   Llama 3.1 and later
     mistral   [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]                     Mistral
-    pythonic  [add(a=1), add(a=2)]                                                     Llama 3.2 and 4, as literals alone
 """
 
 from __future__ import annotations
 
-import ast
-import io
 import json
 import re
-import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -55,19 +51,20 @@ def check_json(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it holds half of a surrogate pair, which is no character") from error
+        raise ValueError("a text holds half of a surrogate pair, which is no character: read it as UTF-8, or replace it "
+                         "(text.encode(errors='replace').decode())") from error
     except TypeError as error:
         raise ValueError(str(error)) from error
 
 
-def _check_depth(value: Any, left: int = MAX_DEPTH) -> None:
+def _check_depth(value: Any, levels: int = MAX_DEPTH) -> None:
     if isinstance(value, dict | list | tuple):
-        if left == 0:
+        if levels == 0:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, dict) and (key := next((key for key in value if not isinstance(key, str)), "")) != "":
             raise ValueError(f"the key {key!r:.60} of an object is no string")
         for part in value.values() if isinstance(value, dict) else value:
-            _check_depth(part, left - 1)
+            _check_depth(part, levels - 1)
 
 
 def _not_json(name: str) -> None:
@@ -140,69 +137,32 @@ def _hermes(text: str) -> ParsedTurn:
     return ParsedTurn(content.rstrip() if calls else content, tuple(calls), unparsed)
 
 
-def _whole(text: str, form: Form, read: Callable[[str], list[ToolCall]]) -> ParsedTurn:
+def _whole(text: str, form: Form) -> ParsedTurn:
     """A turn in which everything after the mark is calls; or, where the form is `bare`, one that is nothing but calls."""
-    def turn(before: str, body: str) -> ParsedTurn:
-        calls = tuple(read(body.strip()))
-        if not 1 <= len(calls) <= MAX_CALLS:
-            raise ValueError("no call, or too many")
-        return ParsedTurn(before.rstrip(), calls)
-
-    bare = form.bare is not None and text.lstrip()[:1] in ("{", "[")
-    with suppress(ValueError):  # first, since the mark may stand inside of a string
-        if bare:
-            return turn("", text)
-    before, marked, body = text.partition(form.mark)
-    with suppress(ValueError):
-        if marked:
-            return turn(before, body)
-    return ParsedTurn(text, (), int(bool(marked) or bare and form.bare(text)))
+    before, mark, body = text.partition(form.mark)
+    bare = form.bare and text.lstrip()[:1] in ("{", "[")
+    for content, calls in [("", text)] * bare + [(before, body)] * bool(mark):  # bare first: the mark may stand in a string
+        with suppress(ValueError):
+            return ParsedTurn(content.rstrip(), _json_calls(calls.strip()))
+    meant = '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
+    return ParsedTurn(text, (), int(bool(mark) or bare and meant))
 
 
 _BETWEEN = re.compile(r"[;\s]*")
 
 
-def _json_calls(body: str) -> list[ToolCall]:
-    if not body.startswith(("{", "[")):
-        raise ValueError("no JSON")
-    if body.startswith("["):
-        values = _loads(body)
-    else:  # several are joined by semicolons, each of which may stand inside a string, too
-        values, at = [], 0
-        while at < len(body):
-            value, at = _value_at(body, at)
-            values.append(value)
-            at = _BETWEEN.match(body, at).end()
+def _json_calls(body: str) -> tuple[ToolCall, ...]:
+    """The calls of a JSON list, or of objects joined by semicolons; ValueError for anything else."""
+    values, at = (_loads(body), len(body)) if body.startswith("[") else ([], 0)
+    while at < len(body):  # a semicolon may stand inside a string, too
+        value, at = _value_at(body, at)
+        values.append(value)
+        at = _BETWEEN.match(body, at).end()
+    if not 1 <= len(values) <= MAX_CALLS:
+        raise ValueError("no call, or too many")
     if not all(isinstance(value, dict) and {"arguments", "parameters"} & set(value) for value in values):
         raise ValueError("an object with a name alone may be an answer")
-    return [call_of(value) for value in values]
-
-
-MAX_PYTHON = 100_000  # characters that Python's parser is given
-
-
-def _pythonic_calls(body: str) -> list[ToolCall]:
-    """[f(a=1), g(b="x")]: names and literal keyword arguments, read by `ast` and not evaluated."""
-    try:
-        body = body.removesuffix("<|python_end|>")
-        tree = ast.parse(body if len(body) <= MAX_PYTHON else "", mode="eval").body
-        whole = ast.get_source_segment(body, tree) == body and isinstance(tree, ast.List)  # not in parentheses
-        if not whole or any(t.type == tokenize.COMMENT for t in tokenize.generate_tokens(io.StringIO(body).readline)):
-            raise ValueError("no list of calls alone")
-        return [_pythonic_call(node) for node in tree.elts]
-    except (SyntaxError, TypeError, MemoryError, RecursionError, tokenize.TokenError) as error:
-        raise ValueError(f"no list of calls: {error}") from None
-
-
-def _pythonic_call(node: ast.expr) -> ToolCall:
-    name, parts = node.func if isinstance(node, ast.Call) else None, []
-    while isinstance(name, ast.Attribute):
-        parts, name = [name.attr, *parts], name.value
-    if not isinstance(name, ast.Name) or node.args or any(k.arg is None for k in node.keywords):
-        raise ValueError("a call is name(argument=literal, ...)")
-    arguments = _object([(k.arg, ast.literal_eval(k.value)) for k in node.keywords])
-    check_json(arguments)
-    return call_of({"name": ".".join([name.id, *parts]), "arguments": _loads(json.dumps(arguments))})
+    return tuple(map(call_of, values))
 
 
 def _written(call: ToolCall, arguments: str = "arguments") -> str:
@@ -211,34 +171,19 @@ def _written(call: ToolCall, arguments: str = "arguments") -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write calls: what begins them, how they are read and written. With `bare`, a turn that is nothing but calls
-    may leave the beginning out; it tells whether a text was meant so that could not be read."""
+    """One way to write calls: what begins them, and how they are written. With `bare`, a turn that is nothing but calls may
+    leave the beginning out."""
 
     mark: str
-    read: Callable[[str, Form], ParsedTurn]
     write: Callable[[Sequence[ToolCall]], str]
-    bare: Callable[[str], bool] | None = None
-
-
-def _meant_as_json(text: str) -> bool:
-    return '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
+    bare: bool = False
 
 
 FORMS = {
-    "hermes": Form("<tool_call>", lambda text, _: _hermes(text),
-                   lambda calls: "".join(f"<tool_call>\n{_written(c)}\n</tool_call>" for c in calls)),
-    "llama": Form("<|python_tag|>", lambda text, form: _whole(text, form, _json_calls),
-                  lambda calls: "; ".join(_written(c, "parameters") for c in calls), bare=_meant_as_json),
-    "mistral": Form("[TOOL_CALLS]", lambda text, form: _whole(text, form, _json_calls),
-                    lambda calls: f"[TOOL_CALLS][{', '.join(map(_written, calls))}]"),
-    "pythonic": Form("<|python_start|>", lambda text, form: _whole(text, form, _pythonic_calls),
-                     lambda calls: f"[{', '.join(map(_call_in_python, calls))}]",
-                     bare=lambda text: re.match(r"\s*\[\s*[\w.-]+\(", text) is not None),
+    "hermes": Form("<tool_call>", lambda calls: "".join(f"<tool_call>\n{_written(c)}\n</tool_call>" for c in calls)),
+    "llama": Form("<|python_tag|>", lambda calls: "; ".join(_written(c, "parameters") for c in calls), bare=True),
+    "mistral": Form("[TOOL_CALLS]", lambda calls: f"[TOOL_CALLS][{', '.join(map(_written, calls))}]"),
 }
-
-
-def _call_in_python(call: ToolCall) -> str:
-    return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
 
 
 def form(name: str) -> Form:
@@ -258,7 +203,7 @@ def _thought(text: str) -> int:
 def parse_calls(text: str, name: str = "hermes") -> ParsedTurn:
     """The calls of a turn's text, without its end token, in one of FORMS. Thinking that the turn begins with is text."""
     thought, how = _thought(text), form(name)
-    turn = how.read(text[thought:], how)
+    turn = _hermes(text[thought:]) if name == "hermes" else _whole(text[thought:], how)
     return replace(turn, content=text[:thought] + turn.content)
 
 
@@ -291,25 +236,22 @@ def form_of(turn: str, calls: Sequence[ToolCall]) -> str:
 def tools_of(tools: Sequence[Any]) -> list[dict]:
     """Tools in OpenAI's shape, {"type": "function", "function": {"name", "description", "parameters"}}; ValueError for one that
     is not, or a name that stands twice."""
-    checked = []
+    checked: dict[str, dict] = {}
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,64}", name):
             raise ValueError('a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}, its name '
                              f"of at most 64 letters, digits, _, . and -, got {str(tool)[:120]!r}")
-        schema = function.get("parameters") or {}
-        about = str(function.get("description") or "")
+        if name in checked:
+            raise ValueError(f"two tools are called {name!r}: a call names one")
         try:
-            schema = {"type": "object", "properties": {}} | dict(schema)
+            schema = {"type": "object", "properties": {}} | dict(function.get("parameters") or {})
+            about = str(function.get("description") or "")
             check_json([about, schema])
             if not isinstance(schema["properties"], Mapping):
                 raise ValueError("its properties are no object")
         except (ValueError, TypeError) as error:
-            raise ValueError(f"the parameters of the tool {name!r} are a JSON schema of an object, got {str(schema)[:120]!r}: "
-                             f"{error}") from error
-        checked.append({"type": "function", "function": {"name": name, "description": about, "parameters": schema}})
-    names = [tool["function"]["name"] for tool in checked]
-    if doubled := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two tools are called {doubled!r}: a call names one")
-    return checked
+            raise ValueError(f"the parameters of the tool {name!r} are a JSON schema of an object: {error}") from error
+        checked[name] = {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+    return list(checked.values())

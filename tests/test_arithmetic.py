@@ -2,17 +2,14 @@ import time
 
 import pytest
 
-from grpolab.arithmetic import Problem, Task, generate, read_jsonl, write_jsonl
+from grpolab.arithmetic import Problem, Task, generate, write_jsonl
 from grpolab.checker import check_answer
+from grpolab.tasks import read_rows
 
 
 def test_question_and_target_are_the_ones_of_the_task():
     p = Problem(46, "*", 80)
     assert (p.question, p.target, p.answer) == ("What is 46 * 80?", "46 * 80 = \\boxed{3680}.", 3680)
-    assert Problem(3, "-", 10).target == "3 - 10 = \\boxed{-7}."
-
-
-def test_every_target_is_checker_correct():
     train, held_out = generate(2000, 100, seed=3)
     assert all(check_answer(p.target, p.answer) for p in train + held_out)
 
@@ -45,14 +42,9 @@ def test_saturation_is_refused_quickly_and_just_below_it_works():
         generate(71, 10, task=digits)
     with pytest.raises(ValueError, match="at most 4/5"):
         generate(10**9, 500)
-    assert time.monotonic() - began < 5
-
-
-def test_the_scarce_operator_counts_alone():
-    """20 000 of two million in all, but * has only 10 000."""
-    generate(20_000, 500)
-    with pytest.raises(ValueError, match=r"'\*'"):
+    with pytest.raises(ValueError, match=r"'\*'"):  # of two million in all * has only 10 000
         generate(25_000, 500)
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("bad", [{"ops": ""}, {"ops": "+/"}, {"ops": "++"}, {"max_operand": -1}])
@@ -66,24 +58,8 @@ def test_negative_counts_are_refused():
         generate(-1, 5)
 
 
-def test_files_round_trip(tmp_path):
+def test_a_file_has_a_row_a_problem(tmp_path):
     train, _ = generate(30, 0)
-    assert read_jsonl(write_jsonl(tmp_path / "a" / "train.jsonl", train)) == train
+    rows = read_rows(write_jsonl(tmp_path / "a" / "train.jsonl", train))
+    assert [Problem(row["a"], row["op"], row["b"]) for row in rows] == train and rows[0]["answer"] == train[0].answer
     assert [f.name for f in (tmp_path / "a").iterdir()] == ["train.jsonl"]
-
-
-BAD_ROWS = ["{", "[]", '{"a": 1}', '{"a": 1, "op": "+", "b": 2, "answer": 4}', '{"a": 1, "op": "/", "b": 2}']
-
-
-@pytest.mark.parametrize("line", BAD_ROWS)
-def test_a_bad_row_names_its_line(tmp_path, line):
-    path = write_jsonl(tmp_path / "x.jsonl", [Problem(1, "+", 2)])
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match="line 2"):
-        read_jsonl(path)
-
-
-def test_an_empty_file_is_an_error(tmp_path):
-    path = write_jsonl(tmp_path / "x.jsonl", [])
-    with pytest.raises(ValueError, match="no problems"):
-        read_jsonl(path)

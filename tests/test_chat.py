@@ -106,11 +106,7 @@ def test_single_turn_numerics_are_unchanged(tiny, examples):
     one, two = pad(examples), pack(examples, width=1)
     assert one.attention is None and torch.equal(one.ids, two.ids) and torch.equal(one.mask, two.mask)
     assert gradient(tiny, one)[0] == gradient(tiny, two)[0]
-
-
-def test_an_example_longer_than_the_width_gets_a_row_of_its_own(examples):
-    packed = pack(examples, width=5)
-    assert len(packed.ids) == len(examples) and packed.mask.sum() == sum(sum(e.mask) for e in examples)
+    assert two.mask.sum() == sum(sum(e.mask) for e in examples)  # each is longer than the width: a row of its own
 
 
 def test_a_template_that_rewrites_history_is_refused(tiny):
@@ -118,28 +114,20 @@ def test_a_template_that_rewrites_history_is_refused(tiny):
     tokenizer.chat_template = "{{ messages | length }}" + CHAT_TEMPLATE
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         encode_chat(tokenizer, TURNS)
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        observation_ids(tokenizer, "3")
 
 
-def test_a_template_without_end_token_is_refused(tiny):
+def test_what_cannot_be_trained_on_is_refused(tiny):
     tokenizer = copy.deepcopy(tiny.tokenizer)
     tokenizer.chat_template = CHAT_TEMPLATE.replace("eos_token + ", "")
     with pytest.raises(ValueError, match="does not close"):
         encode_chat(tokenizer, TURNS)
-
-
-def test_a_tokenizer_without_end_token_is_refused(tiny):
-    tokenizer = copy.deepcopy(tiny.tokenizer)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no end token"):
         encode_chat(tokenizer, TURNS)
-
-
-def test_a_conversation_without_an_answer_is_refused(tiny):
     with pytest.raises(ValueError, match="no assistant turn"):
         encode_chat(tiny.tokenizer, TURNS[:1])
-
-
-def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="empty"):
         pad([])
 
@@ -149,6 +137,6 @@ def test_half_a_surrogate_pair_is_named(tiny):
     said = [{"role": "user", "content": "fine"}, {"role": "assistant", "content": "1 + \ud83d2"}]
     for encode in (lambda: encode_chat(tiny.tokenizer, said), lambda: prompt_ids(tiny.tokenizer, "1 + \ud83d2"),
                    lambda: observation_ids(tiny.tokenizer, "1 + \ud83d2")):
-        with pytest.raises(ValueError, match=r"'\\ud83d' at position 4, half of a surrogate pair.*errors='replace'"):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
             encode()
     assert prompt_ids(tiny.tokenizer, "1 + \U0001f600") != prompt_ids(tiny.tokenizer, "1 + ")

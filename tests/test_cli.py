@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from grpolab.__main__ import main
-from grpolab.arithmetic import read_jsonl
+from grpolab.tasks import read_rows
 
 
 def test_data_writes_disjoint_files(tmp_path, capsys):
     assert main(["data", "--train", "30", "--eval", "6", "--out", str(tmp_path / "x")]) == 0
-    train, held_out = (read_jsonl(tmp_path / "x" / f"{name}.jsonl") for name in ("train", "eval"))
-    assert (len(train), len(held_out)) == (30, 6) and not set(train) & set(held_out)
+    train, held_out = (read_rows(tmp_path / "x" / f"{name}.jsonl") for name in ("train", "eval"))
+    assert (len(train), len(held_out)) == (30, 6) and not any(row in train for row in held_out)
     assert "30 problems" in capsys.readouterr().out
 
 

@@ -20,8 +20,8 @@ from nbclient import NotebookClient
 from torch.distributed.run import get_args_parser as torchrun
 
 import grpolab.__main__ as door
-from grpolab.arithmetic import read_jsonl
 from grpolab.runs.run import repository
+from grpolab.tasks import read_rows
 
 ROOT = repository()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -199,7 +199,7 @@ def test_the_cheap_commands_run(tmp_path):
         done = subprocess.run([sys.executable, *words, *smaller], cwd=tmp_path, capture_output=True, text=True, timeout=300,
                               env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stderr
-    assert len(read_jsonl(tmp_path / "data/arithmetic/train.jsonl")) == 20_000
+    assert len(read_rows(tmp_path / "data/arithmetic/train.jsonl")) == 20_000
 
 
 @pytest.mark.parametrize("target", ["lab", "run", "test", "results", "notebooks", "badges", "lint"])

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import replace
+import sys
 
 import matplotlib
 import pytest
@@ -11,20 +11,10 @@ import torch
 
 from grpolab.lab import plots
 from grpolab.runs.run import repository
-from grpolab.train import estimators
-from grpolab.train.estimators import (
-    FREE,
-    OFF_POLICY,
-    ON_POLICY,
-    bench,
-    bf16,
-    measure,
-    policy_gradient,
-    pushes,
-    stale,
-    successor,
-    top_p,
-)
+
+sys.path.insert(0, str(repository() / "benchmarks"))
+import estimators  # noqa: E402
+from estimators import OFF_POLICY, ON_POLICY, bench, measure, policy_gradient, stale, successor  # noqa: E402
 
 matplotlib.use("Agg")
 
@@ -41,16 +31,6 @@ def test_the_problem_is_complete_and_its_scores_belong_to_its_probabilities(prob
     assert len(problem.tokens) == 15 and problem.rewards.sum(1).tolist() == [2, 1] and 0 < p.min()
     assert ((p[..., None] * problem.mask).flatten() @ problem.scores).abs().max() < 1e-12
     assert problem.gradient.norm() > 0.01
-
-
-def test_a_step_along_the_true_gradient_does_what_it_says():
-    """The last update of a tiny step size changed the success as the gradient says: by plain SGD it would be |g|^2, and Adam's
-    step has the signs of the gradient, so its gain is positive and close to lr |g|_1 on its first step."""
-    lr = 1e-6
-    later = successor(1, updates=1, lr=lr)
-    first = (estimators.logps_of(later.versions[0], later.tokens, later.mask).sum(-1).exp() * later.rewards).sum(1).mean()
-    gain = (later.success.mean() - first).item()
-    assert gain == pytest.approx(lr * later.gradient.abs().sum().item(), rel=1e-2)
 
 
 def by_hand(problem, size):
@@ -75,66 +55,22 @@ def test_it_is_what_all_ordered_groups_give_by_hand(problem):
     assert (mean - problem.gradient).norm() / norm < 1e-10
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_baselines_as_theory_says(problem, size):
+def test_baselines_as_theory_says(problem, size=2):
     table = bench(problem, {k: ON_POLICY[k] for k in list(ON_POLICY)[:5]}, group_size=size).set_index("estimator")
     for name in ("no baseline", "leave one out"):
-        assert table["bias"][name] < 1e-10 and table["visible_at"][name] == math.inf
+        assert table["bias"][name] < 1e-10
     mean, constant = table.loc["group mean"], table.loc["group mean, constant (Dr. GRPO)"]
     for row, factor in ((mean, 1), (constant, 3)):
         assert row["scale"] == pytest.approx((size - 1) / size / factor) and row["cosine"] == pytest.approx(1, abs=1e-12)
         assert row["noise"] == pytest.approx(table["noise"]["leave one out"])
 
 
-def test_the_standard_deviation_changes_the_direction_between_prompts_and_within_one_only_for_graded_rewards(problem):
-    standardised = policy_gradient("standardised")
-    assert measure(problem, standardised, group_size=4)["cosine"] < 1 - 1e-6
-    assert measure(problem, standardised, group_size=3)["cosine"] == pytest.approx(1, abs=1e-6)  # mixed groups: one spread
-    graded = torch.rand(2, 15, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for rewards, same in ((problem.rewards, True), (graded, False)):
-        one = replace(problem, rewards=rewards * torch.tensor([[1.0], [0.0]]).double())  # the other prompt has no gradient
-        assert (measure(one, standardised, group_size=3)["cosine"] > 1 - 1e-12) == same
-
-
-def test_a_mean_per_sequence_favours_the_short_one_of_two_right_answers(problem):
-    """`1.` has two tokens and `01.` three: their shares of the push are 3 to 2 of what they are in the true gradient."""
-    sampler, push = stale(problem), {}
-    prompts, chosen, p, exact = estimators.batches(sampler, 1, 2, 0, 0)
-    texts = ["".join(".01"[t] for t in row[:int(n)]) for row, n in zip(problem.tokens.tolist(), problem.mask.sum(1))]
-    for name in ("no baseline", "mean per sequence"):
-        estimator = policy_gradient(None, aggregation="constant" if name == "no baseline" else "sequence")
-        of = (p @ pushes(problem, estimator, sampler, prompts, chosen)).view(2, 15, 3)[0, :, 0]
-        push[name] = (of[texts.index("1.")] / of[texts.index("01.")]).item()
-    assert exact and push["mean per sequence"] == pytest.approx(1.5 * push["no baseline"])
-    assert measure(problem, ON_POLICY["mean per sequence"], group_size=2)["cosine"] < 0.99
-
-
-def test_on_policy_the_names_of_ratios_and_clips_are_one_gradient(problem):
-    one = measure(problem, policy_gradient(), group_size=2)
-    for name in ("clip 0.2", "clip 0.2, dual 3", "CISPO", "weights truncated at 2", "weights masked beyond 2",
-                 "weights of sequences"):
-        other = measure(problem, OFF_POLICY[name], group_size=2)
-        assert other["bias"] < 1e-10 and other["variance"] == pytest.approx(one["variance"]), name
-    sums = measure(problem, ON_POLICY["GSPO's ratio, summed over tokens"], group_size=2)
-    means = [measure(problem, ON_POLICY[name], group_size=2) for name in ("GSPO", "mean per sequence")]
-    assert sums["bias"] < 1e-10 and means[0]["cosine"] == pytest.approx(means[1]["cosine"]) and means[0]["cosine"] < 0.99
-
-
-@pytest.mark.parametrize("who", [lambda p: stale(p, 8), bf16, lambda p: top_p(p, 0.95)])
+@pytest.mark.parametrize("who", [lambda p: stale(p, 8), estimators.bf16, lambda p: estimators.top_p(p, 0.95)])
 def test_only_weights_of_whole_sequences_are_exact_for_another_sampler_and_only_if_it_can_draw_everything(problem, who):
     table = bench(problem, OFF_POLICY, {"other": who(problem)}, group_size=2).set_index("estimator")
     exact = table["bias"]["weights of sequences"] < 1e-10
     assert exact == bool((who(problem).drawn > -math.inf).all())
     assert (table["bias"].drop("weights of sequences") > 1e-6).all()
-
-
-def test_the_clip_and_the_cap_act_where_ratios_are_far(problem):
-    old = stale(problem, 16)
-    free, clipped, capped, masked = (measure(problem, e, old, group_size=2)["variance"] for e in (
-        policy_gradient(clip_eps=FREE), policy_gradient(), policy_gradient(old="weighed", sampler_cap=1.05),
-        estimators.masked_weights))
-    truncated = measure(problem, OFF_POLICY["weights truncated at 2"], old, group_size=2)["variance"]
-    assert len({round(v, 6) for v in (free, clipped, capped, masked, truncated)}) == 5
 
 
 def test_sampled_batches_agree_with_all_of_them_and_variance_falls_with_groups(problem, monkeypatch):
@@ -144,7 +80,7 @@ def test_sampled_batches_agree_with_all_of_them_and_variance_falls_with_groups(p
     assert drawn["how"] == "3,000 draws" and drawn == measure(problem, policy_gradient(), group_size=2, draws=3000)
     for name in ("variance", "batch_cosine"):
         assert abs(drawn[name] - exact[name]) < 4 * drawn[f"{name}_error"]
-    assert drawn["bias"] < 3 * drawn["bias_error"] and math.isnan(drawn["visible_at"])
+    assert drawn["bias"] < 3 * drawn["bias_error"]
     several = measure(problem, policy_gradient(), group_size=2, groups=8, draws=1000)
     assert abs(several["variance"] - exact["variance"] / 8) < 4 * several["variance_error"]
     assert several["batch_cosine"] > exact["batch_cosine"]
@@ -157,15 +93,10 @@ def test_a_function_of_ones_own_stands_beside_them(problem):
 
     samplers = {"policy": stale(problem), "old": stale(problem, 4)}
     table = bench(problem, {"mine": mine}, samplers, groups=(1, 2), group_size=2, draws=50)
+    ax = plots.by_estimator(table[:2], "samples", "batch_cosine", title="t")
+    assert len(ax.containers) == 1
     assert list(table["sampler"]) == ["policy"] * 2 + ["old"] * 2 and list(table["samples"]) == [2, 4] * 2
     assert table["bias"][0] < 1e-10 < table["bias"][2] and list(table["how"][:2]) == ["exact", "50 draws"]
-
-
-def test_what_cannot_be_is_refused(problem):
-    with pytest.raises(ValueError, match="16 updates, got 17"):
-        stale(problem, 17)
-    with pytest.raises(ValueError, match="old must be .* got 'smapler'"):
-        policy_gradient(old="smapler")
 
 
 def test_the_page_says_what_the_record_says():
@@ -199,10 +130,3 @@ def test_the_page_says_what_the_record_says():
         assert off["nothing corrected", "bf16"]["cosine"] > 0.999
         assert abs(off["weights of sequences", "top-p 0.9"]["cosine"]
                    - off["weights of sequences", "top-p 0.9, with its mass"]["cosine"]) < 0.01
-
-
-def test_the_figure_has_a_curve_with_bars_for_each_estimator(problem):
-    table = bench(problem, {k: ON_POLICY[k] for k in ("no baseline", "leave one out")}, groups=(1, 2), group_size=2, draws=20)
-    ax = plots.by_estimator(table, "samples", "batch_cosine", title="t")
-    assert len(ax.containers) == 2 and ax.get_xscale() == "log"
-    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["no baseline", "leave one out"]

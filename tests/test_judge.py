@@ -15,7 +15,7 @@ from grpolab.models.load import load_policy
 from grpolab.serve.judge import Judge
 from grpolab.serve.service import serve_policy
 from grpolab.train import Several
-from grpolab.train.rewards import Faults, ask_any, scored
+from grpolab.train.rewards import Faults, score, scored
 
 ROW = {"prompt": "Say 'hello'"}
 
@@ -43,7 +43,7 @@ def endpoint(reply, finish="stop"):
 
 
 def judged(judge, tiny, *texts):
-    return ask_any(judge, [list(texts)], [ROW], [group_of(tiny, *texts)])[0]
+    return score(tiny, [ROW], [group_of(tiny, *texts)], judge)[0].rewards
 
 
 @pytest.mark.parametrize(("reply", "reward"), [

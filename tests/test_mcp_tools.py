@@ -50,10 +50,13 @@ def wait_for(what):
         time.sleep(0.05)
 
 
-def test_what_a_server_lists_is_what_the_policy_is_told(tools):
+def test_what_a_server_lists_is_what_the_policy_is_told(tools, tiny):
     by_name = {tool["function"]["name"]: tool["function"] for tool in tools.schemas}
     assert list(by_name) == ["write", "read", "hang", "leave"] and by_name["write"]["description"] == "Keep a note."
     assert by_name["write"]["parameters"]["properties"]["times"]["type"] == "integer"
+    shown = demonstrate(tiny.tokenizer, tools(), {"prompt": "What is first?"}, [call("read", key="first"), "hello"],
+                        action_format=tools.action_format(tiny.tokenizer))
+    assert "Tool: hello\nAssistant: hello" in tiny.tokenizer.decode(list(shown.ids))
     wait_for(lambda: not servers())
 
 
@@ -128,20 +131,10 @@ def test_a_server_on_http(tiny):
             process.kill()
 
 
-def test_a_demonstration_with_a_server(tools, tiny):
-    shown = demonstrate(tiny.tokenizer, tools(), {"prompt": "What is first?"}, [call("read", key="first"), "hello"],
-                        action_format=tools.action_format(tiny.tokenizer))
-    assert "Tool: hello\nAssistant: hello" in tiny.tokenizer.decode(list(shown.ids))
-    wait_for(lambda: not servers())
-
-
 @pytest.mark.parametrize("server", ["localhost:80", "python server.py", [], [5]])
 def test_what_is_no_server_is_refused(server):
     with pytest.raises(ValueError, match="address"):
         McpServer(server)
-
-
-def test_a_command_that_does_not_exist_is_named():
     with pytest.raises(ToolsLost, match="no-such-program"):
         Tools(McpServer(["no-such-program"]), lambda run: 0)
 

@@ -53,11 +53,7 @@ def texts(policy, pairs):
      ("175", 75, False), ("0", 7, True)],
 )
 def test_a_near_miss_is_one_digit_away(given, answer, near):
-    assert near_miss(f"\\boxed{{{given}}}", answer) == near
-
-
-def test_a_text_without_a_box_is_no_near_miss():
-    assert not near_miss("75", 35)
+    assert near_miss(f"\\boxed{{{given}}}", answer) == near and not near_miss(given, answer)
 
 
 SUM, DIFFERENCE = Problem(28, "+", 47), Problem(61, "-", 35)
@@ -91,18 +87,11 @@ def test_questions_without_both_kinds_are_counted(tiny):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("near", {NEAR}), ("far", {FAR}), ("any", {NEAR, FAR})])
-def test_rejections_are_of_the_kind_asked_for(tiny, kind, expected):
+def test_rejections_are_of_the_kind_asked_for_and_differ(tiny, kind, expected):
     rules = PairRules(per_question=9, balance=False, rejections=kind)
     pairs, _ = make_pairs(tiny, [SUM], [group(tiny, SUM, NEAR, RIGHT, FAR, NEAR)], rules)
     assert {bad for _, bad in texts(tiny, pairs)} == expected and len(pairs) == len(expected)
-
-
-def test_pairs_per_question_is_a_bound_and_rejections_differ(tiny):
-    wrong = [f"28 + 47 = \\boxed{{{n}}}." for n in range(5)]
-    for most, expected in ((1, 1), (3, 3), (9, 5)):
-        rules = PairRules(per_question=most, balance=False)
-        pairs, _ = make_pairs(tiny, [SUM], [group(tiny, SUM, RIGHT, *wrong, *wrong)], rules)
-        assert len(pairs) == len({p.rejected.ids for p in pairs}) == expected
+    assert len(make_pairs(tiny, [SUM], [group(tiny, SUM, NEAR, RIGHT, FAR, NEAR)], FREE)[0]) == 1
 
 
 def test_balance_gives_each_operator_as_many_pairs(tiny):
@@ -128,15 +117,12 @@ def test_sampled_pairs_repeat_with_their_seed(tiny):
         run_sync(sample_pairs(tiny, problems, samples=1))
 
 
-@pytest.mark.parametrize("bad", [{"rejections": "close"}, {"per_question": 0}])
-def test_impossible_rules_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        PairRules(**bad)
-
-
 def test_a_pair_that_prefers_nothing_is_refused():
     one, other = Example((1, 2), (1, 1)), Example((1, 3), (1, 1))
     assert Pair((5,), one, other).longest == 3
+    for rules in [{"rejections": "close"}, {"per_question": 0}]:
+        with pytest.raises(ValueError, match="per_question at least 1"):
+            PairRules(**rules)
     for bad in [((), one, other), ((5,), one, one), ((5,), Example((1,), (0,)), one), ((5,), Example((1, 2), (1,)), one)]:
         with pytest.raises(ValueError):
             Pair(*bad)
@@ -163,10 +149,9 @@ def test_the_content_key_knows_ids_masks_and_order(tiny):
 
 def test_a_broken_line_is_named(tiny, tmp_path):
     path = tmp_path / "pairs.jsonl"
-    for text, reason in [("{", "line 1"), ('{"prompt_ids": [1]}', "line 1.*chosen_ids' is missing"), ("", "holds no pairs")]:
-        path.write_text(text)
-        with pytest.raises(ValueError, match=reason):
-            read_pairs(path)
+    path.write_text('{"prompt_ids": [1]}')
+    with pytest.raises(ValueError, match="line 1.*chosen_ids' is missing"):
+        read_pairs(path)
 
 
 # --- ordinary files ---------------------------------------------------------------------------------------------------
@@ -202,33 +187,24 @@ def test_earlier_answers_belong_to_the_prompt_and_later_ones_are_trained(tiny):
     assert tiny.decode(trained) == "4<|endoftext|>Yes" and trained.count(tiny.eos_ids[0]) == 2
 
 
-BAD = [
+@pytest.mark.parametrize(("row", "reason"), [
     ({"prompt": "a", "chosen": "b"}, "'rejected' is missing"),
     ({"chosen": "b", "rejected": "c"}, "'prompt' is missing"),
     ({"prompt": "a", "chosen": "b", "rejected": 3}, "rejected must be text or a list of messages"),
     ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected is empty"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same tokens"),
-    ({"prompt": "a", "chosen": [{"content": "b"}], "rejected": "c"}, "no message with role and content"),
+    ({"prompt": "a", "chosen": [{"content": "b"}], "rejected": "c"}, "messages with role and content"),
     ({"prompt": "a", "chosen": [ASK, said("b")], "rejected": "c"}, "both be whole conversations"),
     ({"prompt": "another", "chosen": [ASK, said("b")], "rejected": [ASK, said("c")]}, "do not go on from the prompt"),
-    ({"chosen": [ASK, said("b")], "rejected": [ASK, said("b")]}, "do not differ"),
-    ({"chosen": [ASK, said("b")], "rejected": [{"role": "user", "content": "x"}, said("b")]}, "part at an assistant turn"),
+    ({"chosen": [ASK, said("b")], "rejected": [ASK, said("b")]}, "in which they differ"),
+    ({"chosen": [ASK, said("b")], "rejected": [{"role": "user", "content": "x"}, said("b")]}, "the same up to an assistant"),
     ({"prompt": [ASK, said("b")], "chosen": "b", "rejected": "c"}, "ends with an assistant turn"),
     (["a"], "a row is an object"),
-]
-
-
-@pytest.mark.parametrize(("row", "reason"), BAD, ids=[r for _, r in BAD])
+], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_row_that_does_not_fit_is_named(tiny, tmp_path, row, reason):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(FORMS["text"]) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=f"line 2: not a preference.*{reason}"):
         load_preferences(path, tiny.tokenizer)
-    told = []
-    assert len(load_preferences(path, tiny.tokenizer, on_bad=told.append)) == 1
-    assert len(told) == 1 and "line 2" in told[0]
-
-
-def test_nothing_but_bad_rows_is_an_error(tiny):
-    with pytest.raises(ValueError, match="holds no pairs"):
-        load_preferences([{}], tiny.tokenizer, on_bad=lambda _: None)
+    with pytest.raises(ValueError, match="holds no rows"):
+        load_preferences([], tiny.tokenizer)

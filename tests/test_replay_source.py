@@ -36,14 +36,18 @@ def train(policy, source, config=CONFIG, n=None, **more):
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     """A run and the weights after each of its steps."""
-    run, policy, after = Run("old", root=tmp_path_factory.mktemp("record")), load_policy("tiny"), []
+    return recorded_training(Run("old", root=tmp_path_factory.mktemp("record")), CONFIG)
+
+
+def recorded_training(run, config):
+    policy, after = load_policy("tiny"), []
 
     async def go():
-        async for row in grpo(policy, None, PROBLEMS, CONFIG, reward=digits, run=run):
+        async for row in grpo(policy, None, PROBLEMS, config, reward=digits, run=run):
             after.append((weights(policy).clone(), row))
 
     asyncio.run(go())
-    return run, policy, after
+    return run, after
 
 
 def same(a, b):
@@ -52,22 +56,14 @@ def same(a, b):
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_from_the_same_weights_it_is_the_runs_own_training_in_every_bit(record, tmp_path, cap):
-    run, _, after = record
-    if cap:  # the run with the correction, against the record of itself
-        run, after, policy = Run("capped", root=tmp_path), [], load_policy("tiny")
-
-        async def go():
-            config = dataclasses.replace(CONFIG, sampler_cap=cap)
-            async for row in grpo(policy, None, PROBLEMS, config, reward=digits, run=run):
-                after.append((weights(policy).clone(), row))
-
-        asyncio.run(go())
-    again, config = load_policy("tiny"), dataclasses.replace(CONFIG, sampler_cap=cap)
-    (row,) = train(again, recorded_groups(run.folder, max_age=0), config, n=1)
+    config = dataclasses.replace(CONFIG, sampler_cap=cap)
+    run, after = recorded_training(Run("capped", root=tmp_path), config) if cap else record
+    again = load_policy("tiny")
+    (row,) = train(again, recorded_groups(run.folder), config, n=1)
     assert torch.equal(weights(again), after[0][0]) and not same(row, after[0][1])
     assert row["ess"] == pytest.approx(1, abs=1e-6) and row["ratio_median"] == pytest.approx(1, abs=1e-4)
     whole = load_policy("tiny")
-    rows = train(whole, recorded_groups(run, max_age=0), config)
+    rows = train(whole, recorded_groups(run), config)
     assert torch.equal(weights(whole), after[-1][0])
     assert [r["record_step"] for r in rows] == [0, 1, 2] and not any(same(a, b) for a, (_, b) in zip(rows, after))
 
@@ -92,15 +88,12 @@ def test_beyond_the_bound_the_step_stops_before_a_weight_moves(record):
 
 def test_the_weights_are_truncated_at_the_cap_and_counted():
     r = Rollout((1,), (2, 3, 4), (1, 1, 0), (-1.0, -1.0, 0.0), (-1.0, -1.0, 0.0), "eos")
-    found = importance([[-1.0, -1.0 + 2.0, 5.0]], [r], None)
-    e2 = float(torch.tensor(2.0, dtype=torch.float64).exp())
-    assert found["ratio_low"] == 1.0 and found["ratio_high"] == 1.0  # of two tokens; what an environment wrote does not count
-    assert found["ess"] == pytest.approx((1 + e2) ** 2 / (2 * (1 + e2**2)))
+    found = importance([[-1.0, -1.0 + 2.0, 5.0]], [r], None)  # what an environment wrote does not count
+    assert found["ratio_low"] == 1.0 and found["ess"] == pytest.approx((1 + math.e**2) ** 2 / (2 * (1 + math.e**4)))
     assert importance([[-1.0, 1.0, 0.0]], [r], 2.0)["ess"] == pytest.approx(9 / 10)
-    tokens = tuple(range(101))
-    many = Rollout((1,), tokens, (1,) * 101, (0.0,) * 101, (0.0,) * 101, "eos")
+    many = Rollout((1,), tuple(range(101)), (1,) * 101, (0.0,) * 101, (0.0,) * 101, "eos")
     spread = importance([[float(i) / 100 for i in range(101)]], [many], None)
-    expected = [float(torch.tensor(x, dtype=torch.float64).exp()) for x in (0.05, 0.5, 0.95)]
+    expected = [math.exp(x) for x in (0.05, 0.5, 0.95)]
     assert [spread[k] for k in ("ratio_low", "ratio_median", "ratio_high")] == pytest.approx(expected)
     assert all(map(math.isnan, importance([], [], None).values()))
 
@@ -116,6 +109,13 @@ def test_it_records_and_resumes_as_any_run(record, tmp_path):
     old, new = record[0].rollouts(2), run.rollouts(0)
     assert list(old["completion"]) == list(new["completion"]) and list(old["problem"]) == list(new["problem"])
     assert list(old["advantage"]) == list(new["advantage"])
+
+
+def test_it_records_the_advantages_that_it_trained_on(record, tmp_path):
+    config, run = dataclasses.replace(CONFIG, advantage_kind="leave_one_out"), Run("other", root=tmp_path)
+    train(load_policy("tiny"), recorded_groups(record[0]), config, n=1, run=run)
+    old, new = (r.rollouts(0)["advantage"].to_numpy() for r in (record[0], run))
+    assert new == pytest.approx(old * 4 / 3) and abs(old).max() > 0
 
 
 # --- what is refused, before anything is trained ------------------------------------------------------------------------
@@ -150,57 +150,26 @@ def test_another_vocabulary(record):
     spelt = record[0].recorder.vocabulary()
     assert 7 in spelt
     refuse(policy, recorded_groups(record[0]), f"another vocabulary than 'tiny': its token 7 is {spelt[7]!r}, the policy's '☃'")
+    fewer = load_policy("tiny")
+    fewer.model.resize_token_embeddings(max(spelt))
+    refuse(fewer, recorded_groups(record[0]), f"its token {max(spelt)} is .*, the policy's none")
 
 
-def test_a_model_with_fewer_tokens(record):
-    policy = load_policy("tiny")
-    top = max(record[0].recorder.vocabulary())
-    policy.model.resize_token_embeddings(top)
-    refuse(policy, recorded_groups(record[0]), f"its token {top} is .*, the policy's none")
-
-
-def test_rollouts_that_are_too_old(record):
-    run, trained, _ = record
-    refuse(load_policy("tiny"), recorded_groups(run, steps=[0, 0, 0], max_age=1),
-           "step 2 of the training would use rollouts of step 0 .* 2 steps away .* max_age=1")
-    refuse(load_policy("tiny"), recorded_groups(run, steps=[2, 1, 0], max_age=1),
-           "step 0 .* rollouts of step 2 .* 2 steps away")
-    train(load_policy("tiny"), recorded_groups(run, steps=[0, 0, 0], max_age=2), dataclasses.replace(CONFIG, **FAR))
-    other = load_policy("tiny")
-    with torch.no_grad():
-        other.model.get_input_embeddings().weight.mul_(1.01)
-    refuse(other, recorded_groups(run, max_age=9), "age of its rollouts is not known")
-    with pytest.raises(ValueError, match="3 steps away"):  # the policy that the run trained, three steps on
-        train(trained, recorded_groups(run, max_age=2), dataclasses.replace(CONFIG, **FAR))
-    with pytest.raises(ValueError, match="max_age is None or a number of steps from 0, got -1"):
-        recorded_groups(run, max_age=-1)
-
-
-def rewritten(record, tmp_path, change):
-    """A copy of the record whose lines are changed."""
+@pytest.mark.parametrize("change, says", [
+    (lambda line: {k: v for k, v in line.items() if k != "logps"}, "step 0, group 0: its rollouts lack log-probs"),
+    (lambda line: line | {"logps": base64.b64encode(b"\0" * 8).decode()}, "holds 2 log-probs for"),
+], ids=["none", "too few"])
+def test_rollouts_without_their_log_probs(record, tmp_path, change, says):
     folder = tmp_path / "copy"
     (folder / "rollouts").mkdir(parents=True)
     (folder / "run.json").write_text((record[0].folder / "run.json").read_text())
     for path in record[0].recorder.files():
-        lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
         steps = {}
-        for line in lines:
-            if (line := change(line)) is not None:
-                steps.setdefault(line["step"], []).append(json.dumps(line) + "\n")
+        for line in map(json.loads, gzip.decompress(path.read_bytes()).splitlines()):
+            steps.setdefault(line["step"], []).append(json.dumps(change(line)) + "\n")
         (folder / "rollouts" / path.name).write_bytes(b"".join(gzip.compress("".join(s).encode()) for s in steps.values()))
-    return folder
-
-
-def test_rollouts_without_log_probs(record, tmp_path):
-    folder = rewritten(record, tmp_path, lambda line: {k: v for k, v in line.items() if k != "logps"})
-    with pytest.raises(ValueError, match="step 0, group 0: its rollouts have no log-probs"):
+    with pytest.raises(ValueError, match=says):
         recorded_groups(folder)
-
-
-def test_too_few_log_probs(record, tmp_path):
-    short = base64.b64encode(b"\0" * 8).decode()
-    with pytest.raises(ValueError, match="holds 2 log-probs for"):
-        recorded_groups(rewritten(record, tmp_path, lambda line: line | {"logps": short}))
 
 
 @pytest.mark.parametrize("steps, says", [([0, 7], r"lacks steps \[7\]: it holds 0 to 2"), ([], r"lacks steps \[\]")])

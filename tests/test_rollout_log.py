@@ -23,7 +23,6 @@ from grpolab.runs.rollout_log import RANGE, Recorder
 from grpolab.runs.run import Run
 from grpolab.train.episodes import Episode, as_groups
 from grpolab.train.grpo import GRPOConfig, grpo
-from grpolab.train.recorded import episodes_as_recorded
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = GRPOConfig(steps=4, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2)
@@ -131,11 +130,9 @@ def test_episodes_keep_their_turns_and_what_the_update_did_not_get():
 
     mute = episode(0, None, "invalid"), episode(5, None, "invalid")
     episodes = [mute[0], None, None, None, episode(4, 1.0), mute[1], episode(6, 0.0), None]
-    groups = as_groups(episodes, 2)
-    scored = [g for g in groups if any(r is not None for r in g.rewards)]
-    kept = episodes_as_recorded([{"a": i} for i in range(4)], episodes, groups, scored, "centred")
-    back = [rollout_log.recorded(json.loads(json.dumps(rollout_log.line_of(3, i, g, str)))) for i, g in enumerate(kept)]
-    assert [g.trained for g in back if g.used] == scored and [g.problem["a"] for g in back] == [2, 3, 0]
+    groups = as_groups([{"a": i} for i in range(4)], episodes, "centred")
+    back = [rollout_log.recorded(json.loads(json.dumps(rollout_log.line_of(3, i, g, str)))) for i, g in enumerate(groups)]
+    assert [g.trained for g in back] == [g.trained for g in groups] and [g.problem["a"] for g in back] == [2, 3, 0]
     assert [g.used for g in back] == [True, True, False]
     abstained = back[0].group[1]  # the update got an empty rollout in its place
     assert abstained.tokens == (3, 4, 5) and abstained.mask == (1, 0, 1) and abstained.finish_reason == "invalid"

@@ -9,6 +9,7 @@ from loop_helpers import flat as weights
 from loop_helpers import rows_of
 from test_sources import CONFIG, ROWS, train, vowels
 
+from grpolab.env.curriculum import Curriculum
 from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
 from grpolab.models.load import load_policy
@@ -17,7 +18,7 @@ from grpolab.runs.rollout_log import COLUMNS
 from grpolab.runs.run import Run
 from grpolab.train import Several, grpo, trl_reward
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.rewards import Faults, ask_any, held_out_reward, score, scored
+from grpolab.train.rewards import Faults, held_out_reward, score, scored
 
 
 @pytest.fixture
@@ -59,8 +60,9 @@ def test_totals_and_what_they_are_made_of(tiny, combination):
     rewards, parts = totals(tiny, several, "7", "abc", "12347")
     assert rewards == pytest.approx([2.6, 0.2, 1.8])
     assert parts[1] == {"right": 0.0, "brief": 1.0, "length": 3.0} and parts[2]["brief"] == -1.0
-    ((only, *_),) = ask_any(several, [["7"]], [{}], [group_of(tiny, "7")])
-    assert only == pytest.approx(2.6)
+    (group,) = score(tiny, [{}], [group_of(tiny, "7", "abc", "12347")], several)  # from synchronous code
+    assert group.rewards == rewards and [dict(r.parts) for r in group] == parts
+    assert score(tiny, [{}], [group_of(tiny, "7")], brief)[0].rewards == [3.0]
 
 
 def test_a_group_without_a_difference_in_success_teaches_nothing_unless_it_is_asked_to(tiny):
@@ -91,6 +93,8 @@ def test_who_abstains(tiny):
     assert totals(tiny, Several(later, "sum"), "7", "")[0] == [4.0, 0.0]
     first = {"brief": (brief, 1.0), "right": (right, 1.0)}
     assert totals(tiny, Several(first, "sum"), "7", "")[0] == [4.0, None]
+    nan = {"right": (right, 1.0), "nan": (lambda *_: float("nan"), 1.0)}
+    assert totals(tiny, Several(nan), "7", "")[0] == [1.0, 0.0]
 
 
 def test_normalised_then_summed_is_the_papers_formula(tiny):
@@ -110,28 +114,16 @@ def test_normalised_then_summed_is_the_papers_formula(tiny):
     assert a[0, 3] == 0 and torch.equal(a[:, :3], several.advantages(short, "centred"))
 
 
-def test_nan_abstains_wherever_it_comes_from(tiny):
-    later = {"right": (right, 1.0), "nan": (lambda *_: float("nan"), 1.0)}
-    assert totals(tiny, Several(later), "7", "")[0] == [1.0, 0.0]
+def test_what_abstains_does_not_count_in_a_held_out_mean(tiny):
     half = held_out_reward(ROWS, lambda text, row, rollout: 1.0 if row["answer"] % 2 else float("nan"), max_new_tokens=2)
     assert asyncio.run(half(tiny)) == 1.0
 
 
-def test_a_curriculum_hears_of_the_first_reward(tiny):
+def test_a_curriculum_gets_the_first_reward(tiny):
     """A rollout that succeeded and was a little long has succeeded."""
-    told = []
-
-    class Rows:
-        tasks = ROWS
-
-        def next_tasks(self, n):
-            return ROWS[:n]
-
-        def record_result(self, task, rate):
-            told.append(rate)
-
-    train(tiny, rows=Rows(), reward=Several({"right": (lambda *_: 1.0, 1.0), "length": (Lengths(), -0.01)}))
-    assert told == [1.0] * 6
+    curriculum = Curriculum([ROWS], seed=1)
+    train(tiny, rows=curriculum, reward=Several({"right": (lambda *_: 1.0, 1.0), "length": (Lengths(), -0.01)}))
+    assert curriculum.results == 6 and {row["rate"] for row in curriculum.table() if row["tries"]} == {1.0}
 
 
 def test_one_of_several_trains_as_it_does_alone(tiny):
@@ -140,6 +132,13 @@ def test_one_of_several_trains_as_it_does_alone(tiny):
     assert torch.equal(weights(tiny), weights(other))
     assert [r["reward"] for r in alone] == [r["reward"] for r in several] == [r["vowels"] for r in several]
     assert all(isinstance(r["brief"], float) for r in several)
+
+    def fragile(text, row, rollout):
+        return 1.0 if rollout.seed % 3 else {}["no such judge"]
+
+    with pytest.warns(UserWarning, match="no such judge"):  # a part that raises costs its own rollout
+        rows = train(tiny, reward=Several({"vowels": (vowels, 1.0), "fragile": (fragile, 1.0)}))
+    assert all(0 < row["reward_errors"] < 12 for row in rows)
 
 
 @pytest.mark.parametrize("combination", ["gated", "normalise_then_sum"])
@@ -159,27 +158,16 @@ def test_the_record_has_the_parts_and_the_advantages_that_were_trained_on(tiny, 
         assert step["advantage"].std() == pytest.approx(1, abs=1e-2)
 
 
-def test_a_part_that_raises_costs_its_own_rollout(tiny):
-    def fragile(text, row, rollout):
-        if rollout.seed % 3 == 0:
-            raise KeyError("no such judge")
-        return 1.0
-
-    with pytest.warns(UserWarning, match="no such judge"):
-        rows = train(tiny, reward=Several({"vowels": (vowels, 1.0), "fragile": (fragile, 1.0)}))
-    assert all(0 < row["reward_errors"] < 12 for row in rows)
-
-
-@pytest.mark.parametrize(("rewards", "options", "says"), [
-    ({}, {}, "at least one"), ({"a": vowels}, {}, "reward, weight"), ({"a": (vowels, "1")}, {}, "finite number"),
-    ({"a": (vowels, float("nan"))}, {}, "finite number"), ({"a": ("x", 1.0)}, {}, "reward, weight"),
-    ({"a": (vowels, 1.0)}, {"combination": "product"}, "gated, sum"),
-    ({"a": (Several({"b": (vowels, 1.0)}), 1.0)}, {}, "one Several"), ({5: (vowels, 1.0)}, {}, "name"),
-    ({"": (vowels, 1.0)}, {}, "name"),
+@pytest.mark.parametrize("rewards", [
+    {"a": vowels}, {"a": (vowels, "1")}, {"a": (vowels, float("nan"))}, {"a": ("x", 1.0)}, {5: (vowels, 1.0)},
+    {"": (vowels, 1.0)}, {"a": (Several({"b": (vowels, 1.0)}), 1.0)},
 ])
-def test_what_is_no_reward_is_refused(rewards, options, says):
-    with pytest.raises(ValueError, match=says):
-        Several(rewards, **options)
+def test_what_is_no_reward_is_refused(rewards):
+    with pytest.raises(ValueError, match="no reward with its weight"):
+        Several(rewards)
+    for wrong in ({}, rewards):
+        with pytest.raises(ValueError, match="at least one|gated, sum"):
+            Several(wrong, "gated" if not wrong else "product")
 
 
 def test_a_name_stands_for_one_number(tiny):
@@ -191,13 +179,6 @@ def test_a_name_stands_for_one_number(tiny):
         for wrong in ({"reward": Several({"a": (vowels, 1.0), name: (vowels, 1.0)})}, {"watch": {name: vowels}}):
             with pytest.raises(ValueError, match=f"'{name}'.*column"):
                 train(tiny, **wrong)
-
-
-def test_from_synchronous_code_it_is_asked_too(tiny):
-    several = Several({"right": (right, 1.0), "brief": (brief, 0.5)}, "sum")
-    (group,) = score(tiny, [{}], [group_of(tiny, "7", "ab")], several)
-    assert group.rewards == [2.5, 1.0] and group[0].parts == {"right": 1.0, "brief": 3.0}
-    assert score(tiny, [{}], [group_of(tiny, "7")], brief)[0].rewards == [3.0]
 
 
 # --- TRL's ------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.env.curriculum import Curriculum
+from grpolab.lab.restore import restore
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
+from grpolab.runs.run import Run
 from grpolab.train import GRPOConfig, grpo, grpo_from
 from grpolab.train.rewards import Faults, finished_and_correct, sample_and_score
 from grpolab.train.sources import StepGroups, distinct
@@ -40,81 +42,50 @@ def train(policy, rows=ROWS, reward=vowels, config=CONFIG, **more):
 
 
 def test_rows_of_any_kind_train_alike(tiny):
-    problems = [Problem(a, "+", 2) for a in range(6)]
-    others = [load_policy("tiny") for _ in range(2)]
     train(tiny)
-    train(others[0], problems)
-    train(others[1], [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": 0} for r in ROWS])
-    assert torch.equal(weights(tiny), weights(others[0])) and torch.equal(weights(tiny), weights(others[1]))
-
-
-def test_an_async_reward_trains_as_the_plain_one_does(tiny):
-    async def later(text, row, rollout):
-        await asyncio.sleep(0.001 * (len(text) % 3))
-        return vowels(text, row, rollout)
-
-    other = load_policy("tiny")
-    plain, waited = train(tiny), train(other, reward=later)
-    assert torch.equal(weights(tiny), weights(other))
-    assert [r["reward"] for r in plain] == [r["reward"] for r in waited]
+    for rows in ([Problem(a, "+", 2) for a in range(6)],
+                 [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": 0} for r in ROWS]):
+        other = load_policy("tiny")
+        train(other, rows)
+        assert torch.equal(weights(tiny), weights(other))
 
 
 def test_a_source_of_ones_own_trains_as_grpo_does(tiny):
     """The same groups through `grpo_from` give the same weights as `grpo`, and the source's row stands in the step's."""
-    kept, other = [], load_policy("tiny")
+    seen, other = [], load_policy("tiny")
 
     def spy(text, row, rollout):
-        kept.append((row["prompt"], rollout, vowels(text, row, rollout)))
-        return kept[-1][2]
+        seen.append((row["prompt"], rollout, vowels(text, row, rollout)))
+        return seen[-1][2]
 
     train(tiny, reward=spy)
 
     async def again(step):
-        mine = kept[step * 12 : (step + 1) * 12]
-        asked = list(dict.fromkeys(prompt for prompt, _, _ in mine))
-        groups = []
-        for prompt in asked:
-            members = sorted(((r, reward) for p, r, reward in mine if p == prompt), key=lambda m: m[0].seed)
+        of_step, groups = seen[step * 12 : (step + 1) * 12], []
+        for prompt in dict.fromkeys(prompt for prompt, _, _ in of_step):
+            members = sorted(((r, reward) for p, r, reward in of_step if p == prompt), key=lambda m: m[0].seed)
             groups.append(Group(tuple(r for r, _ in members)).with_rewards([reward for _, reward in members]))
         return StepGroups(groups, {"cost": 7.0 + step})
 
-    async def collect():
-        return [row async for row in grpo_from(other, None, again, CONFIG, longest=64)]
-
-    rows = asyncio.run(collect())
+    rows = from_source(other, again)
     assert [row["cost"] for row in rows] == [7.0, 8.0]
     assert torch.allclose(weights(tiny), weights(other), atol=2e-5)
     assert not torch.equal(weights(other), weights(load_policy("tiny")))
 
 
-def test_a_reward_that_raises_costs_its_own_rollout(tiny):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_that_raises_costs_its_own_rollout(tiny, is_async):
     def fragile(text, row, rollout):
         if rollout.seed % 3 == 0:
             raise KeyError("no such judge")
         return vowels(text, row, rollout)
 
+    async def later(text, row, rollout):
+        return fragile(text, row, rollout)
+
     with pytest.warns(UserWarning, match="no such judge.*abstains"):
-        rows = train(tiny, reward=fragile)
+        rows = train(tiny, reward=later if is_async else fragile)
     assert all(0 < row["reward_errors"] < 12 for row in rows) and tiny.version == 2
-
-
-def test_an_async_reward_that_raises_costs_its_own_rollout(tiny):
-    async def fragile(text, row, rollout):
-        if rollout.seed % 3 == 0:
-            raise TimeoutError("the judge is asleep")
-        return vowels(text, row, rollout)
-
-    with pytest.warns(UserWarning, match="asleep"):
-        assert all(0 < row["reward_errors"] < 12 for row in train(tiny, reward=fragile))
-
-
-def test_a_reward_that_always_raises_is_an_error_before_anything_moves(tiny):
-    before = weights(tiny)
-    with pytest.raises(ValueError, match="has no 'wanted'"):
-        from grpolab.tasks import value_of
-
-        train(tiny, reward=lambda text, row, rollout: value_of(row, "wanted"))
-    assert torch.equal(before, weights(tiny)) and tiny.version == 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -128,36 +99,6 @@ def test_a_reward_of_another_type_is_an_error_that_names_it(tiny, is_async):
     with pytest.raises(TypeError, match="spelled.*'0.5', of type str"):
         train(tiny, reward=spelled_later if is_async else spelled)
     assert tiny.version == 0
-
-
-def test_rewards_are_asked_while_the_others_are_decoded(tiny):
-    """The first reward is asked before the last rollout is done, also where the reward is slow."""
-    asked, finished = [], []
-
-    def slow(text, row, rollout):
-        asked.append(time.perf_counter())
-        time.sleep(0.01)
-        return 1.0
-
-    async def run():
-        async with Sampler(tiny, slots=2) as sampler:
-            submit = sampler.submit
-
-            def noted(*args, on_rollout=None, **kwargs):
-                def tell(*item):
-                    finished.append(time.perf_counter())
-                    on_rollout(*item)
-
-                return submit(*args, on_rollout=tell, **kwargs)
-
-            sampler.submit = noted
-            prompts = [prompt_ids(tiny.tokenizer, row["prompt"]) for row in ROWS]
-            params = SamplingParams(max_new_tokens=40, seed=0, ignore_eos=True)
-            return await sample_and_score(tiny, sampler, ROWS, prompts, 2, params, slow, Faults())
-
-    groups = asyncio.run(run())
-    assert min(asked) < max(finished) and len(asked) == 12
-    assert all(r.reward == 1.0 for g in groups for r in g)
 
 
 def test_a_cancelled_step_leaves_no_reward_behind(tiny):
@@ -174,12 +115,6 @@ def test_a_cancelled_step_leaves_no_reward_behind(tiny):
     assert asyncio.run(run()) == [] and tiny.version == 0
 
 
-def test_a_curriculum_is_told_by_single_turns_too(tiny):
-    curriculum = Curriculum([[row] for row in ROWS], seed=1)
-    rows = train(tiny, curriculum, reward=lambda text, row, rollout: float(row["answer"] == 2))
-    assert curriculum.results == 6 and all("curriculum" in row for row in rows)
-
-
 def test_refills_are_not_for_a_curriculum(tiny):
     with pytest.raises(ValueError, match="refills=1: a curriculum"):
         train(tiny, Curriculum([ROWS], seed=1), config=dataclasses.replace(CONFIG, refills=1))
@@ -189,12 +124,9 @@ def test_rows_of_the_same_content_count_once():
     assert distinct([{"a": 1, "b": 2}, 3, {"b": 2, "a": 1}, 3, [1]]) == [{"a": 1, "b": 2}, 3, [1]]
 
 
-# --- a source of one's own --------------------------------------------------------------------------------------------
-
-
-def from_source(policy, source, config=CONFIG):
+def from_source(policy, source, config=CONFIG, run=None):
     async def collect():
-        return [row async for row in grpo_from(policy, None, source, config, longest=64)]
+        return [row async for row in grpo_from(policy, None, source, config, longest=64, run=run)]
 
     return asyncio.run(collect())
 
@@ -204,20 +136,6 @@ async def sampled_groups(policy, step, size=4, n=2):
         prompts = [prompt_ids(policy.tokenizer, row["prompt"]) for row in ROWS[:n]]
         groups = await sampler.sample(prompts, group_size=size, params=SamplingParams(max_new_tokens=6, seed=step))
         return [g.with_rewards([float(len(r.tokens) + i) for i, r in enumerate(g)]) for g in groups]
-
-
-def test_a_source_may_be_an_object_and_give_the_groups_alone(tiny):
-    class Source:
-        asked = []
-
-        async def __call__(self, step):
-            self.asked.append(step)
-            return await sampled_groups(tiny, step)
-
-    before, source = weights(tiny), Source()
-    rows = from_source(tiny, source)
-    assert source.asked == [0, 1] and all(row["trained_groups"] == 2 for row in rows)
-    assert not torch.equal(before, weights(tiny))
 
 
 @pytest.mark.parametrize("cap, far", [(None, False), (2.0, False), (None, True)])
@@ -231,8 +149,8 @@ def test_a_step_without_signal_has_the_columns_of_any_other(tiny, cap, far):
 
 
 @pytest.mark.parametrize("given, error, says", [
-    (lambda groups: [], ValueError, "gave no groups"), (lambda groups: "groups", TypeError, "hold 'groups', a str"),
-    (lambda groups: [list(groups[0])], TypeError, "a list"), (lambda groups: None, TypeError, "None, a NoneType"),
+    (lambda groups: [], ValueError, "gave no groups"), (lambda groups: "groups", TypeError, "not 'groups'"),
+    (lambda groups: [list(groups[0])], TypeError, "Groups of rollouts"), (lambda groups: None, TypeError, "not None"),
     (lambda groups: StepGroups([*groups, Group(groups[0].rollouts[:2])]), ValueError, r"groups of \[2, 4\] rollouts"),
 ])
 def test_what_a_source_gives_is_checked_before_a_weight_moves(tiny, given, error, says):
@@ -304,15 +222,20 @@ class Later(Together):
 
 
 def count(texts):
-    return [float(sum(t.count(v) for v in "aeiou0123")) for t in texts]
+    return [vowels(text, None, None) for text in texts]
 
 
-def test_a_batch_may_be_async_and_trains_as_the_plain_one_does(tiny):
-    others = [load_policy("tiny"), load_policy("tiny")]
+async def vowels_later(text, row, rollout):
+    await asyncio.sleep(0.001 * (len(text) % 3))
+    return vowels(text, row, rollout)
+
+
+def test_a_batch_and_an_async_reward_train_as_the_plain_one_does(tiny):
     train(tiny)
-    train(others[0], reward=Together(count))
-    train(others[1], reward=Later(count))
-    assert torch.equal(weights(tiny), weights(others[0])) and torch.equal(weights(tiny), weights(others[1]))
+    for reward in (Together(count), Later(count), vowels_later):
+        other = load_policy("tiny")
+        train(other, reward=reward)
+        assert torch.equal(weights(tiny), weights(other))
 
 
 @pytest.mark.parametrize("kind", [Together, Later])
@@ -343,3 +266,16 @@ def test_watched_rewards_may_be_async_and_may_fail_for_some(tiny):
         rows = train(other, watch={"later": later, "fragile": fragile, "same": vowels})
     assert all(row["later"] == 2.0 and row["fragile"] == 3.0 and row["reward_errors"] == 0 for row in rows)
     assert torch.equal(weights(tiny), weights(other))
+
+
+def test_advantages_of_a_sources_own_are_recorded_and_trained_again(tiny, tmp_path):
+    """A run of `grpo_from` without a record of its own is restored to the weights that it ended with."""
+    async def source(step):
+        groups = await sampled_groups(tiny, step)
+        return StepGroups(groups, advantages=torch.tensor([[1.0, -1.0, 0.5, -0.5], [0.0, 2.0, -1.0, -1.0]]))
+
+    run = Run("own", root=tmp_path, replay_every=5)
+    from_source(tiny, source, run=run)
+    assert run.rollouts(0)["advantage"].tolist() == [1.0, -1.0, 0.5, -0.5, 0.0, 2.0, -1.0, -1.0]
+    state = restore(run, 2)
+    assert state.notes == () and torch.equal(weights(state.policy), weights(tiny))

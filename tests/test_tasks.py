@@ -48,31 +48,25 @@ def test_rows_of_a_file(tmp_path):
     assert tasks.read_rows(path, needs=["answer"]) == [{"prompt": "a", "answer": 1}, {"prompt": "ü", "answer": 2}]
 
 
-@pytest.mark.parametrize("line, says", [("{", "line 2"), ("[1]", "list, not an object"), ('{"a": 1}', "needs one of"),
+@pytest.mark.parametrize("line, says", [("{", "not a row"), ("[1]", "list, not an object"), ('{"a": 1}', "needs one of"),
                                         ('{"prompt": "a"}', "has no 'answer'"), ('{"prompt": 1, "answer": 2}', "is a text")])
 def test_a_damaged_row_names_its_line(tmp_path, line, says):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "answer": 1}\n' + line)
-    with pytest.raises(ValueError, match="line 2.*" + says if says != "line 2" else says):
+    with pytest.raises(ValueError, match="line 2.*" + says):
         tasks.read_rows(path, needs=["answer"])
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n")
+    path.write_text("\n")
     with pytest.raises(ValueError, match="holds no rows"):
-        tasks.read_rows(tmp_path / "rows.jsonl")
+        tasks.read_rows(path)
 
 
 @pytest.mark.parametrize("text, number", [
     ("so 3 + 4 = 7.", "7"), ("#### 1,234", "1234"), ("first 5\n#### -2 apples, of 9", "-2"), ("it costs $18.50", "18.50"),
-    ("12,34", "34"), ("\u22125", "-5"), ("####", None), ("none", None), ("#### x 5", None), ("1 2 #### 3 #### 4", "4"),
+    ("12,34", "34"), pytest.param("9" * 2_000_000 + " 5", "5", id="long"),
+    ("\u22125", "-5"), ("####", None), ("none", None), ("#### x 5", None), ("1 2 #### 3 #### 4", "4"),
 ])
 def test_the_final_number(text, number):
     assert tasks.final_number(text) == (None if number is None else Decimal(number))
-
-
-def test_a_long_text_of_digits_costs_as_much_as_its_length():
-    assert tasks.final_number("9" * 2_000_000 + " 5") == 5
 
 
 def test_gsm8k_rows_and_their_reward(tmp_path):
@@ -85,10 +79,6 @@ def test_gsm8k_rows_and_their_reward(tmp_path):
     assert tasks.right_number("That makes 1200", row, ended("length")) == 0.0
     with pytest.raises(ValueError, match="has no 'answer'; it has .'prompt'"):
         tasks.right_number("1", {"prompt": "a"}, ended())
-
-
-def test_a_gsm8k_answer_without_its_mark_is_refused(tmp_path):
-    path = tmp_path / "gsm8k.jsonl"
     path.write_text(json.dumps({"question": "How many?", "answer": "1200"}))
     with pytest.raises(ValueError, match="row 1.*does not end in '#### number'"):
         tasks.gsm8k(path)
@@ -112,17 +102,14 @@ def test_reasoning_gym_gives_the_same_tasks_for_a_seed_and_its_own_scores():
 
 
 @gym
-def test_an_unknown_task_or_setting_is_named():
-    with pytest.raises(ValueError, match="no data set 'legs'"):
-        tasks.reasoning_gym("legs", size=1, seed=0)
+def test_an_unknown_setting_is_named():
     with pytest.raises(ValueError, match="no data set 'leg_counting' with .*wings"):
         tasks.reasoning_gym("leg_counting", size=1, seed=0, wings=2)
 
 
-@pytest.mark.parametrize("name", sorted(tasks.EVALUATING))
-def test_scorers_that_would_evaluate_an_answer_are_refused(name):
+def test_scorers_that_would_evaluate_an_answer_are_refused():
     with pytest.raises(ValueError, match="evaluates answers as Python code"):
-        tasks.reasoning_gym(name, size=1, seed=0)
+        tasks.reasoning_gym("countdown", size=1, seed=0)
 
 
 def evaluating(path: Path) -> bool:

@@ -70,7 +70,7 @@ def test_schemas_are_read_from_the_functions():
 
 
 @pytest.mark.parametrize(("tools", "why"), [
-    ([untyped], "types of"), ([many], "cannot name"), ([room, room], "two tools|one name"), ([], "no tool"),
+    ([untyped], "needs a type"), ([many], "able to name"), ([room, room], "two tools|one name"), ([], "no tool"),
     (type("Empty", (), {}), "no tool"), ([lambda x: x], "no named function"), ([partial(room, "Ann")], "no named function"),
     ([int], "no named function"), ([5], "no named function"), ("room", "a list of functions"), (object(), "not an object"),
 ])
@@ -83,8 +83,6 @@ def test_functions_that_cannot_be_called_by_name_are_refused(tools, why):
     with pytest.raises(ValueError, match="reward=None"):
         Tools([room], None)
 
-
-def test_what_json_cannot_say_is_no_parameter():
     def locked(lock: threading.Lock) -> str: ...
 
     with pytest.raises(ValueError, match="JSON cannot say"):
@@ -149,12 +147,12 @@ def place() -> Place:
     (call("boom", kind="hang"), "error: TimeoutError: longer than 0.3 s"),
     (call("boom", kind="stop"), "error: RuntimeError: coroutine raised StopIteration"),
     (call("boom", kind="other"), "error: KeyError: 'other'"),
-    (call("late"), "error: TimeoutError: longer than 0.3 s"),
+    (call("boom", kind="interrupt"), "error: KeyboardInterrupt: ^C"),
+    (call("boom", kind="bad"), "error: Unspeakable: (no message)"),
+    (call("raises", kind="cancel"), "error: CancelledError: own"),
+    (call("raises", kind="late"), "error: TimeoutError: the database"),
     (call("blocking"), "error: TimeoutError: longer than 0.3 s"),
     (call("late") + call("late"), ["error: TimeoutError: longer than 0.3 s"] * 2),  # one bound for both
-    *((call(name, kind=kind), told) for name in ("boom", "raises") for kind, told in (
-        ("interrupt", "error: KeyboardInterrupt: ^C"), ("cancel", "error: CancelledError: own"),
-        ("bad", "error: Unspeakable: (no message)"), ("late", "error: TimeoutError: the database"))),
     (call("nothing"), "error: there is no tool 'nothing'; there are boom, late, raises, blocking"),
     (call("boom", knd=1), "error: kind: Missing required argument; knd: Unexpected keyword argument"),
     (call("boom", kind=[1]), "error: kind: Input should be a valid string"),
@@ -167,11 +165,6 @@ def test_what_a_call_does_wrong_is_told_and_counted(tiny, text, told):
     assert last.reward == 1.0 and form.measure([last]) == {"calls": 0, "tool_errors": len(told)}
 
 
-def test_results_that_are_no_text_are_json(tiny):
-    (result,), form = asyncio.run(turns_of(Tools([place], right), tiny.tokenizer, call("place")))
-    assert form.texts(result) == ['{"room": 12, "since": "2026-01-02"}']
-
-
 def test_one_call_a_turn_where_the_template_knows_no_more(tiny):
     tokenizer = tiny.tokenizer.__class__.from_pretrained(tiny.tokenizer.name_or_path)
     tokenizer.chat_template = CHAT_TEMPLATE.replace(
@@ -179,21 +172,18 @@ def test_one_call_a_turn_where_the_template_knows_no_more(tiny):
         "{{ raise_exception('one call') }}{% endif %}{% for call in message")
     two = call("room", name="Ann") * 2
     (refused, made), _ = asyncio.run(turns_of(Tools([room], right), tokenizer, two, call("room", name="Ann")))
-    assert refused.why == "error: this turn has 2 calls, and a turn can have 1; none was made" and made.metadata["calls"] == 1
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_at_once(tiny):
-    tokenizer = tiny.tokenizer.__class__.from_pretrained(tiny.tokenizer.name_or_path)
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{% if message['role']", "{{ loop.length }}{% if message['role']")
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         Tools([room], right).action_format(tokenizer)
+    assert refused.why == "error: this turn has 2 calls, and a turn can have 1; none was made" and made.metadata["calls"] == 1
 
 
-def test_results_are_bounded_text(tiny):
-    texts = [call("boom", kind=kind) for kind in ("large", "empty", "surrogate")]
-    results, form = asyncio.run(turns_of(Tools([boom], right), tiny.tokenizer, *texts))
-    large, empty, surrogate = [form.texts(result)[0] for result in results]
+def test_results_are_bounded_text_and_what_is_no_text_is_json(tiny):
+    texts = [*(call("boom", kind=kind) for kind in ("large", "empty", "surrogate")), call("place")]
+    results, form = asyncio.run(turns_of(Tools([boom, place], right), tiny.tokenizer, *texts))
+    large, empty, surrogate, json_text = [form.texts(result)[0] for result in results]
     assert large == "x" * MAX_RESULT + " ... (10000000 characters)" and (empty, surrogate) == ("(empty)", "?")
+    assert json_text == '{"room": 12, "since": "2026-01-02"}'
 
 
 def test_a_call_that_cannot_be_read_is_told_and_not_made(tiny):
@@ -272,7 +262,7 @@ def test_a_class_for_trl_is_one_for_tools(tiny):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("reward", [lambda run: 1 / 0, lambda run: float("nan"), lambda run: "much", lambda run: None])
+@pytest.mark.parametrize("reward", [lambda run: 1 / 0, lambda run: float("nan"), lambda run: None])
 def test_a_reward_that_fails_costs_the_episode(tiny, reward):
     with pytest.raises(ServerError):
         asyncio.run(turns_of(Tools([room], reward), tiny.tokenizer, "12"))

@@ -48,7 +48,7 @@ from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, trainer_logps, verify_both
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.optimisers import make_optimiser
-from grpolab.train.rewards import Reward, ask_any, finished_and_correct
+from grpolab.train.rewards import Reward, finished_and_correct, score
 from grpolab.train.several_rewards import check_sum
 
 Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
@@ -234,7 +234,7 @@ def with_token(group: int, rollout: int, position: int, token: int, reward: Rewa
         new = replace(new, logps=(*r.logps[:position], forced, *tail.logps),
                       raw_logps=(*r.raw_logps[:position], raw, *tail.raw_logps))
         check_sum(reward)
-        ((new_reward,),) = ask_any(reward, [[policy.decode(new.tokens)]], [as_problem(g.problem)], [[new]])
+        ((new_reward,),) = (x.rewards for x in score(policy, [as_problem(g.problem)], [[new]], reward))
         members = Group(tuple(replace(new, reward=new_reward) if i == rollout else x for i, x in enumerate(g.group)))
         changed = [replace(g, group=members, parts={}) if i == group else x for i, x in enumerate(groups)]
         together = config.advantage_kind == "batch_standardised"  # then the others' advantages change, too

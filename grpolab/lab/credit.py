@@ -25,7 +25,7 @@ from grpolab.lab.tokens import visible
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
-from grpolab.train.rewards import Reward, ask_any
+from grpolab.train.rewards import Reward, score
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def credit(policy: Policy, rollout: Rollout, reward: Reward, problem: Any, *, ma
         raise ValueError(f"continuations must be at least 2, got {continuations}")
 
     def rewards(rollouts) -> np.ndarray:  # NaN where the reward abstains
-        texts = [[policy.decode(r.tokens) for r in rollouts]]
-        return np.array(ask_any(reward, texts, [problem], [rollouts])[0], dtype=float)
+        return np.array(score(policy, [problem], [rollouts], reward)[0].rewards, dtype=float)
 
     with Sampler(policy, threads=threads) as sampler:
         requests = [

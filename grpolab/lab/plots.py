@@ -241,7 +241,7 @@ def calibration(points: Sequence[tuple[float, object]], *, title: str, xlabel: s
 
 
 def by_estimator(table: pd.DataFrame, x: str, y: str, *, title: str, ax=None):
-    """A column of `train.estimators.bench` over another, a curve for each estimator; bars are two standard errors."""
+    """A column of `bench` (benchmarks/estimators.py) over another, a curve for each estimator; bars are two standard errors."""
     ax, styles = _axes(ax), cycle(zip((POLICY, WARNING, REWARD, PURPLE, SKY, REJECTED), ("-", "--", "-.", ":", "-", "--")))
     for (name, rows), (color, style) in zip(table.groupby("estimator", sort=False), styles):
         error = 2 * rows[f"{y}_error"] if f"{y}_error" in rows else None

@@ -14,7 +14,7 @@ from grpolab.lab.restore import config_of
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.rewards import Faults, Reward, ask_any, report
+from grpolab.train.rewards import Faults, Reward, report, score_texts
 from grpolab.train.several_rewards import check_sum
 
 
@@ -84,11 +84,11 @@ def score_recorded(reward: Reward, texts: list[list[str]], groups: list[Recorded
                    faults: Faults | None = None) -> list[list]:
     """The reward of each rollout of these groups, whose completions are `texts`; None for a lost one."""
     there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
-    written = [[of[i] for i in places] for of, places in zip(texts, there)]
+    written = [of[i] for of, places in zip(texts, there) for i in places]
     rollouts = [[g.group[i] for i in places] for g, places in zip(groups, there)]
     check_sum(reward)
-    values = ask_any(reward, written, [as_problem(g.problem) for g in groups], rollouts, faults)
-    rewards = [dict(zip(places, of)) for places, of in zip(there, values)]
+    scored = score_texts(written, [as_problem(g.problem) for g in groups], rollouts, reward, faults)
+    rewards = [dict(zip(places, g.rewards)) for places, g in zip(there, scored)]
     return [[of.get(i) for i in range(len(g.group))] for g, of in zip(groups, rewards)]
 
 

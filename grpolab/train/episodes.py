@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,8 +23,9 @@ from grpolab.env.action_format import TEXT, ActionFormat, Malformed
 from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Slot, rollout_seed, within
 from grpolab.env.protocol import ConnectError, EnvError, Environment, StepResult
 from grpolab.models.load import Policy
-from grpolab.rollouts import CUT, Group, Rollout
+from grpolab.rollouts import CUT, Group, RecordedGroup, Rollout
 from grpolab.sync import run_sync
+from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.logps import check_lengths
 
 
@@ -41,13 +43,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Episode:
-    """A rollout with its reward, and how it came about: `turns` are pairs (what the policy wrote, what it was told).
+    """A rollout with its reward, and how it came about: `turns` are pairs (what the policy wrote, the answer to it).
 
-    `rollout.finish_reason` is "done" when the environment ended the episode, "turns" at the turn limit, "length" when the
-    tokens ran out: a turn was cut (then nobody heard it), or an observation did not fit (then the policy did not read it,
-    and `turns` keeps its beginning). All three keep what the environment paid until then, and the latter two, which are
-    the policy's doing, earn 0.0 where it paid nothing. "invalid" ended over an action that could not be read; under
-    `abstain` its reward is None. A lost session is not the policy's doing and gives no episode.
+    `rollout.finish_reason` is "done" where the environment ended the episode, "turns" at the turn limit, "length" where the
+    tokens ran out: a turn was cut (then the environment does not get it), or an observation did not fit (then `turns` keeps
+    its beginning). All three keep what the environment paid until then; the latter two earn 0.0 where it paid nothing.
+    "invalid" ended over an action that could not be read; under `abstain` its reward is None.
 
     `heard` are the observations that stand in the rollout's tokens, `invalid` counts the actions that could not be read,
     `measures` are the numbers of the action format's `measure`, `env_s` the seconds spent waiting for the environment.
@@ -66,37 +67,24 @@ class Episode:
         """Tool calls, by the action format's measure of that name."""
         return self.measures.get("calls", 0)
 
-    @property
-    def text(self) -> str:
-        """The transcript, one line a message."""
-        lines = [f"environment: {self.question}"]
-        for wrote, told in self.turns:
-            lines += [f"policy:      {wrote}", f"environment: {told}"]
-        return "\n".join(lines)
-
 
 def as_task(task: Any) -> Any:
     """A task as it travels: any JSON value as it is, a dataclass (a `Problem`) as the dict of its fields."""
     return asdict(task) if is_dataclass(task) and not isinstance(task, type) else task
 
 
-def demonstrate(tokenizer, env: Environment, task: Any, turns: Sequence[str], *, action_format: ActionFormat = TEXT,
-                introduction: str = "") -> Example:
-    """`turns` taken in an environment, as a conversation to imitate: mask 1 on the turns alone.
-
-    `introduction` stands before the question, as `action_format.introduce` puts it there in an episode.
-    """
+def demonstrate(tokenizer, env: Environment, task: Any, turns: Sequence[str], *, action_format: ActionFormat = TEXT) -> Example:
+    """`turns` taken in an environment, as a conversation to imitate: mask 1 on the turns alone."""
     async def conversation() -> list[dict]:
-        question = await _awaited(env.reset(task=as_task(task)))
-        messages, answered = user(_introduced(introduction, *action_format.texts(question))), 1
-        for wrote in turns:
-            answered = len(messages) + 1
-            observation = action_format.texts(await _awaited(env.step(action_format.action(wrote))))
-            messages += [{"role": "assistant", "content": wrote}]
-            messages += [{"role": action_format.role, "content": text} for text in observation]
+        messages = user(*action_format.texts(await _awaited(env.reset(task=as_task(task)))))
+        for text in turns:
+            observation = await _awaited(env.step(action_format.action(text)))
+            messages.append({"role": "assistant", "content": text})
+            answers = [{"role": action_format.role, "content": answer} for answer in action_format.texts(observation)]
+            messages += answers
         if inspect.iscoroutinefunction(getattr(env, "close", None)):  # what it holds belongs to this loop
             await env.close()
-        return messages[:answered]
+        return messages[: len(messages) - len(answers)] if turns else messages
 
     return encode_chat(tokenizer, run_sync(conversation()), action_format.tools)
 
@@ -108,17 +96,12 @@ async def _awaited(result: Any) -> Any:
 
 async def play(slot: Slot, sampler: Sampler, task: Any, *, seed: int, params: SamplingParams, limits: Limits,
                action_format: ActionFormat = TEXT, reset_seed: int | None = None) -> Episode:
-    """One episode of `task` on a slot. `params.max_new_tokens` bounds each turn; `seed` makes its draws.
-
-    `reset_seed` (default: `seed`) is the environment's: rollouts of a group share it, so that they get one question.
-    """
+    """One episode of `task` on a slot. `params.max_new_tokens` bounds each turn; `seed` makes its draws, and `reset_seed`
+    (default: `seed`) is the environment's."""
     check_limits(sampler.policy, limits)
-    conversation = sampler.conversation(seed=seed)
-    try:
-        return await _Play(slot, sampler.policy, conversation, params, limits, action_format).run(
-            as_task(task), seed if reset_seed is None else reset_seed)
-    finally:
-        conversation.close()
+    with closing(sampler.conversation(seed=seed)) as conversation:
+        game = _Play(slot, sampler.policy, conversation, params, limits, action_format)
+        return await game.run(as_task(task), seed if reset_seed is None else reset_seed)
 
 
 class _Play:
@@ -135,7 +118,7 @@ class _Play:
         self.invalid, self.env_s = 0, 0.0
 
     async def run(self, task: Any, seed: int) -> Episode:
-        question = await self._timed(self._ask(task, seed))
+        question = await self._timed(self._question(task, seed))
         room = self.limits.max_total_tokens - 1
         ids = await _fitting(self.policy.tokenizer, [question], room,
                              lambda tokenizer, texts: prompt_ids(tokenizer, *texts, self.action_format.tools))
@@ -143,21 +126,21 @@ class _Play:
             raise ValueError(f"the question takes more than {room} tokens, which leaves no turn of "
                              f"max_total_tokens={self.limits.max_total_tokens}: raise that, or shorten it in to_text")
         reason = await self._turns(ids)
-        rollout = self.conversation.rollout()
         if reason == "done" and not self.paid:
             raise ValueError(f"the environment ended the episode {question!r:.200} without any reward, and none is made up")
         reward = None if reason == "invalid" and self.action_format.on_invalid != "penalise" else sum(self.paid, 0.0)
-        return Episode(replace(rollout, reward=reward, finish_reason=reason), question, tuple(self.turns),
-                       tuple(self.heard), self.invalid, dict(self.action_format.measure(self.results)), self.env_s)
+        rollout = replace(self.conversation.rollout(), reward=reward, finish_reason=reason)
+        return Episode(rollout, question, tuple(self.turns), tuple(self.heard), self.invalid,
+                       dict(self.action_format.measure(self.results)), self.env_s)
 
-    async def _ask(self, task: Any, seed: int) -> str:
+    async def _question(self, task: Any, seed: int) -> str:
         result = await self.slot.reset(task=task, seed=seed)
         if result.done:
             raise ValueError(f"the environment ended its episode as it was reset (task {task!r:.100}), so no turn of it "
                              "earns anything: give it a task that is still to be done")
         self.paid += [result.reward] if result.reward else []
         before = await self.action_format.introduce(self.slot) if self.action_format.introduce else ""
-        return _introduced(before, *self.action_format.texts(result))
+        return "\n".join(text for text in (before, *self.action_format.texts(result)) if text)
 
     async def _turns(self, ids: list[int]) -> str:
         """Turn by turn until the episode is over; returns why it is."""
@@ -168,33 +151,35 @@ class _Play:
                 turn = await self.conversation.sample(
                     ids, replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room)))
             used = len(turn.prompt) + len(turn.tokens)
-            if turn.finish_reason in CUT:  # not what the policy wanted to say, so nobody hears it
+            if turn.finish_reason in CUT:  # not what the policy wanted to say, so the environment does not get it
                 return "length"
             over, texts = await self._act(self.policy.decode(turn.tokens))
             if over:
                 return over
             ids = await _fitting(self.policy.tokenizer, texts, self.limits.max_total_tokens - used - 1,
                                  partial(observation_ids, role=self.action_format.role))
+            written, answer = self.turns[-1]
             if ids is None:
-                self.turns[-1] = (self.turns[-1][0], _beginning(self.turns[-1][1]))
+                if len(answer) > LONG_TEXT:
+                    answer = f"{answer[:LONG_TEXT]} ... ({len(answer)} characters, which did not fit)"
+                self.turns[-1] = written, answer
                 return "length"
-            self.heard.append(self.turns[-1][1])
+            self.heard.append(answer)
 
-    async def _act(self, wrote: str) -> tuple[str, list[str]]:
-        """Act on a turn of the policy: (why the episode is over, or "", the texts that the policy is told)."""
-        result = await self._timed(self.action_format.act(self.slot, wrote))
+    async def _act(self, text: str) -> tuple[str, list[str]]:
+        """Act on a turn of the policy: (why the episode is over, or "", the texts that answer it)."""
+        result = await self._timed(self.action_format.act(self.slot, text))
         if isinstance(result, Malformed):
             self.invalid += 1
             self.paid += [self.action_format.penalty] if self.action_format.on_invalid == "penalise" else []
-            over, texts = result.ended or self.action_format.on_invalid == "abstain", [result.why]
+            over = "invalid" if result.ended or self.action_format.on_invalid == "abstain" else ""
+            answers = [result.why]
         else:
             self.results.append(result)
             self.paid += [] if result.reward is None else [result.reward]
-            over, texts = result.done, self.action_format.texts(result)
-        self.turns.append((wrote, "\n".join(texts)))
-        if over:
-            return "invalid" if isinstance(result, Malformed) else "done", texts
-        return "turns" if len(self.turns) == self.limits.max_turns else "", texts
+            over, answers = "done" if result.done else "", self.action_format.texts(result)
+        self.turns.append((text, "\n".join(answers)))
+        return over or ("turns" if len(self.turns) == self.limits.max_turns else ""), answers
 
     async def _timed(self, work):
         began = time.perf_counter()
@@ -207,10 +192,6 @@ class _Play:
 def check_limits(policy: Policy, limits: Limits) -> None:
     """Refuse episodes that outgrow the context, before the first is played."""
     check_lengths(policy, limits.max_total_tokens, "whole episode (limits.max_total_tokens)")
-
-
-def _introduced(before: str, question: str) -> str:
-    return "\n".join(part for part in (before, question) if part)
 
 
 async def _fitting(tokenizer, texts: Sequence[str], room: int, encode: Callable) -> list[int] | None:
@@ -226,19 +207,14 @@ async def _fitting(tokenizer, texts: Sequence[str], room: int, encode: Callable)
     return ids if len(ids) <= room else None
 
 
-def _beginning(text: str) -> str:
-    return text if len(text) <= LONG_TEXT else f"{text[:LONG_TEXT]} ... ({len(text)} characters, which did not fit)"
-
-
 async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, seeds: Sequence[int], params: SamplingParams,
                    limits: Limits, action_format: ActionFormat = TEXT, reset_seeds: Sequence[int] | None = None
                    ) -> list[Episode | None]:
     """An episode of each task: every slot takes the next one as it gets free. `reset_seeds` (default: `seeds`) are the
-    environments', equal within a group. Each episode has `deadlines.episode` s of its own.
+    environments', equal within a group. Each episode has `deadlines.episode` s of its own, and draws from its own seed.
 
     Under the pool's `drop`, an episode that was lost is None and stands in `pool.failures`; its slot goes on. Raises
-    GroupFailed where fewer than `min_group` are left, or no slot has a session any more. Which slot plays which episode
-    depends on timing; the episode does not, for its draws come from its own seed.
+    GroupFailed where fewer than `min_group` are left, or no slot has a session any more.
     """
     check_limits(sampler.policy, limits)
     episodes: list[Episode | None] = [None] * len(tasks)
@@ -247,9 +223,8 @@ async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, se
 
     async def work(slot: Slot) -> None:
         for i in todo:
-            reset_seed = None if reset_seeds is None else reset_seeds[i]
             episode = play(slot, sampler, tasks[i], seed=seeds[i], params=params, limits=limits, action_format=action_format,
-                           reset_seed=reset_seed)
+                           reset_seed=None if reset_seeds is None else reset_seeds[i])
             try:
                 episodes[i] = await within(episode, pool.deadlines.episode, f"episode {i}")
             except EnvError as fault:
@@ -281,24 +256,28 @@ async def evaluate_episodes(pool: GrpoPool, sampler: Sampler, problems: Sequence
     return episodes
 
 
-def as_groups(episodes: Sequence[Episode | None], group_size: int, min_group: int = 1) -> list[Group]:
-    """Consecutive episodes as groups. One that was lost, or abstains, stands in as an empty rollout without reward, and so
-    do all of a group in which fewer than `min_group` are left; a group without any episode is left out.
-
-    Raises ValueError where the rollouts of a group did not get the same question: their rewards do not compare.
-    """
-    groups = []
-    for start in range(0, len(episodes), group_size):
-        members = episodes[start : start + group_size]
-        asked = list(dict.fromkeys(e.question for e in members if e is not None))
-        if len(asked) > 1:
-            raise ValueError(
-                f"the rollouts of one group got different questions, {asked[0]!r:.100} and {asked[1]!r:.100}: the question "
-                "must depend on nothing but the task and the seed that reset gets; what else differs belongs out of to_text")
-        kept = [e is not None and e.rollout.reward is not None for e in members]
-        enough = sum(kept) >= min(min_group, len(members))
-        prompt = next((e.rollout.prompt for e in members if e is not None), None)
-        if prompt is not None:
-            absent = Rollout(prompt, (), (), (), (), "lost")
-            groups.append(Group(tuple(e.rollout if k and enough else absent for e, k in zip(members, kept))))
-    return groups
+def as_groups(tasks: Sequence, episodes: Sequence[Episode | None], kind: str, min_group: int = 1) -> list[RecordedGroup]:
+    """The episodes, equally many of each task in turn, as groups with advantages of this kind: `trained` is what the update
+    gets of one. There, an episode that was lost, or abstains, is an empty rollout without reward, and so are all of a group
+    in which fewer than `min_group` are left; groups without any reward stand last. A task without any episode is left out.
+    ValueError where the rollouts of a group did not get the same question: their rewards do not compare."""
+    size, groups = len(episodes) // max(1, len(tasks)), []
+    for i, task in enumerate(tasks):
+        members = episodes[i * size : (i + 1) * size]
+        played = [e for e in members if e is not None]
+        if not played:
+            continue
+        questions = list(dict.fromkeys(e.question for e in played))
+        if len(questions) > 1:
+            raise ValueError(f"the rollouts of a group got different questions, {questions[0]!r:.90} and {questions[1]!r:.90}: "
+                             "the question must depend on nothing but the task and the seed that reset gets")
+        rewarded = [e is not None and e.rollout.reward is not None for e in members]
+        used = sum(rewarded) >= max(1, min(min_group, size))
+        lost = Rollout(played[0].rollout.prompt, (), (), (), (), "lost")
+        names = dict.fromkeys(name for e in played for name in e.measures)
+        groups.append(RecordedGroup(
+            Group(tuple(e.rollout if e else lost for e in members)), (), task, used=used,
+            parts={name: [e and e.measures.get(name) for e in members] for name in names},
+            turns=[e.turns if e else () for e in members], absent=tuple(not (used and there) for there in rewarded)))
+    a = advantages(reward_tensor([g.trained.rewards for g in groups]), kind).tolist() if groups else []
+    return sorted((replace(g, advantages=tuple(row)) for g, row in zip(groups, a)), key=lambda g: not g.used)

@@ -30,11 +30,19 @@ from grpolab.train.loop import (
     loop,
     off_loop,
 )
-from grpolab.train.recorded import as_recorded
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
 from grpolab.train.several_rewards import Several
-from grpolab.train.sources import Source, Tasks, as_step_groups, content_of, distinct, sampled, tokens_of
+from grpolab.train.sources import (
+    Source,
+    Tasks,
+    as_recorded,
+    as_step_groups,
+    content_of,
+    distinct,
+    sampled,
+    tokens_of,
+)
 from grpolab.train.verify import check_drift, verify_forward
 
 
@@ -107,8 +115,9 @@ async def grpo_from(
 
         def update(optimiser):
             if run is not None and distributed.first():  # before the update, so that the record tells of a step that fails
-                plain = lambda: as_recorded([(None, g) for g in seen], groups, {}, config.advantage_kind)  # noqa: E731
-                run.record(step, policy, (batch.record or plain)(), batch.engine)
+                record = batch.record() if batch.record else as_recorded(
+                    [(None, g) for g in seen], groups, config.advantage_kind, batch.advantages)
+                run.record(step, policy, record, batch.engine)
             began = time.perf_counter()
             row = grpo_update(policy, reference, groups, config, optimiser, step, batch.advantages, batch.off_policy)
             times = timings(tokens, sampling, row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)

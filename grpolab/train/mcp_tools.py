@@ -28,11 +28,11 @@ class McpServer:
             from mcp import StdioServerParameters
         except ImportError as error:
             raise ImportError("the tools of an MCP server need the package mcp: pip install 'grpolab[mcp]'") from error
-        if isinstance(server, str) and urlsplit(server).scheme not in ("http", "https"):
-            raise ValueError(f"{server!r} is no address: write http://host:port/path, or a command as a list, such as "
+        is_address = isinstance(server, str) and urlsplit(server).scheme in ("http", "https")
+        is_command = not isinstance(server, str) and server and all(isinstance(word, str | os.PathLike) for word in server)
+        if not (is_address or is_command):
+            raise ValueError(f"{server!r:.80}: give an address, http://host:port/path, or a command as a list of words, as in "
                              "['python', 'server.py']")
-        if not server or not isinstance(server, str) and not all(isinstance(word, str | os.PathLike) for word in server):
-            raise ValueError(f"{server!r:.80}: give an address, or a command as a list of its words")
         self.connect, self.__name__ = connect, server if isinstance(server, str) else " ".join(map(str, server))
         self._at = server if isinstance(server, str) else StdioServerParameters(
             command=str(server[0]), args=[str(word) for word in server[1:]], env=dict(env or {}) or None)
@@ -43,8 +43,8 @@ class McpServer:
             async with self._client() as client:
                 try:
                     async with asyncio.timeout(self.connect):
-                        tools, page = [], await client.list_tools()
-                        tools += page.tools
+                        page = await client.list_tools()
+                        tools = list(page.tools)
                         while page.next_cursor:
                             page = await client.list_tools(cursor=page.next_cursor)
                             tools += page.tools

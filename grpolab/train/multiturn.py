@@ -28,7 +28,6 @@ from grpolab.train.episodes import (
 )
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
 from grpolab.train.loop import off_loop
-from grpolab.train.recorded import episodes_as_recorded
 from grpolab.train.sources import Source, StepGroups, Tasks
 
 __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
@@ -40,16 +39,15 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     """GRPO (arXiv 2402.03300) on episodes; `config` as for one turn, where `max_new_tokens` now bounds each turn.
 
     `problems` are tasks, JSON values or dataclasses, or a curriculum: an object with `next_tasks(n)` and
-    `record_result(task, rate)`, told after each step how large a share of a group earned at least `success`; with
-    `state()` and `load(state)` too, a run that was interrupted goes on exactly, and one whose cell is run again begins with
-    the curriculum as it was when it first began. An
-    environment may also draw its question from the seed: the rollouts of a group are reset with one, their draws have
-    their own. `action_format` says how text becomes actions and observations text.
+    `record_result(task, rate)`, called after each step with the share of a group that earned at least `success`; with
+    `state()` and `load(state)` too, a run that was interrupted goes on exactly, and a cell that is run again begins with the
+    curriculum as it was. An environment may also draw its question from the seed: the rollouts of a group are reset with
+    one, their draws have their own. `action_format` says how text becomes actions and observations text.
 
     Rows hold what `grpo` yields, and: turns, tool_rate (share of episodes with a call), calls and what else the action format
     measures, invalid (actions an episode that could not be read), abstained, unheard (share of the episodes in which no
     turn reached the environment), lost, env_s (mean seconds that an episode waited for its environment); with a
-    curriculum, its tier and, as JSON, what it was told.
+    curriculum, its tier and, as JSON, the results that it got.
     """
     limits = limits or Limits()
     check_reference(policy, reference, config)
@@ -80,18 +78,16 @@ def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, l
             params=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
             seeds=[_draws_of(config.seed, step, g * size + i) for g in shard for i in range(size)],
             reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in shard for _ in range(size)])
-        if distributed.world().size > 1:
-            groups = [episodes[i * size : (i + 1) * size] for i in range(len(shard))]
-            groups = await off_loop(lambda: distributed.gathered(f"the episodes of step {step}", rows, groups, _plain, _back))
-            episodes = [episode for members in groups for episode in members]
-        groups = as_groups(episodes, size, pool.min_group if pool.on_failure == "drop" else 1)
-        scored = [g for g in groups if any(reward is not None for reward in g.rewards)]
+        own = [episodes[i * size : (i + 1) * size] for i in range(len(shard))]
+        by_task = await off_loop(lambda: distributed.gathered(f"the episodes of step {step}", rows, own, _plain, _back))
+        episodes = [episode for members in by_task for episode in members]
+        groups = as_groups(rows, episodes, config.advantage_kind, pool.min_group if pool.on_failure == "drop" else 1)
         habits = _habits(episodes)
         _warn(habits, config, limits, warnings_given)
-        rewards = [[e and e.rollout.reward for e in episodes[i * size : (i + 1) * size]] for i in range(len(rows))]
+        rewards = [[e and e.rollout.reward for e in members] for members in by_task]
         return StepGroups(
-            scored, habits, seen=groups, after_step=lambda: tasks.record(rows, rewards), engine=sampler.engine.name,
-            record=lambda: episodes_as_recorded(rows, episodes, groups, scored, config.advantage_kind))
+            [g.trained for g in groups if g.used], habits, seen=[g.trained for g in groups],
+            after_step=lambda: tasks.record(rows, rewards), record=lambda: groups, engine=sampler.engine.name)
 
     return source
 
@@ -127,12 +123,14 @@ def _habits(episodes: Sequence[Episode | None]) -> dict:
 
 def _warn(habits: dict, config: GRPOConfig, limits: Limits, warnings_given: list[str]) -> None:
     """Once a run, where a step can teach nothing, say why."""
-    if habits["unheard"] == 1 and not warnings_given:
-        warnings_given.append("unheard")
-        warnings.warn(f"no turn of this step's episodes was ended by the policy, so no environment heard one, and there is "
-                      f"nothing to learn from: it never writes its end token within max_new_tokens={config.max_new_tokens} "
-                      f"(and {limits}). Raise that, or show it first how a turn ends (`sft` on `demonstrate`)", stacklevel=2)
-    if habits["abstained"] == 1 and not warnings_given:
-        warnings_given.append("abstained")
-        warnings.warn("every episode of this step abstained over an action that could not be read, so there is nothing to "
-                      "learn from: use on_invalid='tell' or 'penalise', or show the form of an action first", stacklevel=2)
+    why = None
+    if habits["unheard"] == 1:
+        why = (f"no turn of this step's episodes was ended by the policy, so no environment heard one, and there is nothing to "
+               f"learn from: it never writes its end token within max_new_tokens={config.max_new_tokens} (and {limits}). Raise "
+               "that, or show it first how a turn ends (`sft` on `demonstrate`)")
+    elif habits["abstained"] == 1:
+        why = ("every episode of this step abstained over an action that could not be read, so there is nothing to learn from: "
+               "use on_invalid='tell' or 'penalise', or show the form of an action first")
+    if why and not warnings_given:
+        warnings_given.append(why)
+        warnings.warn(why, stacklevel=2)

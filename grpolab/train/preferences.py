@@ -9,7 +9,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,9 +23,12 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
+from grpolab.tasks import read_json
 from grpolab.train.layout import micro_batches
 from grpolab.train.logps import check_lengths
 from grpolab.train.loop import Optimisation
+
+SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,9 @@ class Pair:
     def __post_init__(self):
         if not self.prompt:
             raise ValueError("a pair needs a prompt of at least one token")
-        for name, side in (("chosen", self.chosen), ("rejected", self.rejected)):
+        for side in (self.chosen, self.rejected):
             if len(side.ids) != len(side.mask) or not any(side.mask):
-                raise ValueError(f"{name} needs one mask entry a token and a 1 among them, got {side}")
+                raise ValueError(f"a completion needs one mask entry a token and a 1 among them, got {side}")
         if self.chosen == self.rejected:
             raise ValueError("chosen and rejected are the same tokens, which prefers nothing: drop the pair")
 
@@ -78,9 +81,9 @@ REJECTIONS = ("any", "near", "far")
 
 @dataclass(frozen=True)
 class PairRules:
-    """What is taken of a question's completions: at most `per_question` pairs with different rejections; with `balance`
-    equally many pairs for each operator; `rejections` that are near misses (one digit of the answer is wrong), far ones
-    (anything else, also an answer without an end), or any."""
+    """Which pairs are made of a question's completions: at most `per_question`, with different rejections; with `balance`
+    equally many for each operator; `rejections` that are near misses (one digit of the answer is wrong), far ones (anything
+    else, also an answer without an end), or any."""
 
     per_question: int = 1
     balance: bool = True
@@ -88,18 +91,16 @@ class PairRules:
     seed: int = 0
 
     def __post_init__(self):
-        if self.rejections not in REJECTIONS:
-            raise ValueError(f"rejections must be one of {REJECTIONS}, got {self.rejections!r}")
-        if self.per_question < 1:
-            raise ValueError(f"per_question must be at least 1, got {self.per_question}")
+        if self.rejections not in REJECTIONS or self.per_question < 1:
+            raise ValueError(f"rejections must be one of {REJECTIONS} and per_question at least 1, got {self}")
 
 
 def near_miss(text: str, answer: int) -> bool:
     """Whether the last boxed integer has the sign and the number of digits of `answer` and differs in exactly one."""
-    given = parse_boxed_answer(text)
-    if given is None or (given < 0) != (answer < 0):
+    boxed = parse_boxed_answer(text)
+    if boxed is None or (boxed < 0) != (answer < 0):
         return False
-    a, b = str(abs(given)), str(abs(answer))
+    a, b = str(abs(boxed)), str(abs(answer))
     return len(a) == len(b) and sum(x != y for x, y in zip(a, b)) == 1
 
 
@@ -133,21 +134,21 @@ def make_pairs(
         kinds = {r: _kind(policy.decode(r.tokens), problem, r) for r in dict.fromkeys(group)}
         right = _distinct(rng, [r for r in group if kinds[r] == "right"])
         wrong = [r for r in group if kinds[r] != "right"]
-        asked = _distinct(rng, [r for r in wrong if rules.rejections in ("any", kinds[r])])
-        if not (right and asked):
+        rejected = _distinct(rng, [r for r in wrong if rules.rejections in ("any", kinds[r])])
+        if not (right and rejected):
             reason = "all wrong" if not right else "all right" if not wrong else f"no {rules.rejections} rejection"
             counts[f"no pair: {reason}"] += 1
             continue
-        for k, bad in enumerate(asked[: rules.per_question]):
+        for k, bad in enumerate(rejected[: rules.per_question]):
             good = right[k % len(right)]
             meta = {"question": problem.question, "answer": problem.answer, "op": problem.op, "rejection": kinds[bad]}
             pairs.append(Pair(good.prompt, Example(good.tokens, good.mask), Example(bad.tokens, bad.mask), meta))
-    kept = _balanced(pairs, {p.op for p in problems}, rules) if rules.balance else pairs
-    counts["dropped for balance"] = len(pairs) - len(kept)
-    counts["pairs"] = len(kept)
-    counts.update(f"operator {p.meta['op']}" for p in kept)
-    counts.update(f"{p.meta['rejection']} misses" for p in kept)
-    return kept, dict(counts)
+    balanced = _balanced(pairs, {p.op for p in problems}, rules) if rules.balance else pairs
+    counts["dropped for balance"] = len(pairs) - len(balanced)
+    counts["pairs"] = len(balanced)
+    for p in balanced:
+        counts.update([f"operator {p.meta['op']}", f"{p.meta['rejection']} misses"])
+    return balanced, dict(counts)
 
 
 def _kind(text: str, problem: Problem, rollout: Rollout) -> str:
@@ -171,68 +172,45 @@ def _balanced(pairs: list[Pair], ops: set[str], rules: PairRules) -> list[Pair]:
 
 # --- token ids on disk ------------------------------------------------------------------------------------------------
 
+COLUMNS = ("prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask")
+
 
 def write_pairs(path: str | Path, pairs: Iterable[Pair]) -> Path:
     """One JSON object a line: the ids and masks, and meta."""
-    rows = (
-        {"prompt_ids": p.prompt, "chosen_ids": p.chosen.ids, "chosen_mask": p.chosen.mask,
-         "rejected_ids": p.rejected.ids, "rejected_mask": p.rejected.mask, "meta": p.meta}
-        for p in pairs
-    )
-    return atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
+    def line(p: Pair) -> str:
+        ids = p.prompt, p.chosen.ids, p.chosen.mask, p.rejected.ids, p.rejected.mask
+        return json.dumps(dict(zip(COLUMNS, ids)) | {"meta": p.meta}) + "\n"
+
+    return atomic_write(path, "".join(map(line, pairs)))
 
 
 def read_pairs(path: str | Path) -> list[Pair]:
     """The pairs of a file that `write_pairs` wrote, identical; a row that does not fit names its line."""
-
     def pair(row):
-        ids = {k: tuple(map(int, row[k])) for k in ("prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask")}
-        sides = (Example(ids[f"{name}_ids"], ids[f"{name}_mask"]) for name in ("chosen", "rejected"))
-        return Pair(ids["prompt_ids"], *sides, row["meta"])
+        prompt, *ids = (tuple(map(int, row[name])) for name in COLUMNS)
+        return Pair(prompt, Example(*ids[:2]), Example(*ids[2:]), row["meta"])
 
-    return _rows(path, pair, "a pair of token ids as write_pairs writes them (load_preferences reads text)", None)
+    return read_json(path, pair, "a pair of token ids as write_pairs writes them (load_preferences reads text)")
 
 
 # --- ordinary preference files ----------------------------------------------------------------------------------------
 
 
-def load_preferences(
-    source: str | Path | Iterable[dict], tokenizer, *, on_bad: Callable[[str], None] | None = None
-) -> list[Pair]:
+def load_preferences(source: str | Path | Iterable[dict], tokenizer) -> list[Pair]:
     """Pairs from preference data as the hub's data sets hold them: a JSONL file, or any iterable of rows.
 
     A row has `chosen` and `rejected`, and `prompt` unless both are whole conversations. Each is text (a prompt is one
     user turn, a completion one assistant turn) or a list of messages {"role", "content"}; whole conversations, with or
     without `prompt` beside them, share their turns up to the prompt's end. Other plain columns go to `meta`. A row that
-    does not fit raises ValueError with its line; `on_bad` is called with that message instead, and the row left out.
+    does not fit raises ValueError with its line.
     """
-    return _rows(source, lambda row: _preference(row, tokenizer), "a preference with prompt, chosen and rejected", on_bad)
-
-
-def _rows(source, make, what: str, on_bad) -> list[Pair]:
-    is_file = isinstance(source, str | Path)
-    lines = enumerate(Path(source).read_text().splitlines() if is_file else source, start=1)
-    pairs = []
-    for number, line in lines:
-        try:
-            row = json.loads(line) if is_file else line
-            if not isinstance(row, dict):
-                raise ValueError(f"a row is an object, got {type(row).__name__}")
-            pairs.append(make(row))
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            message = f"{source}, line {number}" if is_file else f"row {number}"
-            message = f"{message}: not {what} ({reason})"
-            if on_bad is None:
-                raise ValueError(message) from error
-            on_bad(message)
-    if not pairs:
-        raise ValueError(f"{source if is_file else 'the source'} holds no pairs")
-    return pairs
+    return read_json(source, lambda row: _preference(row, tokenizer), "a preference with prompt, chosen and rejected")
 
 
 def _preference(row: dict, tokenizer) -> Pair:
-    chosen, rejected = (_messages(row[name], name, "assistant") for name in ("chosen", "rejected"))
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is an object, got {type(row).__name__}")
+    chosen, rejected = (_messages(row[name], name, "assistant") for name in SIDES)
     whole = [m[0]["role"] != "assistant" for m in (chosen, rejected)]  # whole conversations begin with somebody else
     if any(whole):
         if not all(whole):
@@ -245,18 +223,16 @@ def _preference(row: dict, tokenizer) -> Pair:
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn, so there is nothing to answer")
     sides = [_encode(tokenizer, prompt, side) for side in (chosen, rejected)]
-    rest = {k: v for k, v in row.items() if isinstance(v, str | int | float) and k not in ("prompt", "chosen", "rejected")}
+    rest = {k: v for k, v in row.items() if isinstance(v, str | int | float) and k not in ("prompt", *SIDES)}
     return Pair(sides[0][0], sides[0][1], sides[1][1], rest)
 
 
 def _messages(value, name: str, role: str) -> list[Message]:
     """Text as one message of `role`, messages as they are."""
     messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{name} must be text or a list of messages, got {str(value)[:60]!r}")
-    for m in messages:
-        if not (isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)):
-            raise ValueError(f"{name} holds {str(m)[:60]!r}, which is no message with role and content")
+    if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+        raise ValueError(f"{name} must be text or a list of messages with role and content, got {str(value)[:60]!r}")
     if not any(m["content"].strip() for m in messages):
         raise ValueError(f"{name} is empty")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
@@ -265,10 +241,8 @@ def _messages(value, name: str, role: str) -> list[Message]:
 def _split(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], tuple[list[Message], list[Message]]]:
     """Two whole conversations -> the turns that they share, up to the first assistant turn that differs; the two rests."""
     same = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), None)
-    if same is None:
-        raise ValueError("chosen and rejected do not differ in a turn")
     if not same or chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
-        raise ValueError(f"whole conversations must part at an assistant turn, but turn {same + 1} is another's")
+        raise ValueError("whole conversations must be the same up to an assistant turn in which they differ")
     return chosen[:same], (chosen[same:], rejected[same:])
 
 
@@ -279,6 +253,9 @@ def _encode(tokenizer, prompt: list[Message], completion: list[Message]) -> tupl
     earlier = len(encode_chat(tokenizer, prompt[:answered]).ids) if answered else 0
     cut = earlier + whole.mask[earlier:].index(1)
     return whole.ids[:cut], Example(whole.ids[cut:], whole.mask[cut:])
+
+
+# --- in training ------------------------------------------------------------------------------------------------------
 
 
 def pairs_per_s(batch: Sequence) -> dict:

@@ -22,30 +22,23 @@ import torch
 
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
-from grpolab.runs.checkpoints import weights_hash
 from grpolab.runs.rollout_log import Recorder, recorded
 from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import off_loop
-from grpolab.train.recorded import as_recorded
-from grpolab.train.sources import StepGroups
+from grpolab.train.sources import StepGroups, as_recorded
 
 
-def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None, *, max_age: int | None = None) -> Recorded:
+def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None) -> Recorded:
     """The groups that a run recorded (a Run or its folder), as a source for `grpo_from`: those of `steps` in this order, one a
     step of training (default: all in order; name them again to use them again).
 
-    `max_age` bounds how many steps the policy may be away from the one that sampled. It can be told for a policy that has
-    the weights of the run's start, or that the run itself has trained; others are refused where a bound is asked for.
-
     Raises ValueError for a folder without a record, steps that it does not hold wholly, and groups without log-probs; and as
-    the training starts, before the first step, for a record of other tokens, of another temperature or beyond `max_age`, and
-    for a run that would write where it reads.
+    the training starts, before the first step, for a record of other tokens or of another temperature, and for a run that
+    would write where it reads.
     """
     folder = record.folder if isinstance(record, Run) else Path(record)
-    if max_age is not None and max_age < 0:
-        raise ValueError(f"max_age is None or a number of steps from 0, got {max_age}")
     recorder = Recorder(folder / "rollouts")
     try:
         about = json.loads((folder / "run.json").read_text())
@@ -53,34 +46,31 @@ def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{Run.shown(folder)} holds no run of GRPO whose rollouts could be trained on: its run.json cannot be "
                          f"read, or says no temperature ({error!r})") from error
-    held = recorder.steps()
-    chosen = held if steps is None else list(steps)
-    if not chosen or set(chosen) - set(held):
-        there = f"it holds {held[0]} to {held[-1]}" if held else "it holds none: record with Run(..., keep='all')"
-        raise ValueError(f"the record of {Run.shown(folder)} lacks steps {sorted(set(chosen) - set(held))}: {there}")
+    every = recorder.steps()
+    chosen = every if steps is None else list(steps)
+    if not chosen or set(chosen) - set(every):
+        there = f"it holds {every[0]} to {every[-1]}" if every else "it holds none: record with Run(..., keep='all')"
+        raise ValueError(f"the record of {Run.shown(folder)} lacks steps {sorted(set(chosen) - set(every))}: {there}")
     longest = 1
     for line in recorder.lines(chosen):
-        where = f"{Run.shown(folder)}, step {line['step']}, group {line['group']}"
         if "logps" not in line:
-            raise ValueError(f"{where}: its rollouts have no log-probs, and without those of the policy that sampled nothing "
-                             "corrects for its distance")
-        group = recorded(line).group
-        longest = max([longest, *(len(r.prompt) + len(r.tokens) for r in group)])
-    return Recorded(recorder, folder, tuple(chosen), max_age, longest, temperature, kind, str(about.get("start")))
+            raise ValueError(f"{Run.shown(folder)}, step {line['step']}, group {line['group']}: its rollouts lack log-probs: "
+                             "nothing corrects for the distance of the policy that sampled")
+        longest = max([longest, *(len(r.prompt) + len(r.tokens) for r in recorded(line).group)])
+    return Recorded(recorder, folder, tuple(chosen), longest, temperature, kind)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recorded:
     """The source that `recorded_groups` gives; `longest` is the most tokens of a prompt with its completion."""
 
     recorder: Recorder
     folder: Path
     steps: tuple[int, ...]
-    max_age: int | None
     longest: int
     temperature: float
-    kind: str  # of advantage
-    start: str
+    kind: str  # of advantage in the record
+    trained_kind: str = "centred"  # of advantage in the training
 
     async def __call__(self, step: int) -> StepGroups:
         """The recorded groups that stand at this step of training; `record_step` in the row says which."""
@@ -90,13 +80,13 @@ class Recorded:
         made = torch.tensor([g.advantages for g in groups if g.used], dtype=torch.float64)
         if not used or torch.equal(made, advantages(reward_tensor([g.rewards for g in used]), self.kind)):
             made = None  # of their totals: the config says of which kind now
-        again = lambda: as_recorded([(g.problem, t) for g, t in zip(groups, trained)], used, {}, "centred", made)  # noqa: E731
-        return StepGroups(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, advantages=made, record=again,
-                          engine="record", off_policy=True)
+        sampled = [(g.problem, t) for g, t in zip(groups, trained)]
+        return StepGroups(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, advantages=made,
+                          record=lambda: as_recorded(sampled, used, self.trained_kind, made), engine="record", off_policy=True)
 
     def check(self, policy: Policy, config: GRPOConfig, run: Run | None) -> None:
         """Refuse, before the first step, what this record cannot train; ValueError says why."""
-        name = Run.shown(self.folder)
+        name, self.trained_kind = Run.shown(self.folder), config.advantage_kind
         if run is not None and run.folder.resolve() == self.folder.resolve():
             raise ValueError(f"a training into {name} would overwrite the record that it reads: give the run another name")
         if config.steps > len(self.steps):
@@ -113,25 +103,6 @@ class Recorded:
                 now = repr(policy.tokenizer.decode([i])) if i < size else "none"
                 raise ValueError(f"the record of {name} is of another vocabulary than {policy.name!r}: its token {i} is "
                                  f"{text!r}, the policy's {now}. Train the model that sampled it, or one with its tokenizer")
-        if self.max_age is not None:
-            self._check_age(policy, config, str(name))
-
-    def _check_age(self, policy: Policy, config: GRPOConfig, name: str) -> None:
-        known = policy.provenance or {}
-        if weights_hash(policy) == self.start:
-            taken = 0
-        elif known.get("run") == name:
-            taken = known.get("steps", 0)
-        else:
-            raise ValueError(f"{policy.name!r} has neither the weights of the start of {name} nor was it trained there, so the "
-                             f"age of its rollouts is not known: max_age={self.max_age} cannot be promised; leave it None and "
-                             "look at logp_diff and ess")
-        ages = [abs(taken + k - step) for k, step in enumerate(self.steps[: config.steps])]
-        if max(ages) > self.max_age:
-            k = next(k for k, age in enumerate(ages) if age > self.max_age)
-            raise ValueError(f"step {k} of the training would use rollouts of step {self.steps[k]} of {name}, {ages[k]} steps "
-                             f"away from the policy, beyond max_age={self.max_age}: choose others with steps=, or fewer steps")
-
 
 def importance(logps: Sequence[Sequence[float]], rollouts: Sequence[Rollout], cap: float | None) -> dict[str, float]:
     """How far the policy is from the one that sampled: quantiles (5 %, 50 %, 95 %) over tokens of w = pi / pi_sampled, and the

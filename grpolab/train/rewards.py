@@ -1,8 +1,8 @@
-"""Rewards: functions that are asked as rollouts finish, while the others are still being decoded.
+"""Rewards: functions that are called as rollouts finish, while the others are still being decoded.
 
     def reward(text, row, rollout): ...            # a number, or None to abstain; called off the event loop
     async def reward(text, row, rollout): ...      # the same, awaited on it: a judge behind a URL, say
-    class Learned:                                 # all of a step in one call
+    class Learned:                                 # all of a step in one call, plain or async
         def batch(self, texts, rows, rollouts): ...
 
     reward = Several({"right": (right, 1.0), "brief": (brief, 0.1)})   # `several_rewards`
@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpolab.chat import prompt_ids
@@ -53,13 +53,13 @@ def name_of(reward: Reward) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def is_async(reward: Reward) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+def is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 @dataclass(frozen=True)
 class Total:
-    """What a reward gave a rollout: the number that is trained on, and what it was made of, by name."""
+    """The reward of a rollout, and by name the rewards that it was made of."""
 
     reward: float | None
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -78,159 +78,131 @@ class Faults:
 
 async def faults_of_all(faults: Faults, place: str) -> Faults:
     """Those of all ranks; the first error is this rank's own where it has one."""
-    if distributed.world().size == 1:
-        return faults
     by_rank = await off_loop(lambda: distributed.exchange(place, [faults.count, faults.first and repr(faults.first)]))
     elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(by_rank) if first]
     return Faults(sum(count for count, _ in by_rank), faults.first or next(iter(elsewhere), None))
 
 
-def score(
-    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults | None = None
-) -> list[Group]:
-    """Groups with a reward for each rollout, from synchronous code; the reward may be async. TypeError for a reward that is no
-    number, ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are
-    given."""
-    texts = [[policy.decode(r.tokens) for r in g] for g in groups]
-    return _rewarded(groups, _spread(reward, _asked(reward, *_flat(texts, rows, groups)), groups, faults))
+# --- calling a reward -------------------------------------------------------------------------------------------------
 
 
-async def scored(
-    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults
-) -> list[Group]:
-    """`score` from async code: of an async reward all of these rollouts are asked at once."""
-    if not answers_later(reward):
-        return await off_loop(lambda: score(policy, rows, groups, reward, faults))
-    texts = [[policy.decode(r.tokens) for r in g] for g in groups]
-    outcomes = await _later(reward, *_flat(texts, rows, groups))
-    return _rewarded(groups, _spread(reward, outcomes, groups, faults))
-
-
-def ask_any(
-    reward: Reward, texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]],
-    faults: Faults | None = None,
-) -> list[list[float | None]]:
-    """The reward of each rollout of each group (B, G), whose completions are `texts`, from synchronous code; errors as `score`
-    says. The reward may be async."""
-    outcomes = _asked(reward, *_flat(texts, rows, groups))
-    return [[x.reward for x in of] for of in _spread(reward, outcomes, groups, faults)]
-
-
-def answers_later(reward: Reward) -> bool:
-    """Whether the reward, or its `batch`, is async."""
-    return inspect.iscoroutinefunction(getattr(reward, "batch", None)) or is_async(reward)
-
-
-def _flat(texts: Sequence[Sequence[str]], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]]) -> tuple[list, list, list]:
-    """What a `batch` takes: a text, a row and a rollout for each."""
-    return [t for ts in texts for t in ts], [row for row, g in zip(rows, groups) for _ in g], [r for g in groups for r in g]
-
-
-def _now(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> Any:
-    """What the reward gave for each, an exception where it raised."""
+def _call(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> Any:
+    """What the reward returns for each rollout, an exception where it raises; awaitables where it is async."""
     if hasattr(reward, "batch"):
         return reward.batch(texts, rows, rollouts)
 
-    def one(*of):
+    def one(*arguments):
         try:
-            return reward(*of)
+            return reward(*arguments)
         except Exception as error:
             return error
 
     return list(map(one, texts, rows, rollouts))
 
 
-def _asked(reward: Reward, *lists: Sequence) -> Any:
-    """`_now` of any reward, from synchronous code."""
-    return run_sync(_later(reward, *lists)) if answers_later(reward) else _now(reward, *lists)
+def _pending(values: Any) -> Awaitable | None:
+    """What is to be awaited for the values that `_call` returned, all at once; None where they are there."""
+    if inspect.isawaitable(values):
+        return values
+    if isinstance(values, list) and any(map(inspect.isawaitable, values)):
+        return _gathered(values)
+    return None
 
 
-async def _later(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> Any:
-    """`_now` of a reward that `answers_later`, of all at once."""
-    if inspect.iscoroutinefunction(getattr(reward, "batch", None)):
-        return await reward.batch(texts, rows, rollouts)
-    return await asyncio.gather(*map(reward, texts, rows, rollouts), return_exceptions=True)
+async def _gathered(values: Sequence) -> list:
+    async def one(value):
+        return await value if inspect.isawaitable(value) else value
+
+    return await asyncio.gather(*map(one, values), return_exceptions=True)
 
 
-def _rewarded(groups: Sequence[Group], outcomes: Sequence[Sequence[Total]]) -> list[Group]:
-    return [g.with_rewards([x.reward for x in of], [x.parts for x in of]) for g, of in zip(groups, outcomes)]
-
-
-async def outcomes_of(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout], name: str
-                      ) -> list[float | None | Total | Exception]:
-    """What any reward, called `name`, gave for each rollout, an exception where it raised."""
-    work = _later(reward, texts, rows, rollouts) if answers_later(reward) else off_loop(
-        lambda: _now(reward, texts, rows, rollouts))
-    return _each(await work, len(texts), name)
-
-
-def _spread(reward: Reward, outcomes: Any, groups: Sequence[Sequence], faults: Faults | None) -> list[list[Total]]:
-    """What a reward gave for each rollout, checked, by group."""
-    def checked(outcome):
-        if not isinstance(outcome, Exception):
-            return outcome if isinstance(outcome, Total) else Total(outcome)
-        if faults is None:
-            raise outcome
-        faults.note(outcome)
-        return Total(None)
-
-    each = map(checked, _each(outcomes, sum(map(len, groups)), name_of(reward)))
-    return [[next(each) for _ in g] for g in groups]
-
-
-def _each(outcomes: Any, wanted: int, name: str) -> list[float | None | Total | Exception]:
-    """What a reward gave for so many rollouts, checked."""
-    try:
-        outcomes = list(outcomes)
-    except TypeError:
-        raise TypeError(f"the batch of the reward {name!r} gave {outcomes!r:.60}: it gives a list of a number, or None, for "
-                        f"each of its {wanted} rollouts") from None
-    if len(outcomes) != wanted:
-        raise ValueError(f"the batch of the reward {name!r} gave {len(outcomes)} rewards for {wanted} rollouts: give each its "
+def _checked(values: Any, expected: int, name: str) -> list[Total | Exception]:
+    """The values as rewards. TypeError or ValueError for what is none, and where there are more or fewer than rollouts."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"the batch of the reward {name!r} gave {values!r:.60}: it gives a list of a number, or None, for "
+                        f"each of its {expected} rollouts")
+    values = list(values)
+    if len(values) != expected:
+        raise ValueError(f"the batch of the reward {name!r} gave {len(values)} rewards for {expected} rollouts: give each its "
                          "own, or None")
-    return [x if isinstance(x, Exception | Total) else number(x, name) for x in outcomes]
+    return [x if isinstance(x, Exception | Total) else Total(number(x, name)) for x in values]
+
+
+async def outcomes(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout],
+                   name: str | None = None) -> list[Total | Exception]:
+    """The reward of each rollout, the exception where it raised; `name` is what errors call it."""
+    if is_async(getattr(reward, "batch", reward)):
+        values = _call(reward, texts, rows, rollouts)
+    else:
+        values = await off_loop(lambda: _call(reward, texts, rows, rollouts))
+    pending = _pending(values)
+    return _checked(values if pending is None else await pending, len(texts), name or name_of(reward))
+
+
+def _rewarded(groups: Sequence[Sequence[Rollout]], values: Sequence[Total | Exception], faults: Faults | None) -> list[Group]:
+    """The groups with their rewards. An exception becomes an abstention in `faults`; without these it is raised."""
+    errors = [value for value in values if isinstance(value, Exception)]
+    if errors and faults is None:
+        raise errors[0]
+    for error in errors:
+        faults.note(error)
+    totals = (Total(None) if isinstance(value, Exception) else value for value in values)
+    return [Group(tuple(replace(r, reward=t.reward, parts=t.parts) for r, t in zip(g, totals))) for g in groups]
+
+
+def score_texts(texts: Sequence[str], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]], reward: Reward,
+                faults: Faults | None = None) -> list[Group]:
+    """`score` of completions whose `texts` are known already, one a rollout."""
+    values = _call(reward, texts, *_flat(rows, groups))
+    pending = _pending(values)
+    values = values if pending is None else run_sync(pending)
+    return _rewarded(groups, _checked(values, len(texts), name_of(reward)), faults)
+
+
+def score(policy: Policy, rows: Sequence[Any], groups: Sequence[Sequence[Rollout]], reward: Reward,
+          faults: Faults | None = None) -> list[Group]:
+    """Groups with a reward for each rollout, from synchronous code; the reward may be async. TypeError for a reward that is no
+    number, ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are
+    given."""
+    return score_texts([policy.decode(r.tokens) for g in groups for r in g], rows, groups, reward, faults)
+
+
+async def scored(policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults) -> list[Group]:
+    """`score` from async code: an async reward is awaited for all of these rollouts at once."""
+    texts = [policy.decode(r.tokens) for g in groups for r in g]
+    return _rewarded(groups, await outcomes(reward, texts, *_flat(rows, groups)), faults)
+
+
+def _flat(rows: Sequence[Any], groups: Sequence[Sequence[Rollout]]) -> tuple[list, list[Rollout]]:
+    """A row and a rollout for each text."""
+    return [row for row, g in zip(rows, groups) for _ in g], [r for g in groups for r in g]
 
 
 async def sample_and_score(
     policy: Policy, sampler: Sampler, rows: Sequence[Any], prompts: Sequence[Sequence[int]], group_size: int,
     params: SamplingParams, reward: Reward, faults: Faults, seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
-    """A group of rollouts of each prompt with their rewards; `rows` are what the reward gets, `seeds` (B, G) the rollouts'
-    own where `params.seed` does not make them. Rewards are asked while the sampler decodes on: async ones at once, each in a
-    task of its own, others in the thread of the steps, all that have arrived since its last look."""
-    seeded = {"seeds": seeds} if seeds is not None else {}
+    """A group of rollouts of each prompt with their rewards, each scored as it finishes (by a `batch`: all at the end).
+    `rows` are what the reward gets, `seeds` (B, G) the rollouts' own where `params.seed` does not make them."""
+    options = {"group_size": group_size, "params": params} | ({"seeds": seeds} if seeds is not None else {})
     if hasattr(reward, "batch"):
-        groups = await sampler.sample(prompts, group_size=group_size, params=params, **seeded)
-        return await scored(policy, rows, groups, reward, faults)
-    groups: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
-    arrived: list[tuple[int, int, Rollout]] = []
-    looking: asyncio.Task | None = None
+        return await scored(policy, rows, await sampler.sample(prompts, **options), reward, faults)
+    rollouts: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
 
-    async def look():
-        while arrived:
-            batch, arrived[:] = arrived[:], []
-            ones = [Group((rollout,)) for _, _, rollout in batch]
-            for (i, g, _), (one,) in zip(batch, await scored(policy, [rows[i] for i, _, _ in batch], ones, reward, faults)):
-                groups[i][g] = one
-
-    async def sample(tasks):
-        nonlocal looking
-        async with aclosing(sampler.stream(prompts, group_size=group_size, params=params, **seeded)) as stream:
-            async for item in stream:
-                arrived.append(item)
-                if looking is None or looking.done() or is_async(reward):
-                    looking = tasks.create_task(look())
+    async def score_one(i: int, g: int, rollout: Rollout) -> None:
+        ((rollouts[i][g],),) = await scored(policy, [rows[i]], [Group((rollout,))], reward, faults)
 
     try:
-        async with asyncio.TaskGroup() as tasks:
-            await sample(tasks)
+        async with asyncio.TaskGroup() as tasks, aclosing(sampler.stream(prompts, **options)) as stream:
+            async for finished in stream:
+                tasks.create_task(score_one(*finished))
     except BaseExceptionGroup as group:  # one fault is its own error, not a group of one
         raise group.exceptions[0] from None
-    return [Group(tuple(g)) for g in groups]
+    return [Group(tuple(g)) for g in rollouts]
 
 
 def report(faults: Faults, rollouts: int, warnings_given: list[str]) -> dict:
-    """The count of faults for the step's row. A warning says the first of a run; raises it where every rollout had one."""
+    """The count of faults for the step's row. The first of a run is warned of; it is raised where every rollout had one."""
     if faults.first is not None and faults.count == rollouts:
         faults.first.add_note(f"(a reward raised this, or another error, for each of the step's {rollouts} rollouts)")
         raise faults.first
@@ -244,7 +216,7 @@ def report(faults: Faults, rollouts: int, warnings_given: list[str]) -> dict:
 def held_out_reward(
     rows: Sequence[Any], reward: Reward = finished_and_correct, *, samples: int = 0, max_new_tokens: int = 32, seed: int = 0
 ) -> Callable[[Policy], Awaitable[float]]:
-    """A measure for a `Selection`: the mean reward over `rows`, each asked greedily or `samples` times at temperature 1. What
+    """A measure for a `Selection`: the mean reward over `rows`, each sampled greedily or `samples` times at temperature 1. What
     abstains does not count; where everything does it is NaN."""
     if not rows:
         raise ValueError("there are no held-out rows to measure on")
@@ -266,15 +238,14 @@ def held_out_reward(
 async def watched(
     policy: Policy, rows: Sequence[Any], groups: Sequence[Group], trained: Reward, watch: Mapping[str, Reward],
     warnings_given: list[str],
-) -> dict[str, list[list[float | None]]]:
-    """Each watched reward of each rollout, (B, G); the groups hold those of the `trained` one already. Faults as there."""
-    rewards = {}
+) -> list[Group]:
+    """The groups with each watched reward among the `parts` of their rollouts; they hold those of the `trained` one already."""
     for name, reward in watch.items():
-        faults, shard = Faults(), distributed.shard(groups)
-        of = shard if reward is trained else await scored(policy, distributed.shard(rows), shard, reward, faults)
-        values, place = [g.rewards for g in of], f"the watched reward {name}"
-        if distributed.world().size > 1:
-            values = await off_loop(lambda: distributed.gathered(place, rows, values, list, list))  # noqa: B023
+        faults, shard, place = Faults(), distributed.shard(groups), f"the watched reward {name}"
+        if reward is not trained:
+            shard = await scored(policy, distributed.shard(rows), shard, reward, faults)
+        own = [g.rewards for g in shard]
+        values = await off_loop(lambda: distributed.gathered(place, rows, own, list, list))  # noqa: B023
         report(await faults_of_all(faults, place), sum(map(len, groups)), warnings_given)
-        rewards[name] = values
-    return rewards
+        groups = [g.with_rewards(g.rewards, [{**r.parts, name: x} for r, x in zip(g, of)]) for g, of in zip(groups, values)]
+    return groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from grpolab.rollouts import Group, Rollout
 from grpolab.tasks import prompt_of
 from grpolab.train.advantages import STD_FLOOR, advantages, informative, reward_tensor
-from grpolab.train.rewards import Reward, Total, is_async, name_of, outcomes_of
+from grpolab.train.rewards import Reward, Total, name_of, outcomes
 
 COMBINATIONS = ("gated", "sum", "normalise_then_sum")
 
@@ -34,30 +35,27 @@ class Several:
             raise ValueError(f"combination={combination!r}: use one of {', '.join(COMBINATIONS)}")
         if not rewards:
             raise ValueError("several rewards are at least one: give {name: (reward, weight), ...}")
-        for name, of in rewards.items():
-            if not isinstance(name, str) or not name:
-                raise ValueError(f"the name of a reward is a text, got {name!r:.40}")
-            if isinstance(of, tuple) and isinstance(of[0], Several):
-                raise ValueError(f"the reward {name!r} is several itself: put its rewards into one Several, with their weights")
-            if not isinstance(of, tuple) or len(of) != 2 or not callable(of[0]) and not hasattr(of[0], "batch"):
-                raise ValueError(f"the reward {name!r} is {of!r:.80}: give (reward, weight)")
-            if not isinstance(of[1], int | float) or not abs(of[1]) < float("inf"):
-                raise ValueError(f"the weight of the reward {name!r} is a finite number, got {of[1]!r:.40}")
+        for name, pair in rewards.items():
+            reward, weight = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+            is_reward = (callable(reward) or hasattr(reward, "batch")) and not isinstance(reward, Several)
+            if not (is_reward and name and isinstance(name, str) and isinstance(weight, int | float) and math.isfinite(weight)):
+                raise ValueError(f"{{{name!r:.40}: {pair!r:.80}}} is no reward with its weight: give {{name: (reward, weight)}}"
+                                 "; a name is a text, a weight a finite number, and no reward a Several itself")
         self.rewards, self.combination = dict(rewards), combination
         self.gate = next(iter(rewards)) if combination == "gated" else None  # whose differences alone teach
         self.__name__ = " + ".join(f"{weight:g} {name}" for name, (_, weight) in rewards.items())
 
     async def batch(self, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> list[Total | Exception]:
-        """Each rollout's total, or the error of the first of its rewards that raised. All rewards are asked at once."""
+        """Each rollout's total, or the error of the first of its rewards that raised. All rewards are computed at once."""
         by_name = await asyncio.gather(*(
-            outcomes_of(reward, texts, rows, rollouts, name) for name, (reward, _) in self.rewards.items()))
+            outcomes(reward, texts, rows, rollouts, name) for name, (reward, _) in self.rewards.items()))
         return [self._total(values) for values in zip(*by_name)]
 
-    def _total(self, values: Sequence[float | None | Exception]) -> Total | Exception:
+    def _total(self, values: Sequence[Total | Exception]) -> Total | Exception:
         if error := next((value for value in values if isinstance(value, Exception)), None):
             return error
-        parts = dict(zip(self.rewards, values))
-        first, *others = [value and value * weight for value, (_, weight) in zip(values, self.rewards.values())]
+        parts = {name: value.reward for name, value in zip(self.rewards, values)}
+        first, *others = [x and x * weight for x, (_, weight) in zip(parts.values(), self.rewards.values())]
         return Total(None if first is None else first + sum(x for x in others if x is not None), parts)
 
     def advantages(self, groups: Sequence[Group], kind: str) -> torch.Tensor | None:
@@ -103,11 +101,7 @@ def trl_reward(function: Callable[..., Any]) -> Reward:
     class FromTRL:
         __name__ = name_of(function)
 
-        if is_async(function):
-            async def batch(self, texts, rows, rollouts):
-                return await function(**arguments(texts, rows, rollouts))
-        else:
-            def batch(self, texts, rows, rollouts):
-                return function(**arguments(texts, rows, rollouts))
+        def batch(self, texts, rows, rollouts):  # of an async function an awaitable
+            return function(**arguments(texts, rows, rollouts))
 
     return FromTRL()

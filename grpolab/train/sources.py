@@ -4,13 +4,12 @@
 
 Rollouts of the sampler (`sampled`, which `grpo` uses), episodes of a pool (`multi_turn_grpo`), a record on disk
 (`replay_source.recorded_groups`), or anything else that gives groups of rollouts with their rewards. What a source draws is a
-function of the step and of its seed, so that a run that was interrupted asks for the same again.
+function of the step and of its seed, so that an interrupted run draws the same again.
 """
 
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,10 +23,9 @@ from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.train import distributed
-from grpolab.train.advantages import group_health, informative, reward_tensor
+from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import epoch_batches, off_loop, shuffled
-from grpolab.train.recorded import as_recorded
 from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_and_score, watched
 from grpolab.train.several_rewards import Several, part_of
 
@@ -37,13 +35,13 @@ class StepGroups:
     """What a source gives a step.
 
     groups  to train on, with their rewards (None abstains)
-    row     what it cost and what was seen, for the step's row; it may replace the trainer's own numbers
-    seen    what the policy made of the tasks as they were drawn, which the row describes (default: the groups)
-    tokens  sampled for it in all (default: those of `seen`)
-    after_step  called once the step was taken; what it returns joins the row (a curriculum is told there)
-    advantages  of the groups' rollouts (B, G), where their rewards alone do not make them (default: they do)
-    record  the groups as a Run's record keeps them (default: the groups as they are); `engine` names their sampler's
-    off_policy  the rollouts are of another policy: the row then tells how far it is (`replay_source.importance`)
+    row     columns of the step's row: costs, measurements; they may replace the trainer's own
+    seen    the groups that the row describes (default: `groups`)
+    tokens  sampled for the step in all (default: those of `seen`)
+    after_step  called once the step was taken; what it returns joins the row (it updates a curriculum)
+    advantages  of the groups' rollouts (B, G), where they are not those of their rewards
+    record  the groups as a Run's record keeps them (default: `seen`); `engine` names their sampler's
+    off_policy  the rollouts are of another policy: the row then says how far it is (`replay_source.importance`)
     """
 
     groups: Sequence[Group]
@@ -62,18 +60,31 @@ Source = Callable[[int], Awaitable[StepGroups | Sequence[Group]]]
 
 
 def as_step_groups(value: StepGroups | Sequence[Group]) -> StepGroups:
-    """What a source gave, as StepGroups. TypeError for what holds no groups, ValueError for groups of different sizes."""
+    """What a source returned, as StepGroups. TypeError for what holds no groups, ValueError for groups of different sizes."""
     batch = value if isinstance(value, StepGroups) else StepGroups(value if isinstance(value, list | tuple) else [value])
-    for name, groups in (("groups", batch.groups), ("seen", batch.seen or ())):
-        if wrong := [g for g in groups if not isinstance(g, Group)]:
-            raise TypeError(f"a source gives Groups of rollouts with their rewards, or a StepGroups of them; its {name} hold "
-                            f"{wrong[0]!r:.80}, a {type(wrong[0]).__name__}")
+    if wrong := [g for g in (*batch.groups, *(batch.seen or ())) if not isinstance(g, Group)]:
+        raise TypeError(f"a source gives Groups of rollouts with their rewards, or a StepGroups of them, not {wrong[0]!r:.80}")
     if len(sizes := {len(g) for g in batch.groups}) > 1:
         raise ValueError(f"a source gave groups of {sorted(sizes)} rollouts: the groups of a step have one size, and what is "
                          "missing abstains (reward None)")
     if not (batch.groups or batch.seen):
         raise ValueError("a source gave no groups: a step needs some, also where none of them teaches")
     return batch
+
+
+def as_recorded(sampled: Sequence[tuple[Any, Group]], used: Sequence[Group], kind: str,
+                used_advantages: torch.Tensor | None = None) -> list[RecordedGroup]:
+    """The groups of a step as its record keeps them: those that the update gets, then the others of those `sampled`, pairs
+    (problem, group). `kind` is that of their advantages; `used_advantages` (B, G) are given where they are of no kind."""
+    problems = {id(group): problem for problem, group in sampled}
+    others = [group for _, group in sampled if all(group is not g for g in used)]
+
+    def of_kind(groups):
+        return advantages(reward_tensor([g.rewards for g in groups]), kind).tolist() if groups else []
+
+    a = (of_kind(used) if used_advantages is None else used_advantages.tolist()) + of_kind(others)
+    return [RecordedGroup(g, tuple(row), problems.get(id(g)), used=k < len(used), parts={
+        name: values for name, (values,) in parts_of([g]).items()}) for k, (g, row) in enumerate(zip([*used, *others], a))]
 
 
 def sampled(
@@ -93,70 +104,68 @@ def sampled(
 
     async def source(step: int) -> StepGroups:
         faults = Faults()
-        everything: list[tuple[Any, Group]] = []
 
-        async def ask(rows, seed):
+        async def sample(rows, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
             shard = distributed.shard(rows)
             prompts = await off_loop(lambda: [prompt_of(row) for row in shard])
-            if distributed.world().size == 1:
-                groups = await sample_and_score(policy, sampler, rows, prompts, config.group_size, params, reward, faults)
-            else:  # the rollouts that one process would draw, each rank its groups
+            seeds = None
+            if distributed.world().size > 1:  # the rollouts that one process would draw, each rank its groups
                 seeds = group_seeds(seed, distributed.shard(range(len(rows))), config.group_size)
-                own = await sample_and_score(policy, sampler, shard, prompts, config.group_size, params, reward, faults, seeds)
-                groups = await off_loop(lambda: distributed.gathered(
-                    f"the groups of step {step}", rows, own, distributed.plain_group, distributed.group_of))
-            everything.extend(zip(rows, groups))
-            return groups
+            own = await sample_and_score(policy, sampler, shard, prompts, config.group_size, params, reward, faults, seeds)
+            return await off_loop(lambda: distributed.gathered(
+                f"the groups of step {step}", rows, own, distributed.plain_group, distributed.group_of))
 
         rows = await off_loop(lambda: tasks.tasks(step))
-        first = await ask(rows, config.seed * 1_000_003 + step)
-        groups, cost = await refill(ask, rows, first, distinct_rows, config, step, gate) if config.refills else (first, {})
+        first = await sample(rows, config.seed * 1_000_003 + step)
+        first = await watched(policy, rows, first, reward, watch or {}, watch_warnings)
+        groups, further, cost = first, [], {}
+        if config.refills:
+            groups, further, cost = await refill(sample, rows, first, distinct_rows, config, step, gate)
+        everything = [*zip(rows, first), *further]
         faults = await faults_of_all(faults, f"the rewards of step {step}")
         errors = report(faults, sum(len(g) for _, g in everything), warnings_given)
-        parts = await watched(policy, rows, first, reward, watch, watch_warnings) if watch else {}
-        means = {name: reward_tensor(values).nanmean().item() for name, values in (parts_of(first) | parts).items()}
+        means = {name: reward_tensor(values).nanmean().item() for name, values in parts_of(first).items()}
         a = reward.advantages(groups, config.advantage_kind) if isinstance(reward, Several) else None
         health = group_health(part_of(first, gate)) if gate else {}
         return StepGroups(
             groups, errors | cost | health | means, seen=first, tokens=tokens_of([g for _, g in everything]),
             after_step=lambda: tasks.record(rows, [[r.parts.get(gate) if gate else r.reward for r in g] for g in first]),
-            advantages=a,
-            record=lambda: as_recorded(everything, groups, parts, config.advantage_kind, a), engine=sampler.engine.name,
-        )
+            advantages=a, record=lambda: as_recorded(everything, groups, config.advantage_kind, a), engine=sampler.engine.name)
 
     return source
 
 
 def parts_of(groups: Sequence[Group]) -> dict[str, list[list[float | None]]]:
-    """What the rewards of the groups were made of, by name: (B, G)."""
+    """The rewards that those of the groups were made of, and the watched ones, by name: (B, G)."""
     names = dict.fromkeys(name for g in groups for r in g for name in r.parts)
     return {name: [[r.parts.get(name) for r in g] for g in groups] for name in names}
 
 
-async def refill(ask, asked_rows: Sequence[Any], first: Sequence[Group], rows: Sequence[Any], config, step: int,
-                 gate: str | None = None):
-    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): (groups to train on, what it cost).
+async def refill(sample, first_rows: Sequence[Any], first: Sequence[Group], rows: Sequence[Any], config: GRPOConfig, step: int,
+                 gate: str | None = None) -> tuple[list[Group], list[tuple[Any, Group]], dict]:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): (groups to train on, what was sampled further, what it cost).
 
-    Each round asks as many rows, none of them twice in a step, as groups with a difference in reward are missing: a
-    function of (seed, step) and of the rewards, so that a resumed run asks the same. Where rounds or rows run out, the
-    step trains on fewer groups. `ask(rows, seed)` samples and scores. Rows with the same content count as one. `gate` names
-    the part of the reward whose differences count, where that is not the whole.
+    Each round samples as many rows, none of them twice in a step, as groups with a difference in reward are missing: a
+    function of (seed, step) and of the rewards, so that a resumed run samples the same. Where rounds or rows run out, the
+    step trains on fewer groups. `sample(rows, seed)` gives groups with rewards. Rows with the same content count as one.
+    `gate` names the part of the reward whose differences count, where that is not the whole.
     """
-    used = set(map(content_of, asked_rows))
+    used = set(map(content_of, first_rows))
     unused = (r for r in (rows[i] for i in shuffled(len(rows), f"{config.seed}/{step}/refill")) if content_of(r) not in used)
-    sampled, teaching = list(first), with_signal(first, gate)
+    further, teaching = [], with_signal(first, gate)
     for extra in range(config.refills):
         more = list(islice(unused, max(0, config.prompts_per_step - len(teaching))))
         if not more:
             break
-        fresh = await ask(more, fold_seed(config.seed, step, extra))
-        sampled, teaching = sampled + fresh, teaching + with_signal(fresh, gate)
-    return teaching, {
-        "refill_prompts": len(sampled) - len(first),
-        "refill_tokens": tokens_of(sampled) - tokens_of(first),
-        "discarded_groups": len(sampled) - len(teaching),
-        "discarded_tokens": tokens_of(sampled) - tokens_of(teaching),
+        fresh = await sample(more, fold_seed(config.seed, step, extra))
+        further += zip(more, fresh)
+        teaching += with_signal(fresh, gate)
+    tokens = tokens_of([g for _, g in further])
+    return teaching, further, {
+        "refill_prompts": len(further), "refill_tokens": tokens,
+        "discarded_groups": len(first) + len(further) - len(teaching),
+        "discarded_tokens": tokens_of(first) + tokens - tokens_of(teaching),
     }
 
 
@@ -188,15 +197,16 @@ def tokens_of(groups: Sequence[Group]) -> int:
 
 
 class Tasks:
-    """The tasks of a step: drawn from a list, or wanted by a curriculum, which is told what came of them. The rows hold
-    its state at the run's start and all that it was told since, so that a run which goes on brings it back to there; and a
-    run that starts again takes the curriculum back to that start, as it does the policy."""
+    """The tasks of a step: drawn from a list, or chosen by a curriculum, which gets the rates of success. The step's rows hold
+    the curriculum's state at the run's start and all results since, so that a run that is continued brings it back to there;
+    and a run that starts again takes the curriculum back to that start, as it does the policy."""
 
     def __init__(self, rows: Any, config: GRPOConfig, run: Run | None, success: float = 1.0):
         self.rows, self.config, self.run, self.success = rows, config, run, success
         self.adaptive = hasattr(rows, "next_tasks")
+        self.has_state = hasattr(rows, "state") and hasattr(rows, "load")
         self.batch_of = None if self.adaptive else epoch_batches(rows, config.prompts_per_step, config.seed)
-        self.begun: dict | None = None  # what the first row says
+        self.first_entry: dict | None = None  # of the first row, until that is written
 
     def content(self) -> list:
         """What is trained on, for a hash. A curriculum changes as it goes, and `load` refuses the state of other tasks."""
@@ -206,72 +216,48 @@ class Tasks:
         """The rows of a step."""
         if not self.adaptive:
             return self.batch_of(step)
-        if self.begun is None:
-            self._begin(step)
+        if self.first_entry is None:
+            self.first_entry = self._go_on(step) if step else self._start()
         return list(self.rows.next_tasks(self.config.prompts_per_step))
 
     def record(self, tasks: Sequence, rewards: Sequence[Sequence[float | None]]) -> dict:
-        """Tell the curriculum each group's rate of success; returns what of it belongs into the row."""
+        """Record each group's rate of success in the curriculum; returns the columns of the row."""
         if not self.adaptive:
             return {}
-        results = []
-        for task, of in zip(tasks, rewards):
-            numbers = [r for r in of if r is not None]
-            if numbers:
-                results.append((task, sum(r >= self.success for r in numbers) / len(numbers)))
+        rewarded = [(task, [r for r in of if r is not None]) for task, of in zip(tasks, rewards)]
+        results = [(task, sum(r >= self.success for r in of) / len(of)) for task, of in rewarded if of]
         row = {"tier": self.rows.tier} if hasattr(self.rows, "tier") else {}
         for task, rate in results:
             self.rows.record_result(task, rate)
-        entry, self.begun = self.begun | {"results": results}, {}
+        entry, self.first_entry = self.first_entry | {"results": results}, {}
         return row | {"curriculum": json.dumps(entry)}
 
-    def _begin(self, step: int) -> None:
-        can_return = hasattr(self.rows, "state") and hasattr(self.rows, "load")
-        if not step:
-            self._take_back(can_return)
-            self.begun = {"start": json.loads(json.dumps(self.rows.state()))} if can_return else {}  # as it is now
-            self._remember(self.begun.get("start"))
-            return
+    def _go_on(self, step: int) -> dict:
+        """Bring the curriculum to where it was before this step."""
         entries = [json.loads(row["curriculum"]) for row in (self.run.metrics if self.run else ()) if "curriculum" in row]
-        self.begun = {}
-        if len(entries) != step or not can_return or "start" not in entries[0]:
+        if len(entries) != step or not self.has_state or "start" not in entries[0]:
             raise ValueError(f"the run goes on after step {step}, and its curriculum cannot be brought back to there: it "
                              "needs `state()` and `load(state)`, as a Curriculum has, and the rows of the steps before")
         self.rows.load(entries[0]["start"])
-        self._remember(entries[0]["start"])
-        for task, rate in (result for row in entries for result in row["results"]):
+        self._starts()[str(self.run.folder.resolve())] = entries[0]["start"]
+        for task, rate in (result for entry in entries for result in entry["results"]):
             self.rows.record_result(task, rate)
+        return {}
 
-    def _take_back(self, can_return: bool) -> None:
-        """A curriculum that an earlier loop of this run has told something goes back to where that loop began."""
-        starts, name = _starts_of(self.rows), self._folder()
-        if name not in starts:
-            return
-        if not can_return:
-            raise ValueError("an earlier loop of this run told this curriculum its results, and it cannot be taken back: make "
-                             "it anew, or give it `state()` and `load(state)`, as a Curriculum has")
-        if self.rows.state() != starts[name]:
+    def _start(self) -> dict:
+        """Take a curriculum that an earlier loop of this run has changed back to where that loop began."""
+        starts, name = (self._starts(), str(self.run.folder.resolve())) if self.run else ({}, "")
+        if name in starts and not self.has_state:
+            raise ValueError("an earlier loop of this run recorded results in this curriculum, and it cannot be taken back: "
+                             "make it anew, or give it `state()` and `load(state)`, as a Curriculum has")
+        if name in starts and self.rows.state() != starts[name]:
             self.rows.load(starts[name])
             print(f"the curriculum goes back to where {self.run.shown(self.run.folder)} started")
-        for later in list(starts)[list(starts).index(name) :]:  # they began with what this run made of it
+        for later in list(starts)[list(starts).index(name) :] if name in starts else ():  # they began with its results
             del starts[later]
+        starts[name] = json.loads(json.dumps(self.rows.state())) if self.has_state else None  # as it is now
+        return {"start": starts[name]} if self.has_state else {}
 
-    def _remember(self, start: dict | None) -> None:
-        if self.run:
-            _starts_of(self.rows)[self._folder()] = start
-
-    def _folder(self) -> str:
-        return str(self.run.folder.resolve()) if self.run else ""
-
-
-# A curriculum by its id, since it need not be hashable: itself, weakly, and the folders of the runs that told it something, in
-# order, each with its state at their start.
-_told_by: dict[int, tuple[weakref.ref, dict[str, dict | None]]] = {}
-
-
-def _starts_of(curriculum: Any) -> dict[str, dict | None]:
-    known, starts = _told_by.get(id(curriculum), (lambda: None, {}))
-    if known() is not curriculum:
-        starts, place = {}, id(curriculum)
-        _told_by[place] = weakref.ref(curriculum, lambda _: _told_by.pop(place, None)), starts
-    return starts
+    def _starts(self) -> dict[str, dict | None]:
+        """By folder, in order: the state in which each run of this process began with this curriculum, which keeps them."""
+        return vars(self.rows).setdefault("_starts", {})

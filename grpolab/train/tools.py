@@ -72,39 +72,32 @@ class ToolRun:
 
 def schema_of(function: Callable[..., Any]) -> dict:
     """A tool in OpenAI's shape, of a function's name, docstring and typed parameters (what `pydantic` can read from JSON).
-    ValueError for what no call by name can reach: without a name or types, or with positional-only or variable parameters."""
+    ValueError for a function without a name, and for a parameter without a type or that no call can name."""
     name = getattr(function, "__name__", "")
     if not callable(function) or isinstance(function, type) or not name.isidentifier():
         raise ValueError(f"{function!r:.100} is no named function, which a tool is: write one with def (a class holds several "
                          "tools, and stands alone: Tools(MyTools, reward))")
-    parameters = inspect.signature(function).parameters.values()
-    if wrong := [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
-        raise ValueError(f"the tool {name!r} has the parameters {wrong}, which a call cannot name: write each one out")
-    if untyped := [p.name for p in parameters if p.annotation is p.empty]:
-        raise ValueError(f"the tool {name!r} does not say the types of {untyped}: annotate them, as in {untyped[0]}: str")
+    wrong = [p.name for p in inspect.signature(function).parameters.values()
+             if p.annotation is p.empty or p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if wrong:
+        raise ValueError(f"the parameters {wrong} of the tool {name!r}: a call must be able to name each one, and each needs a "
+                         "type, as in def tool(name: str)")
     try:
         schema = TypeAdapter(function).json_schema()
     except (PydanticUserError, NameError) as error:
         raise ValueError(f"the tool {name!r} takes what JSON cannot say: {str(error).splitlines()[0]}") from error
-    properties = {key: {k: v for k, v in kind.items() if k != "title"} for key, kind in schema.get("properties", {}).items()}
+    for kind in schema.get("properties", {}).values():
+        kind.pop("title", None)
     return {"type": "function", "function": {"name": name, "description": " ".join((inspect.getdoc(function) or "").split()),
-                                             "parameters": schema | {"properties": properties}}}
+                                             "parameters": {"properties": {}} | schema}}
 
 
-def functions_of(tools: Any) -> dict[str, Callable[..., Any]]:
-    """By name: functions of a list, or the public methods of an object, but for `reset`."""
+def functions_of(tools: Any) -> list[Callable[..., Any]]:
+    """The functions of a list, or the public methods of an object, but for `reset`."""
     if isinstance(tools, Sequence):
-        functions = {getattr(function, "__name__", repr(function)): function for function in tools}
-        if len(functions) < len(tools):
-            raise ValueError(f"two tools have one name among {list(functions)}: a call names one")
-    else:
-        methods = {name: value for name, value in inspect.getmembers_static(type(tools))
-                   if not name.startswith("_") and name != "reset"}
-        functions = {name: getattr(tools, name) for name, value in methods.items()
-                     if inspect.isroutine(value) and not isinstance(value, property)}
-    if not functions:
-        raise ValueError(f"{tools!r:.100} holds no tool: give functions, or a class with public methods")
-    return functions
+        return list(tools)
+    names = [name for name, _ in inspect.getmembers_static(type(tools), inspect.isroutine)]
+    return [getattr(tools, name) for name in names if not name.startswith("_") and name != "reset"]
 
 
 class Tools:
@@ -128,7 +121,9 @@ class Tools:
         if not callable(reward):
             raise ValueError(f"reward={reward!r:.80}: it is a function (ToolRun) -> a number")
         self.tools, self.reward, self.deadline = tools, reward, deadline
-        self.schemas = tools_of(tools.tools() if self.served else [schema_of(f) for f in functions_of(self.make()).values()])
+        self.schemas = tools_of(tools.tools() if self.served else map(schema_of, functions_of(self.make())))
+        if not self.schemas:
+            raise ValueError(f"{tools!r:.100} holds no tool: give functions, or a class with public methods")
         self.__name__ = f"Tools({', '.join(tool['function']['name'] for tool in self.schemas)})"
 
     def __call__(self) -> ToolEnvironment:
@@ -168,31 +163,32 @@ def _measure(results: Sequence[StepResult]) -> dict[str, float]:
 
 
 class ToolEnvironment:
-    """One episode at a time: `reset` asks the task's prompt, a `step` makes the calls of a turn, or ends with the reward."""
+    """One episode at a time: `reset` shows the task's prompt, a `step` makes the calls of a turn, or ends with the reward."""
 
     def __init__(self, tools: Tools):
         self._tools = tools
         self._functions: dict[str, Callable[..., Any]] = {}
         self._task: Any = None
-        self._made: Any = None
-        self._session: tuple[asyncio.Event, asyncio.Task] | None = None  # of a server: what ends it, and who holds it
+        self._object: Any = None
+        self._session: tuple[asyncio.Event, asyncio.Task] | None = None  # of a server: what ends it, and the task that has it
         self._calls: list[ToolResult] = []
 
     async def reset(self, task: Any = None, seed: int | None = None) -> StepResult:
         prompt = prompt_of(task) if isinstance(task, Mapping) else task
-        if not isinstance(prompt, str):
-            roles = [message.get("role") for message in prompt] if isinstance(prompt, list) else None
-            if roles != ["user"]:
-                raise ValueError(f"the prompt of a task with tools is a text or one user turn, got {str(prompt)[:120]!r}")
+        if isinstance(prompt, list) and [message.get("role") for message in prompt] == ["user"]:
             prompt = prompt[0]["content"]
-        self._task, self._calls, made = task, [], self._tools.make()
-        if callable(reset := getattr(made, "reset", None)):
+        if not isinstance(prompt, str):
+            raise ValueError(f"the prompt of a task with tools is a text or one user turn, got {str(prompt)[:120]!r}")
+        self._task, self._calls, self._object = task, [], self._tools.make()
+        if callable(reset := getattr(self._object, "reset", None)):
             entries = task if isinstance(task, Mapping) else {}
-            options = declared(reset, {**entries, "task": task, "seed": seed})
-            more = await _within(self._tools.deadline, partial(reset, **options))
+            async with asyncio.timeout(self._tools.deadline):
+                more = await _run(partial(reset, **declared(reset, {**entries, "task": task, "seed": seed})))
             prompt += more if isinstance(more, str) else ""
-        self._made = made
-        self._functions = await self._opened() if self._tools.served else functions_of(made)
+        if self._tools.served:
+            self._functions = await self._open_session()
+        else:
+            self._functions = {function.__name__: function for function in functions_of(self._object)}
         return StepResult({"text": prompt})
 
     async def step(self, action: dict) -> StepResult:
@@ -203,14 +199,14 @@ class ToolEnvironment:
         counts = {"calls": sum(not r.failed for r in self._calls), "tool_errors": sum(r.failed for r in self._calls)}
         if results:
             return StepResult({"results": [r.text for r in results]}, metadata=counts)
-        run = ToolRun(self._task, tuple(self._calls), action.get("text", ""), self._made)
+        run = ToolRun(self._task, tuple(self._calls), action.get("text", ""), self._object)
         reward = self._tools.reward(run)
         reward = await reward if inspect.isawaitable(reward) else reward
         if reward is None:
             raise ValueError(f"the reward function gave None for the answer {run.answer!r:.80}: it gives a number")
         return StepResult({"results": [""]}, reward, done=True, metadata=counts)
 
-    async def _opened(self) -> dict[str, Callable[..., Any]]:
+    async def _open_session(self) -> dict[str, Callable[..., Any]]:
         """The tools of a server in a new session, which one task opens and closes."""
         await self.close()
         over, functions = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -221,31 +217,25 @@ class ToolEnvironment:
                     functions.set_result(opened)
                     await over.wait()
             except Exception as error:
-                if functions.done():  # it ended by itself: a call finds out, and says so
-                    return
-                functions.set_exception(error)
+                if not functions.done():  # a session that ended by itself is noticed by its next call
+                    functions.set_exception(error)
 
         self._session = over, asyncio.create_task(hold())
         return await functions
 
     async def _call(self, call: ToolCall, until: float) -> ToolResult:
-        """What a call gave by this time of the loop, or what was wrong with it."""
+        """What a call returned by this time of the loop, or what was wrong with it."""
         function = self._functions.get(call.name)
         if function is None:
             return ToolResult(call, f"error: there is no tool {call.name!r:.80}; there are {', '.join(self._functions)}", True)
         try:
             async with asyncio.timeout_at(until) as limit:
-                return ToolResult(call, _clean(await _called(function, call.arguments)))
-        except ValidationError as error:
-            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:5]]
-            return ToolResult(call, _clean(f"error: {'; '.join(wrong)}"), True)
+                return ToolResult(call, _clean(await _run(partial(validate_call(function), **call.arguments))))
         except BaseException as error:  # whatever a tool raises, an exit or an interrupt of its own, too
             if asyncio.current_task().cancelling() or isinstance(error, GeneratorExit | ToolsLost):
                 raise
-            if isinstance(error, ToolFailed):
-                return ToolResult(call, _clean(f"error: {_said(error)}"), True)
-            why = f"longer than {self._tools.deadline:g} s" if limit.expired() else _said(error)
-            return ToolResult(call, _clean(f"error: {type(error).__name__}: {why}"), True)
+            why = f"TimeoutError: longer than {self._tools.deadline:g} s" if limit.expired() else _reason(error)
+            return ToolResult(call, _clean(f"error: {why}"), True)
 
     def state(self) -> dict:
         return {"calls": len(self._calls)}
@@ -253,69 +243,52 @@ class ToolEnvironment:
     async def close(self) -> None:
         self._functions = {}
         if self._session is not None:
-            (over, held), self._session = self._session, None
+            (over, task), self._session = self._session, None
             over.set()
-            await asyncio.wait([held])
+            await asyncio.wait([task])
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """What the policy reads of an error."""
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:5])
     try:
-        return str(error)
+        text = str(error)
     except Exception:  # noqa: BLE001  of the tool's own class
-        return "(no message)"
+        text = "(no message)"
+    return text if isinstance(error, ToolFailed) else f"{type(error).__name__}: {text}"
 
 
-def _clean(text: str) -> str:
-    """A result as the policy is told it: no half of a surrogate pair, not too long."""
+def _clean(value: Any) -> str:
+    """A result as the policy reads it: a string as it is, anything else as JSON, where it can be (dataclasses, models, dates,
+    sets); no half of a surrogate pair, not too long."""
+    text = value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
     text = text.encode("utf-8", "replace").decode() or "(empty)"
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]} ... ({len(text)} characters)"
 
 
-def _text(value: Any) -> str:
-    """A result as text: a string as it is, anything else as JSON, where it can be (dataclasses, models, dates, sets)."""
-    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
-
-
-async def _called(function: Callable[..., Any], arguments: dict) -> str:
-    """What the function returns as text: awaited where it is async, else called in a thread of its own."""
-    call = partial(validate_call(function), **arguments)
-    if inspect.iscoroutinefunction(function):
-        return _text(await call())
-
-    def work() -> Any:
-        value = call()
-        return value if inspect.isawaitable(value) else _text(value)
-
-    value = await _in_thread(work)
-    return _text(await value) if inspect.isawaitable(value) else value
-
-
-async def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns, awaited where it is async, else called in a thread of its own; TimeoutError after `seconds`."""
-    async with asyncio.timeout(seconds):
-        value = await (work() if inspect.iscoroutinefunction(work.func) else _in_thread(work))
-        return await value if inspect.isawaitable(value) else value
-
-
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    """The result of a plain function, called in a daemon thread: one that hangs keeps nobody from exiting."""
+async def _run(call: Callable[[], Any]) -> Any:
+    """What the call returns: awaited where it is async, else made in a daemon thread: one that hangs keeps nobody from
+    exiting."""
+    if inspect.iscoroutinefunction(call):
+        return await call()
     loop = asyncio.get_running_loop()
     outcome = loop.create_future()
 
-    def settle(*of: Any) -> None:
+    def settle(value: Any, error: BaseException | None) -> None:
         if not outcome.done():
-            outcome.set_result(of)
+            outcome.set_result((value, error))
 
-    def run() -> None:
+    def thread() -> None:
         try:
-            of = work(), None
-        except BaseException as error:  # noqa: BLE001  SystemExit ends only the call
-            of = None, error
+            value, error = call(), None
+        except BaseException as raised:  # noqa: BLE001  SystemExit ends only the call
+            value, error = None, raised
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, *of)
+            loop.call_soon_threadsafe(settle, value, error)
 
-    threading.Thread(target=run, name="grpolab-tool", daemon=True).start()
+    threading.Thread(target=thread, name="grpolab-tool", daemon=True).start()
     value, error = await outcome
     if error is not None:
         raise error
-    return value
+    return await value if inspect.isawaitable(value) else value
