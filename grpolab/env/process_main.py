@@ -25,8 +25,8 @@ def main(descriptor: int) -> None:
 
     worker = Worker(lambda: load_factory(description["factory"])(*description["arguments"]), description["name"])
 
-    def answer(reply) -> None:
-        stream.write(json.dumps(reply.result()).encode() + b"\n")
+    def answer(*reply: str) -> None:
+        stream.write(json.dumps(reply).encode() + b"\n")
         stream.flush()
 
     def listen() -> None:
@@ -35,7 +35,7 @@ def main(descriptor: int) -> None:
             if kind == "cancel":
                 worker.cancel()
             else:
-                worker.submit(kind, data).add_done_callback(answer)
+                worker.submit(kind, data, answer)
 
     threading.Thread(target=listen, daemon=True).start()
     worker.run()

@@ -15,7 +15,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from grpolab.env import protocol
@@ -57,12 +57,10 @@ class Worker:
         self._wake: asyncio.Event | None = None
         self._task: asyncio.Task | None = None  # the call that `cancel` ends
 
-    def submit(self, kind: str, data: Any = None) -> Future[tuple[str, str]]:
-        """The text of the reply and the name of what was raised, '' if nothing was."""
-        future: Future[tuple[str, str]] = Future()
-        self._jobs.put((kind, data, future))
+    def submit(self, kind: str, data: Any, done: Callable[[str, str], Any]) -> None:
+        """Call later; in the worker's thread `done` gets the reply and the name of what was raised, '' if nothing was."""
+        self._jobs.put((kind, data, done))
         self._on_loop(lambda: self._wake.set())
-        return future
 
     def cancel(self) -> None:
         """Cancel the call that an `async` environment is busy with, unless it closes; a plain one cannot be ended."""
@@ -79,8 +77,10 @@ class Worker:
         while kind != "stop":
             if self._loop is not None:
                 self._runner.run(self._wait_for_job())
-            kind, data, future = self._jobs.get()
-            future.set_result(self._answer(kind, data))
+            kind, data, done = self._jobs.get()
+            outcome = self._answer(kind, data)
+            with contextlib.suppress(RuntimeError, OSError):  # nobody waits any more: a closed loop, a server that is gone
+                done(*outcome)
         self._runner.close()
 
     async def _wait_for_job(self) -> None:
@@ -166,8 +166,16 @@ class EnvThread(Worker):
 
     async def call(self, kind: str, data: Any = None) -> tuple[str, str]:
         """(reply, fault) of one call. It is made though nobody waits any more: a late environment still closes."""
-        return await asyncio.shield(asyncio.wrap_future(self.submit(kind, data)))
+        loop = asyncio.get_running_loop()
+        outcome = loop.create_future()
+
+        def settle(*reply: str) -> None:
+            if not outcome.done():
+                outcome.set_result(reply)
+
+        self.submit(kind, data, partial(loop.call_soon_threadsafe, settle))
+        return await outcome
 
     async def end(self, kill: bool) -> None:
         """Let the thread end. One that hangs cannot be killed."""
-        self.submit("stop")
+        self.submit("stop", None, lambda *_: None)
