@@ -199,7 +199,7 @@ def test_rollouts_without_log_probs(record, tmp_path):
 
 def test_too_few_log_probs(record, tmp_path):
     short = base64.b64encode(b"\0" * 8).decode()
-    with pytest.raises(ValueError, match="holds 2 log-probs for"):
+    with pytest.raises(ValueError, match="one mask, logp and raw_logp for each token"):
         recorded_groups(rewritten(record, tmp_path, lambda line: line | {"logps": short}))
 
 

@@ -186,7 +186,7 @@ def table(lines: Iterable[dict], columns: Sequence[str] | None = None):
         for i, r in enumerate(g.group):
             values = (line["step"], line["group"], i, line["prompt"], line["completion"][i], r.reward, g.advantages[i],
                       r.finish_reason, g.turns[i] if g.turns else (), g.problem, r.seed, r.policy_version, g.used,
-                      line["prompt_ids"], r.tokens, r.mask, r.logps, r.raw_logps, r.kept_mass)
+                      line["prompt_ids"], line["tokens"][i], r.mask, r.logps, r.raw_logps, r.kept_mass)
             rows.append(dict(zip(COLUMNS, values, strict=True)) | {name: of[i] for name, of in g.parts.items()})
     frame = pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(COLUMNS))
     if missing := [name for name in columns or () if name not in frame and rows]:
