@@ -103,7 +103,7 @@ def calibrate(predicted: Sequence[float], happened: Sequence[bool], bins: int = 
 # --- any prompts, each with a check -----------------------------------------------------------------------------------
 
 Check = Callable[[str, Rollout], bool]  # of a completion's text and its rollout (tokens, finish_reason, ...)
-Prompt = str | Sequence[Message]
+Prompt = str | Sequence[Message] | tuple[int, ...]  # text or messages for the chat template, or token ids as they are
 
 
 @dataclass(frozen=True)
@@ -134,25 +134,20 @@ async def evaluate_checks(
     policy: Policy, cases: Sequence[tuple[Prompt, Check]], *, samples: int = 0, temperature: float = 1.0,
     max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
 ) -> Checked:
-    """Ask each prompt (text or messages), once greedily or `samples` times, and apply its `check(text, rollout)`."""
-    options = dict(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    return await _checked(policy, cases, [prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases], sampler, samples,
-                          **options)
-
-
-async def _checked(policy: Policy, cases: Sequence[tuple[Prompt, Check]], ids, sampler, samples: int, **options) -> Checked:
-    texts, groups = await _sample(policy, ids, sampler, samples, **options)
+    """Ask each prompt, once greedily (`samples=0`) or `samples` times at `temperature`; apply its `check(text, rollout)`."""
+    ids = [prompt if isinstance(prompt[0], int) else prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases]
+    params = SamplingParams(greedy=samples == 0, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    texts, groups = await _sample(policy, ids, sampler, samples or 1, params)
     passed = tuple(tuple(bool(check(t, r)) for t, r in zip(of, group)) for (_, check), of, group in zip(cases, texts, groups))
     return Checked(tuple(prompt for prompt, _ in cases), texts, passed, greedy=samples == 0)
 
 
-async def _sample(policy: Policy, ids: list[list[int]], sampler: Sampler | None, samples: int, **options):
-    """The completions of each prompt, one greedy one or `samples`: their texts, and their groups."""
+async def _sample(policy: Policy, ids: list[Sequence[int]], sampler: Sampler | None, group_size: int, params: SamplingParams):
+    """The completions of each prompt: their texts, and their groups."""
     if not ids:
         raise ValueError("there are no questions to evaluate")
     if sampler is not None and getattr(sampler, "policy", policy) is not policy:
         raise ValueError(f"the sampler is of {sampler.policy!r}, not of the {policy!r} to evaluate: pass a Sampler of that one")
-    group_size, params = samples or 1, SamplingParams(greedy=samples == 0, **options)
     if sampler is not None:
         groups = await sampler.sample(ids, group_size=group_size, params=params)
     else:
@@ -205,30 +200,20 @@ class Evaluation:
         return self.right.pass_at(k)
 
 
-async def evaluate(
-    policy: Policy, problems: Sequence[Problem], *, samples: int = 0, temperature: float = 1.0,
-    max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
-) -> Evaluation:
-    """Ask every question: once greedily (`samples=0`), or `samples` times at `temperature`."""
-    ids = [prompt_ids(policy.tokenizer, p.question) for p in problems]
-    options = dict(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    texts, _ = await _sample(policy, ids, sampler, samples, **options)
-    return Evaluation(tuple(problems), texts, greedy=samples == 0)
+async def evaluate(policy: Policy, problems: Sequence[Problem], **options) -> Evaluation:
+    """Ask every question: once greedily, or with `samples=n` n times; `options` are those of `evaluate_checks`."""
+    checked = await evaluate_checks(policy, [(p.question, lambda text, rollout: True) for p in problems], **options)
+    return Evaluation(tuple(problems), checked.texts, checked.greedy)
 
 
-async def evaluate_plain(
-    policy: Policy, problems: Sequence[Problem], *, samples: int = 0, temperature: float = 1.0, max_new_tokens: int = 8,
-    seed: int = 0, sampler: Sampler | None = None,
-) -> Checked:
+async def evaluate_plain(policy: Policy, problems: Sequence[Problem], *, max_new_tokens: int = 8, **options) -> Checked:
     """The same questions as plain text to be continued, `28 + 47 =`, without chat and box: what a base model knows in its
     own form. Right is a continuation whose first line is the number and nothing else."""
-    def says(answer: int) -> Check:
-        return lambda text, rollout: text.split("\n")[0].strip() == str(answer)
-
-    cases = [(f"{p.a} {p.op} {p.b} =", says(p.answer)) for p in problems]
-    ids = [policy.tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in cases]
-    options = dict(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    return await _checked(policy, cases, ids, sampler, samples, **options)
+    cases = []
+    for p in problems:
+        ids = policy.tokenizer(f"{p.a} {p.op} {p.b} =", add_special_tokens=False)["input_ids"]
+        cases.append((tuple(ids), lambda text, rollout, p=p: text.split("\n")[0].strip() == str(p.answer)))
+    return await evaluate_checks(policy, cases, max_new_tokens=max_new_tokens, **options)
 
 
 def improvement(before: Evaluation, after: Evaluation) -> Interval:
@@ -301,7 +286,7 @@ async def evaluate_fixed(
     became of the prompts that it applies to."""
     prompts = fixed_prompts() if prompts is None else prompts
     ids = [prompt_ids(policy.tokenizer, p.prompt) for p in prompts]
-    texts, groups = await _sample(policy, ids, sampler, 0, max_new_tokens=max_new_tokens)
+    texts, groups = await _sample(policy, ids, sampler, 1, SamplingParams(greedy=True, max_new_tokens=max_new_tokens))
     cases = defaultdict(list)
     for p, written, group in zip(prompts, texts, groups):
         for name, check in p.checks.items():

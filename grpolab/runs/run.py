@@ -57,24 +57,21 @@ class Run:
     """Where one training run leaves what it did: `Run("04_grpo", "tiny")` is the folder runs/04_grpo/tiny, and with a
     `seed` other than 0 runs/04_grpo/tiny/seed-<seed>.
 
-    A run is one training from one start, and running its cell twice gives the same numbers. A loop notes a hash of the
-    weights that it starts from, and keeps a copy of them for as long as the process holds the model. Later, in the same
-    folder:
+    A run is one training from one start, and running its cell twice gives the same numbers: a loop keeps a copy of the weights
+    that it starts from for as long as the process holds the model. Later, in the same folder:
     - a policy that this run has trained goes back to that start, or to a checkpoint of the same configuration, whatever
-      was done with it since; one printed line says so;
+      was done with it since;
     - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same. Where they
-      differ, what an earlier process left in the folder is moved into a folder beside it, `tiny.1`, and a line says so.
-    Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is interrupted, cancelled, left
-    or fails. One that was trained on other data or against another reference is refused (that a reward is another function
-    is not noticed), and so is a second loop at the same time, in this process or another.
+      differ, what an earlier process left in the folder is moved into a folder beside it, `tiny.1`.
+    Printed lines say so. Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is
+    interrupted or fails. One that was trained on other data or against another reference is refused (that a reward is another
+    function is not noticed), and so is a second loop at the same time, in this process or another.
 
-    The folder also keeps every rollout (`rollouts`; with `keep="none"` none), from which `lab.replay` and
-    its neighbours tell later what happened; with `replay_every=n` also the weights before every n-th step.
+    The folder also keeps every rollout (with `keep="none"` none), and with `replay_every=n` the weights before every n-th
+    step: `lab.replay` and its neighbours read them. With `select` the best policy is kept, too (`selection`).
 
-    `sinks` get each row's numbers too: objects with `.log(dict, step=...)`, as a run of Weights & Biases or trackio, or
-    with `.add_scalar(name, value, step)`, as TensorBoard's SummaryWriter. One that raises is warned of and asked no more.
-
-    With `select` the policy is measured on the way, and the best one is kept beside the last (`selection`): `best()`.
+    `sinks` get each row's numbers: objects with `.log(dict, step=...)`, as a run of Weights & Biases or trackio, or with
+    `.add_scalar(name, value, step)`, as TensorBoard's SummaryWriter. One that raises is warned of and asked no more.
     """
 
     def __init__(self, *names: str, root: str | Path | None = None, seed: int | None = None,
@@ -244,7 +241,8 @@ class Run:
         for partial in self.folder.glob(".*.partial"):  # of a killed process
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         name, plain, key = str(self.folder.resolve()), plain_config(config), weights_hash(policy)
-        note = self._note()
+        path = self.folder / "run.json"  # what the last loop wrote about itself
+        note = json.loads(path.read_text()) if path.exists() else {}
         if name not in _begun and (other := _difference(note, plain, key)):
             self._set_aside(other)
             note = {}
@@ -268,20 +266,13 @@ class Run:
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
         note = {"start": start.key, "base": start.base, "config": plain, "data": data}
-        atomic_write(self.folder / "run.json", json.dumps(note, indent=1) + "\n")
+        atomic_write(path, json.dumps(note, indent=1) + "\n")
         self.recorder.rewind(steps)
         self.looks.rewind(steps + 1 if steps else 0)
         self._begin_replay(steps, config, policy, optimiser)
         # What this policy was trained on after this run is undone.
         _starts[policy.model] = dict(takewhile(lambda item: item[0] != name, starts.items())) | {name: start}
         return steps
-
-    def _note(self) -> dict:
-        """What the last loop wrote about itself; nothing where there was none."""
-        try:
-            return json.loads((self.folder / "run.json").read_text())
-        except (OSError, ValueError):
-            return {}
 
     def _set_aside(self, what: str) -> None:
         """Move what an earlier process left in the folder to one beside it; runs in folders below stay."""
@@ -359,21 +350,19 @@ class Run:
             self.replay_states.save(step, config, policy, optimiser)
 
     def _begin_replay(self, steps: int, config, policy, optimiser) -> None:
-        """Drop what was kept of the steps to come, print how much is going to be kept, and keep the start. ValueError where it
-        does not fit the disk."""
+        """Drop what was kept of the steps to come, and keep the start. ValueError where what follows does not fit the disk."""
         for step, folder in self.kept().items():
             if step > steps or not steps:
                 shutil.rmtree(folder)
         if not self.replay_every:
             return
         one = sum(p.numel() * p.element_size() for p in policy.model.parameters()) * 3 / 1e6  # AdamW: two moments a parameter
-        number = config.steps // self.replay_every - (steps - 1) // self.replay_every
-        free = shutil.disk_usage(self.folder).free / 1e6
-        if one * number > free:
-            raise ValueError(f"replay_every={self.replay_every} keeps {number} times up to {one:.0f} MB, and the disk of "
-                             f"{self.folder} has {free:.0f} MB left: keep them more rarely")
+        number, free = (config.steps - steps) // self.replay_every + 1, shutil.disk_usage(self.folder).free / 1e6
         print(f"weights and optimiser are kept for replay every {self.replay_every} steps: {number} times up to {one:.1f} MB, "
               f"{one * number:.0f} MB in all")
+        if one * number > free:
+            raise ValueError(f"replay_every={self.replay_every} keeps {one * number:.0f} MB, and the disk of {self.folder} has "
+                             f"{free:.0f} MB left: keep weights more rarely")
         start = self.replay_states.folder / "policy"
         if not start.exists() or not steps:
             policy.save(start)
