@@ -34,7 +34,11 @@ class Checkpoints:
     def save(self, step: int, config, policy, optimiser, **more) -> Path:
         target = self.folder / f"{self.name}-{step:08d}"
         with atomic_folder(target) as folder:
-            save_state(folder, policy, optimiser, step=step, version=policy.version, config=plain_config(config), **more)
+            safetensors.torch.save_file(weights(policy), folder / "model.safetensors")
+            tensors, scalars = split(optimiser.state_dict())
+            safetensors.torch.save_file(tensors, folder / "optimiser.safetensors")
+            state = {"step": step, "version": policy.version, "config": plain_config(config), "optimiser": scalars}
+            (folder / "state.json").write_text(json.dumps(more | state))
         return target
 
     def drop(self, keep: Path | None = None) -> None:
@@ -44,16 +48,8 @@ class Checkpoints:
                 remove_folder(folder)
 
 
-def save_state(folder: Path, policy, optimiser, **more) -> None:
-    """Parameters, optimiser and `more` (JSON) into a folder, for `load_state`."""
-    safetensors.torch.save_file(weights(policy), folder / "model.safetensors")
-    tensors, scalars = split(optimiser.state_dict())
-    safetensors.torch.save_file(tensors, folder / "optimiser.safetensors")
-    (folder / "state.json").write_text(json.dumps(more | {"optimiser": scalars}))
-
-
 def load_state(folder: Path, policy, optimiser) -> dict:
-    """Put a saved state back into the policy and the optimiser; returns `more`."""
+    """Put a saved state back into the policy and the optimiser; returns what is saved beside them."""
     state = json.loads((folder / "state.json").read_text())
     optimiser.load_state_dict(join(safetensors.torch.load_file(folder / "optimiser.safetensors"), state["optimiser"]))
     put_weights(policy, folder / "model.safetensors")

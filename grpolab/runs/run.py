@@ -80,8 +80,6 @@ class Run:
         if not all(isinstance(name, str) and name not in ("", ".", "..") for name in names):
             raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {names!r}; a folder to put "
                              "it in is Run(..., root=folder)")
-        if not replay_every >= 0:
-            raise ValueError(f"replay_every must be 0 (keep no weights) or a number of steps, got {replay_every!r}")
         for sink in sinks:
             if not (hasattr(sink, "log") or hasattr(sink, "add_scalar")):
                 raise ValueError(f"a sink has .log(dict, step=...) or .add_scalar(name, value, step), got {sink!r:.80}")
@@ -310,13 +308,14 @@ class Run:
             return 0
         try:
             state = json.loads((newest / "state.json").read_text())
-            if state["config"] != plain:
-                self.drop_checkpoint()
-                return 0
-            if same_data := "" in (self._data, state["data"]) or state["data"] == self._data:
+            same_data = "" in (self._data, state["data"]) or state["data"] == self._data
+            if state["config"] == plain and same_data:
                 load_state(newest, policy, optimiser)
         except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
+        if state["config"] != plain:
+            self.drop_checkpoint()
+            return 0
         if not same_data:
             raise ValueError(
                 f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
@@ -324,10 +323,9 @@ class Run:
         policy.version = max(state["version"], policy.version + again)  # never one that stood for other weights of this policy
         self.metrics = state["metrics"]
         self.write_table()
-        if (self.folder / FORKED).exists():
-            print(f"{self.shown(self.folder)} begins after step {steps}, where it was forked")
-        else:
-            print(f"going on after step {steps} of an interrupted run (delete {self.shown(newest)} to start over)")
+        forked = (self.folder / FORKED).exists()
+        print(f"{self.shown(self.folder)} begins after step {steps}, where it was forked" if forked else
+              f"going on after step {steps} of an interrupted run (delete {self.shown(newest)} to start over)")
         return steps
 
     def checkpointed(self) -> int:

@@ -1,13 +1,5 @@
-"""Selection: what a policy does decides which of a run's policies is kept, not the loss that it was trained on.
-
-    async def measure(policy):                      # by generation, on questions that no step trains on
-        return (await evaluate(policy, held_out)).exact.value
-
-    run = Run("mine", select=Selection(measure, every=20))
-    async for row in grpo(policy, reference, problems, config, run=run):
-        ...
-    policy = run.best()                             # the policy that measured highest; `policy` itself was the last one
-"""
+"""Selection: what a policy does decides which of a run's policies is kept, not the loss that it was trained on. docs/running.md
+shows how."""
 
 from __future__ import annotations
 
