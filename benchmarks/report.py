@@ -1,8 +1,8 @@
 """Every number that the README and benchmarks/RESULTS.md give, made from the records beside this file.
 
-    make results     # after any record in benchmarks/results/ changed; a test compares what stands there with what this writes
+    make results     # after any record in benchmarks/results/ changed; a test compares the pages with what this writes
 
-A section without its record is left out; nothing is typed in by hand. Longer than other files: a function a section.
+A section without its record is left out. Longer than other files: a function a section.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from statistics import mean, median
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(HERE))
-
-from report_smollm2 import administration, arithmetic, gym, real_model, style  # noqa: E402
-from tables import points, rate, record, share, table, times  # noqa: E402
 
 from grpolab.evaluate import Interval, mean_interval  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
@@ -28,73 +24,54 @@ from grpolab.lab.metrics import readable  # noqa: E402
 
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
 LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))
-WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
+STUDENT = {3: 4.303, 8: 2.365}  # number of values -> the quantile of Student's t for a 95 % interval of their mean
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
 
 
-# --- RESULTS.md -------------------------------------------------------------------------------------------------------
+def record(name: str, results: Path):
+    path = results / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
-def notebooks(results: Path) -> str | None:
-    records = {path.stem: json.loads(path.read_text()) for path in sorted((results / "notebooks").glob("*.json"))}
-    if not records:
-        return None
-    rows = [[name, r["minutes"], r["threads"] or "all", f"{sum(c['passed'] for c in r['checks'])} of {len(r['checks'])}"]
-            for name, r in records.items()]
-    text = "`make notebooks` executes the series on the embedded model and stores it with these values.\n\n"
-    text += table(["notebook", "minutes", "threads", "checks passed"], rows)
-    for name, r in records.items():
-        checks = [[c["name"], readable(c["measured"]), c["bound"]] for c in r["checks"]]
-        text += f"\n\n**{name}**\n\n" + table(["check", "measured", "bound"], checks)
-    return text
+def table(rows: list[dict]) -> str:
+    """Rows by column name; a column that a row lacks is empty there."""
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [head, ["---"] * len(head), *([row.get(name, "") for name in head] for row in rows)]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def grpo_seeds(results: Path) -> str | None:
-    found = record("grpo_seeds", results)
-    if not found:
-        return None
-    best, base = str(found["best"]), found["base"]
-    rows = [["base, plain form", "", "", "", base["greedy"], base["sampled"]]]
-    curve, passes = [], [["base, plain form", "", *map(share, base["pass_at"].values())]]
-    for seed, r in found["seeds"].items():
-        sft, kept, grpo = r["sft"][best], r["rejection"], r["grpo"]
-        shown = found["demonstrations"]
-        rows += [
-            ["best SFT", seed, f"{shown} demonstrations", sft["seconds"], sft["greedy"], sft["sampled"]],
-            ["SFT on its own right rollouts", seed, f"{shown} and {kept['rollouts']:,} rollouts, {kept['kept']:,} kept",
-             kept["seconds"], kept["greedy"], kept["sampled"]],
-            ["GRPO", seed, f"{shown} and {grpo['rollouts']:,} rollouts", grpo["seconds"], grpo["greedy"], grpo["sampled"]],
-        ]
-        if "bf16" in r:
-            half, learned_from = r["bf16"], f"{shown} and {grpo['rollouts']:,} rollouts"
-            rows.append(["GRPO, bf16 parameters", seed, learned_from, half["seconds"], half["greedy"], half["sampled"]])
-        passes += [[name, seed, *map(share, row["pass_at"].values())] for name, row in (("best SFT", sft), ("GRPO", grpo))]
-        curve += [[seed, steps, row["seconds"], row["greedy"], share(row["sampled"]), row["choosing"]]
-                  for steps, row in sorted(r["sft"].items(), key=lambda item: int(item[0]))]
-    if "four_times" in found:
-        more = found["four_times"]
-        rows.append(["SFT, more demonstrations", "0", f"{more['answers']} demonstrations", more["seconds"], more["greedy"],
-                     more["sampled"]])
-    gains = [[seed, points(r["grpo"]["gain"]), points(r["grpo"]["gain_sampled"])] for seed, r in found["seeds"].items()]
-    text = (f"`{found['command']}`, {found['held_out']} held-out questions, {found['practice']} to practise on; another number "
-            "of threads rounds differently, and so a run takes another path. Seconds are of training, on a machine that did "
-            "other work beside it.\n\n")
-    text += table(["policy", "seed", "learned from", "seconds", "greedy exact match", "sampled at T = 1"], rows)
-    text += "\n\nGRPO over the best SFT, paired on the same questions:\n\n"
-    text += table(["seed", "greedy gain", "sampled gain"], gains)
-    text += "\n\nOne of k samples is right (200 questions):\n\n"
-    text += table(["policy", "seed", *(f"k = {k}" for k in base["pass_at"])], passes)
-    text += "\n\nSFT steps on the same demonstrations; the last column is on the 400 questions that chose the best:\n\n"
-    return text + table(["seed", "steps", "seconds", "greedy", "sampled", "greedy, choosing"], curve)
+def rate(interval: str) -> str:
+    """The value of "45.4% [42.3%, 48.5%]" without its interval."""
+    return interval.split(" ")[0]
 
 
-STUDENT = {3: 4.303, 8: 2.365}  # number of values -> the quantile of Student's t for a 95 % interval of their mean
-POLICIES = {"sft": "best SFT", "mixed": "SFT, half of it plain sums", "majority": "no checker: the base's majority of 8",
-            "rejection": "rejection sampling", "grpo": "GRPO"}
+def share(interval: str) -> str:
+    """"99.5% [98.5%, 100.5%]", a normal interval of older records, cut where a share cannot be."""
+    value, low, high = (float(x) for x in re.findall(r"-?[0-9.]+(?=%)", interval))
+    return f"{value:.1f}% [{max(0.0, low):.1f}%, {min(high, 100.0):.1f}%]"
+
+
+def points(difference: str) -> str:
+    """"31.7% [28.7%, 34.7%]", a difference of rates, in percentage points."""
+    return difference.replace("%", "") + " points"
+
+
+def span(values: list[float], digits: str = ".2f", unit: str = "") -> str:
+    """The least and the largest value."""
+    low, high = (format(f(values), digits) for f in (min, max))
+    return low + unit if low == high else f"{low} to {high}{unit}"
+
+
+def missed(goals: list[tuple[str, str, str]]) -> str:
+    """A line on what stayed below its goal: (what, measured, goal) each."""
+    return "Goals missed: " + "; ".join(f"{what} {measured} (goal {goal})" for what, measured, goal in goals) if goals else ""
+
+
+# --- over seeds -------------------------------------------------------------------------------------------------------
 
 
 def right(row: dict, kind: str, chosen: str | None = None, planted: str = "") -> float:
-    """The rate of right answers in a row of baselines.json: on the questions where `planted` is `chosen`, or all."""
+    """The rate of right answers in a row of flags: on the questions where `planted` is `chosen`, or all."""
     counts = [int(c) for c, of in zip(row[kind], planted or row[kind]) if chosen is None or of == chosen]
     return sum(counts) / len(counts) / (4 if kind == "sampled" else 1)
 
@@ -106,175 +83,30 @@ def over_seeds(values: list[float]) -> Interval:
 
 def rate_over_seeds(values: list[float]) -> Interval:
     """The same of rates, which lie between 0 and 1."""
-    found = over_seeds(values)
-    return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))
+    whole = over_seeds(values)
+    return replace(whole, low=max(0.0, whole.low), high=min(1.0, whole.high))
 
 
-def compared(found: dict, kind: str, a: str = "grpo", b: str = "rejection") -> Interval:
+def compared(found: dict, kind: str, a: str, b: str) -> str:
     """Policy a − policy b, paired by seed."""
-    return over_seeds([right(of[a], kind) - right(of[b], kind) for of in found["seeds"].values()])
+    gain = over_seeds([right(of[a], kind) - right(of[b], kind) for of in found["seeds"].values()])
+    return f"{gain.points}: {gain.verdict}"
 
 
-def baselines(results: Path) -> str | None:
-    found = record("baselines", results)
-    if not found or len(found["seeds"]) not in STUDENT:
-        return None
-    planted, kinds = found["planted"], (("greedy", None), ("sampled", None), ("greedy", "1"), ("greedy", "0"))
-    rows = [["base, plain form", 1, *(f"{right(found['base'], kind, chosen, planted):.1%}" for kind, chosen in kinds)]]
-    for name, words in POLICIES.items():
-        of = [seed[name] for seed in found["seeds"].values() if name in seed]
-        if len(of) in STUDENT:
-            rows.append([words, len(of), *(over_seeds([right(row, kind, chosen, planted) for row in of])
-                                           for kind, chosen in kinds)])
-    text = (f"`{found['command']}`: {len(planted)} held-out questions, {len(found['seeds'])} seeds named beforehand, each with "
-            f"its own 100 demonstrations; {found['threads']} thread. Means over seeds with Student's interval. *Planted* are "
-            "questions whose pair of last digits the base's own text states wrongly on purpose. Rejection sampling and GRPO "
-            "start from the same best SFT and sample 51,200 rollouts each.\n\n")
-    text += table(["policy", "seeds", "greedy", "sampled at T = 1", "greedy, planted", "greedy, the rest"], rows)
-    pairs = (("grpo", "rejection"), ("grpo", "sft"), ("rejection", "sft"))
-    rows = [[f"{POLICIES[a]} − {POLICIES[b]}", *(f"{(d := compared(found, kind, a, b)).points}: {d.verdict}"
-                                                 for kind in ("greedy", "sampled"))] for a, b in pairs]
-    text += "\n\nPaired by seed:\n\n" + table(["difference", "greedy", "sampled at T = 1"], rows)
-    each_seed = [[seed, *(f"{right(of[name], 'greedy'):.1%}" for name in ("sft", "rejection", "grpo")),
-                  of["rejection"]["tokens"], of["grpo"]["tokens"]] for seed, of in found["seeds"].items()]
-    head = ["seed", "best SFT", "rejection sampling", "GRPO", "tokens sampled, rejection", "tokens sampled, GRPO"]
-    return text + "\n\nGreedy, seed by seed:\n\n" + table(head, each_seed)
+# --- sections: a record -> paragraphs and tables (lists of rows) ------------------------------------------------------
 
 
-WAYS = {"student": "the student, best SFT", "teacher_sft": "SFT on the teacher's completions",
-        "reverse_kl": "distillation, reverse KL", "forward_kl": "distillation, forward KL",
-        "sampled": "distillation, sampled tokens", "rejection": "rejection sampling", "grpo": "GRPO"}
-
-
-def distillation(results: Path) -> str | None:
-    found = record("distillation", results)
-    if not found or len(found["seeds"]) not in STUDENT:
-        return None
-    seeds, start = list(found["seeds"].values()), [right(of["student"], "greedy") for of in found["seeds"].values()]
+def seeds(found: dict, results: Path) -> list:
     rows = []
-    for way, words in WAYS.items():
-        of = [seed[way] for seed in seeds]
-        gain = over_seeds([right(row, "greedy") - before for row, before in zip(of, start)])
-        rows.append([words, *(over_seeds([right(row, kind) for row in of]) for kind in ("greedy", "sampled")),
-                     "" if way == "student" else f"{gain.points}: {gain.verdict}",
-                     *(f"{mean(row[name] for row in of):,.0f}" if name in of[0] else "" for name in ("tokens", "seconds"))])
-    text = (f"`{found['command']}`: each way has {found['completions']:,} completions of 800 questions; {len(seeds)} seeds "
-            f"named beforehand, means with Student's interval, {found['threads']} thread. The teacher, SFT on 3,200 "
-            f"demonstrations, is right on {right(found['teacher'], 'greedy'):.1%} greedily and "
-            f"{right(found['teacher'], 'sampled'):.1%} sampled.\n\n")
-    return text + table(["way", "greedy", "sampled at T = 1", "greedy − student", "tokens sampled", "seconds"], rows)
-
-
-SHAPED = {"start": "SFT, the start", "right": "the checker alone", "sum": "checker and brevity, summed",
-          "gated": "the same, gated by the checker"}
-
-
-def several_rewards(results: Path) -> str | None:
-    found = record("several_rewards", results)
-    if not found or len(found["seeds"]) not in STUDENT:
-        return None
-    seeds = list(found["seeds"].values())
-    rows = []
-    for name, words in SHAPED.items():
-        of, rule = [seed[name] for seed in seeds], [right(seed["right"], "greedy") for seed in seeds]
-        gain = over_seeds([right(row, "greedy") - r for row, r in zip(of, rule)])
-        rows.append([words, *(rate_over_seeds([right(row, kind) for row in of]) for kind in ("greedy", "sampled")),
-                     f"{gain.points}: {gain.verdict}" if name in ("sum", "gated") else "",
-                     f"{mean(row['length'][-1] for row in of):.1f}" if name != "start" else ""])
-    text = (f"`{found['command']}`: 40 steps of GRPO from the same SFT policy, advantages divided by the group's standard "
-            f"deviation; {len(seeds)} seeds, means with Student's interval, {found['threads']} thread.\n\n")
-    return text + table(["reward", "greedy", "sampled at T = 1", "greedy − the checker alone", "tokens at the end"], rows)
-
-
-def span(values: list[float], digits: str) -> str:
-    """The least and the largest of the seeds' values."""
-    low, high = (format(f(values), digits) for f in (min, max))
-    return low if low == high else f"{low} to {high}"
-
-
-def estimators(results: Path) -> str | None:
-    found = record("estimators", results)
-    if not found:
-        return None
-    seeds = list(found["seeds"].values())
-
-    def column(part, key, name, sampler=None):
-        return [row[key] for of in seeds for row in of[part] if row["estimator"] == name and sampler in (None, row["sampler"])]
-
-    def relative(name):
-        return [a / b for a, b in zip(column("on_policy", "noise", name), column("on_policy", "noise", "no baseline"))]
-
-    names = list(dict.fromkeys(row["estimator"] for row in seeds[0]["on_policy"]))
-    others = list(dict.fromkeys(row["estimator"] for row in seeds[0]["off_policy"]))
-    samplers = list(dict.fromkeys(row["sampler"] for row in seeds[0]["off_policy"]))
-    text = (f"`{found['command']}`: {len(seeds)} problems of {15 * len(seeds[0]['success'])} completions, least to largest "
-            f"value; {found['threads']} thread. The two tables are exact: every group of "
-            f"{seeds[0]['on_policy'][0]['samples']} and {seeds[0]['off_policy'][0]['samples']} rollouts "
-            "with its probability. Scale and cosine are of the mean gradient beside the true one; noise is "
-            "the variance over the squared scale, here of that without a baseline.\n\n")
-    text += table(["on-policy", "scale", "bias", "cosine", "noise"], [
-        [name, *(span(column("on_policy", key, name), digits) for key, digits in (("scale", ".3f"), ("bias", ".3f"),
-                                                                                   ("cosine", ".4f"))),
-         span(relative(name), ".2f") + "×"] for name in names])
-    text += "\n\nCosine of the mean gradient and the true one where another sampler wrote the completions:\n\n"
-    text += table(["estimator", *samplers], [
-        [name, *(span(column("off_policy", "cosine", name, who), ".2f") for who in samplers)] for name in others])
-    drawn = list(dict.fromkeys(row["estimator"] for row in seeds[0]["samples"]))
-    sizes = sorted({row["samples"] for row in seeds[0]["samples"]})
-    error = max(row["batch_cosine_error"] for of in seeds for row in of["samples"])
-    text += (f"\n\nMean cosine of a batch's gradient, sampled: {seeds[0]['samples'][0]['how']} each, the largest standard "
-             f"error is {error:.3f}.\n\n")
-    return text + table(["samples", *map(str, sizes)], [[name, *(span([
-        row["batch_cosine"] for of in seeds for row in of["samples"] if (row["estimator"], row["samples"]) == (name, n)], ".2f")
-        for n in sizes)] for name in drawn])
-
-
-def longer_answers(results: Path) -> str | None:
-    found = record("longer_answers", results)
-    if not found:
-        return None
-    text = (f"`{found['command']}`: notebook 09's model and task, a tenth of the demonstrations long, {found['held_out']} "
-            "held-out questions. A guess is right in half of them.\n\n")
-    rows = []
-    for steps in dict.fromkeys(steps for of in found["seeds"].values() for steps in of):
-        runs = [of[steps] for of in found["seeds"].values() if steps in of]
-        became = sum(run["grpo"]["long"] > 0.5 for run in runs)
-        solved = sum(run["grpo"]["right"] > 0.95 for run in runs)
-        walk = sorted(run["sft"]["long_right"] or 0.0 for run in runs)
-        rows.append([steps, len(runs), f"{walk[0]:.0%} to {walk[-1]:.0%}, median {median(walk):.0%}", became, solved])
-    head = ["SFT steps", "seeds", "long answers right after SFT", "became long by GRPO", "above 95 % after GRPO"]
-    return text + table(head, rows)
-
-
-def long_prompts(results: Path) -> str | None:
-    found = record("long_prompts", results)
-    if not found:
-        return None
-    rows = [[r["prompt"], r["tokens once a rollout"], r["tokens once a group"],
-             *(f"{seconds:.2f} s" for seconds in r["seconds"].values()), times([r["ratio"]]), f"{r['gradients apart']:.0e}"]
-            for r in found["rows"]]
-    head = ["prompt", "tokens, once a rollout", "tokens, once a group", "update, once a group", "once a rollout", "ratio",
-            "gradients apart"]
-    text = (f"`{found['command']}`: processor time of a GRPO update whose prompt is computed once a group of "
-            f"{found['group_size']}, or once a rollout; completions of {found['completion']} tokens; one process, in turns.")
-    return f"{text}\n\n" + table(head, rows)
-
-
-def seeds(results: Path) -> str | None:
-    """Of each notebook the claims that its gate judged, a column a seed."""
-    found = record("seeds", results)
-    if not found:
-        return None
-    text = (f"What the gates measured: seed 0 is the stored run, the others are of `{found['command']}`. These are the claims; "
-            "the identities hold for every seed. A cross marks what missed its bound.")
-    for name, runs in found["notebooks"].items():
-        stored = record(f"notebooks/{name}", results)
-        columns = {"0": stored["checks"] if stored else []} | {seed: run["claims"] for seed, run in runs.items()}
-        by_name = {seed: {c["name"]: c for c in checks} for seed, checks in columns.items()}
-        bounds = {c["name"]: c["bound"] for run in runs.values() for c in run["claims"]}
-        rows = [[check, bound, *(value_of(of.get(check)) for of in by_name.values())] for check, bound in bounds.items()]
-        text += f"\n\n**{name}**\n\n" + table(["claim", "bound", *(f"seed {seed}" for seed in columns)], rows)
-    return text
+    for path in sorted((results / "notebooks").glob("*.json")):
+        stored, other = json.loads(path.read_text()), found["notebooks"].get(path.stem, {})
+        of = {"0": stored["checks"]} | {seed: run["claims"] for seed, run in other.items()}
+        bounds = {c["name"]: c["bound"] for checks in of.values() for c in checks if c.get("claim", True)}
+        by_name = {seed: {c["name"]: c for c in checks} for seed, checks in of.items()}
+        rows += [{"notebook": path.stem[:2], "claim": name, "bound": bound} | {
+            f"seed {seed}": value_of(checks.get(name)) for seed, checks in by_name.items()} for name, bound in bounds.items()]
+    return ["The claims that the notebooks' gates judge; their identities hold for every seed and stand in the notebooks. Seed "
+            "0 is the stored run (`make notebooks`), the others are of the command. A cross marks what missed its bound.", rows]
 
 
 def value_of(check: dict | None) -> str:
@@ -282,178 +114,412 @@ def value_of(check: dict | None) -> str:
     return readable(check["measured"]) + ("" if check["passed"] else " ✗") if check else ""
 
 
-def smollm2(results: Path) -> str | None:
+POLICIES = {"sft": "best SFT", "mixed": "SFT, half of it plain sums", "majority": "no checker: the base's majority of 8",
+            "rejection": "rejection sampling", "grpo": "GRPO"}
+
+
+def baselines(found: dict, results: Path) -> list:
+    planted = found["planted"]
+    columns = {"greedy": ("greedy", None), "sampled at T = 1": ("sampled", None), "greedy, planted": ("greedy", "1"),
+               "greedy, the rest": ("greedy", "0")}
+    rows = [{"policy": "base, plain form", "seeds": 1} | {
+        name: f"{right(found['base'], kind, chosen, planted):.1%}" for name, (kind, chosen) in columns.items()}]
+    for name, words in POLICIES.items():
+        of = [seed[name] for seed in found["seeds"].values() if name in seed]
+        rows.append({"policy": words, "seeds": len(of)} | {
+            column: over_seeds([right(row, kind, chosen, planted) for row in of])
+            for column, (kind, chosen) in columns.items()})
+    pairs = (("grpo", "rejection"), ("grpo", "sft"), ("rejection", "sft"))
+    each = [{"seed": seed} | {POLICIES[name]: f"{right(of[name], 'greedy'):.1%}" for name in ("sft", "rejection", "grpo")}
+            for seed, of in found["seeds"].items()]
+    return [f"{len(planted)} held-out questions, {len(found['seeds'])} seeds named beforehand, each with its own 100 "
+            f"demonstrations; {found['threads']} thread. Means over seeds with Student's interval. *Planted* are questions "
+            "whose pair of last digits the base's own text states wrongly on purpose. Rejection sampling and GRPO start from "
+            "the same best SFT and sample 51,200 rollouts each.", rows, "Paired by seed:",
+            [{"difference": f"{POLICIES[a]} − {POLICIES[b]}", "greedy": compared(found, "greedy", a, b),
+              "sampled at T = 1": compared(found, "sampled", a, b)} for a, b in pairs], "Greedy, seed by seed:", each]
+
+
+def grpo_seeds(found: dict, results: Path) -> list:
+    best, base, demos = str(found["best"]), found["base"], found["demonstrations"]
+    rows = [{"policy": "base, plain form", "seed": "", "greedy": base["greedy"], "sampled at T = 1": base["sampled"]}
+            | {f"one of {k} right": share(v) for k, v in base["pass_at"].items()}]
+    for seed, of in found["seeds"].items():
+        runs = {f"best SFT, {demos} demonstrations": of["sft"][best], "rejection sampling": of["rejection"], "GRPO": of["grpo"]}
+        for name, row in (runs | ({"GRPO, bf16 parameters": of["bf16"]} if "bf16" in of else {})).items():
+            rows.append({"policy": name, "seed": seed, "greedy": row["greedy"], "sampled at T = 1": row["sampled"]} | {
+                f"one of {k} right": share(v) for k, v in row.get("pass_at", {}).items()})
+    if more := found.get("four_times"):
+        rows.append({"policy": f"SFT, {more['answers']} demonstrations", "seed": 0, "greedy": more["greedy"],
+                     "sampled at T = 1": more["sampled"]})
+    first = next(iter(found["seeds"].values()))
+    return [f"{found['held_out']} held-out questions, 200 for one of k; one set of demonstrations for all seeds. Rejection "
+            f"sampling drew {first['rejection']['rollouts']:,} rollouts, GRPO {first['grpo']['rollouts']:,}.", rows]
+
+
+WAYS = {"student": "the student, best SFT", "teacher_sft": "SFT on the teacher's completions",
+        "reverse_kl": "distillation, reverse KL", "forward_kl": "distillation, forward KL",
+        "sampled": "distillation, sampled tokens", "rejection": "rejection sampling", "grpo": "GRPO"}
+
+
+def distillation(found: dict, results: Path) -> list:
+    seeds, rows = list(found["seeds"].values()), []
+    for way, words in WAYS.items():
+        of = [seed[way] for seed in seeds]
+        row = {"way": words, "greedy": over_seeds([right(r, "greedy") for r in of]),
+               "sampled at T = 1": over_seeds([right(r, "sampled") for r in of])}
+        if way != "student":
+            row |= {"greedy − student": compared(found, "greedy", way, "student")}
+            row |= {f"{name}": f"{mean(r[name] for r in of):,.0f}" for name in ("tokens", "seconds")}
+        rows.append(row)
+    return [f"Each way has {found['completions']:,} completions of 800 questions; {len(seeds)} seeds named beforehand, means "
+            f"with Student's interval, {found['threads']} thread. The teacher, SFT on 3,200 demonstrations, is right on "
+            f"{right(found['teacher'], 'greedy'):.1%} greedily and {right(found['teacher'], 'sampled'):.1%} sampled.", rows]
+
+
+SHAPED = {"start": "SFT, the start", "right": "the checker alone", "sum": "checker and brevity, summed",
+          "gated": "the same, gated by the checker"}
+
+
+def several_rewards(found: dict, results: Path) -> list:
+    seeds, rows = list(found["seeds"].values()), []
+    for name, words in SHAPED.items():
+        of = [seed[name] for seed in seeds]
+        row = {"reward": words, "greedy": rate_over_seeds([right(r, "greedy") for r in of]),
+               "sampled at T = 1": rate_over_seeds([right(r, "sampled") for r in of])}
+        row |= {"greedy − the checker alone": compared(found, "greedy", name, "right")} if name in ("sum", "gated") else {}
+        row |= {"tokens at the end": f"{mean(r['length'][-1] for r in of):.1f}"} if name != "start" else {}
+        rows.append(row)
+    return [f"40 steps of GRPO from the same SFT policy, advantages divided by the group's standard deviation; {len(seeds)} "
+            f"seeds, means with Student's interval, {found['threads']} thread.", rows]
+
+
+def estimators(found: dict, results: Path) -> list:
+    seeds = list(found["seeds"].values())
+
+    def rows_of(part: str) -> dict[str, list[dict]]:
+        """Estimator -> its rows of all seeds."""
+        names = dict.fromkeys(row["estimator"] for row in seeds[0][part])
+        return {name: [row for of in seeds for row in of[part] if row["estimator"] == name] for name in names}
+
+    exact, off, sampled = (rows_of(part) for part in ("on_policy", "off_policy", "samples"))
+    on = [{"on-policy": name, "scale": span([r["scale"] for r in of], ".3f"), "bias": span([r["bias"] for r in of], ".3f"),
+           "cosine": span([r["cosine"] for r in of], ".4f"),
+           "noise": span([a["noise"] / b["noise"] for a, b in zip(of, exact["no baseline"])]) + "×"}
+          for name, of in exact.items()]
+    stale = [{"estimator": name} | {who: span([r["cosine"] for r in of if r["sampler"] == who])
+                                    for who in dict.fromkeys(r["sampler"] for r in of)} for name, of in off.items()]
+    batches = [{"samples": name} | {n: span([r["batch_cosine"] for r in of if r["samples"] == n])
+                                    for n in sorted({r["samples"] for r in of})} for name, of in sampled.items()]
+    error = max(row["batch_cosine_error"] for of in seeds for row in of["samples"])
+    return [f"{len(seeds)} problems of {15 * len(seeds[0]['success'])} completions, least to largest value; {found['threads']} "
+            f"thread. The two tables are exact: every group of {seeds[0]['on_policy'][0]['samples']} and "
+            f"{seeds[0]['off_policy'][0]['samples']} rollouts with its probability. Scale and cosine are of the mean gradient "
+            "beside the true one; noise is the variance over the squared scale, here of that without a baseline.", on,
+            "Cosine of the mean gradient and the true one where another sampler wrote the completions:", stale,
+            f"Mean cosine of a batch's gradient, sampled: {seeds[0]['samples'][0]['how']} each, the largest standard error is "
+            f"{error:.3f}.", batches]
+
+
+def longer_answers(found: dict, results: Path) -> list:
     rows = []
-    for name in ("sft", "decode_engine", "dpo", "grpo", "reward_model"):
-        r = record(f"smollm2_{name}", results)
-        if r:
-            v = r["values"]
-            before = v.get("exact_before", v.get("base_exact", ""))
-            after = v.get("exact_after", v.get("exact", ""))
-            after = ", ".join(f"{k} {x}" for k, x in after.items()) if isinstance(after, dict) else after
-            gains = [points(v[of]) if isinstance(v.get(of), str) else "" for of in ("gain", "gain_sampled")]
-            rows.append([r["gate"], r["machine"], f"{before} → {after}" if after else "", *gains, v.get("accuracy", ""),
-                         r["passed"]])
-    head = ["notebook", "machine", "greedy exact match", "gain", "sampled gain", "pairs told apart", "gate passed"]
-    return ("`grpolab run NN -p model smollm2-135m`, recorded with the notebooks of the first release; those of today have "
-            "other questions in part.\n\n" + table(head, rows)) if rows else None
+    for steps in dict.fromkeys(steps for of in found["seeds"].values() for steps in of):
+        runs = [of[steps] for of in found["seeds"].values() if steps in of]
+        walk = [run["sft"]["long_right"] or 0.0 for run in runs]
+        rows.append({"SFT steps": steps, "seeds": len(runs),
+                     "long answers right after SFT": f"{span(walk, '.0%')}, median {median(walk):.0%}",
+                     "became long by GRPO": sum(run["grpo"]["long"] > 0.5 for run in runs),
+                     "above 95 % after GRPO": sum(run["grpo"]["right"] > 0.95 for run in runs)})
+    return [f"Notebook 09's model and task, a tenth of the demonstrations long, {found['held_out']} held-out questions. A "
+            "guess is right in half of them.", rows]
 
 
-def decode(results: Path) -> str | None:
-    found = record("decode", results)
-    if not found:
-        return None
-    rows = [[r["model"], WORKLOADS[r["workload"]], r["rollouts"], f"{r['ratio']:.2f}×",
-             f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}", f"{r['target']:g}×", r["rounds"], r["peer"],
-             f"{r['tokens_per_s']['sampler']:,.0f}", f"{r['profile']['of_fp32_arithmetic']:.0%}"]
+# --- SmolLM2-135M-Instruct --------------------------------------------------------------------------------------------
+
+RECIPES = ("larger", "few", "first")  # of smollm2_arithmetic.py, the last one that was tried first
+KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long",
+         "wide": "GRPO, wide", "twice": "GRPO, two turns"}
+
+
+def runs_of(found: dict, *kinds: str) -> list[tuple[str, str, dict]]:
+    """(kind, seed, run) of each run that the record holds."""
+    names = [name.split(" ") for name in found if name.split(" ")[0] in kinds and " " in name]
+    return [(kind, seed, found[f"{kind} {seed}"]) for kind, seed in sorted(names, key=lambda n: (kinds.index(n[0]), n[1]))]
+
+
+def below(goal: int, runs: list[tuple[str, str]]) -> str:
+    """A line on the gains, (name, "6.4% [...]") each, that stayed below so many points."""
+    return missed([(name, f"{rate(gain).rstrip('%')} points", str(goal)) for name, gain in runs
+                   if float(rate(gain).rstrip("%")) < goal])
+
+
+def arithmetic(found: dict, results: Path) -> list:
+    """All recipes that were tried, the last one first."""
+    settings, base, gains = found["settings"], found["base"], []
+    rows = [{"policy": "as it is, in chat", "seed": "", "greedy": base["chat"]},
+            {"policy": f"as it is, plain lines after {settings['examples']} solved ones", "greedy": base["plain"]},
+            {"policy": "as it is, asked like the trained ones", "greedy": base["asked"]["greedy"]}]
+    for name in RECIPES:
+        recipe = record(f"smollm2_arithmetic_{name}", results) or {}
+        for key, run in recipe.items():
+            if key.startswith("sft "):
+                rows.append({"policy": f"`{name}`: SFT, {recipe['settings']['demonstrations']} demonstrations, lr "
+                                       f"{key.split(' ')[1]}, after {run['steps']} steps"} | answered(run))
+        for _, seed, run in runs_of(recipe, "grpo"):
+            grpo = recipe["settings"]["grpo"]
+            rows.append({"policy": f"`{name}`: GRPO, {grpo['steps']} steps of {grpo['prompts_per_step'] * grpo['group_size']} "
+                                   f"rollouts, lr {grpo['lr']:g}", "seed": seed} | answered(run)
+                        | {"gain over the best SFT": points(run["gain"])})
+            gains.append((f"`{name}`", run["gain"]))
+    return [f"Sums and differences up to {settings['operands']}, asked as `28 + 47`, answered by the number alone; "
+            f"{settings['held_out']} held-out questions. {settings['model']} in {settings['dtype']}. GRPO begins at the SFT "
+            f"checkpoint that is best on {settings['choosing']} other questions; a second SFT at the same rate is of a longer "
+            "run, which tells whether the others were cut short.", rows, below(10, gains)]
+
+
+def answered(run: dict) -> dict:
+    after = run["after"]
+    return {"greedy": after["greedy"], "sampled at T = 1": after["sampled"], "one of eight": after["pass_at"]["8"],
+            "minutes": f"{run['seconds'] / 60:.1f}"}
+
+
+def gym(found: dict, results: Path) -> list:
+    settings, base, grpo = found["settings"], found["base"], found["settings"]["grpo"]
+    looks = [{"candidate": name + (" (chosen)" if name == found["chosen"] else ""), "greedy": f"{v['greedy']:.0%}",
+              "sampled": f"{v['sampled']:.0%}", "one of four": f"{v['one of four']:.0%}"} for name, v in found["looks"].items()]
+    rows = [{"policy": "before", "seed": "", "solved": base["solved"]}]
+    rows += [{"policy": "GRPO", "seed": seed, "solved": run["after"]["solved"], "gain": points(run["gain"]),
+              "minutes": f"{run['seconds'] / 60:.1f}", "peak memory": f"{run['peak_gb']:.2f} GB"}
+             for _, seed, run in runs_of(found, "grpo")]
+    return [f"{found['chosen']} of reasoning-gym, with its own scorer. {settings['model']} in {settings['dtype']}; "
+            f"{grpo['steps']} steps of {grpo['prompts_per_step']} prompts × {grpo['group_size']} rollouts, lr {grpo['lr']:g}; "
+            f"{settings['held_out']} held-out tasks, answered greedily; always giving the commonest answer would solve "
+            f"{base['commonest']:.0%}. Each task comes after {settings['shots']} solved ones. Chosen before training, from "
+            f"what the model as it is does with {settings['looked_at']} tasks of each:", looks, rows]
+
+
+def style(found: dict, results: Path) -> list:
+    settings, base = found["settings"], found["base"]
+    rows = [{"trained": "before", "seed": "", "weights": "", "all rules kept": base["all rules"], "gain": ""} | base["rules"]]
+    rows += [{"trained": KINDS[kind], "seed": seed, "weights": f"{run['trained'] / 1e6:.1f} M",
+              "all rules kept": run["after"]["all rules"], "gain": points(run["gain"])} | run["after"]["rules"]
+             | {"minutes": f"{run['seconds'] / 60:.1f}", "peak memory": f"{run['peak_gb']:.2f} GB"}
+             for kind, seed, run in runs_of(found, "full", "lora")]
+    return [f"One sentence of at most so many words, in lower-case letters, without two common words, about a topic that it "
+            f"must name; {settings['held_out']} held-out prompts on other topics, answered greedily. {settings['model']} in "
+            f"{settings['dtype']}, 30 steps.", rows]
+
+
+def administration(found: dict, results: Path) -> list:
+    settings, tiers, gains, rows = found["settings"], found["settings"]["tiers"], [], []
+
+    def row(policy, seed, of, measured, run=None, gain=None):
+        row = {"policy": policy, "seed": seed, "tasks": of, "both tiers": measured["both"]}
+        row |= {tier: measured[tier] for tier in tiers} | {"sampled": measured.get("sampled", "")}
+        if gain:
+            row |= {"gain over the best SFT": points(gain["gain"]), "minutes": f"{run['seconds'] / 60:.1f}"}
+            gains.append((f"{policy}, {of} set" if of != "first" else policy, gain["gain"]))
+        rows.append(row)
+
+    for name, how in (("alone", "as it is"), ("after solved ones", f"as it is, after {settings['shots']} solved tasks")):
+        row(how, "", "first", found["base"][name])
+    row("best SFT", "", "first", found["best"])
+    for kind, seed, run in runs_of(found, "short", "long", "wide"):
+        row(KINDS[kind], seed, "first", run["after"], run, run)
+    for of in ("first", "second", "third") if "best twice" in found else ():
+        best = found["best twice"]
+        row("best SFT, two turns", "", of, best if of == "first" else best[f"{of} set"])
+        for kind, seed, run in runs_of(found, "twice"):
+            measured, gain = (run["after"], run) if of == "first" else (run["after"][f"{of} set"], run[f"{of} set"])
+            row(KINDS[kind], seed, of, measured, run, gain)
+    return [f"Tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an episode; in two turns the "
+            f"policy reads the output of its first command and may write a second one. {settings['model']} in "
+            f"{settings['dtype']}; SFT on {settings['demonstrations']} reference solution of each template. Of each tier "
+            f"{settings['held_out']} held-out instances a set, whose words occur nowhere in training, answered greedily and "
+            f"{settings['samples']} times at temperature 1. The sets share a few instances: the second was measured halfway "
+            "and after the recipe of two turns, the third was sampled after the hyperparameters were frozen.",
+            rows, below(10, gains)]
+
+
+# --- speed and memory -------------------------------------------------------------------------------------------------
+
+WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
+
+
+def decode(found: dict, results: Path) -> list:
+    rows = [{"model": r["model"], "workload": WORKLOADS[r["workload"]], "rollouts": r["rollouts"],
+             "ratio": f"{r['ratio']:.2f}×", "worst … best": f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}",
+             "peer": r["peer"], "our tokens/s": f"{r['tokens_per_s']['sampler']:,.0f}",
+             "of the machine's arithmetic": f"{r['profile']['of_fp32_arithmetic']:.0%}"} for r in found["rows"]]
+    return ["Wall clock against `generate()` with its best batching, sampling at T = 1 with log-probabilities, prefill "
+            "included.", rows, missed([(f"{r['model']}, {WORKLOADS[r['workload']]}", f"{r['ratio']:.2f}×", f"{r['target']:g}×")
+                          for r in found["rows"] if r["ratio"] < r["target"]])]
+
+
+def threads(found: dict, results: Path) -> list:
+    rows = [{"model": r["model"], "precision": r["dtype"], "tokens/s, threads let go": f"{r['let_go']:,.0f}",
+             "kept": f"{r['kept']:,.0f}", "ratio": f"{r['ratio']:.2f}×", "worst … best": f"{r['worst']:.2f} … {r['best']:.2f}"}
             for r in found["rows"]]
-    head = ["model", "workload", "rollouts", "ratio", "worst … best", "goal", "rounds", "peer", "our tokens/s",
-            "of the machine's arithmetic"]
-    return ("Wall clock against `generate()` with its best batching, sampling at T = 1 with log-probabilities, prefill "
-            "included: `OMP_NUM_THREADS=2 python benchmarks/decode.py`.\n\n" + table(head, rows))
+    return [f"A sampler decodes in its thread after the main thread has run a parallel loop, {found['threads']} threads on "
+            f"{found['processors']} processors. GNU OpenMP keeps threads for the next loop; the sampler's caller lets its own "
+            "go before it waits.", rows]
 
 
-def trl(results: Path) -> str | None:
-    found = record("trl", results)
-    if not found:
-        return None
-    rows = []
+def trl(found: dict, results: Path) -> list:
+    rows, goals = [], []
     for r in found["rows"]:
-        goal = r["goal"]["memory"]
-        rows.append([r["model"], r["precision"], METHODS[r["method"]], f"{r['speed']:.2f}×", f"{r['goal']['speed']:g}×",
-                     f"{r['grpolab']['step_s']:.3g}", f"{r['memory']:.2f}", f"{goal:.2f}" if goal else "",
-                     r["goal"]["memory_of"].replace("_gb", "").replace("_", " ")])
-    head = ["model", "precision", "method", "speed", "goal", "our seconds a step", "memory, ours / TRL's", "goal", "memory of"]
+        name, method, goal = f"{r['model']}, {r['precision']}, {METHODS[r['method']]}", METHODS[r["method"]], r["goal"]
+        rows.append({"model": r["model"], "precision": r["precision"], "method": method, "speed": f"{r['speed']:.2f}×",
+                     "our seconds a step": f"{r['grpolab']['step_s']:.3g}", "memory, ours / TRL's": f"{r['memory']:.2f}",
+                     "memory of": goal["memory_of"].replace("_gb", "").replace("_", " ")})
+        goals += [(name, f"{r['speed']:.2f}×", f"{goal['speed']:g}×")] if r["speed"] < goal["speed"] else []
+        late = goal["memory"] and r["memory"] > goal["memory"]
+        goals += [(f"{name}, memory", f"{r['memory']:.2f}", f"{goal['memory']:.2f}")] if late else []
     workload = "; ".join(f"{METHODS[k]}: {v}" for k, v in found["workload"].items())
-    return (f"A training step against TRL {found['rows'][0]['machine']['versions']['trl']}, same weights, batch, lengths and "
-            f"AdamW ({workload}): `OMP_NUM_THREADS=2 python benchmarks/against_trl.py`.\n\n" + table(head, rows))
+    return [f"A training step against TRL {found['rows'][0]['machine']['versions']['trl']}, same weights, batch, lengths and "
+            f"AdamW ({workload}).", rows, missed(goals)]
 
 
-def lora(results: Path) -> str | None:
-    found = record("lora", results)
-    if not found:
-        return None
-    rows = []
-    for r in found["rows"]:
-        full, own = r["full"], r["lora"]
-        pairs = [a / b for a, b in zip(own["step_s"], full["step_s"])]
-        rows.append([METHODS[r["method"]], f"{full['trained'] / 1e6:.1f} M", f"{own['trained'] / 1e6:.2f} M",
-                     f"{full['peak_gb']:.2f} GB", f"{own['peak_gb']:.2f} GB", f"{own['peak_gb'] / full['peak_gb']:.2f}",
-                     times(pairs)])
-    head = ["method", "trained, all weights", "trained, adapter", "peak, all weights", "peak, adapter", "adapter / all",
-            "seconds a step, adapter / all"]
+def long_prompts(found: dict, results: Path) -> list:
+    rows = [{"prompt": r["prompt"], "tokens, once a rollout": r["tokens once a rollout"],
+             "once a group": r["tokens once a group"]} | {f"seconds, {name}": f"{s:.2f}" for name, s in r["seconds"].items()}
+            | {"ratio": f"{r['ratio']:.2f}×", "gradients apart": f"{r['gradients apart']:.0e}"} for r in found["rows"]]
+    return [f"Processor time of a GRPO update whose prompt is computed once a group of {found['group_size']}, or once a "
+            f"rollout; completions of {found['completion']} tokens.", rows]
+
+
+def lora(found: dict, results: Path) -> list:
+    rows = [{"method": METHODS[r["method"]], "trained, all weights": f"{full['trained'] / 1e6:.1f} M",
+             "adapter": f"{own['trained'] / 1e6:.2f} M", "peak, all weights": f"{full['peak_gb']:.2f} GB",
+             "peak, adapter": f"{own['peak_gb']:.2f} GB", "adapter / all": f"{own['peak_gb'] / full['peak_gb']:.2f}",
+             "seconds a step, adapter / all": span([a / b for a, b in zip(own["step_s"], full["step_s"])]) + "×"}
+            for r in found["rows"] for full, own in [(r["full"], r["lora"])]]
     workload = "; ".join(f"{METHODS[r['method']]}: {r['workload']}" for r in found["rows"])
-    return (
-        f"{found['model']} in {found['precision']} with all weights trained and with a LoRA adapter on its attention alone "
-        f"({workload}); each measurement in a process of its own, in turn, {found['rounds']} times {found['steps']} steps, "
-        f"threads: {found['threads']}, seconds beside other work on the machine: `{found['command']}`.\n\n" + table(head, rows)
-    )
+    return [f"{found['model']} in {found['precision']} with all weights trained and with an adapter on its attention "
+            f"({workload}); {found['rounds']} times {found['steps']} steps, {found['threads']} thread.", rows]
 
 
-def pool(results: Path) -> str | None:
-    found = record("pool", results)
-    if not found:
-        return None
+def pool(found: dict, results: Path) -> list:
     steps = {(row["who"], str(row["sessions"])): row["steps_per_s"] for row in found["table"]}
-    peer = next(row["who"] for row in found["table"] if row["who"] != "grpolab")
-    rows = [[n, f"{r['median']:.2f}×", f"{r['least']:.2f} … {r['most']:.2f}", f"{steps['grpolab', n]:,.0f}",
-             f"{steps[peer, n]:,.0f}"] for n, r in found["ratios"].items()]
-    group = found["group"]
-    return (f"Client and server against {peer}'s, same environment, each with its default settings, {found['rounds']} rounds: "
-            "`python benchmarks/pool.py`.\n\n"
-            + table(["sessions", "ratio of steps a second", "least … most", "ours", "theirs"], rows)
-            + f"\n\nA group of {group['sessions']} episodes of {group['turns']} steps takes {group['wall_s'] * 1e3:.0f} ms; "
-            f"the environment's own waiting is {group['env_s'] * 1e3:.0f} ms of it.")
+    peer, group = next(row["who"] for row in found["table"] if row["who"] != "grpolab"), found["group"]
+    rows = [{"sessions": n, "steps a second, ours / theirs": f"{r['median']:.2f}×",
+             "least … most": f"{r['least']:.2f} … {r['most']:.2f}", "ours": f"{steps['grpolab', n]:,.0f}",
+             "theirs": f"{steps[peer, n]:,.0f}"} for n, r in found["ratios"].items()]
+    return [f"Client and server against {peer}'s, same environment, default settings, {found['rounds']} rounds.", rows,
+            f"A group of {group['sessions']} episodes of {group['turns']} steps takes {group['wall_s'] * 1e3:.0f} ms; the "
+            f"environment's own waiting is {group['env_s'] * 1e3:.0f} ms of it."]
 
 
-def aws(results: Path) -> str | None:
-    found = record("aws", results)
-    if not found:
-        return None
-    rows = [[{"aws": "one `aws` process a step"}.get(r["who"], f"session in a {r['who']}"), r["sessions"],
-             f"{r['steps_per_s']:.1f}", f"{r['median_ms']:.1f}",
-             f"{r['mib_per_session']:.0f}" if r["mib_per_session"] else "–"] for r in found["table"]]
-    faster = [f"{median(ratios):.0f} times ({min(ratios):.0f} … {max(ratios):.0f}) with {n} at once"
-              for n, ratios in found["ratios"].items()]
-    return (f"Simulated AWS accounts over the environment's socket, each step graded, {found['rounds']} rounds of "
-            f"{found['steps']} steps a session, against the `aws` command in a process of its own: `{found['command']}`.\n\n"
-            + table(["who", "at once", "steps a second", "median ms", "MiB a session"], rows)
-            + f"\n\nSteps a second of sessions in processes, of one `aws` process a step: {'; '.join(faster)}.")
+def aws(found: dict, results: Path) -> list:
+    rows = [{"who": {"aws": "one `aws` process a step"}.get(r["who"], f"session in a {r['who']}"), "at once": r["sessions"],
+             "steps a second": f"{r['steps_per_s']:.1f}", "median ms": f"{r['median_ms']:.1f}",
+             "MiB a session": f"{r['mib_per_session']:.0f}" if r["mib_per_session"] else "–"} for r in found["table"]]
+    return [f"Simulated AWS accounts over the environment's socket, each step graded, {found['rounds']} rounds of "
+            f"{found['steps']} steps a session, against the `aws` command in a process of its own.", rows]
 
 
-def threads(results: Path) -> str | None:
-    found = record("threads", results)
-    if not found:
-        return None
-    rows = [[r["model"], r["dtype"], f"{r['let_go']:,.0f}", f"{r['kept']:,.0f}", f"{r['ratio']:.2f}×",
-             f"{r['worst']:.2f} … {r['best']:.2f}"] for r in found["rows"]]
-    return (f"A sampler decodes {found['prompts']} prompts × {found['group']} rollouts of {found['new_tokens']} tokens in its "
-            f"thread, {found['threads']} threads on {found['processors']} processors, after the main thread has run a parallel "
-            "loop. GNU OpenMP keeps threads for the next one, and where all that it keeps are more than the processors they "
-            "sleep after each loop; the sampler's caller lets its own go before it waits. A ratio is of one of "
-            f"{found['rounds']} rounds: `{found['command']}`.\n\n"
-            + table(["model", "precision", "tokens/s, let go", "kept", "ratio", "worst … best"], rows))
-
-
-def service(results: Path) -> str | None:
-    found = record("service", results)
-    if not found:
-        return None
-    rows = [[r["model"], r["callers"], f"{r['tokens_per_s']['sampler']:,.0f}", way, f"{r['tokens_per_s'][way]:,.0f}",
-             f"{of['median']:.2f}", f"{of['least']:.2f} … {of['most']:.2f}"]
+def service(found: dict, results: Path) -> list:
+    rows = [{"model": r["model"], "callers": r["callers"], "Sampler, tokens/s": f"{r['tokens_per_s']['sampler']:,.0f}",
+             "through the service": way, "tokens/s": f"{r['tokens_per_s'][way]:,.0f}",
+             "of the Sampler's": f"{of['median']:.2f}", "least … most": f"{of['least']:.2f} … {of['most']:.2f}"}
             for r in found["rows"] for way, of in r["ratios"].items()]
-    head = ["model", "callers", "Sampler, tokens/s", "through the service", "tokens/s", "of the Sampler's", "least … most"]
-    rounds = "; ".join(sorted({f"{r['model']}: {r['rounds']} rounds of {r['requests']} requests" for r in found["rows"]}))
-    return (f"Callers that ask at once, and again as soon as they are answered: prompts of {found['prompt']} tokens, "
+    return [f"Callers that ask at once, and again as soon as they are answered: prompts of {found['prompt']} tokens, "
             f"{found['new']} new ones with a log-prob each. The same requests to a Sampler in the callers' process, and over "
-            f"HTTP to a service there or in a process of its own, by two clients. A ratio is of one round ({rounds}): "
-            f"`{found['command']}`.\n\n" + table(head, rows))
+            "HTTP to a service there or in a process of its own, by two clients.", rows]
 
 
-def bridges(results: Path) -> str | None:
-    found = record("bridges", results)
-    if not found:
-        return None
-    rows = [[r["model"], {"grpolab": "ours", "vllm": "vLLM"}[r["server"]], r["bridge"],
-             f"{r['travels_mb']:,.1f} MB", len(r["sync_s"]), f"{median(r['sync_s']):.2f}", f"{median(r['busy_sync_s']):.2f}",
-             f"{median(r['tokens_per_s_after']):,.0f}", f"{median(r['tokens_per_s']):,.0f}", f"{r['server_peak_mb']:,} MB",
-             r["behind_max"], r["failed"]]
-            for r in found["rows"]]
-    head = ["model", "server", "bridge", "travels", "syncs", "seconds a sync", "beside other requests", "tokens/s right after",
-            "tokens/s later", "server's peak memory", "versions behind, at most", "requests that failed"]
-    return (f"From `publish` to a server that samples with the new weights; medians of so many syncs, a batch is "
-            f"{found['batch']}, {found['threads']} thread. Beside the syncs of the seventh column a second client samples all "
-            "the while: how many versions its rollouts were behind as they arrived, and how many of its requests ended with an "
-            f"error, as at a restart ({found['machine']}): `{found['command']}`.\n\n" + table(head, rows))
+def bridges(found: dict, results: Path) -> list:
+    rows = [{"model": r["model"], "server": {"grpolab": "ours", "vllm": "vLLM"}[r["server"]], "bridge": r["bridge"],
+             "travels": f"{r['travels_mb']:,.1f} MB", "seconds a sync": f"{median(r['sync_s']):.2f}",
+             "beside other requests": f"{median(r['busy_sync_s']):.2f}",
+             "tokens/s right after": f"{median(r['tokens_per_s_after']):,.0f}", "later": f"{median(r['tokens_per_s']):,.0f}",
+             "server's peak memory": f"{r['server_peak_mb']:,} MB", "versions behind, at most": r["behind_max"],
+             "requests that failed": r["failed"]} for r in found["rows"]]
+    return [f"From `publish` to a server that samples with the new weights; medians, a batch is {found['batch']}, "
+            f"{found['threads']} thread ({found['machine']}). The last two columns are of a second client that samples all the "
+            "while.", rows]
 
 
-SECTIONS = {
-    "The series": notebooks, "Three seeds": seeds, "GRPO and rejection sampling, eight seeds": baselines,
-    "GRPO over seeds": grpo_seeds, "On-policy distillation, three seeds": distillation,
-    "A reward for form beside the checker": several_rewards, "Estimators of the policy gradient": estimators,
-    "Longer answers, ten seeds": longer_answers,
-    "SmolLM2-135M-Instruct": smollm2,
-    "SmolLM2: arithmetic": arithmetic, "SmolLM2: a task of reasoning-gym": gym, "SmolLM2: a style by rules": style,
-    "SmolLM2: AWS accounts": administration,
-    "Decode engine": decode, "Threads at rest": threads, "Training step": trl, "Long prompts": long_prompts, "LoRA": lora,
-    "Environment pool": pool, "AWS accounts": aws, "Policy service": service, "Weight bridges": bridges,
+# --- RESULTS.md: question -> (title, record, what makes the section, command where the record does not say it) --------
+
+QUESTIONS = {
+    "Do the notebooks' claims hold?": [("Three seeds", "seeds", seeds)],
+    "What does reinforcement add to imitation?": [
+        ("GRPO and rejection sampling, eight seeds", "baselines", baselines), ("GRPO over seeds", "grpo_seeds", grpo_seeds),
+        ("On-policy distillation, three seeds", "distillation", distillation),
+        ("A reward for form beside the checker", "several_rewards", several_rewards),
+        ("Estimators of the policy gradient", "estimators", estimators),
+        ("Longer answers, ten seeds", "longer_answers", longer_answers)],
+    "What does SmolLM2-135M-Instruct learn?": [
+        ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
+        ("SmolLM2: a task of reasoning-gym", "smollm2_gym", gym), ("SmolLM2: a style by rules", "smollm2_style", style),
+        ("SmolLM2: AWS accounts", "smollm2_aws", administration)],
+    "How fast is it, and how large?": [
+        ("Decode engine", "decode", decode, "OMP_NUM_THREADS=2 python benchmarks/decode.py"),
+        ("Threads at rest", "threads", threads),
+        ("Training step", "trl", trl, "OMP_NUM_THREADS=2 python benchmarks/against_trl.py"),
+        ("Long prompts", "long_prompts", long_prompts), ("LoRA", "lora", lora),
+        ("Environment pool", "pool", pool, "python benchmarks/pool.py"), ("AWS accounts", "aws", aws),
+        ("Policy service", "service", service), ("Weight bridges", "bridges", bridges)],
 }
 
 
 def results_page(results: Path) -> str:
     """The text of RESULTS.md."""
-    text = ("# Results\n\nMade by `make results` from the records in [results/](results/); each section names the command that "
-            "fills its record. Rates are in brackets with their 95 % intervals.\n")
-    for title, section in SECTIONS.items():
-        body = section(results)
-        text += f"\n## {title}\n\n{body}\n" if body else ""
+    text = ("# Results\n\nMade by `make results` from the records in [results/](results/). Rates are in brackets with their "
+            "95 % intervals. Seconds and minutes were measured beside other work on the machine.\n")
+    for question, sections in QUESTIONS.items():
+        made = ""
+        for title, name, section, *command in sections:
+            if found := record(name, results):
+                command = found.get("command") or found.get("settings", {}).get("command") or command[0]
+                parts = [part if isinstance(part, str) else table(part) for part in section(found, results)]
+                made += f"\n### {title}\n\n`{command}`\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+        text += f"\n## {question}\n{made}" if made else ""
     return text
 
 
-# --- the README's table -----------------------------------------------------------------------------------------------
+# --- the README -------------------------------------------------------------------------------------------------------
 
 
-def without(notebook: str, results: Path) -> str:
+def readme_table(results: Path) -> str:
+    """The one table of the README: a line a claim."""
+    rows = {}
+    stored = {path.stem[:2]: json.loads(path.read_text())["values"] for path in (results / "notebooks").glob("*.json")}
+    if sft := stored.get("01"):
+        rows["SFT: answers in the asked format"] = f"{rate(sft['base_format'])} → {rate(sft['format'])}"
+    if dpo := stored.get("03"):
+        rows["DPO: gain in sampled exact match"] = dpo["gain_sampled"]
+    if rewards := stored.get("05"):
+        rows["reward model: held-out pairs told apart"] = rate(rewards["accuracy"])
+    if found := record("baselines", results):
+        rows["base model in its own plain form, greedy"] = f"{right(found['base'], 'greedy'):.1%}"
+        for kind in ("greedy", "sampled"):
+            sft, kept, learned = (over_seeds([right(of[name], kind) for of in found["seeds"].values()])
+                                  for name in ("sft", "rejection", "grpo"))
+            name = f"best SFT → GRPO, mean of {len(found['seeds'])} seeds: {kind} exact match"
+            rows[name] = f"{sft.value:.1%} → {learned}"
+            rows[f"the same by rejection sampling, as many rollouts: {kind}"] = f"{sft.value:.1%} → {kept}"
+    if turns := stored.get("07"):
+        rows["multi-turn GRPO: success with the calculator"] = f"{rate(turns['before'])} → {rate(turns['after'])}"
+    if game := stored.get("08"):
+        rows["guessing game, guesses a game: imitation → GRPO, and the best strategy"] = (
+            f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"
+            + failed_seeds("08_guess", results))
+    if long := stored.get("09"):
+        rows["parity: SFT with 10 % chain of thought → GRPO"] = (
+            f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}" + solved_seeds(results))
+    rows |= real_model(results)
+    for title, name, key in (("decode engine: times as fast as `generate()`", "decode", "ratio"),
+                             ("a training step: times as fast as TRL", "trl", "speed")):
+        if found := record(name, results):
+            rows[title] = span([row[key] for row in found["rows"]], unit="×")
+    if found := record("pool", results):
+        rows["environment pool: steps a second, of OpenEnv's"] = span([r["median"] for r in found["ratios"].values()], unit="×")
+    return table([{"measured": name, "value": value} for name, value in rows.items()])
+
+
+def failed_seeds(notebook: str, results: Path) -> str:
     """Of the seeds beside the stored one, those with which a claim of the notebook's gate does not hold."""
     of = (record("seeds", results) or {"notebooks": {}})["notebooks"].get(notebook, {})
     failed = [seed for seed, run in of.items() if not run["passed"]]
@@ -467,49 +533,31 @@ def solved_seeds(results: Path) -> str:
     return f", above 95 % with {sum(run['grpo']['right'] > 0.95 for run in runs)} of {len(runs)} seeds" if runs else ""
 
 
-def readme_table(results: Path) -> str:
-    """The one table of the README: a line a claim."""
-    rows = []
-    found = record("baselines", results)
-    stored = {path.stem[:2]: json.loads(path.read_text())["values"] for path in (results / "notebooks").glob("*.json")}
-    if "01" in stored:
-        sft = stored["01"]
-        rows.append(["SFT: answers in the asked format", f"{rate(sft['base_format'])} → {rate(sft['format'])}"])
-    if "03" in stored:
-        rows.append(["DPO: gain in sampled exact match", stored["03"]["gain_sampled"]])
-    if "05" in stored:
-        rows.append(["reward model: held-out pairs told apart", rate(stored["05"]["accuracy"])])
-    if found and len(found["seeds"]) in STUDENT:
-        rows.append(["base model in its own plain form, greedy", f"{right(found['base'], 'greedy'):.1%}"])
-        for kind in ("greedy", "sampled"):
-            sft, kept, learned = (over_seeds([right(of[name], kind) for of in found["seeds"].values()])
-                                  for name in ("sft", "rejection", "grpo"))
-            rows.append([f"best SFT → GRPO, mean of {len(found['seeds'])} seeds: {kind} exact match",
-                         f"{sft.value:.1%} → {learned}"])
-            rows.append([f"the same by rejection sampling, as many rollouts: {kind}", f"{sft.value:.1%} → {kept}"])
-    if "07" in stored:
-        turns = stored["07"]
-        rows.append(["multi-turn GRPO: success with the calculator", f"{rate(turns['before'])} → {rate(turns['after'])}"])
-    if "08" in stored:
-        game = stored["08"]
-        rows.append(["guessing game, guesses a game: imitation → GRPO, and the best strategy",
-                     f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"
-                     + without("08_guess", results)])
-    if "09" in stored:
-        long = stored["09"]
-        rows.append(["parity: SFT with 10 % chain of thought → GRPO",
-                     f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}" + solved_seeds(results)])
-    rows += real_model(results)
-    for title, name, key in (("decode engine", "decode", "ratio"), ("a training step", "trl", "speed")):
-        measured = record(name, results)
-        if measured:
-            peer = "`generate()`" if name == "decode" else "TRL"
-            rows.append([f"{title}: times as fast as {peer}", times([row[key] for row in measured["rows"]])])
-    measured = record("pool", results)
-    if measured:
-        ratios = [r["median"] for r in measured["ratios"].values()]
-        rows.append(["environment pool: steps a second, of OpenEnv's", times(ratios)])
-    return table(["measured", "value"], rows)
+def real_model(results: Path) -> dict[str, str]:
+    """What SmolLM2 did before and after GRPO, a value a seed."""
+
+    def seeds_of(found: dict, kind: str, what: str, of: str | None = None) -> str:
+        after = [run["after"][of] if of else run["after"] for _, _, run in runs_of(found, kind)]
+        return " / ".join(rate(measured[what]) for measured in after)
+
+    rows = {}
+    if found := record("smollm2_arithmetic_larger", results):
+        starts = [run for key, run in found.items() if key.startswith("sft ") and key.count(" ") == 1]  # a longer SFT is none
+        best = max(starts, key=lambda run: run["best"])
+        rows["SmolLM2-135M, sums and differences: best SFT → GRPO, greedy"] = (
+            f"{rate(best['after']['greedy'])} → {seeds_of(found, 'grpo', 'greedy')}")
+    if found := record("smollm2_gym", results):
+        rows[f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO"] = (
+            f"{rate(found['base']['solved'])} → {seeds_of(found, 'grpo', 'solved')}")
+    if found := record("smollm2_aws", results):
+        rows["SmolLM2-135M, simulated AWS accounts, held-out tasks: best SFT → GRPO"] = (
+            f"{rate(found['best']['both'])} → {seeds_of(found, 'short', 'both')}")
+        rows["the same in episodes of two turns, on tasks sampled after the hyperparameters were frozen"] = (
+            f"{rate(found['best twice']['third set']['both'])} → {seeds_of(found, 'twice', 'both', 'third set')}")
+    if found := record("smollm2_style", results):
+        rows["SmolLM2-135M, one sentence by four rules: as it is → GRPO"] = (
+            f"{rate(found['base']['all rules'])} → {seeds_of(found, 'full', 'all rules')}")
+    return rows
 
 
 def ladder(series: Path, results: Path) -> str:
@@ -522,29 +570,26 @@ def ladder(series: Path, results: Path) -> str:
         if not title or not learn:
             raise ValueError(f"{path.name}: its first cell needs a line `# NN · title` and a row `| you will learn | ... |`")
         kept = record(f"notebooks/{path.stem}", results)
-        rows.append([f"[{title[1]}](notebooks/{path.name})", learn[1], kept["minutes"] if kept else "not recorded"])
-    return table(["notebook", "you will learn", "minutes"], rows)
+        rows.append({"notebook": f"[{title[1]}](notebooks/{path.name})", "you will learn": learn[1],
+                     "minutes": kept["minutes"] if kept else "not recorded"})
+    return table(rows)
 
 
 def minutes(results: Path) -> str:
     """How long the series took as one command, over its last recorded times: other work on the machine makes it longer."""
     whole = record("series", results)
-    low, high = (round(f(whole["minutes"])) for f in (min, max))
-    took = f"{low} to {high}" if high > low else f"{high}"
-    return (f"The recorded `make run` of {whole['notebooks']} notebooks took {took} minutes on {whole['processors']} processor "
-            f"cores, {whole['jobs']} at a time, after the installation; `make test` executes them again after its own tests.")
+    return (f"The recorded `make run` of {whole['notebooks']} notebooks took {span(whole['minutes'], '.0f')} minutes on "
+            f"{whole['processors']} processor cores, {whole['jobs']} at a time, after the installation; `make test` executes "
+            "them again after its own tests.")
 
 
 def rollout(results: Path) -> str:
     """The first held-out question on which the last two policies of the record differ, with what each wrote."""
     found = record("rollouts", results)
-    if not found:
-        return ""
     verdicts = [[w["correct"] for w in q["written"].values()] for q in found["questions"]]
     chosen = next((q for q, v in zip(found["questions"], verdicts) if v[-2] != v[-1]), found["questions"][0])
     width = max(map(len, chosen["written"]))
-    lines = [f"{name:<{width}}  {'✓' if w['correct'] else '✗'}  {one_line(w['text'])}"
-             for name, w in chosen["written"].items()]
+    lines = [f"{name:<{width}}  {'✓' if w['correct'] else '✗'}  {one_line(w['text'])}" for name, w in chosen["written"].items()]
     return "\n".join(["```text", chosen["question"], *lines, "```"])
 
 
@@ -553,18 +598,13 @@ def one_line(text: str, most: int = 60) -> str:
     return text if len(text) <= most else text[:most] + "…"
 
 
-def with_table(readme: str, made: str, begin: str = BEGIN) -> str:
-    """The README's text with what was made between the mark `begin` and the next end."""
-    before, rest = readme.split(begin)
-    return f"{before}{begin}\n{made}\n{END}{rest.split(END, 1)[1]}"
-
-
 def front(readme: str, results: Path, series: Path) -> str:
-    """The README with all that is made for it."""
+    """The README with all that is made for it, each part between its mark and the next end."""
     parts = {BEGIN: readme_table(results), LADDER: ladder(series, results), MINUTES: minutes(results),
              ROLLOUT: rollout(results)}
     for begin, made in parts.items():
-        readme = with_table(readme, made, begin)
+        before, rest = readme.split(begin)
+        readme = f"{before}{begin}\n{made}\n{END}{rest.split(END, 1)[1]}"
     return readme
 
 

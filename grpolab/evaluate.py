@@ -1,6 +1,4 @@
-"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks.
-
-Longer than most: what is measured, its intervals and its tables are read together."""
+"""Evaluation: rates with intervals, pass@k, the comparison of two policies on the same questions, prompts with checks."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from IPython import get_ipython
 from tqdm import tqdm
 
@@ -63,12 +61,7 @@ def wilson(successes: int, n: int, z: float = Z95) -> Interval:
 
 def mean_interval(values: Sequence[float], z: float = Z95) -> Interval:
     """Mean with its normal interval over the values, which are independent (one a question, never one a rollout)."""
-    n = len(values)
-    if n < 2:
-        raise ValueError(f"an interval needs at least two questions, got {n}")
-    mean = sum(values) / n
-    half = z * math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
-    return Interval(mean, mean - half, mean + half)
+    return clustered_interval(values, range(len(values)), z)
 
 
 def clustered_interval(values: Sequence[float], clusters: Sequence[Any], z: float = Z95) -> Interval:
@@ -78,15 +71,15 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[Any], z: floa
     for value, cluster in zip(values, clusters, strict=True):
         sums[cluster] += value - mean
     if len(sums) < 2:
-        raise ValueError(f"an interval needs at least two clusters, got {len(sums)}")
+        raise ValueError(f"an interval needs at least two questions, or clusters of them, got {len(sums)}")
     half = z * math.sqrt(len(sums) / (len(sums) - 1) * sum(s * s for s in sums.values())) / len(values)
     return Interval(mean, mean - half, mean + half)
 
 
 def share_interval(shares: Sequence[float]) -> Interval:
     """Mean of shares between 0 and 1, one a question, with its normal interval, cut where a share cannot be."""
-    found = mean_interval(shares)
-    return Interval(found.value, min(found.value, max(0.0, found.low)), max(found.value, min(1.0, found.high)))
+    mean = mean_interval(shares)
+    return Interval(mean.value, min(mean.value, max(0.0, mean.low)), max(mean.value, min(1.0, mean.high)))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -107,128 +100,17 @@ def calibrate(predicted: Sequence[float], happened: Sequence[bool], bins: int = 
     return [(sum(p for p, _ in part) / len(part), wilson(sum(h for _, h in part), len(part))) for part in parts]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Completions of one policy: `texts[q]` are the completions of question q (one when greedy)."""
-
-    problems: tuple[Problem, ...]
-    texts: tuple[tuple[str, ...], ...]
-    greedy: bool
-
-    def rates(self, check) -> list[float]:
-        """For each question, the share of its completions for which check(text, problem) holds."""
-        return [sum(check(t, p) for t in texts) / len(texts) for p, texts in zip(self.problems, self.texts)]
-
-    @property
-    def format_rates(self) -> list[float]:
-        return self.rates(lambda text, _: parse_boxed_answer(text) is not None)
-
-    @property
-    def exact_rates(self) -> list[float]:
-        return self.rates(lambda text, problem: check_answer(text, problem.answer))
-
-    @property
-    def format(self) -> Interval:
-        return rate_interval(self.format_rates, self.greedy)
-
-    @property
-    def exact(self) -> Interval:
-        return rate_interval(self.exact_rates, self.greedy)
-
-    def pass_at(self, k: int) -> Interval:
-        """The chance that one of k samples is right, its interval over questions."""
-        right = [sum(check_answer(t, p.answer) for t in texts) for p, texts in zip(self.problems, self.texts)]
-        return share_interval([pass_at_k(len(texts), c, k) for c, texts in zip(right, self.texts)])
-
-
-async def evaluate(
-    policy: Policy, problems: Sequence[Problem], *, samples: int = 0, temperature: float = 1.0,
-    max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
-) -> Evaluation:
-    """Ask every question: once greedily (`samples=0`), or `samples` times at `temperature`."""
-    ids = [prompt_ids(policy.tokenizer, p.question) for p in problems]
-    texts, _ = await _ask(policy, ids, sampler, samples, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    return Evaluation(tuple(problems), texts, greedy=samples == 0)
-
-
-async def _ask(policy: Policy, ids: list[list[int]], sampler: Sampler | None, samples: int, **options):
-    """The completions of each prompt, one greedy one or `samples`: their texts, and their groups."""
-    if not ids:
-        raise ValueError("there are no questions to evaluate")
-    if sampler is not None and getattr(sampler, "policy", policy) is not policy:
-        raise ValueError(f"the sampler is of {sampler.policy!r}, not of the {policy!r} to evaluate: pass a Sampler of that one")
-    group_size, params = samples or 1, SamplingParams(greedy=samples == 0, **options)
-    if sampler is not None:
-        groups = await sampler.sample(ids, group_size=group_size, params=params)
-    else:
-        rollouts: list[list] = [[None] * group_size for _ in ids]
-        async with Sampler(policy) as own:
-            with progress(len(ids) * group_size) as bar:
-                async for question, sample, rollout in own.stream(ids, group_size=group_size, params=params):
-                    rollouts[question][sample] = rollout
-                    bar.update()
-        groups = [Group(tuple(of)) for of in rollouts]
-    return tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups), groups
-
-
-def progress(completions: int) -> tqdm:
-    """A bar for who watches, in a terminal or a notebook, once an evaluation has taken some seconds; gone at its end."""
-    shell = get_ipython()
-    watched = sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
-    return tqdm(total=completions, desc="evaluating", unit=" completions", delay=WAIT, leave=False, disable=not watched)
-
-
-def rate_interval(rates: Sequence[float], greedy: bool) -> Interval:
-    """The mean rate over questions: Wilson's interval where each is 0 or 1, else the normal one."""
-    return wilson(round(sum(rates)), len(rates)) if greedy else share_interval(rates)
-
-
-def improvement(before: Evaluation, after: Evaluation) -> Interval:
-    """Exact match after minus before on the same questions, with the paired 95 % interval over questions."""
-    if before.problems != after.problems:
-        raise ValueError("a paired comparison needs the same questions in the same order on both sides")
-    return mean_interval([b - a for a, b in zip(before.exact_rates, after.exact_rates)])
-
-
-def summary(**evaluations: Evaluation):
-    """A DataFrame with a row an evaluation: questions, completions each, format and exact match with their intervals."""
-    import pandas as pd
-
-    rows = {
-        name.replace("_", " "): {
-            "questions": len(e.problems),
-            "decoding": "greedy" if e.greedy else f"{len(e.texts[0])} samples",
-            "format": str(e.format),
-            "exact match": str(e.exact),
-        }
-        for name, e in evaluations.items()
-    }
-    return pd.DataFrame.from_dict(rows, orient="index")
-
-
-def side_by_side(before: Evaluation, after: Evaluation, n: int = 6):
-    """A DataFrame of the first `n` questions: for each policy the checker's ✓ or ✗, and in a column apart what it answered."""
-    import pandas as pd
-
-    def shown(name, text, problem):
-        return {f"{name}: right": "✗✓"[check_answer(text, problem.answer)], name: text.strip()[:80]}
-
-    rows = zip(before.problems[:n], before.texts, after.texts)
-    table = [{"question": p.question} | shown("before", a[0], p) | shown("after", b[0], p) for p, a, b in rows]
-    return pd.DataFrame(table).set_index("question")
-
-
 # --- any prompts, each with a check -----------------------------------------------------------------------------------
 
 Check = Callable[[str, Rollout], bool]  # of a completion's text and its rollout (tokens, finish_reason, ...)
-Prompt = str | Sequence[Message]
+Prompt = str | Sequence[Message] | tuple[int, ...]  # text or messages for the chat template, or token ids as they are
 
 
 @dataclass(frozen=True)
 class Checked:
     """What became of (prompt, check) cases: `passed[i][s]` says whether completion s of prompt i, `texts[i][s]`, passed."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Any, ...]
     texts: tuple[tuple[str, ...], ...]
     passed: tuple[tuple[bool, ...], ...]
     greedy: bool
@@ -240,7 +122,8 @@ class Checked:
 
     @property
     def rate(self) -> Interval:
-        return rate_interval(self.rates, self.greedy)
+        """The mean rate over prompts: Wilson's interval where each is 0 or 1, else the normal one."""
+        return wilson(round(sum(self.rates)), len(self.rates)) if self.greedy else share_interval(self.rates)
 
     def pass_at(self, k: int) -> Interval:
         """The chance that one of k samples passes, its interval over prompts."""
@@ -251,31 +134,110 @@ async def evaluate_checks(
     policy: Policy, cases: Sequence[tuple[Prompt, Check]], *, samples: int = 0, temperature: float = 1.0,
     max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
 ) -> Checked:
-    """Ask each prompt (text or messages), once greedily or `samples` times, and apply its `check(text, rollout)`."""
-    options = dict(samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    return await _checked(policy, cases, [prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases], sampler, **options)
+    """Ask each prompt, once greedily (`samples=0`) or `samples` times at `temperature`; apply its `check(text, rollout)`."""
+    ids = [prompt if isinstance(prompt[0], int) else prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases]
+    params = SamplingParams(greedy=samples == 0, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    texts, groups = await _sample(policy, ids, sampler, samples or 1, params)
+    passed = tuple(tuple(bool(check(t, r)) for t, r in zip(of, group)) for (_, check), of, group in zip(cases, texts, groups))
+    return Checked(tuple(prompt for prompt, _ in cases), texts, passed, greedy=samples == 0)
 
 
-async def evaluate_plain(
-    policy: Policy, problems: Sequence[Problem], *, samples: int = 0, temperature: float = 1.0, max_new_tokens: int = 8,
-    seed: int = 0, sampler: Sampler | None = None,
-) -> Checked:
+async def _sample(policy: Policy, ids: list[Sequence[int]], sampler: Sampler | None, group_size: int, params: SamplingParams):
+    """The completions of each prompt: their texts, and their groups."""
+    if not ids:
+        raise ValueError("there are no questions to evaluate")
+    if sampler is not None and getattr(sampler, "policy", policy) is not policy:
+        raise ValueError(f"the sampler is of {sampler.policy!r}, not of the {policy!r} to evaluate: pass a Sampler of that one")
+    if sampler is not None:
+        groups = await sampler.sample(ids, group_size=group_size, params=params)
+    else:
+        watched = sys.stderr.isatty() or getattr(get_ipython(), "kernel", None) is not None
+        rollouts: list[list] = [[None] * group_size for _ in ids]
+        async with Sampler(policy) as own:
+            with tqdm(total=len(ids) * group_size, desc="evaluating", unit=" completions", delay=WAIT, leave=False,
+                      disable=not watched) as bar:
+                async for question, sample, rollout in own.stream(ids, group_size=group_size, params=params):
+                    rollouts[question][sample] = rollout
+                    bar.update()
+        groups = [Group(tuple(of)) for of in rollouts]
+    return tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups), groups
+
+
+# --- questions of arithmetic ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Completions of one policy: `texts[q]` are the completions of question q (one when greedy)."""
+
+    problems: tuple[Problem, ...]
+    texts: tuple[tuple[str, ...], ...]
+    greedy: bool
+
+    def checked(self, check: Callable[[str, Problem], bool]) -> Checked:
+        """The verdicts of check(text, problem)."""
+        passed = tuple(tuple(check(t, p) for t in texts) for p, texts in zip(self.problems, self.texts))
+        return Checked(self.problems, self.texts, passed, self.greedy)
+
+    @property
+    def right(self) -> Checked:
+        return self.checked(lambda text, problem: check_answer(text, problem.answer))
+
+    @property
+    def exact_rates(self) -> list[float]:
+        return self.right.rates
+
+    @property
+    def exact(self) -> Interval:
+        return self.right.rate
+
+    @property
+    def format(self) -> Interval:
+        return self.checked(lambda text, _: parse_boxed_answer(text) is not None).rate
+
+    def pass_at(self, k: int) -> Interval:
+        """The chance that one of k samples is right, its interval over questions."""
+        return self.right.pass_at(k)
+
+
+async def evaluate(policy: Policy, problems: Sequence[Problem], **options) -> Evaluation:
+    """Ask every question: once greedily, or with `samples=n` n times; `options` are those of `evaluate_checks`."""
+    checked = await evaluate_checks(policy, [(p.question, lambda text, rollout: True) for p in problems], **options)
+    return Evaluation(tuple(problems), checked.texts, checked.greedy)
+
+
+async def evaluate_plain(policy: Policy, problems: Sequence[Problem], *, max_new_tokens: int = 8, **options) -> Checked:
     """The same questions as plain text to be continued, `28 + 47 =`, without chat and box: what a base model knows in its
     own form. Right is a continuation whose first line is the number and nothing else."""
-    def says(answer: int) -> Check:
-        return lambda text, rollout: text.split("\n")[0].strip() == str(answer)
-
-    cases = [(f"{p.a} {p.op} {p.b} =", says(p.answer)) for p in problems]
-    ids = [policy.tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in cases]
-    options = dict(samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    return await _checked(policy, cases, ids, sampler, **options)
+    cases = []
+    for p in problems:
+        ids = policy.tokenizer(f"{p.a} {p.op} {p.b} =", add_special_tokens=False)["input_ids"]
+        cases.append((tuple(ids), lambda text, rollout, p=p: text.split("\n")[0].strip() == str(p.answer)))
+    return await evaluate_checks(policy, cases, max_new_tokens=max_new_tokens, **options)
 
 
-async def _checked(policy: Policy, cases: Sequence[tuple[Prompt, Check]], ids, sampler, samples: int, **options) -> Checked:
-    texts, groups = await _ask(policy, ids, sampler, samples, **options)
-    passed = tuple(tuple(bool(check(t, r)) for t, r in zip(written, group))
-                   for (_, check), written, group in zip(cases, texts, groups))
-    return Checked(tuple(prompt for prompt, _ in cases), texts, passed, greedy=samples == 0)
+def improvement(before: Evaluation, after: Evaluation) -> Interval:
+    """Exact match after minus before on the same questions, with the paired 95 % interval over questions."""
+    if before.problems != after.problems:
+        raise ValueError("a paired comparison needs the same questions in the same order on both sides")
+    return mean_interval([b - a for a, b in zip(before.exact_rates, after.exact_rates)])
+
+
+def summary(**evaluations: Evaluation) -> pd.DataFrame:
+    """A row an evaluation: questions, completions each, format and exact match with their intervals."""
+    rows = {name.replace("_", " "): {
+        "questions": len(e.problems), "decoding": "greedy" if e.greedy else f"{len(e.texts[0])} samples",
+        "format": str(e.format), "exact match": str(e.exact)} for name, e in evaluations.items()}
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def side_by_side(before: Evaluation, after: Evaluation, n: int = 6) -> pd.DataFrame:
+    """The first `n` questions: for each policy the checker's ✓ or ✗, and in a column apart what it answered."""
+    table = {"question": [p.question for p in before.problems[:n]]}
+    for name, e in (("before", before), ("after", after)):
+        table |= {f"{name}: right": ["✗✓"[ok] for (ok, *_) in e.right.passed[:n]],
+                  name: [text.strip()[:80] for (text, *_) in e.texts[:n]]}
+    return pd.DataFrame(table).set_index("question")
 
 
 # --- the fixed prompts ------------------------------------------------------------------------------------------------
@@ -312,58 +274,34 @@ class FixedPrompt:
         return always | {"format": formatted, "arithmetic": lambda text, rollout: check_answer(text, self.answer)}
 
 
-def fixed_prompts(path: str | Path | None = None) -> list[FixedPrompt]:
-    """The prompts of data/fixed_prompts.jsonl (or another such file); a row that does not fit names its line."""
-    path, prompts = path or data_path("fixed_prompts.jsonl"), []
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            if not (isinstance(row["prompt"], str) and isinstance(row.get("answer"), int | None)) or len(row) > 2:
-                raise ValueError("it holds a text `prompt` and, where there is one, an integer `answer`")
-            prompts.append(FixedPrompt(**row))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not a fixed prompt ({error!r})") from error
-    return prompts
-
-
-@dataclass(frozen=True)
-class Suite:
-    """One policy's greedy answers to the fixed prompts: passed[check] holds a verdict for each prompt it applies to."""
-
-    prompts: tuple[FixedPrompt, ...]
-    texts: tuple[str, ...]
-    passed: dict[str, list[bool]]
-
-    def rate(self, check: str) -> Interval:
-        return wilson(sum(self.passed[check]), len(self.passed[check]))
+def fixed_prompts() -> list[FixedPrompt]:
+    """The prompts of data/fixed_prompts.jsonl."""
+    return [FixedPrompt(**json.loads(line)) for line in data_path("fixed_prompts.jsonl").read_text().splitlines()]
 
 
 async def evaluate_fixed(
     policy: Policy, prompts: Sequence[FixedPrompt] | None = None, *, max_new_tokens: int = 48, sampler: Sampler | None = None
-) -> Suite:
-    """Answer the fixed prompts greedily and judge stop token, corruption, format and arithmetic."""
-    prompts = tuple(fixed_prompts() if prompts is None else prompts)
-    ids, passed = [prompt_ids(policy.tokenizer, p.prompt) for p in prompts], {}
-    texts, groups = await _ask(policy, ids, sampler, 0, max_new_tokens=max_new_tokens)
-    for p, (text,), (rollout,) in zip(prompts, texts, groups):
+) -> dict[str, Checked]:
+    """Answer the fixed prompts greedily. By the name of each check (stop token, no corruption, format, arithmetic): what
+    became of the prompts that it applies to."""
+    prompts = fixed_prompts() if prompts is None else prompts
+    ids = [prompt_ids(policy.tokenizer, p.prompt) for p in prompts]
+    texts, groups = await _sample(policy, ids, sampler, 1, SamplingParams(greedy=True, max_new_tokens=max_new_tokens))
+    cases = defaultdict(list)
+    for p, written, group in zip(prompts, texts, groups):
         for name, check in p.checks.items():
-            passed.setdefault(name, []).append(bool(check(text, rollout)))
-    return Suite(prompts, tuple(text for text, in texts), passed)
+            cases[name].append((p.prompt, written, (bool(check(written[0], group[0])),)))
+    return {name: Checked(*map(tuple, zip(*of)), greedy=True) for name, of in cases.items()}
 
 
 async def fixed_rates(policy: Policy) -> dict[str, float]:
     """The rates of the fixed prompts by the name of their check, e.g. for a Selection that watches a run."""
     suite = await evaluate_fixed(policy)
-    return {"fixed_" + check.replace(" ", "_"): suite.rate(check).value for check in suite.passed}
+    return {"fixed_" + check.replace(" ", "_"): checked.rate.value for check, checked in suite.items()}
 
 
-def suite_table(**suites: Suite):
-    """A DataFrame with a row a check and a column a policy: `suite_table(before=..., after=...)`."""
-    import pandas as pd
-
-    first = next(iter(suites.values()))
-    if any(s.prompts != first.prompts for s in suites.values()):
-        raise ValueError("the suites are of different prompts: evaluate each policy on the same ones")
-    columns = {"prompts": {check: len(v) for check, v in first.passed.items()}}
-    columns |= {name.replace("_", " "): {check: str(s.rate(check)) for check in s.passed} for name, s in suites.items()}
+def suite_table(**suites: dict[str, Checked]) -> pd.DataFrame:
+    """A row a check and a column a policy, of what `evaluate_fixed` gave: `suite_table(before=..., after=...)`."""
+    columns = {"prompts": {check: len(checked.prompts) for suite in suites.values() for check, checked in suite.items()}}
+    columns |= {name: {check: str(checked.rate) for check, checked in suite.items()} for name, suite in suites.items()}
     return pd.DataFrame(columns)

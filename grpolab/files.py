@@ -1,4 +1,5 @@
-"""Atomic writes: a file is either the old one or the whole new one, whatever happens in between. And a lock on a folder."""
+"""Atomic writes: a file is either the old one or the whole new one, whatever happens in between. And a lock that ends with
+its process."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 
 try:
     import fcntl
 except ImportError:  # Windows: two processes in one folder go unnoticed there
     fcntl = None
+
+DPI = 100  # at which a figure has its nominal size in pixels
 
 # In the repository data/ lies beside the package; an installed wheel carries it inside.
 DATA = next((d for d in (Path(__file__).parent / "data", Path(__file__).parent.parent / "data") if d.is_dir()), None)
@@ -59,10 +63,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
                     os.fsync(f.fileno())
                 os.chmod(file, 0o644)  # safetensors writes files that only their owner may read
         os.chmod(partial, 0o755)
-        old = path.with_name(f".{path.name}.old.partial")
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            os.rename(path, old)
+        old = _renamed(path)
         os.rename(partial, path)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
@@ -72,59 +73,56 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder, so that a kill leaves it whole or not at all: under another name, .<name>.gone.partial, at most."""
+    shutil.rmtree(_renamed(path), ignore_errors=True)
+
+
+def _renamed(path: Path) -> Path:
+    """The other name of a folder that is to be removed."""
     gone = path.with_name(f".{path.name}.gone.partial")
     shutil.rmtree(gone, ignore_errors=True)
-    try:
+    if path.exists():
         os.rename(path, gone)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(gone, ignore_errors=True)
+    return gone
 
 
-def append_line(path: Path, line: str) -> None:
-    append_bytes(path, line.encode(), "a row of metrics")
+_locked: set[Path] = set()  # by this process
 
 
-def append_bytes(path: Path, data: bytes, what: str) -> None:
-    """Add `data` in one write; a disk that takes only a part of it is rid of that part."""
-    with open(path, "ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        if file.write(data) != len(data):
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, f"no space left for {what}", str(path))
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock on a file, which is made and holds the process's id; BlockingIOError, with that id, while another loop of
+    this process or another process has it. Where the file system knows no locks, it is of this process alone."""
+    if path.resolve() in _locked:
+        raise BlockingIOError(os.getpid())
+    with open(path, "a+") as file:
+        try:
+            if fcntl is not None:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                file.seek(0)
+                raise BlockingIOError(file.read()) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        _locked.add(path.resolve())
+        try:
+            yield
+        finally:
+            _locked.discard(path.resolve())
 
 
-HELD = -1
-_locks: set[int] = set()  # the open folders that this process has locked
+def png(figure) -> bytes:
+    """A matplotlib figure as PNG at twice its size, in 24 colours."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=2 * DPI, bbox_inches="tight", facecolor="white")
+    return fewer_colours(drawn.getvalue())
 
 
-def lock_folder(folder: Path) -> int | None:
-    """An open file that locks the folder, HELD where another has it, None where locks do not exist."""
-    if fcntl is None:
-        return None
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        return HELD if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    _locks.add(handle)
-    return handle
+def fewer_colours(image: bytes) -> bytes:
+    """A PNG in 24 colours; as it was where that is smaller."""
+    from PIL import Image  # matplotlib brings it; a run without figures does not load it
 
-
-def unlock_folder(handle: int | None) -> None:
-    if handle in _locks:
-        fcntl.flock(handle, fcntl.LOCK_UN)  # a child between fork and exec still holds a copy of the file, and with it the lock
-        _locks.discard(handle)
-        os.close(handle)
-
-
-def _unlock_all() -> None:
-    """A forked child gives up its copies, or the parent's locks would outlive the parent."""
-    for handle in _locks:
-        os.close(handle)
-    _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock_all)
+    small = BytesIO()
+    Image.open(BytesIO(image)).convert("RGB").quantize(24, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    return min(image, small.getvalue(), key=len)

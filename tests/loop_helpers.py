@@ -1,8 +1,11 @@
 """What the tests of training loops share."""
 
 import asyncio
+import copy
 
 import torch
+
+from grpolab.models.load import Policy
 
 
 def rows_of(loop, n=None):
@@ -22,3 +25,8 @@ def rows_of(loop, n=None):
 def flat(policy):
     """All parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+
+
+def fresh(policy):
+    """A copy of its own of a policy."""
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)

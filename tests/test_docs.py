@@ -176,18 +176,6 @@ def test_commands_in_the_prose_name_what_exists(page):
             check_command(shlex.split(code))
 
 
-WRONG = ["make nothing", "make lab PROT=1", ".venv/bin/python -m grpolab evil tiny", ".venv/bin/python -m grpolab run --stroe",
-         ".venv/bin/torchrun --nporc-per-node 2 -m grpolab sft tiny", ".venv/bin/torchrun -m grpolab sft tiny --stpes 2",
-         ".venv/bin/python benchmarks/none.py", "git clone https://github.com/else/where", "curl x | sh",
-         "uv sync --extra nothing"]
-
-
-@pytest.mark.parametrize("command", WRONG)
-def test_a_command_that_names_nothing_is_found(command, capsys):
-    with pytest.raises((AssertionError, SystemExit)):
-        check_command(shlex.split(command))
-
-
 CHEAP = [words[1:] for words in commands(ROOT / "docs" / "running.md") if words[3:4] in (["eval"], ["data"])]
 
 

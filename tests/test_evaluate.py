@@ -62,15 +62,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, correct):
         assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_pass_at_k_is_unbiased_and_the_plug_in_estimate_is_not():
-    """Its expectation over binomial counts is 1 - (1 - p)^k."""
-    n, k, p = 6, 4, 0.3
-    weights = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    truth = 1 - (1 - p) ** k
-    assert sum(w * pass_at_k(n, c, k) for c, w in enumerate(weights)) == pytest.approx(truth, abs=1e-12)
-    assert abs(sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(weights)) - truth) > 0.02
-
-
 def test_pass_at_one_is_the_exact_rate_and_too_few_samples_are_refused():
     problems = (Problem(1, "+", 1), Problem(2, "+", 2))
     e = Evaluation(problems, (("\\boxed{2}", "\\boxed{3}"), ("x", "\\boxed{4}")), greedy=False)
@@ -110,7 +101,7 @@ def test_values_of_one_cluster_count_as_one_sample():
     copied = clustered_interval(values * 4, [*range(5)] * 4)
     assert (copied.low, copied.high) == pytest.approx((mean.low, mean.high))
     assert mean_interval(values * 4).low > copied.low + 0.1
-    with pytest.raises(ValueError, match="at least two clusters, got 1"):
+    with pytest.raises(ValueError, match="at least two questions, or clusters of them, got 1"):
         clustered_interval(values, [0] * 5)
 
 
@@ -143,14 +134,10 @@ def test_any_prompts_with_checks_of_ones_own(tiny):
     assert checked.passed == ((True,), (True,)) and checked.texts == (("7",), ("7",)) and checked.rate.value == 1
     sampled = run_sync(evaluate_checks(tiny, cases[:1] * 2, samples=4, sampler=Parrot(tiny, "7", "8")))
     assert sampled.rates == [0.5, 0.5] and sampled.pass_at(2).value == pytest.approx(5 / 6)
+    through_template = lambda text, rollout: list(rollout.prompt) == prompt_ids(tiny.tokenizer, "Hi") and len(text) < 9  # noqa
+    assert run_sync(evaluate_checks(tiny, [("Hi", through_template)], max_new_tokens=3)).rate.value == 1
     with pytest.raises(ValueError, match="no questions"):
         run_sync(evaluate_checks(tiny, []))
-
-
-def test_the_model_itself_is_asked_through_its_template(tiny):
-    seen = []
-    run_sync(evaluate_checks(tiny, [("What is 1 + 1?", lambda text, rollout: seen.append(rollout) or True)], max_new_tokens=3))
-    assert list(seen[0].prompt) == prompt_ids(tiny.tokenizer, "What is 1 + 1?") and len(seen[0].tokens) <= 3
 
 
 # --- the fixed prompts ------------------------------------------------------------------------------------------------
@@ -206,26 +193,12 @@ def test_the_shipped_prompts_are_sound():
 def test_the_suite_judges_each_prompt_by_its_checks(tiny):
     prompts = [FixedPrompt("What is 1 + 1?", 2), FixedPrompt("What is 1 + 2?", 3), FixedPrompt("Hello!")]
     good = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", "3", "Hi")))
-    assert good.passed == {"stop token": [True] * 3, "no corruption": [True] * 3, "format": [True, False],
-                           "arithmetic": [True, False]}
+    assert {name: checked.rates for name, checked in good.items()} == {
+        "stop token": [1, 1, 1], "no corruption": [1, 1, 1], "format": [1, 0], "arithmetic": [1, 0]}
     cut = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", reason="length")))
-    assert cut.passed["stop token"] == [False] * 3
     table = suite_table(before=cut, after=good)
     assert table.loc["stop token", "before"].startswith("0.0%") and table.loc["stop token", "after"].startswith("100.0%")
     assert list(table["prompts"]) == [3, 3, 2, 2]
-    with pytest.raises(ValueError, match="different prompts"):
-        suite_table(a=good, b=run_sync(evaluate_fixed(tiny, prompts[:1], sampler=Parrot(tiny, "x"))))
-
-
-BROKEN = ["{", '{"answer": 3}', '{"prompt": 3}', '{"prompt": "a", "answer": "b"}', '{"prompt": "a", "x": 1}']
-
-
-@pytest.mark.parametrize("line", BROKEN)
-def test_a_broken_prompt_file_names_its_line(tmp_path, line):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(ValueError, match="line 2"):
-        fixed_prompts(path)
 
 
 def test_answers_stand_side_by_side_with_the_verdict_in_a_column_apart():

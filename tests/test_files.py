@@ -5,7 +5,7 @@ import os
 import pytest
 
 from grpolab import files
-from grpolab.files import HELD, atomic_folder, atomic_write, data_path, lock_folder, remove_folder, unlock_folder
+from grpolab.files import atomic_folder, atomic_write, data_path, locked, remove_folder
 
 
 def test_a_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
@@ -28,24 +28,19 @@ def test_a_full_disk_keeps_the_old_file(tmp_path, monkeypatch, call):
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_a_folder_takes_the_old_ones_place_at_once(tmp_path):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_folder_takes_the_old_ones_place_at_once_or_not_at_all(tmp_path, error):
+    """And what lies in it may be read by others: safetensors writes files that only their owner may read."""
     target = tmp_path / "policy"
     for content in ("old", "new"):
         with atomic_folder(target) as folder:
-            (folder / content).write_text(content)
+            os.close(os.open(folder / content, os.O_CREAT | os.O_WRONLY, 0o600))
             assert not (target / content).exists()
-    assert os.listdir(target) == ["new"] and os.listdir(tmp_path) == ["policy"]
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_interrupted_folder_vanishes(tmp_path, error):
-    target = tmp_path / "policy"
-    with atomic_folder(target) as folder:
-        (folder / "old").write_text("old")
     with pytest.raises(error), atomic_folder(target) as folder:
         (folder / "half").write_text("half")
         raise error("in the middle")
-    assert os.listdir(target) == ["old"] and os.listdir(tmp_path) == ["policy"]
+    assert os.listdir(target) == ["new"] and os.listdir(tmp_path) == ["policy"]
+    assert (target / "new").stat().st_mode & 0o777 == 0o644
 
 
 def test_a_missing_shipped_file_is_named():
@@ -54,16 +49,11 @@ def test_a_missing_shipped_file_is_named():
         data_path("no-such-file")
 
 
-def test_a_folder_is_free_once_it_is_unlocked(tmp_path):
-    """Also while a child that is being started still has a copy of the open file."""
-    lock = lock_folder(tmp_path)
-    assert lock_folder(tmp_path) == HELD
-    copy = os.dup(lock)
-    unlock_folder(lock)
-    again = lock_folder(tmp_path)
-    assert again != HELD
-    unlock_folder(again)
-    os.close(copy)
+def test_a_lock_is_of_one_holder_and_free_after_it(tmp_path):
+    for _ in range(2):
+        with locked(tmp_path / ".process"):
+            with pytest.raises(BlockingIOError, match=str(os.getpid())), locked(tmp_path / ".process"):
+                pass
 
 
 def test_a_folder_loses_its_name_before_its_files(tmp_path, monkeypatch):
@@ -82,10 +72,3 @@ def test_a_folder_loses_its_name_before_its_files(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     remove_folder(tmp_path / "a")  # with what the kill left still there
     assert not list(tmp_path.iterdir())
-
-
-def test_what_lies_in_a_folder_may_be_read_by_others(tmp_path):
-    """safetensors writes files that only their owner may read."""
-    with atomic_folder(tmp_path / "policy") as folder:
-        os.close(os.open(folder / "model.safetensors", os.O_CREAT | os.O_WRONLY, 0o600))
-    assert (tmp_path / "policy" / "model.safetensors").stat().st_mode & 0o777 == 0o644

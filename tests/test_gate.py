@@ -140,7 +140,7 @@ def test_a_run_has_its_files_listed_below(tmp_path):
     run = Run("04", root=tmp_path)
     run.log({"step": 0})
     (run.folder / "policy").mkdir()
-    for new in ("policy/model.safetensors", "figures/reward.png", "start.safetensors", ".process"):
+    for new in ("policy/model.safetensors", "figures/reward.png", ".start", ".process"):
         (run.folder / new).write_text("")
     with pytest.raises(GateError):
         with gate("04 grpo", run) as g:

@@ -133,13 +133,11 @@ def test_the_words_of_policy_and_environment_alternate():
 
 
 def rewrite(run, change):
-    """Change the lines of the record."""
+    """Change the recorded lines of step 0."""
     path = run.recorder.path(0)
     lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     change(lines)
-    steps = dict.fromkeys(line["step"] for line in lines)
-    data = ("".join(json.dumps(line) + "\n" for line in lines if line["step"] == s) for s in steps)
-    path.write_bytes(b"".join(gzip.compress(text.encode()) for text in data))
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
 
 
 def test_the_token_at_which_it_parts_is_named(run):
@@ -205,16 +203,6 @@ def test_without_kept_weights_there_is_no_way(run):
         replay(run, 2)
 
 
-def test_damaged_weights_are_named(run):
-    path = run.kept()[3] / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"step-00000003 cannot be read \(model.safetensors: not the bytes that were written"):
-        replay(run, 4)
-    assert replay(run, 2).equal
-
-
 def test_a_run_of_something_else_is_named(run):
     path = run.folder / "run.json"
     note = json.loads(path.read_text())
@@ -228,7 +216,7 @@ def test_a_run_of_something_else_is_named(run):
 
 def test_kept_weights_that_do_not_fit_the_disk_are_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1_000_000))
-    with pytest.raises(ValueError, match="replay_every=1 keeps 6 times up to .* MB, and the disk of .* has 1 MB left"):
+    with pytest.raises(ValueError, match="replay_every=1 keeps .* MB, and the disk of .* has 1 MB left"):
         train(tiny, Run("x", root=tmp_path, replay_every=1))
 
 

@@ -1,25 +1,18 @@
-"""The record of a run: every bit comes back, a kill leaves whole steps, a resume adds neither gaps nor doubles."""
+"""The record of a run: every bit comes back, a resume adds neither gaps nor doubles."""
 
-import asyncio
-import copy
 import gzip
 import importlib
 import json
 import random
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from loop_helpers import fresh, rows_of
 
 from grpolab.arithmetic import Problem, Task, generate
-from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs import rollout_log
-from grpolab.runs.rollout_log import RANGE, Recorder
+from grpolab.runs.rollout_log import Recorder
 from grpolab.runs.run import Run
 from grpolab.train.episodes import Episode, as_groups
 from grpolab.train.grpo import GRPOConfig, grpo
@@ -36,24 +29,9 @@ def length(text, problem, rollout):
     return float(len(rollout.tokens))
 
 
-def fresh(tiny):
-    return Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "copy", tiny.eos_ids)
-
-
-def train(policy, run, config=CONFIG, stop=None, reward=digits, **options):
-    async def cell():
-        rows = grpo(policy, None, PROBLEMS, config, reward=reward, run=run, **options)
-        async for row in rows:
-            if row["step"] + 1 == stop:
-                break
-        await rows.aclose()
-
-    asyncio.run(cell())
-
-
 def content(folder):
-    """What the files say, line by line."""
-    return [line for path in sorted(folder.glob("steps-*.gz")) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    """The lines of the files."""
+    return [line for path in sorted(folder.glob("step-*.gz")) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
 def a_group(g=0, size=4, tokens=3, seed=0):
@@ -72,6 +50,10 @@ def write(folder, steps, groups=2, keep="all", **options):
     for step in steps:
         recorder.add(step, [a_group(g, seed=step, **options) for g in range(groups)], str, {})
     return recorder
+
+
+def train(policy, run, config=CONFIG, stop=None, reward=digits, **options):
+    rows_of(grpo(policy, None, PROBLEMS, config, reward=reward, run=run, **options), stop)
 
 
 # --- what comes back --------------------------------------------------------------------------------------------------
@@ -162,18 +144,14 @@ def test_a_step_that_fails_is_on_the_record(tiny, tmp_path):
     assert run.recorder.steps() == [0, 1, 2, 3]
 
 
-# --- how much ---------------------------------------------------------------------------------------------------------
+# --- how much, and what is left of it ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", ["some", 64, True, None])
-def test_a_keep_that_is_none_of_these_is_refused(tmp_path, keep):
-    with pytest.raises(ValueError, match="keep must be 'all' or 'none', got"):
-        Run("x", root=tmp_path, keep=keep)
-
-
-def test_nothing_is_kept_where_nothing_is_asked_for(tmp_path):
+def test_keep_is_all_or_none(tmp_path):
     write(tmp_path, [0, 1], keep="none")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="keep must be 'all' or 'none', got 64"):
+        Run("x", root=tmp_path, keep=64)
 
 
 def test_a_recorded_rollout_takes_few_bytes(tiny, tmp_path):
@@ -184,53 +162,29 @@ def test_a_recorded_rollout_takes_few_bytes(tiny, tmp_path):
     assert len(run.rollouts()) == 3 * 128 and 50 < held / (3 * 128) < 250
 
 
-# --- cut short, damaged -----------------------------------------------------------------------------------------------
-
-
-def test_wherever_a_file_ends_its_whole_steps_are_read(tmp_path):
-    recorder = write(tmp_path, range(4))
-    path = recorder.path(0)
-    whole, ends = path.read_bytes(), [end for end, _ in rollout_log.members(path)]
-    assert len(ends) == 4 and ends[-1] == len(whole)
-    for cut in {0, 1, 2, 9, *ends, *(e - 1 for e in ends), *(e + 1 for e in ends[:3]), *(e + 12 for e in ends[:3])}:
-        path.write_bytes(whole[:cut])
-        told = []
-        steps = [line["step"] for line in recorder.lines(tell=told.append)]
-        assert steps == [s for s in range(4) if ends[s] <= cut for _ in range(2)]
-        assert bool(told) == (cut not in (0, *ends)) and all("ends in the middle of a step" in t for t in told)
-
-
-def test_a_damaged_step_costs_itself_and_is_told(tmp_path):
+def test_a_damaged_file_costs_itself_and_is_named(tmp_path):
     run = Run("x", root=tmp_path)
     write(run.recorder.folder, range(4))
-    path = run.recorder.path(0)
-    data, ends = bytearray(path.read_bytes()), [end for end, _ in rollout_log.members(path)]
-    data[ends[0] + 40] ^= 1
+    path = run.recorder.path(1)
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
     path.write_bytes(data)
-    with pytest.warns(UserWarning, match="is damaged after step 0"):
+    with pytest.warns(UserWarning, match="step-00000001.jsonl.gz is damaged and left out"):
         table = run.rollouts()
     assert table["step"].unique().tolist() == [0, 2, 3]
 
 
-def test_a_rewind_removes_what_is_to_come_and_what_was_cut(tmp_path):
-    recorder = write(tmp_path, [*range(RANGE - 2, RANGE + 3), 2 * RANGE])
-    with open(recorder.path(2 * RANGE), "ab") as file:
-        file.write(b"\x1f\x8b\x08 half a step")
-    recorder.rewind(2 * RANGE + 1)
-    assert recorder.steps()[-1] == 2 * RANGE and not recorder.path(2 * RANGE).read_bytes().endswith(b"half a step")
-    before = recorder.path(RANGE - 1).read_bytes()
-    recorder.rewind(RANGE + 1)
-    assert recorder.steps() == [RANGE - 2, RANGE - 1, RANGE] and recorder.path(0).read_bytes() == before
+def test_a_rewind_removes_what_is_to_come(tmp_path):
+    recorder = write(tmp_path, range(5))
+    recorder.rewind(3)
+    assert recorder.steps() == [0, 1, 2] and recorder.sessions() == [{"from": 0}]
     recorder.rewind(0)
     assert recorder.steps() == [] and recorder.sessions() == []
 
 
-# --- interrupted ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_a_run_that_goes_on_has_the_record_of_one_that_never_stopped(tiny, tmp_path):
-    """Stopped behind its last checkpoint, whose steps are then done again; the sittings tell of both."""
+    """Stopped behind its last checkpoint, whose steps are then done again; the sessions name both."""
     one, two = Run("one", root=tmp_path), Run("two", root=tmp_path)
     train(fresh(tiny), one)
     train(fresh(tiny), two, stop=3)
@@ -244,71 +198,3 @@ def test_a_run_that_goes_on_has_the_record_of_one_that_never_stopped(tiny, tmp_p
     assert again.recorder.steps() == [0, 1]
 
 
-CHILD = """
-import asyncio, sys, time
-import torch
-torch.set_num_threads(1)
-from grpolab.runs import rollout_log
-from grpolab.runs.run import Run
-from grpolab.models.load import load_policy
-from grpolab.train.grpo import GRPOConfig, grpo
-from tests.test_rollout_log import CONFIG, PROBLEMS, digits, replace
-
-def slowly(path, data, what):  # so that a kill falls into the middle of a step more often than not
-    with open(path, "ab", buffering=0) as file:
-        for half in (data[: len(data) // 2], data[len(data) // 2 :]):
-            file.write(half)
-            time.sleep(0.05)
-
-rollout_log.append_bytes = slowly
-policy = load_policy("tiny", device="cpu")
-
-async def main():
-    config = replace(CONFIG, steps=12, save_every=3)
-    async for row in grpo(policy, None, PROBLEMS, config, reward=digits, run=Run("x", root=sys.argv[1])):
-        print("step", row["step"], flush=True)
-
-asyncio.run(main())
-"""
-
-
-def start(root):
-    return subprocess.Popen([sys.executable, "-c", CHILD, str(root)], stdout=subprocess.PIPE, text=True,
-                            cwd=Path(__file__).parent.parent)
-
-
-def until_step(process, number):
-    """Read what the process prints until it has done so many steps; False where it ended."""
-    for line in process.stdout:
-        if line.startswith("step"):
-            number -= 1
-            if not number:
-                return True
-    return False
-
-
-@pytest.mark.full
-def test_a_kill_at_any_point_leaves_a_record_that_is_read_and_goes_on(tmp_path):
-    """SIGKILL while it writes, at random moments; then the run to its end says what an uninterrupted one says."""
-    draw, cut_short = random.Random(0), 0
-    recorder = Recorder(tmp_path / "cut" / "x" / "rollouts")
-    for steps in (2, 4):
-        process = start(tmp_path / "cut")
-        assert until_step(process, steps)
-        for _ in range(20):  # a reader beside the writer sees whole steps
-            held = recorder.steps()
-            assert held == list(range(len(held)))
-        time.sleep(draw.random() * 0.2)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        told = []
-        held = list(dict.fromkeys(line["step"] for line in recorder.lines(tell=told.append)))
-        assert held == list(range(len(held))) and len(held) >= steps
-        cut_short += len(told)
-    for root in ("cut", "whole"):
-        process = start(tmp_path / root)
-        assert not until_step(process, 100) and process.wait() == 0
-        process.stdout.close()
-    assert recorder.steps() == list(range(12))
-    assert content(recorder.folder) == content(tmp_path / "whole" / "x" / "rollouts")

@@ -1,7 +1,6 @@
 """A run knows where its policy started: its cell can be run again, interrupted, and never shares its folder unnoticed."""
 
 import asyncio
-import copy
 import gc
 import json
 import os
@@ -16,10 +15,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
+from loop_helpers import flat, fresh, rows_of
 
 from grpolab.arithmetic import Task, generate
-from grpolab.files import append_line
-from grpolab.models.load import Policy
 from grpolab.runs import run as lab_run
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
@@ -32,14 +30,6 @@ from grpolab.train.sft import SFTConfig, demonstrations, sft
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = SFTConfig(steps=5, batch_size=6, lr=1e-3, save_every=2)
 TIMES = {"seconds", "tokens_per_s"}
-
-
-def fresh(tiny):
-    return Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "copy", tiny.eos_ids)
-
-
-def flat(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
 def train(policy, run, config=CONFIG, stop=None):
@@ -213,17 +203,6 @@ def test_the_newest_of_two_checkpoints_counts(tiny, tmp_path):
 # --- one folder, one loop ---------------------------------------------------------------------------------------------
 
 
-def test_another_seed_has_a_folder_of_its_own_or_is_refused(tiny, tmp_path):
-    run = Run("x", root=tmp_path)
-    first = train(fresh(tiny), run)
-    with pytest.raises(ValueError, match=r"holds the run of seed 0, and this one has seed 1.*Run\(\.\.\., seed=1\)"):
-        train(fresh(tiny), Run("x", root=tmp_path), replace(CONFIG, seed=1))
-    other = Run("x", root=tmp_path, seed=1)
-    assert other.folder == run.folder / "seed-1" and Run("x", root=tmp_path, seed=0).folder == run.folder
-    assert train(fresh(tiny), other, replace(CONFIG, seed=1)) != first
-    assert pd.read_csv(run.folder / "metrics.csv")["loss"].tolist() == [r["loss"] for r in first]
-
-
 def test_a_second_loop_of_the_process_is_refused_while_the_first_lives(tiny, tmp_path):
     async def main():
         examples = demonstrations(tiny, PROBLEMS)
@@ -277,37 +256,6 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tiny, tmp_path):
         other.stdout.close()
 
 
-@pytest.fixture
-def earlier(tiny, tmp_path):
-    """A finished run of another process: a folder that no loop of this one has trained into."""
-    run = Run("first", root=tmp_path)
-    rows = train(fresh(tiny), run)
-    shutil.copytree(run.folder, tmp_path / "x", ignore=shutil.ignore_patterns("start.safetensors"))  # it leaves with the model
-    for path in (tmp_path / "x").rglob("*"):
-        os.utime(path, (0, 0))
-    return rows
-
-
-def test_a_run_opened_later_has_its_table(earlier, tmp_path):
-    table = Run("x", root=tmp_path).table()
-    assert table["loss"].tolist() == pytest.approx([row["loss"] for row in earlier], rel=1e-12)
-    assert table["step"].tolist() == list(range(5))
-    assert Run("new", root=tmp_path).table().empty
-
-
-def test_an_earlier_run_of_another_configuration_is_moved_beside_not_overwritten(tiny, earlier, tmp_path, capsys):
-    run = Run("x", root=tmp_path)
-    run.child("below").figure("curve", plt.figure())
-    (run.folder / "below" / "run.json").write_text("{}")  # a run of its own
-    run.figure("before", plt.figure())  # drawn by this process, before its loop
-    assert train(fresh(tiny), run, replace(CONFIG, lr=2e-3)) != earlier
-    assert "x held a run of another configuration (lr 0.001 -> 0.002)" in (out := capsys.readouterr().out) and "x.1" in out
-    assert untimed(Run("x.1", root=tmp_path).table().to_dict("records")) == [pytest.approx(row) for row in earlier]
-    assert (run.folder / "figures" / "before.png").exists() and (run.folder / "below" / "figures").exists()
-    train(fresh(tiny), run, replace(CONFIG, lr=3e-3))  # the cell again, changed: this process may replace what it wrote
-    assert not (tmp_path / "x.2").exists()
-
-
 def test_a_shortened_notebook_leaves_its_runs_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for quick, folder in (("1", "runs/quick/x"), ("0", "runs/x"), ("", "runs/x")):
@@ -315,19 +263,51 @@ def test_a_shortened_notebook_leaves_its_runs_apart(tmp_path, monkeypatch):
         assert Run("x").folder == tmp_path / folder
 
 
-def test_an_earlier_run_of_the_same_configuration_is_done_again(tiny, earlier, tmp_path):
-    assert train(fresh(tiny), Run("x", root=tmp_path)) == earlier and not (tmp_path / "x.1").exists()
-
-
 def test_where_locks_do_not_exist_training_goes_on(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("grpolab.files.fcntl", None)
     assert len(train(tiny, Run("x", root=tmp_path))) == 5
 
 
+# --- a folder that holds a run ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(tiny, tmp_path):
+    """The rows of a finished run of another process: a folder that no loop of this one has trained into."""
+    rows = train(fresh(tiny), Run("first", root=tmp_path))
+    shutil.copytree(tmp_path / "first", tmp_path / "x", ignore=shutil.ignore_patterns(".start-*"))
+    for path in (tmp_path / "x").rglob("*"):
+        os.utime(path, (0, 0))
+    return rows
+
+
+def test_an_earlier_run_is_opened_done_again_or_moved_aside(tiny, earlier, tmp_path, capsys):
+    """Opened later it has its table; its cell gives the same numbers; another configuration overwrites nothing of it, nor a run
+    in a folder below, nor what this process drew before its loop."""
+    assert untimed(Run("x", root=tmp_path).table().to_dict("records")) == earlier and Run("new", root=tmp_path).table().empty
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    assert train(fresh(tiny), Run("y", root=tmp_path)) == earlier and not (tmp_path / "y.1").exists()
+    run = Run("x", root=tmp_path)
+    run.child("below").figure("curve", plt.figure())
+    (run.folder / "below" / "run.json").write_text("{}")  # a run of its own
+    run.figure("before", plt.figure())
+    assert train(fresh(tiny), run, replace(CONFIG, lr=2e-3)) != earlier
+    assert "x held a run of another configuration (lr 0.001 -> 0.002)" in (out := capsys.readouterr().out) and "x.1" in out
+    assert untimed(Run("x.1", root=tmp_path).table().to_dict("records")) == earlier
+    assert (run.folder / "figures" / "before.png").exists() and (run.folder / "below" / "figures").exists()
+    train(fresh(tiny), run, replace(CONFIG, lr=3e-3))  # the cell again, changed: this process may replace what it wrote
+    assert not (tmp_path / "x.2").exists()
+
+
+def test_another_seed_has_a_folder_of_its_own(tmp_path):
+    assert Run("x", root=tmp_path, seed=1).folder == tmp_path / "x" / "seed-1"
+    assert Run("x", root=tmp_path, seed=0).folder == tmp_path / "x"
+
+
 def test_the_start_lies_on_the_disk_only_while_the_model_lives(tiny, tmp_path):
     policy, run = fresh(tiny), Run("x", root=tmp_path)
     train(policy, run)
-    assert (run.folder / "start.safetensors").stat().st_size < 4e6 and not list(run.folder.glob("checkpoint-*"))
+    assert len(list(run.folder.glob(".start-*/model.safetensors"))) == 1 and not list(run.folder.glob("checkpoint-*"))
     del policy
     gc.collect()
     assert sorted(p.name for p in run.folder.iterdir()) == [".process", "metrics.csv", "run.json"]
@@ -365,47 +345,20 @@ def test_metrics_are_appended_and_a_new_column_rewrites_them(tmp_path, monkeypat
     assert table["late"].isna().sum() == 51 and table["nothing"].isna().all() and table["text"][0] == "a,b"
 
 
-def test_a_disk_that_takes_half_a_row_keeps_whole_rows(tmp_path):
-    path = tmp_path / "m.csv"
-    path.write_text("step,loss\n0,0.5\n")
-    script = (
-        "import resource, sys; from grpolab.files import append_line\n"
-        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20)); append_line(sys.argv[1], '1,0.25\\n')"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True,
-                          cwd=Path(__file__).parent.parent)
-    assert done.returncode == 1 and "no space left for a row of metrics" in done.stderr
-    assert path.read_text() == "step,loss\n0,0.5\n"
-    append_line(path, "1,0.25\n")
-    assert pd.read_csv(path)["loss"].tolist() == [0.5, 0.25]
-
-
 # --- what it was trained on -------------------------------------------------------------------------------------------
 
 
-def cut_sft(policy, run, problems, stop=None):
-    config = replace(CONFIG, save_every=1)
-
-    async def cell():
-        rows = sft(policy, demonstrations(policy, problems), config, run=run)
-        async for row in rows:
-            if row["step"] + 1 == stop:
-                break
-        await rows.aclose()
-
-    asyncio.run(cell())
-
-
 def test_a_checkpoint_of_other_data_is_refused(tiny, tmp_path):
-    cut_sft(fresh(tiny), Run("x", root=tmp_path), PROBLEMS, stop=2)
+    def cell(problems, stop=None):
+        rows = sft(fresh(tiny), demonstrations(tiny, problems), replace(CONFIG, save_every=1), run=Run("x", root=tmp_path))
+        return rows_of(rows, stop)
+
+    cell(PROBLEMS, 2)
     for other in (PROBLEMS[:-1], PROBLEMS[::-1]):
         with pytest.raises(ValueError, match="checkpoint-00000002 was trained on other data"):
-            cut_sft(fresh(tiny), Run("x", root=tmp_path), other)
-    run = Run("x", root=tmp_path)
-    cut_sft(fresh(tiny), run, list(PROBLEMS))
-    assert [row["step"] for row in run.metrics] == list(range(5))
-    cut_sft(fresh(tiny), Run("x", root=tmp_path), PROBLEMS[:-1])  # a run that has ended starts over
+            cell(other)
+    assert [row["step"] for row in cell(list(PROBLEMS))] == [2, 3, 4]
+    cell(PROBLEMS[:-1])  # a run that has ended starts over
 
 
 @pytest.mark.full
@@ -427,17 +380,12 @@ def test_pairs_problems_and_references_are_part_of_the_data(tiny, tmp_path):
                  [(PROBLEMS, fresh(tiny)), (PROBLEMS[1:], fresh(tiny)), (PROBLEMS, moved)]),
     }
 
-    async def first(rows):
-        async for _ in rows:
-            break
-        await rows.aclose()
-
     for name, (make, ((data, reference), *others)) in loops.items():
-        asyncio.run(first(make(fresh(tiny), data, reference, Run(name, root=tmp_path))))
+        rows_of(make(fresh(tiny), data, reference, Run(name, root=tmp_path)), 1)
         for other in others:
             with pytest.raises(ValueError, match="other data, or against another reference"):
-                asyncio.run(first(make(fresh(tiny), *other, Run(name, root=tmp_path))))
-        asyncio.run(first(make(fresh(tiny), data, reference, Run(name, root=tmp_path))))
+                rows_of(make(fresh(tiny), *other, Run(name, root=tmp_path)), 1)
+        rows_of(make(fresh(tiny), data, reference, Run(name, root=tmp_path)), 1)
 
 
 def test_a_hash_of_data_is_of_its_content(tiny):
@@ -457,7 +405,3 @@ def test_a_name_that_is_no_text_is_refused(names, tmp_path):
     assert not list(tmp_path.iterdir()) and Run("a/b", root=tmp_path).folder == tmp_path / "a--b"
 
 
-@pytest.mark.parametrize("seed", ["1", 1.0, -1])
-def test_a_seed_that_is_none_is_refused(seed, tmp_path):
-    with pytest.raises(ValueError, match="seed is None or an integer from 0"):
-        Run("x", root=tmp_path, seed=seed)

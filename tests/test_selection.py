@@ -1,7 +1,6 @@
 """Selection: what is measured on the way, which policy is kept, and that the training is the same without it."""
 
 import asyncio
-import csv
 import dataclasses
 import math
 import random
@@ -9,6 +8,7 @@ import random
 import pytest
 import torch
 from loop_helpers import flat as weights
+from loop_helpers import rows_of
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import Example, prompt_ids
@@ -42,28 +42,14 @@ def scripted(values):
 
 
 def train(policy, run, config=CONFIG, stop=None):
-    async def go():
-        rows = []
-        async for row in sft(policy, demonstrations(policy, PROBLEMS), config, run=run):
-            rows.append(row)
-            if row["step"] == stop:
-                break
-        return rows
-
-    return asyncio.run(go())
-
-
-def table(run):
-    with open(run.folder / "measured.csv") as file:
-        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    return rows_of(sft(policy, demonstrations(policy, PROBLEMS), config, run=run), stop)
 
 
 def test_the_best_is_kept_beside_the_last(tmp_path):
     measure, seen = scripted({0: 0.1, 2: 0.7, 4: 0.7, 6: 0.3})
     run, policy = Run("x", root=tmp_path, select=Selection(measure, every=2)), load_policy("tiny")
     rows = train(policy, run)
-    assert [r["steps"] for r in table(run)] == [0, 2, 4, 6] == list(run.measured()["steps"])
-    assert [r["score"] for r in table(run)] == [0.1, 0.7, 0.7, 0.3]
+    assert run.measured().to_dict("list") == {"steps": [0, 2, 4, 6], "score": [0.1, 0.7, 0.7, 0.3]}
     best = run.best()
     assert torch.equal(weights(best), seen[2]) and best.provenance["steps"] == 2  # of equal ones the earliest
     assert not torch.equal(weights(best), weights(policy)) and torch.equal(weights(policy), seen[6])
@@ -91,11 +77,8 @@ def test_selection_changes_no_bit_of_the_training(tmp_path, dropout):
                 layer.self_attn.attention_dropout = dropout
         config = GRPOConfig(steps=4, prompts_per_step=2, group_size=4, max_new_tokens=6, lr=1e-3, max_logp_diff=None)
 
-        async def go():
-            reward = lambda text, row, rollout: float(text.count("1"))  # noqa: E731
-            return [row async for row in grpo(policy, None, PROBLEMS, config, reward=reward, run=run)]
-
-        return policy, asyncio.run(go())
+        reward = lambda text, row, rollout: float(text.count("1"))  # noqa: E731
+        return policy, rows_of(grpo(policy, None, PROBLEMS, config, reward=reward, run=run))
 
     bare, rows = trained(Run("bare", root=tmp_path))
     watched, more = trained(Run("watched", root=tmp_path, select=Selection(measure, every=1)))
@@ -109,12 +92,12 @@ def test_a_run_that_goes_on_keeps_the_earlier_best_and_measures_what_was_missed(
     whole, seen = scripted(values)
     train(load_policy("tiny"), Run("whole", root=tmp_path, select=Selection(whole, every=2)))
     first, _ = scripted(values)
-    train(load_policy("tiny"), Run("cut", root=tmp_path, select=Selection(first, every=2)), stop=2)  # kept after 3 steps
-    assert [r["steps"] for r in table(Run("cut", root=tmp_path))] == [0, 2]
+    train(load_policy("tiny"), Run("cut", root=tmp_path, select=Selection(first, every=2)), stop=3)  # kept after 3 steps
+    assert list(Run("cut", root=tmp_path).measured()["steps"]) == [0, 2]
     rest, later = scripted(values)
     run = Run("cut", root=tmp_path, select=Selection(rest, every=2))
     train(load_policy("tiny"), run)
-    assert sorted(later) == [4, 6] and [r["score"] for r in table(run)] == [0.1, 0.9, 0.5, 0.6]
+    assert sorted(later) == [4, 6] and list(run.measured()["score"]) == [0.1, 0.9, 0.5, 0.6]
     assert torch.equal(weights(run.best()), seen[2])
 
 
@@ -135,7 +118,7 @@ def test_looks_taken_before_a_restart_are_there_after_it(tmp_path):
 
     whole, cut = looking(Run("whole", root=tmp_path)), looking(Run("cut", root=tmp_path))
     train(load_policy("tiny"), whole)
-    train(load_policy("tiny"), cut, stop=2)  # kept after 3 steps
+    train(load_policy("tiny"), cut, stop=3)  # kept after 3 steps
     again = looking(Run("cut", root=tmp_path))
     assert again.looks.steps() == [0, 2]
     train(load_policy("tiny"), again)
@@ -165,22 +148,16 @@ def test_a_measure_that_was_interrupted_is_asked_again(tmp_path, at):
     run = Run("cut", root=tmp_path, select=Selection(again, every=2))
     assert run.checkpointed() == (2 if at == 2 else 4)  # not even the last measure costs the run
     train(load_policy("tiny"), run)
-    assert [r["score"] for r in table(run)] == list(values.values()) and not run.checkpointed()
+    assert list(run.measured()["score"]) == list(values.values()) and not run.checkpointed()
     assert torch.equal(weights(run.best()), seen[6])
 
 
-def test_a_cell_that_is_run_again_measures_the_start_as_the_start(tmp_path):
+def test_a_cell_that_is_run_again_measures_the_start_as_the_start_and_another_run_forgets_the_best(tmp_path):
     measure, seen = scripted({0: 0.9, 6: 0.1})
     run, policy = Run("x", root=tmp_path, select=Selection(measure, every=6)), load_policy("tiny")
     train(policy, run)
     train(policy, run)
-    assert [r["score"] for r in table(run)] == [0.9, 0.1] and torch.equal(weights(run.best()), seen[0])
-    assert run.best().provenance["steps"] == 0
-
-
-def test_a_run_that_starts_over_forgets_the_best(tmp_path):
-    high, _ = scripted({0: 0.1, 6: 0.9})
-    train(load_policy("tiny"), Run("x", root=tmp_path, select=Selection(high, every=6)))
+    assert list(run.measured()["score"]) == [0.9, 0.1] and torch.equal(weights(run.best()), seen[0])
     train(load_policy("tiny"), Run("x", root=tmp_path), dataclasses.replace(CONFIG, lr=1e-4))  # without a selection
     run = Run("x", root=tmp_path)
     assert not run.measured().size
@@ -201,7 +178,7 @@ def test_the_best_is_never_half_written(tmp_path, monkeypatch):
         patch.setattr("grpolab.runs.selection.atomic_folder", killed)
         with pytest.raises(KeyboardInterrupt):
             train(load_policy("tiny"), run)
-    assert torch.equal(weights(run.best()), seen[0]) and [r["steps"] for r in table(run)] == [0]
+    assert torch.equal(weights(run.best()), seen[0]) and list(run.measured()["steps"]) == [0]
     with monkeypatch.context() as patch:  # the new one stands, and the old one is dropped half-way
         patch.setattr("grpolab.runs.selection.remove_folder", lambda path: None)
         again = Run("x", root=tmp_path, select=Selection(measure, every=3))
@@ -228,45 +205,18 @@ def test_a_reward_model_is_selected_too(tmp_path):
     measure, seen = scripted({0: 0.1, 2: 0.9})
     run = Run("x", root=tmp_path, select=Selection(measure, every=2))
 
-    async def go():
-        model = RewardModel.from_policy(policy)
-        return [row async for row in reward_model(model, pairs, RewardConfig(steps=2, batch_size=1), run=run)]
-
-    asyncio.run(go())
+    rows_of(reward_model(RewardModel.from_policy(policy), pairs, RewardConfig(steps=2, batch_size=1), run=run))
     assert torch.equal(weights(run.best(RewardModel.load)), seen[2])
 
 
-@pytest.mark.parametrize("value, error, says", [
-    ("0.5", TypeError, "a number, or numbers by name"), (None, TypeError, "a number"), ({"right": "x"}, TypeError, "right"),
-    ({"right": 0.5}, ValueError, r"gives no 'score' to select by; it gives \['right'\]"),
-])
-def test_a_measure_of_another_kind_is_an_error_before_anything_is_trained(tmp_path, value, error, says):
-    async def measure(policy):
-        return value
-
+@pytest.mark.parametrize("value", ["0.5", None, {"right": "x"}, {"right": 0.5}])
+def test_a_measure_without_the_number_is_an_error_before_anything_is_trained(tmp_path, value):
     policy = load_policy("tiny")
-    with pytest.raises(error, match=says):
-        train(policy, Run("x", root=tmp_path, select=Selection(measure)))
-    assert policy.version == 0
-
-
-def test_what_is_no_selection_is_refused(tmp_path):
-    policy = load_policy("tiny")
-    with pytest.raises(TypeError, match="async def"):
-        train(policy, Run("x", root=tmp_path, select=Selection(lambda policy: 0.5)))
+    with pytest.raises(ValueError, match="gives a number, or numbers by name with the one to select by, 'score', among them"):
+        train(policy, Run("x", root=tmp_path, select=Selection(lambda policy: value)))
     assert policy.version == 0
     with pytest.raises(ValueError, match="at least 1, got every=0"):
         Selection(lambda policy: 0.5, every=0)
-    with pytest.raises(ValueError, match="async function of the policy, got 3"):
-        Selection(3)
-
-
-def test_nan_selects_nothing_and_says_so(tmp_path):
-    measure, seen = scripted({0: 0.1, 6: float("nan")})
-    run = Run("x", root=tmp_path, select=Selection(measure, every=6))
-    with pytest.warns(UserWarning, match="nan for 'score' after 6 steps"):
-        train(load_policy("tiny"), run)
-    assert torch.equal(weights(run.best()), seen[0])
 
 
 def test_going_on_by_another_number_is_refused(tmp_path):
@@ -281,47 +231,23 @@ def test_going_on_by_another_number_is_refused(tmp_path):
 # --- ready-made measures ----------------------------------------------------------------------------------------------
 
 
-def test_the_held_out_loss_is_that_of_the_same_weights(tmp_path):
+def test_the_held_out_loss_is_that_of_the_same_weights_without_dropout():
     """Every so many steps and in the last row; training on the held-out examples themselves it is the loss of the row."""
     policy, other = load_policy("tiny"), load_policy("tiny")
     examples = demonstrations(policy, PROBLEMS[:4])
-    config = dataclasses.replace(CONFIG, held_out_every=2)
-
-    async def go(policy, **more):
-        return [row async for row in sft(policy, examples, config, **more)]
-
-    rows = asyncio.run(go(policy, held_out=examples))
+    rows = rows_of(sft(policy, examples, dataclasses.replace(CONFIG, held_out_every=2), held_out=examples))
     assert [r["step"] for r in rows if "held_out_loss" in r] == [0, 2, 4, 5]
     assert all(r["held_out_loss"] == pytest.approx(r["loss"], rel=1e-5) for r in rows if "held_out_loss" in r)
-    assert all("held_out_loss" not in r for r in asyncio.run(go(other)))
+    rows_of(sft(other, examples, CONFIG))
     assert torch.equal(weights(policy), weights(other))
-
-
-def test_the_held_out_loss_is_taken_without_dropout_and_packed_alike():
-    policy = load_policy("tiny")
-    examples = demonstrations(policy, PROBLEMS)
     plain = sft_value(policy, examples, CONFIG)
     policy.model.train()
     for layer in policy.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    assert sft_value(policy, examples, CONFIG) == plain
     packed = dataclasses.replace(CONFIG, pack_width=256, token_budget=64)
-    assert sft_value(policy, examples, packed) == pytest.approx(plain, rel=1e-5)
-    assert all(p.grad is None for p in policy.model.parameters())
-
-
-def test_held_out_examples_that_do_not_fit_are_refused():
-    policy = load_policy("tiny")
-    examples = demonstrations(policy, PROBLEMS[:2])
-
-    async def go(held_out):
-        return [row async for row in sft(policy, examples, CONFIG, held_out=held_out)]
-
+    assert sft_value(policy, examples, CONFIG) == plain == pytest.approx(sft_value(policy, examples, packed), rel=1e-5)
     with pytest.raises(ValueError, match="held-out example 0 has no token to train on"):
-        asyncio.run(go([Example((5, 6), (0, 0))]))
-    with pytest.raises(ValueError, match="600"):
-        asyncio.run(go([Example((5,) * 600, (1,) * 600)]))
-    assert policy.version == 0
+        rows_of(sft(policy, examples, CONFIG, held_out=[Example((5, 6), (0, 0))]))
 
 
 def test_the_held_out_reward_is_the_mean_of_what_the_policy_earns():

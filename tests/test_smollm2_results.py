@@ -14,7 +14,6 @@ from grpolab.train import GRPOConfig
 
 ROOT = repository()
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import report_smollm2  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_gym as gym  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
@@ -43,20 +42,13 @@ def rollout(reason: str) -> Rollout:
     return Rollout((1,), (2,), mask=(1,), logps=(-1.0,), raw_logps=(-1.0,), finish_reason=reason)
 
 
-def test_the_reward_is_the_share_of_the_rules_and_more_for_all():
+def test_the_reward_is_the_share_of_the_rules_and_held_out_topics_are_others():
     def reward(text, reason="eos"):
         return style.share_kept(text, EIGHT, rollout(reason))
 
     assert reward("rain falls on green hills") == 1.0 and reward("") == 0.0
     assert reward("Rain falls on green hills") == reward("rain falls on green hills", "length") == 0.375
-    assert reward("Rain falls on the green hills") == 0.25
-
-
-def test_held_out_prompts_are_of_other_topics_and_say_their_rules():
     assert not {s.topic for s in style.TRAIN} & {s.topic for s in style.HELD_OUT} and len(style.HELD_OUT) == 200
-    assert len(set(style.TOPICS)) == len(style.TOPICS) and len({s.prompt for s in style.TRAIN}) == len(style.TRAIN)
-    for s in (*style.TRAIN, *style.HELD_OUT):
-        assert all(said in s.prompt for said in (s.topic, str(s.longest), *(f'"{word}"' for word in s.banned)))
 
 
 def test_the_task_is_chosen_by_what_the_untrained_model_did():
@@ -113,13 +105,6 @@ def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path):
     assert "full 0" not in runs.Record(path, {"steps": 3, "rates": (0.1, 0.2)})
 
 
-def test_paired_differences_are_of_the_same_prompts():
-    assert runs.flags([True, False, 1]) == "101"
-    assert runs.paired("0000", "1111").startswith("100.0%") and runs.paired("0110", "0110").startswith("0.0%")
-    with pytest.raises(ValueError, match="3 and 2 outcomes"):
-        runs.paired("000", "11")
-
-
 def test_one_run_is_trained_and_measured(tiny):
     """Of the loop's rows the reward of every step; and the answers after it, one a prompt."""
     rows = random.Random(0).sample(style.TRAIN, 4)
@@ -129,15 +114,3 @@ def test_one_run_is_trained_and_measured(tiny):
     assert found["trained"] == sum(p.numel() for p in tiny.model.parameters())
     answers = asyncio.run(runs.said(tiny, rows, 4))
     assert len(answers) == 4 and all(len(r.tokens) <= 4 and tiny.decode(r.tokens) == text for text, r in answers)
-
-
-def test_a_gain_below_its_goal_bears_a_cross():
-    assert report_smollm2.gained({"gain": "6.4% [3.3%, 9.5%]"}, 10) == "6.4 [3.3, 9.5] points ✗"
-    assert report_smollm2.gained({"gain": "10.0% [6.0%, 14.0%]"}, 10) == "10.0 [6.0, 14.0] points"
-    assert report_smollm2.gained({"gain": "-1.0% [-6.0%, 4.0%]"}, 10).endswith("✗")
-
-
-def test_runs_stand_by_kind_and_seed():
-    found = {"settings": {}, "base": {}, "lora 0": 1, "full 1": 2, "full 0": 3}
-    assert report_smollm2.runs_of(found, "full", "lora") == [("full", "0", 3), ("full", "1", 2), ("lora", "0", 1)]
-    assert report_smollm2.runs_of(found, "grpo") == []

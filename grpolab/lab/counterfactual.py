@@ -41,9 +41,8 @@ from grpolab.lab.restore import (
 )
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
-from grpolab.runs.checkpoints import weights_hash
-from grpolab.runs.kept_weights import KeptWeights
-from grpolab.runs.run import FORKED, Run, plain_config
+from grpolab.runs.checkpoints import plain_config, weights_hash
+from grpolab.runs.run import FORKED, Run
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, trainer_logps, verify_both
 from grpolab.train.multiturn import Limits, multi_turn_grpo
@@ -95,7 +94,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     if episodes and pool is None and edit is None:
         edit = unchanged
     reference = reference or (load_start(run) if config.kl_coef else None)
-    forked = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.weights.every)
+    forked = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.replay_every)
     with forked.held():
         done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, forked, state, config, edit, reference))
     if episodes and pool is None:
@@ -136,7 +135,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
     optimiser = state.optimiser if config.optimiser == state.config.optimiser else make_optimiser(policy, config)
     for group in optimiser.param_groups:  # that of the run came with the optimiser's state
         group["weight_decay"] = config.weight_decay
-    KeptWeights(forked.folder / "replay", every=1).keep(done, plain_config(config), policy, optimiser)
+    forked.replay_states.save(done, config, policy, optimiser)
     if edit is not None:
         whole = run.recorder.groups(done)
         used, unused = [g for g in whole if g.used], [g for g in whole if not g.used]
@@ -154,7 +153,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
     forked.keep_for_replay(done, config, policy, optimiser)
     note = {"start": weights_hash(policy), "base": policy.name, "config": plain_config(config)}
     atomic_write(forked.folder / "run.json", json.dumps(note, indent=1) + "\n")
-    forked._write_table()
+    forked.write_table()
     return done
 
 

@@ -19,8 +19,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from grpolab.files import atomic_write
-from grpolab.runs.figures import fewer_colours
+from grpolab.files import atomic_write, fewer_colours
 from grpolab.runs.run import repository
 
 EXAMPLES = {"bool": "True or False", "int": "3", "float": "1e-4", "str": "tiny"}  # of parameters' types

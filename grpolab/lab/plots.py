@@ -19,9 +19,9 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 from PIL import Image  # matplotlib brings it
 
+from grpolab.files import DPI, png
 from grpolab.lab.interrupts import quiet_interrupts
 from grpolab.lab.metrics import readable
-from grpolab.runs.figures import DPI, png
 
 POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
 CHOSEN, REJECTED, HELD_OUT, SKY, PURPLE = "#0072B2", "#E69F00", "#000000", "#56B4E9", "#CC79A7"

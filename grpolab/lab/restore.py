@@ -19,7 +19,7 @@ import torch
 from grpolab.decode.engines.attention import share_attention
 from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
-from grpolab.runs.checkpoints import check_seal, data_hash, load_state
+from grpolab.runs.checkpoints import data_hash, load_state
 from grpolab.runs.run import FORKED, Run
 from grpolab.sync import set_own_threads
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, verify_both
@@ -175,7 +175,6 @@ def load_start(run: Run) -> Policy:
         run = parent
     folder = run.folder / "replay" / "policy"
     try:
-        check_seal(folder)
         return load_policy(str(folder), **device_and_dtype((run.recorder.sessions() or [{}])[-1]))
     except Exception as error:  # transformers, tokenizers and safetensors each raise types of their own for a damaged file
         raise ValueError(f"the policy that {run.shown(run.folder)} started from cannot be loaded from {run.shown(folder)} "
@@ -192,7 +191,6 @@ def load_kept_state(run: Run, step: int, policy: Policy, optimiser) -> None:
     """The kept state before `step` into policy and optimiser; ValueError for one that is damaged or another model's."""
     folder = run.kept()[step]
     try:
-        check_seal(folder)
         policy.version = load_state(folder, policy, optimiser)["version"]
     except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
         raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "

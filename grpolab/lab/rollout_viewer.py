@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -62,7 +61,7 @@ def browse(run: Run, path: str | Path | None = None, *, steps: Iterable[int] | N
     very long rollout it holds the beginning."""
     steps, numbers = None if steps is None else set(steps), 1 + (now is not None) + (reference is not None)
     sizes = [(size_of(line, numbers), len(line["tokens"]), (line["step"], line["group"]))
-             for line in run.recorder.lines(steps, tell=warnings.warn)]
+             for line in run.recorder.lines(steps)]
     if not sizes:
         raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
                          "multi_turn_grpo leave them, unless keep='none'")

@@ -1,5 +1,5 @@
-"""What a checkpoint holds: a model's parameters and an optimiser's state as tensors by name, and hashes of
-the former and of the data. And what the bits of a computation depend on beside them."""
+"""Saved states of a run: a model's parameters and an optimiser's state by name, in one folder a step; hashes of weights and
+data; and what the bits of a computation depend on beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Number
@@ -16,34 +16,44 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-
-def weights_hash(policy) -> str:
-    """A hash of all parameters by name."""
-    digest = hashlib.sha256()
-    for name, p in policy.model.named_parameters():
-        p = p.detach().cpu().contiguous()
-        digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
-        digest.update(p.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+from grpolab.files import atomic_folder, remove_folder
 
 
-def data_hash(items: Iterable, reference=None) -> str:
-    """A hash of what a loop trains on, in its order: JSON values, dataclasses, tensors and plain objects by their content;
-    and of the weights of the policy that it is measured from, where there is one."""
-    digest = hashlib.sha256()
-    for item in items:
-        digest.update(json.dumps(item, default=_content, skipkeys=True).encode() + b"\n")
-    digest.update(weights_hash(reference).encode() if reference else b"")
-    return digest.hexdigest()
+class Checkpoints:
+    """The saved states `<name>-<step>` in a folder: what a loop needs to go on after so many steps. What it draws is a
+    function of (seed, step), so parameters and optimiser are all there is, and `more` (JSON)."""
+
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.name = folder, name
+
+    def saved(self) -> dict[int, Path]:
+        """Steps done -> folder, in order."""
+        folders = sorted(self.folder.glob(f"{self.name}-" + "[0-9]" * 8))
+        return {int(folder.name[-8:]): folder for folder in folders}
+
+    def save(self, step: int, config, policy, optimiser, **more) -> Path:
+        target = self.folder / f"{self.name}-{step:08d}"
+        with atomic_folder(target) as folder:
+            safetensors.torch.save_file(weights(policy), folder / "model.safetensors")
+            tensors, scalars = split(optimiser.state_dict())
+            safetensors.torch.save_file(tensors, folder / "optimiser.safetensors")
+            state = {"step": step, "version": policy.version, "config": plain_config(config), "optimiser": scalars}
+            (folder / "state.json").write_text(json.dumps(more | state))
+        return target
+
+    def drop(self, keep: Path | None = None) -> None:
+        """Remove all, or all but one."""
+        for folder in self.saved().values():
+            if folder != keep:
+                remove_folder(folder)
 
 
-def _content(x):
-    """What JSON can hold of a value. Never its address, which is another in every process."""
-    if is_dataclass(x):
-        return {f.name: getattr(x, f.name) for f in fields(x)}
-    if hasattr(x, "tolist"):
-        return x.tolist()
-    return vars(x) if hasattr(x, "__dict__") else f"{type(x).__name__} {str(x) if isinstance(x, bytes | Number) else ''}"
+def load_state(folder: Path, policy, optimiser) -> dict:
+    """Put a saved state back into the policy and the optimiser; returns what is saved beside them."""
+    state = json.loads((folder / "state.json").read_text())
+    optimiser.load_state_dict(join(safetensors.torch.load_file(folder / "optimiser.safetensors"), state["optimiser"]))
+    put_weights(policy, folder / "model.safetensors")
+    return state
 
 
 def weights(policy) -> dict[str, torch.Tensor]:
@@ -74,6 +84,7 @@ def split(state: dict) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def join(tensors: dict[str, torch.Tensor], scalars: dict) -> dict:
+    """The inverse of `split`."""
     slots = {int(i): values for i, values in json.loads(json.dumps(scalars["slots"])).items()}
     for key, value in tensors.items():
         i, *path, name = key.split("/")
@@ -84,46 +95,41 @@ def join(tensors: dict[str, torch.Tensor], scalars: dict) -> dict:
     return {"state": slots, "param_groups": scalars["param_groups"]}
 
 
-SEAL = "sha256.json"
+def plain_config(config) -> dict:
+    """A configuration as JSON."""
+    return json.loads(json.dumps(asdict(config) if is_dataclass(config) else config, default=str))
 
 
-def seal(folder: Path) -> None:
-    """Note the hash of every file in a folder that is whole now."""
-    (folder / SEAL).write_text(json.dumps({p.name: _sha256(p) for p in sorted(folder.iterdir()) if p.name != SEAL}))
+# --- hashes, and the machine ------------------------------------------------------------------------------------------
 
 
-def check_seal(folder: Path) -> None:
-    """ValueError for a file that is not as it was when the folder was sealed. A folder without a seal is taken as it is."""
-    if not (folder / SEAL).exists():
-        return
-    try:
-        noted = json.loads((folder / SEAL).read_text())
-        other = [name for name, digest in noted.items() if _sha256(folder / name) != digest]
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{SEAL} or what it names cannot be read: {error}") from error
-    if other:
-        raise ValueError(f"{', '.join(other)}: not the bytes that were written")
+def weights_hash(policy) -> str:
+    """A hash of all parameters by name."""
+    digest = hashlib.sha256()
+    for name, p in policy.model.named_parameters():
+        p = p.detach().cpu().contiguous()
+        digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
+        digest.update(p.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def data_hash(items: Iterable, reference=None) -> str:
+    """A hash of what a loop trains on, in its order: JSON values, dataclasses, tensors and plain objects by their content;
+    and of the weights of the policy that it is measured from, where there is one."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(json.dumps(item, default=_content, skipkeys=True).encode() + b"\n")
+    digest.update(weights_hash(reference).encode() if reference else b"")
+    return digest.hexdigest()
 
 
-def save_state(folder: Path, policy, optimiser, **more) -> None:
-    """Parameters, optimiser and `more` (JSON) into a folder, for `load_state`."""
-    safetensors.torch.save_file(weights(policy), folder / "model.safetensors")
-    tensors, scalars = split(optimiser.state_dict())
-    safetensors.torch.save_file(tensors, folder / "optimiser.safetensors")
-    (folder / "state.json").write_text(json.dumps(more | {"optimiser": scalars}))
-
-
-def load_state(folder: Path, policy, optimiser) -> dict:
-    """What `save_state` left, back into the policy and the optimiser; returns `more`."""
-    state = json.loads((folder / "state.json").read_text())
-    optimiser.load_state_dict(join(safetensors.torch.load_file(folder / "optimiser.safetensors"), state["optimiser"]))
-    put_weights(policy, folder / "model.safetensors")
-    return state
+def _content(x):
+    """What JSON can hold of a value. Never its address, which is another in every process."""
+    if is_dataclass(x):
+        return {f.name: getattr(x, f.name) for f in fields(x)}
+    if hasattr(x, "tolist"):
+        return x.tolist()
+    return vars(x) if hasattr(x, "__dict__") else f"{type(x).__name__} {str(x) if isinstance(x, bytes | Number) else ''}"
 
 
 def computed_on(policy, engine: str = "") -> dict:
