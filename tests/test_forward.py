@@ -102,7 +102,7 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     layout = lay_out(rollouts)
     assert layout.ids.shape == (3, 2 + 29 + 1) and len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
     assert layout.tokens.lone.shape == (3, 2) and layout.tokens.completions.shape == (4, 29)
-    assert layout.apart.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
+    assert layout.apart.ids.shape == (7, 31) and len(layout.chosen.target) == 30 + 1 + 2 + 1 + 2 + 3
 
 
 @pytest.mark.parametrize("prompt", [64, 700])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from starlette.responses import JSONResponse
 
 from grpolab.chat import call_form, tokenising
-from grpolab.decode.requests import Kept, Request
+from grpolab.decode.requests import Prefix, Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
 from grpolab.serve import openai_schema
@@ -80,7 +80,7 @@ class CompletionResponse:
 
         try:
             self.job = service.sampler.submit(
-                [p.ids for p in self.prompts], group_size=self.request.n, params=self.params, kept=self._cache(),
+                [p.ids for p in self.prompts], group_size=self.request.n, params=self.params, prefix=self._cache(),
                 on_rollout=(lambda *event: put(event)) if stream else None,
                 on_tokens=(lambda *event: put(event)) if stream else None)
         except ValueError as error:
@@ -161,7 +161,7 @@ class CompletionResponse:
         default = room if isinstance(self.request, ChatRequest) else openai_schema.COMPLETION_TOKENS
         return most or min(room, session and session.max_tokens or default)
 
-    def _cache(self) -> Kept | None:
+    def _cache(self) -> Prefix | None:
         """Of a session's single answer the keys and values of the turn before; other requests leave none."""
         one = self.session is not None and len(self.prompts) == self.request.n == 1
         return self.service.sessions.caches.after(self.prompts[0].parent) if one else None
@@ -176,8 +176,8 @@ class CompletionResponse:
             raise Refused(503, "the service is shutting down")
         self.answered += 1
         kept = session and session.record(self.prompts[index], rollout, turn, rollout.tokens[-1] in self.policy.eos_ids)
-        if kept and self.job.kept is not None:
-            self.service.sessions.caches.keep(kept, self.job.kept)
+        if kept and self.job.prefix is not None:
+            self.service.sessions.caches.keep(kept, self.job.prefix)
 
     def _check_sampled(self) -> None:
         """Refused for what the sampler raised."""

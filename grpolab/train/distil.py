@@ -188,7 +188,7 @@ def _of_distributions(policy, teacher, layouts, shape, mask, config):
     with torch.no_grad(), teacher.acting(), forward_passes(teacher, config):
         wanted, other = rollout_states(teacher, layouts[1])
     first, second = (torch.argsort(x.row * shape[1] + x.column) for x in (layout, other))  # token by token, in one order
-    target = layout.target[first].to(policy.device)
+    target = layout.chosen.target[first].to(policy.device)
     hidden, wanted = hidden[first.to(hidden.device)], wanted[second.to(wanted.device)].to(hidden.device)
     heads = [{k: None if x is None else x.to(hidden.device) for k, x in head_of(p).items()} for p in (policy, teacher)]
     size = max(1, CHUNK // heads[0]["head"].shape[0])
