@@ -15,7 +15,7 @@ from grpolab.decode.engines.hf import HFEngine
 from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.decode.verify import batch_dependence, choose_engine, disagreement, thresholds
+from grpolab.decode.verify import batch_dependence, choose_engine, difference, disagreement, thresholds
 from grpolab.models import load
 
 
@@ -33,6 +33,14 @@ def test_thresholds_are_found_wherever_a_configuration_names_them():
     fixed = dict(rope_type="llama3", original_max_position_embeddings=8192, factor=8.0, low_freq_factor=1.0,
                  high_freq_factor=4.0, rope_theta=1e4)
     assert 8192 not in thresholds(AutoConfig.for_model("llama", rope_parameters=fixed))
+
+
+def test_the_bounds_of_a_difference():
+    """fp32: 1e-4 of the largest value; in a lower precision one and a half times what rounding moves the plain forward by."""
+    own = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    off = lambda share: own + share * own.abs().max()  # noqa: E731
+    assert difference(off(0.9e-4), own, None) is None and "at most" in difference(off(1.1e-4), own, None)
+    assert difference(off(0.014), own, off(0.01)) is None and "on average" in difference(off(0.016), own, off(0.01))
 
 
 class Late(LlamaForCausalLM):
