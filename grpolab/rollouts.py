@@ -34,7 +34,6 @@ class Rollout:
     seed: int = 0
     policy_version: int = 0
     reward: float | None = None
-    timings: dict = field(default_factory=dict, compare=False)
     kept_mass: tuple[float, ...] = ()
     parts: Mapping[str, float | None] = field(default_factory=dict, compare=False)
 

@@ -6,9 +6,6 @@ import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
 
 from grpolab.decode.cache import FIRST, PAGE, Pages, Prefilled, Slots, store_for
-from grpolab.decode.engines import llama
-from grpolab.decode.engines.llama import LlamaEngine
-from grpolab.decode.packed_weights import Strips
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.decode.verify import choose_engine
@@ -26,7 +23,7 @@ def on_any_processor():
 
 @pytest.fixture(scope="module")
 def engine():
-    return choose_engine(tiny_policy().model)
+    return choose_engine(tiny_policy())
 
 
 def prefilled(engine, lengths, seed=0):
@@ -118,7 +115,7 @@ def test_pages_and_slots_give_the_same_rollouts(dtype, monkeypatch):
         assert isinstance(paged._scheduler.store, Pages)
         ours = flat(paged.sample_sync(prompts, group_size=4, params=params))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    with Sampler(policy, slots=6) as slotted:
+    with Sampler(tiny_policy(eos=(3, 14, 15), dtype=dtype), slots=6) as slotted:
         assert isinstance(slotted._scheduler.store, Slots)
         theirs = flat(slotted.sample_sync(prompts, group_size=4, params=params))
     same = [(r, s) for r, s in zip(ours, theirs) if r.tokens == s.tokens]  # else a draw fell between the two roundings
@@ -132,28 +129,8 @@ def test_exact_mode_keeps_the_kernels_of_the_trainer():
         assert isinstance(store_for(sampler.engine, 4), Slots)
 
 
-# --- one row at a time ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_strips_are_the_product(dtype, rows):
-    torch.manual_seed(0)
-    weight, x = torch.randn(192, 80).to(dtype), torch.randn(rows, 80).to(dtype)
-    expected = x.double() @ weight.double().T
-    assert (Strips(weight)(x) - expected).abs().max() <= expected.abs().max() * (1e-6 if dtype == torch.float32 else 2**-8)
-
-
-def test_a_sampler_of_one_row_reads_strips(monkeypatch):
-    monkeypatch.setattr(llama, "SMALL", 0)
-    policy = tiny_policy(eos=(3,), attention_bias=True)
-    params = SamplingParams(greedy=True, max_new_tokens=60)
+def test_a_sampler_of_one_row_gives_the_same_tokens():
+    policy, params = tiny_policy(eos=(3,), attention_bias=True), SamplingParams(greedy=True, max_new_tokens=60)
     with Sampler(policy, slots=1) as one, Sampler(policy, slots=4) as four:
-        assert isinstance(one.engine, LlamaEngine) and one.engine.products[0][0].layout == "strips"
-        assert one.engine.products[0][2].layout == "strips" and not one.engine.paged
         found, expected = (flat(s.sample_sync(ragged_prompts(4), params=params)) for s in (one, four))
     assert [r.tokens for r in found] == [r.tokens for r in expected]
-    policy.model.model.layers[0].mlp.gate_proj.weight.data.neg_()
-    policy.version += 1
-    with Sampler(policy, slots=1) as fresh:
-        assert flat(fresh.sample_sync(ragged_prompts(4), params=params)) != found

@@ -1,6 +1,7 @@
 """Turns that are cancelled, fail or fill the context leave the conversation whole."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,53 +14,71 @@ from grpolab.decode.sampling import SamplingParams
 TURN = SamplingParams(max_new_tokens=12)
 
 
-def exchange(conversation, turns):
-    for ids in turns:
-        conversation.sample_sync(ids, TURN)
-    return conversation.rollout()
+def test_a_turn_feeds_only_what_is_new_and_joins_the_batch():
+    """Six exchanges together give what each gives alone; of a later turn the ids and one drawn token are fed."""
+    policy, given = tiny_policy(), ragged_prompts(3, 5, 40, seed=9)
+
+    async def exchange(sampler, seed):
+        conversation = sampler.conversation(seed=seed)
+        for ids in given:
+            await conversation.sample(ids, TURN)
+        return conversation
+
+    async def main():
+        async with Sampler(policy, slots=8) as sampler:
+            together = [c.rollout() for c in await asyncio.gather(*(exchange(sampler, i) for i in range(6)))]
+            steps, fed = sampler.stats.steps, sampler.stats.prefill_tokens
+            alone = [await exchange(sampler, i) for i in range(6)]
+            assert fed == 6 * (sum(map(len, given)) + 2) and steps < sampler.stats.steps - steps
+            return together, alone
+
+    together, alone = asyncio.run(main())
+    assert together == [c.rollout() for c in alone] and audit(policy, together).max_error <= 1e-4
+    one, (_, second, third) = alone[0], given
+    first, *later = one.turns
+    assert one.rollout().prompt == tuple(given[0]) == first.prompt
+    assert one.rollout().tokens == first.tokens + tuple(second) + later[0].tokens + tuple(third) + later[1].tokens
+    assert one.rollout().mask == (1,) * 12 + (0,) * len(second) + (1,) * 12 + (0,) * len(third) + (1,) * 12
+    assert len({t.tokens for t in one.turns}) == 3
 
 
+@pytest.mark.parametrize("fault", ["cancelled", "failed"])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_cancelled_turn_leaves_the_conversation_as_it_was(first):
+def test_a_turn_that_does_not_end_leaves_the_conversation_as_it_was(first, fault, monkeypatch):
     policy = tiny_policy(context=1024)
     one, two, three = ragged_prompts(3, 5, 20, seed=2)
     before = [] if first else [one]
 
     async def main():
         async with Sampler(policy, slots=4) as sampler:
-            conversation = sampler.conversation(seed=4)
+            conversation, plain = sampler.conversation(seed=4), sampler.conversation(seed=4)
             for ids in before:
                 await conversation.sample(ids, TURN)
             drawn = sampler.stats.new_tokens
-            lost = asyncio.create_task(conversation.sample(two, SamplingParams(max_new_tokens=500)))
-            while sampler.stats.new_tokens < drawn + 8:
-                await asyncio.sleep(0.001)
-            lost.cancel()
-            await asyncio.gather(lost, return_exceptions=True)
-            turn = await conversation.sample(three, TURN)
-            plain = sampler.conversation(seed=4)
+            with monkeypatch.context() as patch:
+                patch.setattr(policy.tokenizer, "decode", lambda ids: 1 / 0, raising=False)
+                strings = ("x",) if fault == "failed" else ()
+                lost = asyncio.create_task(conversation.sample(two, SamplingParams(max_new_tokens=500, stop_strings=strings)))
+                while sampler.stats.new_tokens < drawn + 8 and not lost.done():
+                    await asyncio.sleep(0.001)
+                with pytest.raises(RuntimeError, match="still being sampled") if fault == "cancelled" else nullcontext():
+                    await conversation.sample([3], TURN) if fault == "cancelled" else None
+                lost.cancel()
+                await asyncio.gather(lost, return_exceptions=True)
             for ids in (*before, three):
                 await plain.sample(ids, TURN)
-            return conversation, plain, turn
+            await conversation.sample(three, TURN)
+            turn = asyncio.create_task(plain.sample([1], TURN))
+            await asyncio.sleep(0)
+            plain.close()
+            await turn
+            with pytest.raises(RuntimeError, match="closed"):
+                await plain.sample([3])
+            return conversation, plain
 
-    conversation, plain, turn = asyncio.run(main())
+    conversation, plain = asyncio.run(main())
     assert audit(policy, [conversation.rollout()]).max_error <= 1e-4
-    assert len(conversation.turns) == len(before) + 1 and turn.prompt[-len(three):] == tuple(three)
-    assert conversation.rollout() == plain.rollout()
-
-
-def test_a_turn_that_fails_leaves_the_conversation_as_it_was(monkeypatch):
-    policy = tiny_policy()
-    one, two, three = ragged_prompts(3, 5, 20, seed=2)
-    with Sampler(policy) as sampler:
-        conversation = sampler.conversation(seed=4)
-        conversation.sample_sync(one, TURN)
-        with monkeypatch.context() as patch:
-            patch.setattr(policy.tokenizer, "decode", lambda ids: 1 / 0, raising=False)
-            with pytest.raises(ZeroDivisionError):
-                conversation.sample_sync(two, SamplingParams(max_new_tokens=12, stop_strings=("x",)))
-        conversation.sample_sync(three, TURN)
-        assert conversation.rollout() == exchange(sampler.conversation(seed=4), [one, three])
+    assert [t.tokens for t in conversation.turns] == [t.tokens for t in plain.turns[:-1]]
 
 
 @pytest.mark.parametrize("most", [500, 54])
@@ -108,20 +127,3 @@ def test_a_turn_that_saw_two_versions_of_the_weights_keeps_nothing():
 
     second = asyncio.run(main())
     assert audit(policy, [second]).disagreements == 0
-
-
-def test_a_conversation_closed_during_a_turn_stays_closed():
-    policy = tiny_policy()
-
-    async def main():
-        async with Sampler(policy) as sampler:
-            conversation = sampler.conversation(seed=0)
-            turn = asyncio.create_task(conversation.sample([1, 2], TURN))
-            await asyncio.sleep(0)
-            conversation.close()
-            await turn
-            with pytest.raises(RuntimeError, match="closed"):
-                await conversation.sample([3])
-            return conversation.rollout()
-
-    assert len(asyncio.run(main()).tokens) == 12

@@ -20,6 +20,7 @@ LONG = dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor
 LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
               n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=24,
               n_shared_experts=1, first_k_dense_replace=1)
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
 
 
 def neo(window, context=250):
@@ -57,6 +58,13 @@ FAMILIES = {
                                           intermediate_size_mlp=48)),
     "biogpt": ("biogpt", dict(HEADS, intermediate_size=48)), "xglm": ("xglm", dict(
         d_model=32, num_layers=3, attention_heads=4, ffn_dim=48, max_position_embeddings=250, init_std=0.2, **IDS)),
+    "gemma3 with images": ("gemma3", dict(text_config=dict(WINDOW, **HEAD, layer_types=MIXED), vision_config=VISION,
+                                          mm_tokens_per_image=4)),
+    "gemma4 with images": ("gemma4", dict(text_config=dict(WINDOW, **HEAD))),
+    "llama4 with images": ("llama4", dict(text_config=dict(PLAIN, **HEAD, attention_chunk_size=24, num_local_experts=2,
+                                                           intermediate_size_mlp=48))),
+    "rembert": ("rembert", dict(HEADS, intermediate_size=48, input_embedding_size=16, output_embedding_size=16,
+                                is_decoder=True)),
     "modernbert decoder": ("modernbert-decoder", dict(PLAIN, local_attention=24)),
 }
 STRAIGHT = {"llama", "llama yarn", "llama llama3", "llama with biases", "qwen2", "qwen3", "mistral"}  # by the llama engine

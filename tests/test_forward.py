@@ -1,6 +1,5 @@
 """The decoder that training uses on Llama-shaped models is the model's own, value and gradient, and keeps less of it."""
 
-import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -9,13 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from grpolab.chat import Packed
-from grpolab.models.load import Policy, attention_of
+from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout, collate
-from grpolab.train import forward, logps
+from grpolab.train import forward
 from grpolab.train.grpo import GRPOConfig, grpo_gradient
 from grpolab.train.layout import distinct_parts, lay_out
 from grpolab.train.logps import decoder_states, masked_logps, rollout_logps, way_of
-from grpolab.train.loop import Optimisation, forward_passes
 
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
@@ -102,7 +100,7 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     layout = lay_out(rollouts)
     assert layout.ids.shape == (3, 2 + 29 + 1) and len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
     assert layout.tokens.lone.shape == (3, 2) and layout.tokens.completions.shape == (4, 29)
-    assert layout.apart.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
+    assert layout.apart.ids.shape == (7, 31) and len(layout.chosen.target) == 30 + 1 + 2 + 1 + 2 + 3
 
 
 @pytest.mark.parametrize("prompt", [64, 700])
@@ -152,14 +150,14 @@ def test_a_token_that_nothing_comes_before_has_no_logp():
             assert rollout_logps(policy, layout, (1, 2), 1.0, way=way)[0].count_nonzero() == kept
 
 
-def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny):
+@pytest.mark.parametrize("way", ["unpadded", "rows"])
+def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny, way):
     ids, positions = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64)
     found = []
     for on in (False, True):
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
-            with forward_passes(tiny, Optimisation(checkpoint_activations=on)):
-                hidden = decoder_states(tiny, ids, positions, None, way="unpadded")
+            hidden = decoder_states(tiny, ids, positions, None, way=way, checkpointed=on)
         parameters = {p.data_ptr() for p in tiny.model.parameters()}
         alive = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.data_ptr() not in parameters}
         hidden.square().sum().backward()
@@ -167,21 +165,6 @@ def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny
     (all_of_it, plain), (inputs, again) = found
     assert torch.equal(plain, again) and plain.abs().max() > 0
     assert inputs < all_of_it / 4
-
-
-def test_less_is_kept_for_the_backward_than_by_the_models_own_forward(tiny):
-    ids, positions, alive = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64), []
-    for way in ("unpadded", "rows"):
-        kept = {}
-
-        def keep(x, kept=kept):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            assert decoder_states(tiny, ids, positions, None, way=way).requires_grad
-        alive.append(sum(s.nbytes() for s in kept.values()))
-    assert alive[0] < 0.85 * alive[1]
 
 
 @pytest.mark.parametrize("how", ["autocast", "bf16 parameters"])
@@ -193,49 +176,24 @@ def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how):
         exact = decoder_states(tiny, ids, positions, None, way="unpadded")
         tiny.model.to(torch.float32 if how == "autocast" else torch.bfloat16)
         for way in ("unpadded", "rows"):
-            with forward_passes(tiny, Optimisation(autocast="bfloat16" if how == "autocast" else None)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
                 error = decoder_states(tiny, ids, positions, None, way=way).float() - exact
             errors.append(error.square().mean().sqrt().item())
     assert 0 < errors[0] < 1.1 * errors[1]
 
 
-def test_other_attention_dropout_and_other_models_keep_their_own_forward(tiny):
-    assert forward.readable(tiny.model)
-    for change in (lambda m: m.set_attn_implementation("eager"), lambda m: m.train()):
-        model = copy.deepcopy(tiny.model)
-        change(model)
-        assert not forward.readable(model)
-    sliding = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=4)).eval()
-    assert not forward.readable(sliding)
-
-
-def test_a_model_that_somebody_altered_keeps_its_own_forward(tiny):
-    layer = tiny.model.model.layers[1]
-    handle = layer.mlp.register_forward_hook(lambda *_: None)
-    assert not forward.readable(tiny.model)
-    handle.remove()
-    assert forward.readable(tiny.model)
-    layer.forward = lambda *a, **k: None
-    try:
-        assert not forward.readable(tiny.model)
-    finally:
-        del layer.forward
+@pytest.mark.parametrize("change", [
+    lambda m: m.set_attn_implementation("eager"), lambda m: m.train(),
+    lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None),
+    lambda m: m.model.layers[1].mlp.register_full_backward_hook(lambda *_: None),
+    lambda m: setattr(m.model.layers[1], "forward", lambda *a, **k: None)])
+def test_other_attention_dropout_and_altered_models_keep_their_own_forward(tiny, change):
+    assert forward.readable(tiny.model) and way_of(tiny, "examples") == "unpadded"
+    change(tiny.model)
+    assert not forward.readable(tiny.model) and way_of(tiny, "examples") == "rows"
 
 
 def test_a_mask_on_the_first_column_is_refused(tiny):
     one = torch.ones(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="which nothing predicts"):
         masked_logps(tiny, Packed(one, one, torch.arange(3)[None], None))
-
-
-def test_where_transformers_does_not_name_the_attention_nothing_is_readable(monkeypatch):
-    """The model's own decoder is then used, with the same values."""
-    policy = policy_of(CONFIGS["llama"])
-    batch = Packed(torch.tensor([[3, 5, 7, 9]]), torch.tensor([[0.0, 1, 1, 1]]), torch.arange(4)[None])
-    assert forward.readable(policy.model) and way_of(policy, "examples") == "unpadded"
-    before, _ = masked_logps(policy, batch)
-    for module in (forward, logps):
-        monkeypatch.setattr(module, "attention_of", lambda model: attention_of(SimpleNamespace(config=None)))
-    assert not forward.readable(policy.model) and way_of(policy, "examples") == "rows"
-    after, _ = masked_logps(policy, batch)
-    assert torch.allclose(before, after, atol=1e-9) and before.any()

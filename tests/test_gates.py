@@ -27,7 +27,7 @@ from grpolab.decode import sampling
 from grpolab.decode.audit import FAULTS
 from grpolab.decode.conversation import Conversation
 from grpolab.decode.engines import llama
-from grpolab.decode.requests import Kept
+from grpolab.decode.requests import Prefix
 from grpolab.decode.sampler import Sampler
 from grpolab.env.client import EnvSession
 from grpolab.env.guess import GuessEnv
@@ -610,7 +610,7 @@ def forget_the_cache_between_turns(monkeypatch):
     honest = Conversation._submit
 
     def forgetful(self, ids, params):
-        self._kept = Kept()
+        self._prefix = Prefix()
         return honest(self, ids, params)
 
     monkeypatch.setattr(Conversation, "_submit", forgetful)

@@ -6,9 +6,9 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-import torch
-from decode_helpers import flat, ragged_prompts, tiny_policy
+from decode_helpers import ragged_prompts, tiny_policy
 
+from grpolab.decode import sampler as module
 from grpolab.decode.audit import recompute
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -125,51 +125,6 @@ def test_a_fault_of_the_model_in_a_step_fails_its_rows_and_not_what_waits(policy
         assert waits.result(timeout=10)[0][0].tokens == recompute(policy, [1, 2, 3], 20)
 
 
-def test_after_a_failure_nobody_is_called_back(policy, sampler):
-    """Of a request whose callback failed once, the other rollouts are dropped."""
-    calls = []
-
-    def once(*item):
-        calls.append(item)
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError):
-        sampler.submit(ragged_prompts(3), group_size=4, params=PARAMS, on_rollout=once).result(timeout=10)
-    sampler.run_sync(int)
-    assert len(calls) == 1
-
-
-def test_a_failed_request_is_not_held(policy, sampler, monkeypatch):
-    monkeypatch.setattr(policy.tokenizer, "decode", lambda ids: 1 / 0, raising=False)
-    with pytest.raises(ZeroDivisionError):
-        sampler.sample_sync([[1, 2]], params=SamplingParams(stop_strings=("x",)))
-    with policy.lock:  # the step in which it failed is over
-        assert not sampler._scheduler.requests
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64, 1.5])
-def test_a_seed_that_no_generator_takes_is_refused_at_once(sampler, expected, seed):
-    good = sampler.submit(ragged_prompts(5), group_size=2, params=PARAMS)
-    with pytest.raises((ValueError, TypeError), match="seed|integer"):
-        sampler.submit([[1]], seeds=[[seed]])
-    with pytest.raises((ValueError, TypeError), match="seed|integer"):
-        sampler.conversation(seed=seed)
-    assert good.result(timeout=10) == expected
-
-
-# --- what waits -------------------------------------------------------------------------------------------------------
-
-
-def test_rollouts_that_memory_admits_only_a_few_at_a_time_all_come(policy):
-    """More slots than memory: eight rollouts of which three fit, with slots // 8 = 8."""
-    with Sampler(policy, slots=64) as sampler:
-        sampler._scheduler.cache_bytes = sampler.engine.bytes_per_token() * 250 * 3
-        request = sampler.submit([[1, 2, 3]], group_size=8, params=SamplingParams(max_new_tokens=200, seed=0))
-        rollouts = flat(request.result(timeout=30))
-        assert [len(r.tokens) for r in rollouts] == [200] * 8
-        assert sampler.stats.row_steps / sampler.stats.steps > 2, "the memory holds three"
-
-
 # --- cancelling -------------------------------------------------------------------------------------------------------
 
 
@@ -207,160 +162,6 @@ def test_a_request_cancelled_while_another_is_prefilled_is_cancelled(policy, how
         assert sampler.stats.new_tokens <= 25 + 1 + 25
 
 
-# --- the lock ---------------------------------------------------------------------------------------------------------
-
-
-def test_whoever_holds_the_policy_may_not_wait_for_the_sampler(policy):
-    with Sampler(policy) as sampler:
-        sampler.sample_sync([[1]], params=PARAMS)
-        conversation, queued = sampler.conversation(), None
-        with policy.lock:
-            queued = sampler.submit([[1, 2]], params=PARAMS)  # does not wait
-            for waits in (lambda: sampler.sample_sync([[1]]), lambda: sampler.run_sync(int), queued.result,
-                          lambda: asyncio.run(sampler.sample([[1]])), lambda: asyncio.run(sampler.run(int)),
-                          lambda: conversation.sample_sync([1]), lambda: asyncio.run(conversation.sample([1])),
-                          lambda: asyncio.run(anext(sampler.stream([[1]])))):
-                with pytest.raises(RuntimeError, match="policy.lock"):
-                    waits()
-        assert len(queued.result(timeout=10)[0][0].tokens) == 25
-        assert len(conversation.sample_sync([1], PARAMS).tokens) == 25, "a refused turn leaves the conversation usable"
-
-
-def test_what_changes_the_weights_holds_the_policy(policy):
-    """`run` excludes whoever takes the lock, and a trainer in the lock excludes `run`."""
-    inside, out, order = threading.Event(), threading.Event(), []
-
-    def change():
-        inside.set()
-        assert out.wait(10)
-        order.append("change")
-
-    with Sampler(policy) as sampler:
-        changing = in_a_thread(sampler.run_sync, change)
-        assert inside.wait(10)
-        threading.Timer(0.2, out.set).start()
-        with policy.lock:
-            order.append("trainer")
-        changing.result(timeout=10)
-    assert order == ["change", "trainer"]
-
-
-# --- the choice of the engine -----------------------------------------------------------------------------------------
-
-
-def longest_stall(work):
-    """(result, seconds of the longest pause of the loop) of a coroutine, and how long it took."""
-    async def main():
-        stalls, done = [], asyncio.Event()
-
-        async def tick():
-            while not done.is_set():
-                before = time.perf_counter()
-                await asyncio.sleep(0.002)
-                stalls.append(time.perf_counter() - before)
-
-        ticking = asyncio.create_task(tick())
-        await asyncio.sleep(0.01)
-        result = await work()
-        done.set()
-        await ticking
-        return result, max(stalls)
-
-    return asyncio.run(main())
-
-
-@pytest.mark.parametrize("entered", [False, True])
-def test_a_new_sampler_does_not_hold_up_the_loop(policy, monkeypatch, entered):
-    """The engine is chosen in the worker: a choice of a second is not felt."""
-    from grpolab.decode import sampler as module
-    honest = module.choose_engine
-
-    def slow(*args, **kw):
-        time.sleep(1.0)
-        return honest(*args, **kw)
-
-    monkeypatch.setattr(module, "choose_engine", slow)
-
-    async def work():
-        sampler = Sampler(policy)
-        if entered:
-            async with sampler:
-                return await sampler.sample([[1, 2]], params=PARAMS)
-        groups = await sampler.sample([[1, 2]], params=PARAMS)
-        await sampler.close()
-        return groups
-
-    groups, stall = longest_stall(work)
-    assert len(groups[0][0].tokens) == 25 and stall < 0.5
-
-
-def test_an_engine_that_does_not_fit_is_told_to_whoever_asks_first_and_later(policy):
-    asked = Sampler(policy, engine="fast")
-    with pytest.raises(ValueError, match="'fast'"):
-        asked.sample_sync([[1]])
-    for again in (lambda: asked.sample_sync([[1]]), lambda: asked.engine, lambda: asked.slots,
-                  lambda: asked.run_sync(int), lambda: asyncio.run(asked.__aenter__())):
-        with pytest.raises(ValueError, match="'fast'"):
-            again()
-    asked.close()
-
-    async def enters():
-        async with Sampler(policy, engine="fast"):
-            raise AssertionError("it was entered")
-
-    with pytest.raises(ValueError, match="'fast'"):
-        asyncio.run(enters())
-
-
-def test_the_choice_can_be_read_before_the_first_use(policy):
-    with Sampler(policy, slots=5) as sampler:
-        assert sampler.stats.steps == 0
-        assert (sampler.engine.name, sampler.slots, sampler.threads) == ("llama", 5, torch.get_num_threads())
-    with policy.lock, pytest.raises(RuntimeError, match="policy.lock"):
-        Sampler(policy).engine  # noqa: B018
-
-
-def test_a_cancelled_entry_leaves_the_choice_whole(policy):
-    async def main():
-        sampler = Sampler(policy)
-        entering = asyncio.create_task(sampler.__aenter__())
-        await asyncio.sleep(0)
-        entering.cancel()
-        await asyncio.gather(entering, return_exceptions=True)
-        groups = await sampler.sample([[1, 2]], params=PARAMS)
-        await sampler.close()
-        return groups
-
-    assert len(asyncio.run(main())[0][0].tokens) == 25
-
-
-# --- closing ----------------------------------------------------------------------------------------------------------
-
-
-def test_closing_waits_outside_a_loop_and_when_awaited(policy):
-    sampler = Sampler(policy)
-    sampler.sample_sync([[1]], params=PARAMS)
-    worker = sampler._worker
-    sampler.close()
-    assert not worker.is_alive()
-
-    async def main():
-        sampler = Sampler(policy)
-        await sampler.sample([[1]], params=PARAMS)
-        worker = sampler._worker
-        await sampler.close()
-        assert not worker.is_alive()
-        await sampler.close()
-        sampler = Sampler(policy)
-        await sampler.sample([[1]], params=PARAMS)
-        sampler.close()  # without waiting
-
-    asyncio.run(main())
-    Sampler(policy).close()  # never used
-    own = Sampler(policy)
-    own.run_sync(own.close)  # from its own worker
-
-
 def test_a_prompt_that_a_new_model_has_no_room_for_is_refused_while_it_waits():
     policy, small = tiny_policy(), tiny_policy(context=64).model
     with Sampler(policy, slots=1) as sampler:
@@ -371,3 +172,86 @@ def test_a_prompt_that_a_new_model_has_no_room_for_is_refused_while_it_waits():
         with pytest.raises(ValueError, match="100 tokens and leaves no room in the context of 64"):
             waits.result(timeout=10)
         assert len(fits.result(timeout=10)[0][0].tokens) == 25
+
+
+# --- waiting, the choice of the engine, closing -----------------------------------------------------------------------
+
+
+def test_who_would_wait_for_ever_is_refused(policy):
+    """In the worker, and with the lock in hand; a refused turn leaves its conversation usable."""
+    with Sampler(policy) as sampler:
+        sampler.sample_sync([[1]], params=PARAMS)
+        conversation = sampler.conversation()
+        with policy.lock:
+            for waits in (lambda: sampler.sample_sync([[1]]), lambda: sampler.run_sync(int), lambda: Sampler(policy).engine,
+                          lambda: asyncio.run(sampler.sample([[1]])), lambda: asyncio.run(sampler.run(int)),
+                          lambda: conversation.sample_sync([1]), lambda: asyncio.run(anext(sampler.stream([[1]])))):
+                with pytest.raises(RuntimeError, match="policy.lock"):
+                    waits()
+        assert len(conversation.sample_sync([1], PARAMS).tokens) == 25
+        with pytest.raises(RuntimeError, match="worker thread"):
+            sampler.run_sync(lambda: sampler.sample_sync([[1, 2, 3]]))
+
+
+def test_choosing_and_decoding_never_hold_up_the_loop(policy, monkeypatch):
+    """A loop that ticks every 2 ms, while a slow choice of the engine and a decode run in the worker."""
+    honest = module.choose_engine
+    monkeypatch.setattr(module, "choose_engine", lambda *args: time.sleep(1.0) or honest(*args))
+
+    async def main():
+        stalls = []
+
+        async def tick():
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0.002)
+                stalls.append(time.perf_counter() - before)
+
+        ticking = asyncio.create_task(tick())
+        sampler = Sampler(policy)
+        entering = asyncio.create_task(sampler.__aenter__())
+        await asyncio.sleep(0.01)
+        entering.cancel()  # the choice goes on
+        groups = await sampler.sample([[1, 2]] * 4, group_size=8, params=SamplingParams(max_new_tokens=200))
+        ticking.cancel()
+        await sampler.close()
+        return groups, stalls
+
+    groups, stalls = asyncio.run(main())
+    assert len(groups[3][7].tokens) == 200 and len(stalls) > 20 and max(stalls) < 0.5
+
+
+def test_every_caller_gets_the_error_of_an_engine_that_does_not_fit(policy):
+    sampler = Sampler(policy, engine="fast")
+    for call in (lambda: sampler.sample_sync([[1]]), lambda: sampler.engine, lambda: sampler.run_sync(int),
+                 lambda: asyncio.run(sampler.__aenter__())):
+        with pytest.raises(ValueError, match="'fast'"):
+            call()
+    sampler.close()
+
+
+def test_a_closed_worker_has_ended_and_an_idle_one_ends_and_comes_back(policy):
+    def workers():
+        return [t for t in threading.enumerate() if t.name == "grpolab-sampler"]
+
+    def idle():
+        for _ in range(500):
+            if not workers():
+                return True
+            time.sleep(0.01)
+
+    async def main():
+        async with Sampler(policy) as sampler:
+            await sampler.sample([[1]], params=PARAMS)
+        assert not workers()
+
+    assert idle()
+    with Sampler(policy) as sampler:
+        first = sampler.sample_sync([[1, 2]], params=PARAMS)
+        assert idle()
+        assert sampler.sample_sync([[1, 2]], params=PARAMS) == first and workers()
+    assert not workers()
+    asyncio.run(main())
+    Sampler(policy).close()  # never used
+    own = Sampler(policy)
+    own.run_sync(own.close)  # from its own worker

@@ -15,7 +15,7 @@ from grpolab.decode.engines.hf import HFEngine
 from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.decode.verify import batch_dependence, choose_engine, disagreement, thresholds
+from grpolab.decode.verify import batch_dependence, choose_engine, difference, disagreement, thresholds
 from grpolab.models import load
 
 
@@ -35,6 +35,14 @@ def test_thresholds_are_found_wherever_a_configuration_names_them():
     assert 8192 not in thresholds(AutoConfig.for_model("llama", rope_parameters=fixed))
 
 
+def test_the_bounds_of_a_difference():
+    """fp32: 1e-4 of the largest value; in a lower precision one and a half times what rounding moves the plain forward by."""
+    own = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    off = lambda share: own + share * own.abs().max()  # noqa: E731
+    assert difference(off(0.9e-4), own, None) is None and "at most" in difference(off(1.1e-4), own, None)
+    assert difference(off(0.014), own, off(0.01)) is None and "on average" in difference(off(0.016), own, off(0.01))
+
+
 class Late(LlamaForCausalLM):
     """Another model from position 80 on."""
 
@@ -42,41 +50,6 @@ class Late(LlamaForCausalLM):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None].expand(len(input_ids), -1)
         return super().forward(torch.where(position_ids < 80, input_ids, 99 - input_ids), position_ids=position_ids, **kwargs)
-
-
-def test_a_subclass_goes_through_its_own_forward():
-    policy = tiny_policy()
-    policy.model = Late(policy.model.config).eval()
-    rollouts, sampler = rollouts_of(policy)
-    assert sampler.engine.name == "hf"
-    assert audit(policy, rollouts).max_error < 1e-4
-
-
-def test_the_probe_itself_goes_past_position_80(monkeypatch):
-    """Were the subclass taken for a plain model, its logits would tell."""
-    late = Late(tiny_policy().model.config).eval()
-    monkeypatch.setattr(verify, "llama_obstacle", lambda model: None)
-    assert choose_engine(late).name == "hf"
-    assert "at 157 positions" in disagreement(LlamaEngine(late), late)
-
-
-@pytest.mark.parametrize(("name", "length"), [("qwen2 windows", 24), ("qwen2 windows", 170), ("llama4 chunks", 24),
-                                              ("llama4 chunks", 170)])
-def test_an_engine_blind_to_a_window_is_refused(name, length, monkeypatch):
-    """Also where the window is longer than what every probe looks at."""
-    kind, shape = FAMILIES[name]
-    shape = {key: length if value == 24 else value for key, value in shape.items()}
-    monkeypatch.setitem(FAMILIES, name, (kind, shape))
-    build = HFEngine.__init__
-
-    def blind(self, *args):
-        build(self, *args)
-        self.sliding = self.chunk = 10**6
-
-    assert choose_engine(make(name).model).name == "hf"
-    monkeypatch.setattr(HFEngine, "__init__", blind)
-    with pytest.raises(ValueError, match="not its own forward"):
-        choose_engine(make(name).model)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2 windows", "gpt_oss"])
@@ -100,6 +73,78 @@ def test_a_window_too_long_to_probe_ends_the_context(monkeypatch, caplog):
             sampler.sample_sync([[3] * 24])
 
 
+def test_a_subclass_goes_through_its_own_forward(monkeypatch):
+    """Were it taken for a plain model, the probe would tell: it goes past position 80."""
+    policy = tiny_policy()
+    policy.model = Late(policy.model.config).eval()
+    rollouts, sampler = rollouts_of(policy)
+    assert sampler.engine.name == "hf" and audit(policy, rollouts).max_error < 1e-4
+    monkeypatch.setattr(verify, "llama_obstacle", lambda model: None)
+    assert "at 157 positions" in disagreement(LlamaEngine(policy.model), policy.model)
+
+
+@pytest.mark.parametrize("length", [24, 170])
+@pytest.mark.parametrize("name", ["qwen2 windows", "llama4 chunks"])
+def test_an_engine_blind_to_a_window_is_refused(name, length, monkeypatch):
+    """Also where the window is longer than what every probe looks at."""
+    kind, shape = FAMILIES[name]
+    monkeypatch.setitem(FAMILIES, name, (kind, {key: length if value == 24 else value for key, value in shape.items()}))
+    engine = choose_engine(make(name))
+    assert engine.name == "hf"
+    engine.sliding = engine.chunk = 10**6
+    assert "not its own forward" in disagreement(engine, engine.model)
+
+
+@pytest.mark.parametrize("fault", ["a thousandth of the largest logit", "a banned token"])
+def test_a_small_error_is_a_difference(fault):
+    policy = tiny_policy()
+    engine = LlamaEngine(policy.model)
+    assert disagreement(engine, policy.model) is None
+    if fault == "a banned token":  # on one side alone
+        assert "logits differ by at most inf" in disagreement(engine, banned(policy).model)
+    else:
+        forward = engine.forward
+        engine.forward = lambda *args: (logits := forward(*args)) + 1e-3 * logits.abs().max()
+        assert "logits differ by" in disagreement(engine, policy.model)
+
+
+def test_fp32_is_compared_without_tf32():
+    policy, seen, before = tiny_policy(), [], torch.get_float32_matmul_precision()
+    policy.model.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    try:
+        torch.set_float32_matmul_precision("high")
+        disagreement(HFEngine(policy.model), policy.model)
+        assert seen[-1] == "highest" and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("fault", ["a mixture of experts", "rows are computed as they come"])
+def test_dependence_on_the_batch_is_seen(fault, monkeypatch):
+    """Experts group rows, so who claims independence asks first: this is how."""
+    if fault == "a mixture of experts":
+        config = MixtralConfig(vocab_size=100, max_position_embeddings=256, num_local_experts=4, num_experts_per_tok=2,
+                               hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                               num_key_value_heads=2)
+        torch.manual_seed(0)
+        policy = tiny_policy(model=AutoModelForCausalLM.from_config(config))
+    else:
+        monkeypatch.setattr(hf, "ROWS", 1)
+        policy = make("gemma3")
+    assert batch_dependence(choose_engine(policy)) > 0
+
+
+def test_where_transformers_does_not_name_the_attention_it_is_set(monkeypatch):
+    """transformers has no public way to ask for it."""
+    expected = rollouts_of(make("gemma3"), 40)[0]
+    for module in (load, hf, verify):
+        monkeypatch.setattr(module, "attention_of", lambda model: None)
+    assert rollouts_of(make("gemma3"), 40)[0] == expected
+    model = make("gpt_neo").model
+    attention.set_common(model)
+    assert model.config._attn_implementation == "eager"  # it has no torch attention
+
+
 def test_the_probe_of_a_large_model_stays_small():
     """By arithmetic alone: 7 billion weights on a processor and on a GPU."""
 
@@ -116,7 +161,7 @@ def test_longrope_ends_where_its_frequencies_change(caplog):
     policy = make("phi3 longrope")
     assert policy.context == 64
     with caplog.at_level(logging.WARNING):
-        choose_engine(policy.model)
+        choose_engine(policy)
     assert "up to 64 of its 250 positions" in caplog.text
 
 
@@ -137,14 +182,7 @@ def test_a_banned_token_is_a_value(monkeypatch):
     true = attention.mask_bias
     monkeypatch.setattr(attention, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))
     with pytest.raises(ValueError, match="not its own forward"):
-        choose_engine(banned(tiny_policy()).model)
-
-
-def test_a_token_banned_on_one_side_alone_is_a_difference():
-    policy = tiny_policy()
-    engine = LlamaEngine(policy.model)
-    assert disagreement(engine, policy.model) is None
-    assert "logits differ by at most inf" in disagreement(engine, banned(policy).model)
+        choose_engine(banned(tiny_policy()))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3 window", "gpt2", "gpt_neo", "opt"])
@@ -157,73 +195,3 @@ def test_rollouts_of_the_hf_engine_do_not_depend_on_their_batch(name):
             alone = sampler.submit([prompts[i]], params=params, seeds=[[rollout.seed]]).future.result()
             assert alone[0][0] == rollout
         assert sampler.run_sync(batch_dependence, sampler.engine) == 0
-
-
-def test_dependence_is_seen_in_a_mixture_of_experts():
-    """Its rows are grouped by expert, so who claims independence asks first: this is how."""
-    torch.manual_seed(0)
-    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    config = MixtralConfig(vocab_size=100, max_position_embeddings=256, num_local_experts=4, num_experts_per_tok=2, **shape)
-    assert batch_dependence(choose_engine(AutoModelForCausalLM.from_config(config).eval())) > 0
-
-
-def test_dependence_is_seen_where_rows_are_computed_as_they_come(monkeypatch):
-    monkeypatch.setattr(hf, "ROWS", 1)
-    assert batch_dependence(HFEngine(make("gemma3").model)) > 0
-
-
-def test_without_word_of_the_attention_nothing_changes(monkeypatch):
-    """transformers has no public way to ask for it; the fallback sets it instead."""
-    expected = rollouts_of(make("gemma3"), 40)[0]
-    for module in (load, hf, verify):
-        monkeypatch.setattr(module, "attention_of", lambda model: None)
-    policy = make("gemma3")
-    assert rollouts_of(policy, 40)[0] == expected
-    policy.model.to(torch.bfloat16)
-    assert choose_engine(policy.model).name == "hf"
-
-
-def test_a_model_without_torch_attention_gets_the_common_one():
-    model = make("gpt_neo").model
-    attention.set_common(model)
-    assert load.attention_of(model) == "eager"
-    model = make("gpt2").model
-    model.set_attn_implementation("eager")
-    attention.set_common(model)
-    assert load.attention_of(model) == "sdpa"
-
-
-def test_a_second_sampler_of_an_unchanged_model_is_not_proved_again(monkeypatch):
-    """A changed module is."""
-    policy, proofs = tiny_policy(), []
-    honest = verify.disagreement
-    monkeypatch.setattr(verify, "disagreement", lambda *args: proofs.append(args) or honest(*args))
-    for _ in range(2):
-        assert choose_engine(policy.model).name == "llama" and len(proofs) == 1
-    policy.model.model.layers[0].register_forward_hook(lambda module, args, out: out)
-    assert choose_engine(policy.model).name == "hf" and len(proofs) == 2
-
-
-def test_an_error_of_a_thousandth_of_the_largest_logit_is_a_difference():
-    policy = tiny_policy()
-    engine = LlamaEngine(policy.model)
-    forward = engine.forward
-    engine.forward = lambda *args: (logits := forward(*args)) + 1e-3 * logits.abs().max()
-    assert "logits differ by" in disagreement(engine, policy.model)
-
-
-def test_fp32_is_proved_without_tf32():
-    policy, seen, before = tiny_policy(), [], torch.get_float32_matmul_precision()
-    policy.model.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
-    try:
-        torch.set_float32_matmul_precision("high")
-        disagreement(HFEngine(policy.model), policy.model)
-        assert seen[-1] == "highest" and torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_the_context_of_a_composite_model_is_that_of_its_text():
-    config = AutoConfig.for_model("gemma3")
-    assert not hasattr(config, "max_position_embeddings")
-    assert load.steady_context(config) == config.text_config.max_position_embeddings

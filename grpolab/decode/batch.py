@@ -8,7 +8,6 @@ import numpy as np
 
 from grpolab.decode.sampling import uniforms
 
-AHEAD = 32  # steps whose uniforms are computed at once
 NO_ID = -1  # fills up the ids that end a row
 
 
@@ -16,7 +15,8 @@ class Batch:
     """Entries 0..n-1 are live. `position` is that of the newest token, which is drawn but not yet fed; `count` and `limit`
     are of the tokens drawn; `ends` holds the ids that end a row."""
 
-    arrays = ("token", "position", "count", "limit", "seed", "ends", "tokens", "logps", "raw_logps", "mass")
+    by_token = ("tokens", "logps", "raw_logps", "mass")
+    arrays = ("token", "position", "count", "limit", "seed", "ends", *by_token)
 
     def __init__(self, capacity: int):
         self.n = 0
@@ -24,7 +24,6 @@ class Batch:
         self.seed, self.ends = np.zeros(capacity, np.uint64), np.full((capacity, 1), NO_ID)
         self.tokens = np.zeros((capacity, 64), np.int64)
         self.logps, self.raw_logps, self.mass = (np.ones((capacity, 64), np.float32) for _ in range(3))
-        self._ahead = np.empty((0, 0))
 
     def longest(self) -> int:
         """The most tokens that any row may come to have, prompt included."""
@@ -38,25 +37,17 @@ class Batch:
         if len(ends) > self.ends.shape[1]:
             self.ends = np.pad(self.ends, ((0, 0), (0, len(ends) - self.ends.shape[1])), constant_values=NO_ID)
         self.ends[i], self.ends[i, : len(ends)] = NO_ID, list(ends)
-        self._ahead = self._ahead[:0]
 
     def uniforms(self, first: int, steps: int) -> np.ndarray:
         """One uniform for each of the next `steps` tokens of rows first.., (steps, n - first)."""
         positions = self.position[first: self.n] + np.arange(1, steps + 1)[:, None]
         return uniforms(self.seed[first: self.n], positions)
 
-    def next_uniforms(self, steps: int) -> np.ndarray:
-        """Those of the coming `steps` steps of all rows (steps, n); computed AHEAD at a time while the rows stay."""
-        if len(self._ahead) < steps:
-            self._ahead = self.uniforms(0, max(steps, AHEAD))
-        now, self._ahead = self._ahead[:steps], self._ahead[steps:]
-        return now
-
     def extend(self, rows: np.ndarray, tokens, logps, raw_logps, mass) -> None:
         """One more token for each of these rows, all (len(rows),); `mass` None where nothing was cut."""
         count = self.count[rows]
         if count.max(initial=0) >= self.tokens.shape[1]:
-            for name in ("tokens", "logps", "raw_logps", "mass"):
+            for name in self.by_token:
                 setattr(self, name, np.concatenate([getattr(self, name)] * 2, axis=1))
         self.tokens[rows, count], self.logps[rows, count], self.raw_logps[rows, count] = tokens, logps, raw_logps
         self.mass[rows, count] = 1.0 if mass is None else mass
@@ -73,18 +64,17 @@ class Batch:
         """Which of these rows their newest token ends: an id of `ends`, or the limit."""
         return (self.ends[rows] == self.token[rows, None]).any(1) | (self.count[rows] >= self.limit[rows])
 
-    def taken(self, i: int) -> tuple[np.ndarray, ...]:
+    def drawn(self, i: int) -> list[np.ndarray]:
         """tokens, logps, raw_logps and kept mass of row i, (count,) each."""
-        n = self.count[i]
-        return self.tokens[i, :n], self.logps[i, :n], self.raw_logps[i, :n], self.mass[i, :n]
+        return [getattr(self, name)[i, : self.count[i]] for name in self.by_token]
 
     def compact(self, done: Sequence[int]) -> list[tuple[int, int]]:
         """Forget these rows; the last ones move into the gaps. Returns the moves (to, from)."""
-        left, gone = self.n - len(done), set(done)
-        moves = list(zip((i for i in done if i < left), (i for i in range(left, self.n) if i not in gone)))
+        n, gone = self.n - len(done), set(done)
+        moves = list(zip((i for i in done if i < n), (i for i in range(n, self.n) if i not in gone)))
         for to, of in moves:
             for name in self.arrays:
                 array = getattr(self, name)
                 array[to] = array[of]
-        self.n, self._ahead = left, self._ahead[:0]
+        self.n = n
         return moves

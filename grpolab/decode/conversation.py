@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpolab.decode.requests import Kept, Request
+from grpolab.decode.requests import Prefix, Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
 
 
 class Conversation:
-    """Turns of one exchange: what the policy wrote has mask 1, what was given to it has mask 0.
+    """Turns of one exchange: what the policy wrote has mask 1, the ids between its turns have mask 0.
 
         conversation = sampler.conversation(seed=3)
         turn = await conversation.sample(prompt_ids)             # the first turn's ids are the prompt
@@ -24,14 +24,14 @@ class Conversation:
 
     def __init__(self, sampler, seed: int):
         self.sampler, self.seed, self.turns = sampler, seed, []
-        self._kept: Kept | None = Kept()
+        self._prefix: Prefix | None = Prefix()
         self._waiting = False
         self._ids: tuple[int, ...] = ()
         self._rollout: Rollout | None = None
 
     @property
     def room(self) -> int:
-        """How many ids the next turn may give at most, so that one token of an answer still fits the context."""
+        """How many ids the next turn may add at most, so that one token of an answer still fits the context."""
         return max(0, self.sampler.context - 1 - len(self._ids))
 
     async def sample(self, ids: Sequence[int], params: SamplingParams | None = None) -> Rollout:
@@ -44,7 +44,7 @@ class Conversation:
             await request.wait()
         finally:
             self._waiting = False
-        return self._take(request)
+        return self._append(request)
 
     def sample_sync(self, ids: Sequence[int], params: SamplingParams | None = None) -> Rollout:
         """`sample` for scripts."""
@@ -53,52 +53,52 @@ class Conversation:
             request.result()
         finally:
             self._waiting = False
-        return self._take(request)
+        return self._append(request)
 
     def rollout(self) -> Rollout:
-        """The whole exchange as one rollout: prompt, then policy turns (mask 1) and what came between (mask 0)."""
+        """The whole exchange as one rollout: prompt, then policy turns (mask 1) and the ids between them (mask 0)."""
         if self._rollout is None:
             raise ValueError("the conversation has no turn yet; sample one first")
         return self._rollout
 
     def close(self) -> None:
         """Free its keys and values."""
-        self._kept = None
+        self._prefix = None
 
     def _submit(self, ids: Sequence[int], params: SamplingParams | None) -> Request:
-        if self._kept is None:
+        if self._prefix is None:
             raise RuntimeError("the conversation is closed; start another with sampler.conversation()")
         if self._waiting:
             raise RuntimeError("a turn of this conversation is still being sampled; await it first")
         if self.turns and (len(ids) > self.room or len(self._ids) >= self.sampler.context):
             raise ValueError(f"the conversation holds {len(self._ids)} of the context's {self.sampler.context} tokens, "
                              f"and {len(ids)} more leave no room for an answer; end it here, its rollout() is whole")
-        request = self.sampler.submit([(*self._ids, *ids)], seeds=[[self.seed]], params=params, kept=self._kept)
+        request = self.sampler.submit([(*self._ids, *ids)], seeds=[[self.seed]], params=params, prefix=self._prefix)
         self._waiting = True
         return request
 
-    def _take(self, request: Request) -> Rollout:
+    def _append(self, request: Request) -> Rollout:
         turn = request.rollouts[0][0]
-        whole = turn if self._rollout is None else replace(joined(self._rollout, turn), seed=self.seed)
+        self._rollout = turn if self._rollout is None else replace(joined(self._rollout, turn), seed=self.seed)
         self.turns.append(turn)
-        self._rollout, self._ids = whole, turn.prompt + turn.tokens
-        if self._kept is not None:  # it may have been closed meanwhile
-            self._kept = request.kept
+        self._ids = turn.prompt + turn.tokens
+        if self._prefix is not None:  # it may have been closed meanwhile
+            self._prefix = request.prefix
         return turn
 
 
 def joined(whole: Rollout, turn: Rollout) -> Rollout:
-    """A rollout and the turn that goes on from it, as one: what stands between them was given to the policy (mask 0).
-    ValueError where the turn's prompt does not begin with all of the rollout."""
+    """A rollout and the turn that goes on from it, as one: the ids between them have mask 0. ValueError where the turn's
+    prompt does not begin with all of the rollout."""
     before = whole.prompt + whole.tokens
     if turn.prompt[: len(before)] != before:
         raise ValueError("the turn's prompt does not begin with the rollout that it goes on from; they are two rollouts")
-    given = turn.prompt[len(before) :]
-    zeros, mass = (0.0,) * len(given), ()
+    between = turn.prompt[len(before) :]
+    zeros, mass = (0.0,) * len(between), ()
     if whole.kept_mass or turn.kept_mass:
         earlier, later = (r.kept_mass or (1.0,) * len(r.tokens) for r in (whole, turn))
-        mass = earlier + (1.0,) * len(given) + later
+        mass = earlier + (1.0,) * len(between) + later
     return replace(
-        whole, tokens=whole.tokens + given + turn.tokens, mask=whole.mask + (0,) * len(given) + turn.mask,
+        whole, tokens=whole.tokens + between + turn.tokens, mask=whole.mask + (0,) * len(between) + turn.mask,
         logps=whole.logps + zeros + turn.logps, raw_logps=whole.raw_logps + zeros + turn.raw_logps,
-        finish_reason=turn.finish_reason, timings=turn.timings, kept_mass=mass)
+        finish_reason=turn.finish_reason, kept_mass=mass)

@@ -1,8 +1,7 @@
-"""Who enters the batch, and the feeding of what is new of their prompts, each once for all its samples."""
+"""Which prompts enter the batch, and the prefill: each prompt is fed once for all its samples."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,14 +17,14 @@ BUCKET = 8  # prompts are padded to multiples of this, so that a row's width dep
 
 
 def admit(waiting: Iterable[tuple[int, int]], rows: int, longest: int, slots: int, memory: int) -> list[int]:
-    """How many samples of the first waiting prompts enter now, in the order of the queue: nobody overtakes.
+    """How many samples of the first waiting prompts enter now, in the order of the queue.
 
     waiting        (positions that a sample may come to occupy, samples that wait) of each prompt, both at least 1
     rows, longest  those in progress, and the positions that the longest of them may come to occupy
     slots, memory  the most rows, and the positions of all of them together if each becomes as long as the longest
 
-    Every prefill stalls the decode, so what is only a part of the queue enters an eighth of the batch at a time; but where
-    nothing runs at least one sample enters, even if it is too long for the memory.
+    Every prefill stalls the decode, so a part of the queue enters an eighth of the batch at a time; but where nothing runs at
+    least one sample enters, even if it is too long for the memory.
     """
     counts = []
     for room, samples in waiting:
@@ -38,27 +37,24 @@ def admit(waiting: Iterable[tuple[int, int]], rows: int, longest: int, slots: in
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a cache could take; on a GPU this includes what torch's allocator holds in reserve."""
+    """What a cache could take: on a GPU the reserve of torch's allocator included, else what the kernel calls available, or
+    4 GiB where it does not say."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
-    try:  # what the kernel can give: its count of free pages leaves out the page cache, which it would drop
+    try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not every system counts its free pages
         return 4 << 30
 
 
 def prefill_batches(prompts: Sequence[Pending], epoch: int) -> list[tuple[list[Pending], int, int]]:
-    """(prompts, width of what is new, width of what is kept): a row's widths, and so its last bits, are its own."""
+    """(prompts, width of the new tokens, width of the cached ones): a row's widths, and so its last bits, are its own."""
     buckets: dict[tuple[int, int], list[Pending]] = {}
     for prompt in prompts:
-        kept = prompt.kept(epoch)
-        buckets.setdefault((round_up(len(prompt.ids) - kept, BUCKET), round_up(kept, BUCKET)), []).append(prompt)
+        cached = prompt.cached(epoch)
+        buckets.setdefault((round_up(len(prompt.ids) - cached, BUCKET), round_up(cached, BUCKET)), []).append(prompt)
     batches = []
     for (width, behind), members in buckets.items():
         size = max(1, PREFILL_PAIRS // (width * (behind + width)))
@@ -67,19 +63,19 @@ def prefill_batches(prompts: Sequence[Pending], epoch: int) -> list[tuple[list[P
 
 
 def prefill(engine, prompts: list[Pending], width: int, behind: int, epoch: int, unit: int) -> tuple[float, int]:
-    """Feed prompts, less what their conversation has kept: up to `width` columns after up to `behind` kept ones. They get
-    their cache, whose width is a multiple of `unit`, and their logits. Returns seconds, and the tokens fed."""
+    """Feed prompts, except the positions that their conversation has cached: up to `width` columns after up to `behind` cached
+    ones. They get their cache, whose width is a multiple of `unit`, and their logits. Returns seconds, and the tokens fed."""
     started, device = time.perf_counter(), engine.device
-    kept = [p.kept(epoch) for p in prompts]
+    cached = [p.cached(epoch) for p in prompts]
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
     for i, p in enumerate(prompts):
-        tokens[i, : len(p.ids) - kept[i]] = torch.tensor(p.ids[kept[i]:])
-    tokens, start = tokens.to(device), torch.tensor(kept, device=device)
+        tokens[i, : len(p.ids) - cached[i]] = torch.tensor(p.ids[cached[i]:])
+    tokens, start = tokens.to(device), torch.tensor(cached, device=device)
     last = torch.tensor([len(p.ids) - 1 for p in prompts], device=device) - start
     cache = engine.allocate(len(prompts), round_up(behind + width, unit))
     for i, p in enumerate(prompts):
-        if kept[i]:
-            cache.put([i], p.request.kept.cache, [0], kept[i])
+        if cached[i]:
+            cache.put([i], p.request.prefix.cache, [0], cached[i])
     logits = None
     for c in range(0, width, PREFILL_COLUMNS):
         piece = tokens[:, c: c + PREFILL_COLUMNS]
@@ -88,11 +84,9 @@ def prefill(engine, prompts: list[Pending], width: int, behind: int, epoch: int,
         part = engine.forward(piece, start + c, end, cache, window)
         logits = part if logits is None else torch.where((last >= c)[:, None], part, logits)
     synchronize(device)
-    seconds, fed = time.perf_counter() - started, sum(len(p.ids) for p in prompts) - sum(kept)
     for i, p in enumerate(prompts):
         p.cache, p.row, p.logits = cache, i, logits[i]
-        p.prefill_seconds = seconds * (len(p.ids) - kept[i]) / fed
-    return seconds, fed
+    return time.perf_counter() - started, sum(len(p.ids) for p in prompts) - sum(cached)
 
 
 def synchronize(device: torch.device) -> None:

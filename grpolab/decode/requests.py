@@ -1,13 +1,12 @@
-"""What callers ask for and how far it is: passive data that the scheduler fills in."""
+"""Requests for rollouts and how far they are: passive data that the scheduler fills in."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from operator import index
 
 import torch
@@ -30,17 +29,10 @@ class Stats:
     sample_seconds: float = 0.0
     refreshes: int = 0
 
-    def snapshot(self) -> Stats:
-        return replace(self)
-
-    def __sub__(self, earlier: Stats) -> Stats:
-        """What was done since an earlier snapshot."""
-        return Stats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
 
 @dataclass(frozen=True)
-class Kept:
-    """The keys and values of a conversation between two turns: its first `length` positions, under the weights of `epoch`."""
+class Prefix:
+    """Keys and values of a conversation between two turns: its first `length` positions, under the weights of `epoch`."""
 
     cache: SlotCache | None = None
     length: int = 0
@@ -51,13 +43,10 @@ class Kept:
 class Request:
     """The handle of a submitted request: `result(timeout)` waits for the groups, `cancel()` ends its rollouts early.
 
-    prompts, seeds  B prompts, (B, G) seeds; `rollouts` (B, G) are filled in as they finish, `left` counts those to come
+    prompts, seeds  B prompts, (B, G) seeds; `rollouts` (B, G) are filled in as they finish, `unfinished` counts those to come
     eos         ids that end a rollout as "eos"; params.stop_ids end it as "stop_id"
-    on_rollout  called with (prompt index, sample index, rollout) as each one finishes
-    on_tokens   called with (prompt index, sample index, token ids, logps) of the tokens since the last call
-    kept        of a conversation: what its turns before this one left, and from the end of this one what it leaves
-    may_wait    raises where waiting for the result would last for ever
-    stopped     the finish reason that its unfinished rollouts get
+    on_rollout, on_tokens  as in `Sampler.submit`
+    prefix      of a conversation: the state after the turn before this one, and from the end of this one that after it
     """
 
     prompts: list[tuple[int, ...]]
@@ -65,35 +54,47 @@ class Request:
     params: SamplingParams
     eos: frozenset[int]
     on_rollout: Callable[[int, int, Rollout], None] | None = None
-    kept: Kept | None = None
     on_tokens: Callable[[int, int, list[int], list[float]], None] | None = None
-    may_wait: Callable[[], None] = lambda: None
+    prefix: Prefix | None = None
     future: Future = field(default_factory=Future)
-    submitted: float = field(default_factory=time.perf_counter)
-    stopped: str | None = None
+    cancelled: bool = False
 
     def __post_init__(self):
         self.rollouts: list[list[Rollout | None]] = [[None] * len(s) for s in self.seeds]
-        self.left = sum(map(len, self.seeds))
+        self.unfinished = sum(map(len, self.seeds))
 
     def result(self, timeout: float | None = None) -> list[Group]:
         """The groups, in the order of the prompts; TimeoutError after `timeout` seconds."""
-        if not self.future.done():
-            self.may_wait()
         return self.future.result(timeout)
 
     async def wait(self) -> list[Group]:
         """As `result`; cancelling the await cancels the request."""
         try:
-            self.may_wait()
             return await asyncio.wrap_future(self.future)
         except BaseException:
             self.cancel()
             raise
 
     def cancel(self) -> None:
-        """End the unfinished rollouts at the next step, with what they have and finish_reason "cancelled"."""
-        self.stopped = self.stopped or "cancelled"
+        """End the unfinished rollouts at the next step, with the tokens drawn so far and finish_reason "cancelled"."""
+        self.cancelled = True
+
+    def begin(self, scheduler) -> None:
+        scheduler.add(self)
+
+    def deliver(self, index: int, sample: int, rollout: Rollout) -> None:
+        """Hand over a finished rollout, and with the last one the groups. An error of the callback fails this request alone."""
+        if self.future.done():
+            return
+        self.rollouts[index][sample] = rollout
+        self.unfinished -= 1
+        if self.on_rollout is not None:
+            try:
+                self.on_rollout(index, sample, rollout)
+            except BaseException as error:
+                return settle(self.future, error=error)
+        if self.unfinished == 0:
+            settle(self.future, [Group(tuple(row)) for row in self.rollouts])
 
 
 @dataclass(eq=False)
@@ -107,34 +108,30 @@ class Pending:
     cache: SlotCache | None = None
     row: int = 0
     logits: torch.Tensor | None = None
-    prefill_seconds: float = 0.0
 
     def limit(self, context: int) -> int:
         """How many tokens a sample may take."""
         return min(self.request.params.max_new_tokens, context - len(self.ids))
 
-    def kept(self, epoch: int) -> int:
-        """How many of its positions the conversation still holds."""
-        kept = self.request.kept
-        return kept.length if kept is not None and kept.epoch == epoch else 0
+    def cached(self, epoch: int) -> int:
+        """How many of its positions are in the cache of its conversation."""
+        prefix = self.request.prefix
+        return prefix.length if prefix is not None and prefix.epoch == epoch else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """Whose row it is, and when it entered; `stats` is a snapshot of the sampler's at that time."""
+    """The rollout that a row belongs to, and the weights under which it entered."""
 
     request: Request
     index: int
     sample: int
     version: int
     epoch: int
-    prefill_seconds: float
-    entered: float
-    stats: Stats
 
 
 def checked_prompt(prompt: Sequence[int], i: int, vocab: int, context: int) -> tuple[int, ...]:
-    """The ids of prompt i, or a ValueError that names what is wrong with it."""
+    """The ids of prompt i; ValueError for an empty one, one without room for an answer, an id outside the vocabulary."""
     if not len(prompt):
         raise ValueError(f"prompt {i} is empty; give it at least one token, e.g. the bos id")
     if len(prompt) >= context:
@@ -155,38 +152,6 @@ def checked_seed(seed: int) -> int:
 
 def no_room(i: int, tokens: int, context: int) -> ValueError:
     return ValueError(f"prompt {i} has {tokens} tokens and leaves no room in the context of {context}; shorten it")
-
-
-def pending(request: Request) -> list[Pending]:
-    return [Pending(request, i, ids, deque(range(len(s)))) for i, (ids, s) in enumerate(zip(request.prompts, request.seeds))]
-
-
-def ending(request: Request) -> str | None:
-    """The finish reason that its unfinished rollouts get at once, if any: it was stopped, has failed, or nobody waits."""
-    return request.stopped or ("cancelled" if request.future.done() else None)
-
-
-def deliver(request: Request, index: int, sample: int, rollout: Rollout) -> None:
-    """Hand over a finished rollout, and with the last one the groups. Whatever the callback raises is its caller's alone."""
-    if request.future.done():
-        return
-    request.rollouts[index][sample] = rollout
-    request.left -= 1
-    if request.on_rollout is not None:
-        try:
-            request.on_rollout(index, sample, rollout)
-        except BaseException as error:
-            return settle(request.future, error=error)
-    if request.left == 0:
-        settle(request.future, [Group(tuple(row)) for row in request.rollouts])
-
-
-def tell(request: Request, index: int, sample: int, tokens: list[int], logps: list[float]) -> None:
-    """Hand over the newest tokens of a rollout in progress to who asked for them; what that raises is its caller's alone."""
-    try:
-        request.on_tokens(index, sample, tokens, logps)
-    except BaseException as error:
-        settle(request.future, error=error)
 
 
 def settle(future: Future, result=None, error: BaseException | None = None) -> None:

@@ -1,8 +1,7 @@
-"""The sampler: every rollout comes from here, out of one decode batch that concurrent callers share. Longer than most files,
-since what may be asked of a sampler is in one class.
+"""The sampler: every rollout comes from here, out of one decode batch that concurrent callers share.
 
-Token ids in; token ids, logps and finish reasons out. One worker thread owns the model, from the choice of the engine on:
-event loops keep answering while it decodes, and what changes the weights runs in it (`run`). The loop itself is in
+Token ids in; token ids, logps and finish reasons out. One worker thread computes, from the choice of the engine on: event loops
+keep answering while it decodes, and whoever changes the weights runs in it (`run`). The decode loop itself is in
 `scheduler.py`, the arithmetic in the engines, the draw in `sampling.py`.
 """
 
@@ -20,32 +19,14 @@ import torch
 
 from grpolab.decode.conversation import Conversation
 from grpolab.decode.engines.attention import restore_attention
-from grpolab.decode.requests import Kept, Request, Stats, checked_prompt, checked_seed, settle
+from grpolab.decode.requests import Prefix, Request, Stats, checked_prompt, checked_seed, settle
 from grpolab.decode.sampling import SamplingParams, fold_seed, group_seeds
 from grpolab.decode.scheduler import Scheduler
 from grpolab.decode.verify import choose_engine, choose_exact_engine
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import rest_threads, set_own_threads
 
-REST_SECONDS = 0.05  # without a request, after which the worker lets its OpenMP threads go
-IDLE_SECONDS = 5.0  # after those it ends; the next request starts another
-
-
-@dataclass(frozen=True)
-class SamplerOptions:
-    """The arguments of `Sampler`, which explains them."""
-
-    slots: int | None = None
-    engine: str = "auto"
-    exact: bool = False
-    seed: int = 0
-    threads: int | None = None
-
-    def __post_init__(self):
-        if self.slots is not None and self.slots < 1:
-            raise ValueError(f"slots must be at least 1, got {self.slots}; None chooses by memory")
-        if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
-            raise ValueError(f"threads must be at least 1 or None, got {self.threads!r}")
+IDLE_SECONDS = 0.05  # without a request, after which the worker ends, and with it its OpenMP threads; the next starts another
 
 
 @dataclass(eq=False)
@@ -56,7 +37,7 @@ class Job:
     args: tuple
     future: Future = field(default_factory=Future)
 
-    def run(self) -> None:
+    def begin(self, scheduler: Scheduler) -> None:
         if self.future.set_running_or_notify_cancel():
             try:
                 settle(self.future, self.fn(*self.args))
@@ -71,10 +52,10 @@ class Sampler:
         groups = sampler.sample_sync(prompts, group_size=8)
 
     slots   rows decoded together; None takes what a fifth of the free memory holds, at most 512; 1 is tuned for one row
-    engine  "auto", "llama" or "hf" (`verify.choose_engine`); `sampler.engine.name` says which was taken
+    engine  "auto", "llama" or "hf" (`verify.choose_engine`); `sampler.engine.name` is the one in use
     exact   make the model's own forward use the sampler's attention until `close`, so that trainer logps equal the sampler's
             in every bit; ValueError where the start-up probe finds a difference
-    seed    what requests without a seed of their own draw theirs from
+    seed    of the seeds of requests that bring none
     threads of torch in the worker; None takes the process's number
 
     A rollout is decided by its prompt, its seed and the weights. Its bits do not depend on the other rows where
@@ -82,26 +63,29 @@ class Sampler:
     experts excepted; elsewhere a last bit, and so rarely a token, may.
 
     Changed weights and modules (`snapshot.Snapshot`) are looked for where rows are admitted and where `policy.version` has
-    moved. With nothing running the look is thorough. While rows run it does not see edits through `.data`, which torch does
-    not count, nor plain numbers set on a module; and what is swapped and swapped back between two looks is never seen. A row
-    in progress may then be sampled from two models. So change weights in `run`, and add one to `policy.version`.
+    moved. With nothing running the look is thorough. While rows run it misses edits through `.data`, which torch does not
+    count, and plain numbers set on a module; a row in progress may then be sampled from two models. So change weights in
+    `run`, and add one to `policy.version`.
 
-    The engine is chosen and proved by the worker, at the first use or in `async with`; until then `engine` and `slots` wait
-    for it. A failed proof is raised there, to every caller.
+    The engine is chosen and verified by the worker, at the first use or in `async with`; until then `engine` and `slots` wait
+    for it. Where no engine fits, every caller gets the error. Policies that are unchanged share engines between samplers.
     """
 
     def __init__(self, policy, *, slots: int | None = None, engine: str = "auto", exact: bool = False, seed: int = 0,
                  threads: int | None = None):
-        self.options = SamplerOptions(slots, engine, exact, seed, threads)
-        self.policy, self.stats = policy, Stats()
+        if slots is not None and slots < 1:
+            raise ValueError(f"slots must be at least 1, got {slots}; None chooses by memory")
+        if threads is not None and not (isinstance(threads, int) and threads >= 1):
+            raise ValueError(f"threads must be at least 1 or None, got {threads!r}")
+        self.policy, self.exact, self.stats = policy, exact, Stats()
         self.threads = threads or torch.get_num_threads()
+        self._slots, self._engine, self._seed, self._seeds_drawn = slots, engine, seed, 0
         self._choice: Future[Scheduler] = Future()
         self._choice.set_running_or_notify_cancel()  # a cancelled await of it may not cancel it
-        self._inbox: list[Request | Job] = []  # that the worker has not yet taken
+        self._inbox: list[Request | Job] = []  # for the worker
         self._wake = threading.Condition()
         self._worker: threading.Thread | None = None
         self._closed = False
-        self._seeds_drawn = 0
         _open_samplers.add(self)
 
     @property
@@ -110,8 +94,8 @@ class Sampler:
 
     @property
     def context(self) -> int:
-        """The most tokens that prompt and completion may have together: the policy's, or fewer where the engine's proof
-        ends before (a warning says so as it is chosen)."""
+        """The most tokens that prompt and completion may have together: the policy's, or fewer where the engine could not be
+        verified for more (a warning says so as it is chosen)."""
         chosen = self._choice.done() and self._choice.exception() is None
         return self._scheduler.context if chosen else self.policy.context
 
@@ -127,7 +111,6 @@ class Sampler:
     @property
     def _scheduler(self) -> Scheduler:
         if not self._choice.done():
-            self._check_may_wait()
             self._start()
         return self._choice.result()
 
@@ -146,7 +129,6 @@ class Sampler:
                      seeds: Sequence[Sequence[int]] | None = None) -> AsyncIterator[tuple[int, int, Rollout]]:
         """(prompt index, sample index, rollout) as rows finish; leaving the iteration cancels the rest. `seeds` as in
         `submit`."""
-        self._check_may_wait()
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         put = lambda item: loop.call_soon_threadsafe(queue.put_nowait, item)  # noqa: E731
         request = self.submit(prompts, group_size=group_size, params=params, seeds=seeds, on_rollout=lambda *item: put(item))
@@ -166,17 +148,17 @@ class Sampler:
                seeds: Sequence[Sequence[int]] | None = None,
                on_rollout: Callable[[int, int, Rollout], None] | None = None,
                on_tokens: Callable[[int, int, list[int], list[float]], None] | None = None,
-               kept: Kept | None = None) -> Request:
+               prefix: Prefix | None = None) -> Request:
         """Queue a request and return its handle at once (`result()`, `cancel()`).
 
         seeds       (B, G), to repeat rollouts by their `.seed`; None derives them from params.seed and their indices
-        on_rollout  called in the worker thread with (prompt index, sample index, rollout) as each one finishes; what it
-                    raises is what its request fails with
+        on_rollout  called in the worker thread with (prompt index, sample index, rollout) as each one finishes; an error of
+                    it fails its request
         on_tokens   called likewise with (prompt index, sample index, token ids, logps) as a rollout grows, its last tokens
                     before on_rollout has it
-        kept        `Request.kept` of the turn that the one prompt goes on from (Kept() of none): only what is new is fed
+        prefix      `Request.prefix` of the turn that the one prompt goes on from (Prefix() of none): only the rest is fed
         Raises ValueError for an empty prompt, one that fills the context, a token id outside the vocabulary, a seed outside
-        0..2**64 - 1, or group_size below 1; RuntimeError after `close`.
+        0..2**64 - 1, or group_size below 1; RuntimeError after `close`, in the worker, and for who holds `policy.lock`.
         """
         params = params or SamplingParams()
         if isinstance(prompts, str) or any(not hasattr(p, "__len__") or isinstance(p, str) for p in prompts):
@@ -196,8 +178,8 @@ class Sampler:
             raise ValueError("stop_strings need a policy with a tokenizer; use stop_ids")
         eos = frozenset(() if params.ignore_eos else self.policy.eos_ids)
         seeds = [[checked_seed(s) for s in row] for row in seeds]
-        request = Request(ids, seeds, params, eos, on_rollout, kept, on_tokens, self._check_may_wait)
-        if request.left:
+        request = Request(ids, seeds, params, eos, on_rollout, on_tokens, prefix)
+        if request.unfinished:
             self._start(request)
         else:
             settle(request.future, [])
@@ -206,17 +188,11 @@ class Sampler:
     async def run(self, fn: Callable, *args):
         """Call fn(*args) in the worker thread, which holds `policy.lock`, between two decode steps: the place to change the
         policy's weights."""
-        return await asyncio.wrap_future(self._run(fn, args))
+        return await asyncio.wrap_future(self._start(Job(fn, args)))
 
     def run_sync(self, fn: Callable, *args):
         """`run` for scripts."""
-        return self._run(fn, args).result()
-
-    def _run(self, fn: Callable, args: tuple) -> Future:
-        self._check_may_wait()
-        job = Job(fn, args)
-        self._start(job)
-        return job.future
+        return self._start(Job(fn, args)).result()
 
     def close(self) -> asyncio.Future | None:
         """End the worker after the step in progress and fail what waits. Outside a loop this returns when it has ended; in a
@@ -229,7 +205,7 @@ class Sampler:
         def finish() -> None:
             if worker not in (None, threading.current_thread()):
                 worker.join()
-            if self.options.exact:
+            if self.exact:
                 with self.policy.lock:
                     restore_attention(self.policy.model)
 
@@ -245,7 +221,6 @@ class Sampler:
         self.close()
 
     async def __aenter__(self) -> Sampler:
-        self._check_may_wait()
         self._start()
         await asyncio.wrap_future(self._choice)
         return self
@@ -258,34 +233,32 @@ class Sampler:
     def _fresh_seed(self) -> int:
         with self._wake:
             self._seeds_drawn += 1
-            return fold_seed(self.options.seed, self._seeds_drawn)
+            return fold_seed(self._seed, self._seeds_drawn)
 
-    def _check_may_wait(self) -> None:
-        """RuntimeError where waiting for the worker would last for ever."""
+    def _start(self, item: Request | Job | None = None) -> Future | None:
+        """Queue an item, see that a worker runs, and return the item's future; RuntimeError where waiting for that would last
+        for ever."""
         if threading.current_thread() is self._worker:
             raise RuntimeError("waiting for the sampler inside its own worker thread would last for ever")
         if self.policy.lock.held():
             raise RuntimeError("this thread holds policy.lock, which the sampler needs for every step: waiting for it would "
                                "last for ever; leave the `with policy.lock` block first")
-
-    def _start(self, *items: Request | Job) -> None:
-        """Queue them and see that there is a worker to take them."""
         rest_threads()
         with self._wake:
             if self._closed:
                 raise RuntimeError("the sampler is closed; make a new Sampler(policy)")
             if self._choice.done():
                 self._choice.result()  # raises why no engine fits
-            self._inbox.extend(items)
+            self._inbox += [item] if item else []
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="grpolab-sampler", daemon=True)
                 self._worker.start()
             self._wake.notify()
+        return item and item.future
 
-    def _engine(self):
-        """The engine for the policy's model as it is now; ValueError where exact mode is impossible."""
-        choose = choose_exact_engine if self.options.exact else choose_engine
-        return choose(self.policy.model, self.options.engine, self.options.slots == 1)
+    def _choose(self):
+        choose = choose_exact_engine if self.exact else choose_engine
+        return choose(self.policy, self._engine, self._slots == 1)
 
     def _work(self) -> None:
         set_own_threads(self.threads)  # a new thread would otherwise start with OpenMP's default
@@ -294,31 +267,28 @@ class Sampler:
         if not self._choice.done():
             try:
                 with self.policy.lock:
-                    self._choice.set_result(Scheduler(self.policy, self._engine, self.options.slots, self.stats))
-            except BaseException as error:  # it belongs to whoever asks
+                    self._choice.set_result(Scheduler(self.policy, self._choose, self._slots, self.stats))
+            except BaseException as error:  # every caller gets it
                 self._choice.set_exception(error)
                 return self._end(error)
         scheduler = self._choice.result()
-        needed = lambda: scheduler.busy or self._inbox or self._closed  # noqa: E731
         while True:
             with self._wake:
-                if not self._wake.wait_for(needed, REST_SECONDS):
-                    rest_threads()
-                    self._wake.wait_for(needed, IDLE_SECONDS)
-                if self._closed:
-                    break
-                if not needed():
+                if not self._wake.wait_for(lambda: scheduler.busy or self._inbox or self._closed, IDLE_SECONDS):
                     self._worker = None
                     return
+                if self._closed:
+                    break
                 items, self._inbox = self._inbox, []
             with self.policy.lock:
                 for item in items:
-                    item.run() if isinstance(item, Job) else scheduler.add(item)
+                    item.begin(scheduler)
                 try:
                     scheduler.step()
-                except BaseException as error:  # a fault that is nobody's own fails all; the worker lives on
+                except BaseException as error:  # a fault that belongs to no request fails all; the worker goes on
                     scheduler.fail_all(error)
-        scheduler.fail_all(error := RuntimeError("the sampler was closed before this was done"))
+        error = RuntimeError("the sampler was closed before this was done")
+        scheduler.fail_all(error)
         self._end(error)
 
     def _end(self, error: BaseException) -> None:

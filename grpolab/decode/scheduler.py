@@ -1,12 +1,12 @@
-"""The decode loop behind the sampler: which rollout sits in which row, what is prefilled when, and who is done.
+"""The decode loop behind the sampler: which rollout is in which row, what is prefilled when, and which rows are done.
 
 A rollout in progress is a row; the rows in progress are always 0..n-1: the last row moves into the gap of a finished one
-(compaction), waiting rollouts are appended (refill). Where a row keeps its keys and values is the business of `cache.py`,
-who enters and how a prompt is fed, once for all its samples, that of `prefill.py`. Each row has its own
-position, so rows of any length sit side by side. No threads here: one caller a time.
+(compaction), waiting rollouts are appended (refill). Each row has its own position, so rows of any length share a batch.
+Where their keys and values are is decided in `cache.py`; which prompts enter, and how they are fed, in `prefill.py`. No
+threads here: one caller at a time.
 
-A fault fails whom it belongs to: of a callback, a tokenizer or NaN logits its request, of the model in a prefill or a step
-the requests that were in it. The others go on.
+An error of a callback, of a tokenizer or from NaN logits fails its own request; one of the model fails the requests that were
+in that prefill or step. The others go on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from grpolab.decode.batch import Batch
 from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
-from grpolab.decode.requests import Kept, Owner, Pending, Request, Stats, deliver, ending, no_room, pending, settle, tell
+from grpolab.decode.requests import Owner, Pending, Prefix, Request, Stats, no_room, settle
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed, uniforms_on
-from grpolab.decode.snapshot import Snapshot
+from grpolab.decode.snapshot import update
 from grpolab.rollouts import Rollout
 
 BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
@@ -34,29 +34,27 @@ class Scheduler:
     """Slots, waiting prompts and the loop body `step()`. `slots` None: what a fifth of free memory holds, <= 512."""
 
     def __init__(self, policy, choose: Callable, slots: int | None, stats: Stats):
-        """choose: () -> an engine for the policy's model as it is now."""
-        self.policy, self.choose = policy, choose
+        """choose: () -> an engine for the policy's model as it is now (`verify.choose_engine`)."""
+        self.policy, self.choose, self.stats = policy, choose, stats
         self.engine = engine = choose()
-        self.device = engine.device
+        self.device, self.epoch = engine.device, engine.snapshot.epoch
         self.cache_bytes = free_bytes(self.device) // 5
         fitting = self.cache_bytes // (engine.bytes_per_token() * min(policy.context, 1024))
         self.slots = slots or 1 << (max(8, min(512, fitting)).bit_length() - 1)
         self.block = BLOCK if self.device.type == "cuda" else 1
-        self.stats = stats
         self.requests: list[Request] = []  # that have unfinished rollouts
         self.waiting: deque[Pending] = deque()
-        self.epoch, self.snapshot = 0, Snapshot(policy)
         self._clear_rows()
 
     def _clear_rows(self) -> None:
         self.rows, self.owners = Batch(self.slots + self.engine.min_rows), []
         self.store = store_for(self.engine, self.slots)
-        self._changed()
+        self._rows_changed()
 
-    def _changed(self) -> None:
-        """What depends on who is in the batch: how its rows are drawn, and whom to look at after every token."""
+    def _rows_changed(self) -> None:
+        """Note how the rows are drawn, and which are looked at after every token."""
         self.kinds = kinds_of(self.owners, self.device)
-        self.listening = [i for i, o in enumerate(self.owners) if o.request.params.stop_strings]
+        self.with_strings = [i for i, o in enumerate(self.owners) if o.request.params.stop_strings]
         self.streamed = [i for i, o in enumerate(self.owners) if o.request.on_tokens is not None]
 
     @property
@@ -70,7 +68,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request with at least one rollout into the queue."""
-        prompts = pending(request)
+        prompts = [Pending(request, i, ids, deque(range(len(seeds))))
+                   for i, (ids, seeds) in enumerate(zip(request.prompts, request.seeds))]
         self.requests.append(request)
         self.waiting.extend(prompts)
         self._refuse_long(prompts)
@@ -84,9 +83,9 @@ class Scheduler:
     @torch.no_grad()
     def step(self) -> None:
         """Admit what fits, then one decode step (a block of them on a GPU) for every row."""
-        settled = self._refresh()
-        self._drop_stopped()
-        if settled:
+        may_admit = self._refresh()
+        self._drop_ended()
+        if may_admit:
             self._admit()
         if self.rows.n:
             try:
@@ -104,7 +103,7 @@ class Scheduler:
         self._clear_rows()
 
     def _fail_rows(self, error: BaseException) -> None:
-        """As `fail_all` for the rows alone. What they share may be half written: it is made anew."""
+        """As `fail_all` for the rows alone. Their store may be half written: it is made anew."""
         for owner in self.owners:
             settle(owner.request.future, error=error)
         self._clear_rows()
@@ -112,15 +111,13 @@ class Scheduler:
     # ------------------------------------------------------------- weights
 
     def _refresh(self) -> bool:
-        """Renew packed weight copies, or choose an engine anew for changed modules once no row is in progress: until then
-        rows end with what they began with and none is admitted (False). See `Snapshot` for what is noticed."""
-        idle, snapshot = self.rows.n == 0, self.snapshot
+        """Let the engine read changed weights, or choose another for a changed model once no row is in progress: until then
+        rows end with the engine that they began with and none is admitted (False)."""
+        idle, snapshot = self.rows.n == 0, self.engine.snapshot
         if not (idle or self.waiting) and snapshot.version == self.policy.version:
             return True
-        again = snapshot.structure_changed(deep=idle)
-        if not again and not snapshot.weights_changed(deep=idle):
-            return True
-        if again or not self.engine.verified:
+        changed = snapshot.model_changed(self.policy, deep=idle)
+        if changed or not self.engine.verified and snapshot.weights_changed(self.policy, deep=idle):
             if not idle:
                 return False
             self.engine = self.choose()
@@ -128,29 +125,29 @@ class Scheduler:
             self._clear_rows()
             self._refuse_long(self.waiting)
         else:
-            self.engine.refresh()
-        snapshot.renew()
-        self.epoch += 1
-        self.stats.refreshes += 1
-        for prompt in self.waiting:
-            prompt.cache = prompt.logits = None
+            update(self.engine, self.policy, deep=idle)
+        if self.epoch != self.engine.snapshot.epoch:  # this sampler or another one on the same engine read the weights anew
+            self.epoch = self.engine.snapshot.epoch
+            self.stats.refreshes += 1
+            for prompt in self.waiting:
+                prompt.cache = prompt.logits = None
         return True
 
     # ----------------------------------------------------------- admission
 
-    def _drop_stopped(self) -> None:
-        """Requests that end before their time leave the queue and the rows: stopped, failed, or nobody waits for them."""
-        reasons = {r: why for r in self.requests if (why := ending(r))}
-        if not reasons:
+    def _drop_ended(self) -> None:
+        """Requests that were cancelled, or have an error already, leave the queue and the rows."""
+        ended = {r for r in self.requests if r.cancelled or r.future.done()}
+        if not ended:
             return
-        dropped = [p for p in self.waiting if p.request in reasons]
-        self.waiting = deque(p for p in self.waiting if p.request not in reasons)
+        dropped = [p for p in self.waiting if p.request in ended]
+        self.waiting = deque(p for p in self.waiting if p.request not in ended)
         for p in dropped:
             for g in p.samples:
-                nothing = Rollout(p.ids, (), (), (), (), reasons[p.request], p.request.seeds[p.index][g], self.policy.version)
-                deliver(p.request, p.index, g, nothing)
-        self._finish({i: reasons[o.request] for i, o in enumerate(self.owners) if o.request in reasons})
-        self.requests = [r for r in self.requests if r not in reasons]
+                seed = p.request.seeds[p.index][g]
+                p.request.deliver(p.index, g, Rollout(p.ids, (), (), (), (), "cancelled", seed, self.policy.version))
+        self._finish({i: "cancelled" for i, o in enumerate(self.owners) if o.request in ended})
+        self.requests = [r for r in self.requests if r not in ended]
 
     def _admit(self) -> None:
         """Fill free rows with waiting rollouts; prompts are prefilled together, at most one stays partly admitted."""
@@ -187,13 +184,13 @@ class Scheduler:
 
     def _enter(self, entering: Sequence[tuple[Pending, int]]) -> None:
         """Give samples of prefilled prompts their rows and draw their first tokens."""
-        rows, stats, first, now = self.rows, self.stats.snapshot(), self.rows.n, time.perf_counter()
+        rows, first = self.rows, self.rows.n
         for p, g in entering:
             request = p.request
-            self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch, p.prefill_seconds, now, stats))
+            self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch))
             ends = request.eos.union(request.params.stop_ids)
             rows.append(len(p.ids), p.limit(self.context), request.seeds[p.index][g], sorted(ends))
-        self._changed()
+        self._rows_changed()
         self.store.enter(first, [Prefilled(p.cache, p.row, len(p.ids)) for p, _ in entering], rows.longest())
         logits = torch.stack([p.logits for p, _ in entering])
         u = uniforms_on(self.device, rows.uniforms(first, 1)[0])
@@ -205,10 +202,10 @@ class Scheduler:
         rows, n = self.rows, self.rows.n
         padded = self.engine.rows(n)
         rows.token[n:padded] = rows.position[n:padded] = 0
-        steps = 1 if self.listening else min(self.block, int((rows.limit - rows.count)[:n].min()))
+        steps = 1 if self.with_strings else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, self.store.unit)
         self.store.fit(rows.position[:n], padded, steps, rows.longest())
-        u, kinds = uniforms_on(self.device, rows.next_uniforms(steps)), self.kinds
+        u, kinds = uniforms_on(self.device, rows.uniforms(0, steps)), self.kinds
         tokens, start = (torch.from_numpy(a[:padded]).to(self.device) for a in (rows.token, rows.position))
         drawn, forward_seconds, started = [], 0.0, time.perf_counter()
         for i in range(steps):
@@ -243,19 +240,27 @@ class Scheduler:
         for i in self.streamed:
             if i >= first and not isinstance(done.get(i), BaseException):
                 owner, new = self.owners[i], slice(int(counted[i - first]), None)
-                tell(owner.request, owner.index, owner.sample, *(a[new].tolist() for a in rows.taken(i)[:2]))
+                try:
+                    owner.request.on_tokens(owner.index, owner.sample, *(a[new].tolist() for a in rows.drawn(i)[:2]))
+                except BaseException as error:  # it fails its own request alone
+                    settle(owner.request.future, error=error)
         self._finish(done)
 
     # ----------------------------------------------------------------- ends
 
     def _ended(self, alive: np.ndarray) -> dict[int, str | BaseException]:
-        """Row -> finish reason, or what its request fails with, of the rows that are done after their newest token."""
+        """Row -> finish reason, or the error of its request, of the rows that are done after their newest token."""
         broken, over = self.rows.broken(alive), self.rows.over(alive)
         ended = {int(i): self._reason(int(i)) for i in alive[over & ~broken]}
-        for i in set(self.listening).intersection(alive.tolist()):
-            if ended.get(i) in (None, "length", "context") and (said := self._says_stop(i)):
-                ended[i] = said
-        return ended | {int(i): self._broken(int(i)) for i in alive[broken]}
+        for i in set(self.with_strings).intersection(alive.tolist()):
+            if ended.get(i) in (None, "length", "context") and (reason := self._stop_string(i)):
+                ended[i] = reason
+        for i in map(int, alive[broken]):
+            owner = self.owners[i]
+            ended[i] = FloatingPointError(
+                f"the logits of prompt {owner.index}, sample {owner.sample} are not finite at position "
+                f"{self.rows.position[i]}; look for NaN in the policy's weights")
+        return ended
 
     def _reason(self, i: int) -> str:
         rows, request, token = self.rows, self.owners[i].request, int(self.rows.token[i])
@@ -265,23 +270,18 @@ class Scheduler:
             return "stop_id"
         return "context" if rows.position[i] + 1 >= self.context else "length"
 
-    def _says_stop(self, i: int) -> str | BaseException | None:
+    def _stop_string(self, i: int) -> str | BaseException | None:
         """Whether the newest token completes a stop string; the tail is long enough, as a token has a byte or more."""
         strings = self.owners[i].request.params.stop_strings
         try:
             tail = max(len(s.encode()) for s in strings) + 4
-            text = self.policy.tokenizer.decode(self.rows.taken(i)[0][-tail:].tolist())
+            text = self.policy.tokenizer.decode(self.rows.drawn(i)[0][-tail:].tolist())
         except BaseException as error:  # a tokenizer of the user's own
             return error
         return "stop_string" if any(s in text for s in strings) else None
 
-    def _broken(self, i: int) -> FloatingPointError:
-        owner, position = self.owners[i], int(self.rows.position[i])
-        return FloatingPointError(f"the logits of prompt {owner.index}, sample {owner.sample} are not finite at position "
-                                  f"{position}; look for NaN in the policy's weights")
-
     def _finish(self, done: dict[int, str | BaseException]) -> None:
-        """Take rows out, close the gaps that they leave, and deliver what they have, or fail their request."""
+        """Take rows out, close the gaps that they leave, and deliver their rollouts, or fail their request."""
         if not done:
             return
         rows, order, finished = self.rows, sorted(done), []
@@ -291,10 +291,14 @@ class Scheduler:
             if broken:
                 settle(request.future, error=done[i])
             elif not request.future.done():
-                if request.kept is not None:
+                if request.prefix is not None:
                     length, epoch = int(rows.position[i]), self.epoch if owner.epoch == self.epoch else -1
-                    request.kept = Kept(self.store.take(i, length), length, epoch)
-                finished.append((owner, self._rollout(i, done[i])))
+                    request.prefix = Prefix(self.store.take(i, length), length, epoch)
+                tokens, logps, raw_logps, mass = (tuple(a.tolist()) for a in rows.drawn(i))
+                finished.append((owner, Rollout(
+                    request.prompts[owner.index], tokens, (1,) * len(tokens), logps, raw_logps, done[i],
+                    request.seeds[owner.index][owner.sample], owner.version,
+                    kept_mass=mass if request.params.truncates else ())))
             self.store.release(i, broken)
         moves = rows.compact(order)
         if moves:
@@ -302,30 +306,10 @@ class Scheduler:
         for to, of in moves:
             self.owners[to] = self.owners[of]
         del self.owners[rows.n:]
-        self._changed()
+        self._rows_changed()
         for owner, rollout in finished:
-            deliver(owner.request, owner.index, owner.sample, rollout)
-        self.requests = [r for r in self.requests if r.left]
-
-    def _rollout(self, i: int, reason: str) -> Rollout:
-        owner = self.owners[i]
-        request, spent = owner.request, self.stats - owner.stats
-        tokens, logps, raw_logps, mass = (tuple(a.tolist()) for a in self.rows.taken(i))
-        mean_rows = spent.row_steps / spent.steps if spent.steps else 0.0
-        timings = dict(
-            queued_seconds=owner.entered - request.submitted,
-            prefill_seconds=owner.prefill_seconds,
-            decode_seconds=spent.decode_seconds,
-            sample_seconds=spent.sample_seconds,
-            total_seconds=time.perf_counter() - request.submitted,
-            steps=spent.steps,
-            mean_rows=mean_rows,
-            slot_use=mean_rows / self.slots,
-        )
-        return Rollout(
-            request.prompts[owner.index], tokens, (1,) * len(tokens), logps, raw_logps, reason,
-            request.seeds[owner.index][owner.sample], owner.version, timings=timings,
-            kept_mass=mass if request.params.truncates else ())
+            owner.request.deliver(owner.index, owner.sample, rollout)
+        self.requests = [r for r in self.requests if r.unfinished]
 
 
 def kinds_of(owners: Sequence[Owner], device) -> list[tuple[SamplingParams, torch.Tensor]]:

@@ -1,35 +1,36 @@
-"""Whether a model is still the one that was verified, and whether its weights are still those that were read."""
+"""Whether a policy's model is still the one that was verified, and whether its weights are still those that were read."""
 
 from __future__ import annotations
 
-from itertools import chain
+import weakref
+from itertools import chain, count
 from operator import is_
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from grpolab.models.load import attention_of
+from grpolab.models.load import HOOKS, attention_of
 
 PLAIN = (bool, int, float)  # values set on a module that its forward may read
+_epochs = count()
 
 
 class Structure:
     """What a model is made of, as it is now; it does not keep the model itself alive.
 
-    `changed`  whether a module, buffer, hook, replaced forward or attention implementation is another one, or parameters have
-               another dtype or device; `deep` also compares the plain numbers and switches that are set on modules
+    `changed`  whether it is another model, or a module, buffer, hook, replaced forward or attention implementation is another
+               one, or parameters have another dtype or device; `deep` also compares the plain numbers set on modules
     """
 
     def __init__(self, model):
-        self.config, self.spaces = model.config, [vars(m) for m in model.modules()]
+        self.model, self.config, self.spaces = weakref.ref(model), model.config, [vars(m) for m in model.modules()]
         self.objects, self.form, self.constants = self._objects(), self._form(), self._constants()
 
-    def changed(self, deep: bool) -> bool:
+    def changed(self, model, deep: bool) -> bool:
         objects = self._objects()
-        if len(objects) != len(self.objects) or not all(map(is_, objects, self.objects)) or self._form() != self.form:
+        if self.model() is not model or len(objects) != len(self.objects) or not all(map(is_, objects, self.objects)):
             return True
-        return deep and self._constants() != self.constants
+        return self._form() != self.form or (deep and self._constants() != self.constants)
 
     def parameters(self) -> list:
         return [p for space in self.spaces for p in space["_parameters"].values() if p is not None]
@@ -39,7 +40,7 @@ class Structure:
 
     def _form(self) -> tuple:
         """Hooks by their number, which is never given twice; forwards that somebody set on a single module."""
-        hooks = [number for space in self.spaces for name in ("_forward_hooks", "_forward_pre_hooks") for number in space[name]]
+        hooks = [number for space in self.spaces for name in HOOKS for number in space[name]]
         replaced, parameters = [id(space["forward"]) for space in self.spaces if "forward" in space], self.parameters()
         return hooks, replaced, attention_of(self), [p.dtype for p in parameters], [p.device for p in parameters]
 
@@ -47,43 +48,49 @@ class Structure:
         return [(name, x) for space in self.spaces for name, x in space.items() if type(x) in PLAIN and name != "training"]
 
 
-_verified: WeakKeyDictionary = WeakKeyDictionary()  # model -> its Structure, and what was verified of it
-
-
-def verified_of(model) -> dict:
-    """What was verified of a model as it is now, to read and to add to; empty once its structure has changed."""
-    structure, verified = _verified.get(model, (None, {}))
-    if structure is None or structure.changed(deep=True):
-        verified = {}
-        _verified[model] = Structure(model), verified
+def verified_of(policy) -> dict:
+    """What was verified of a policy's model as it is now, to read and to add to; empty once its structure has changed."""
+    structure, verified = policy.verified or (None, {})
+    if structure is None or structure.changed(policy.model, deep=True) or str(policy.model.config) != verified["config"]:
+        verified = {"config": str(policy.model.config)}
+        policy.verified = Structure(policy.model), verified
     return verified
 
 
 class Snapshot:
-    """A policy's model as it was when its weights were last read (`renew`).
+    """A policy's model and weights as an engine read them last (`renew`); `epoch` is the number of that reading.
 
-    `structure_changed`  another model object, or what `Structure` sees
-    `weights_changed`    the policy's version, or a parameter replaced, moved or edited in place (torch counts those edits).
-                         `deep` also sums the bits of all weights, which sees edits through `.data`, that torch does not
-                         count; it reads every weight once, as a decode step does, so it is for when nothing runs.
+    `model_changed`    see `Structure`
+    `weights_changed`  the policy's version, or a parameter replaced, moved or edited in place (torch counts those edits).
+                       `deep` also sums the bits of all weights, which sees edits through `.data`, that torch does not count;
+                       it reads every weight once, as a decode step does, so it is for when nothing runs.
     """
 
     def __init__(self, policy):
-        self.policy = policy
-        self.renew()
+        self.structure = Structure(policy.model)
+        self.renew(policy)
 
-    def renew(self) -> None:
-        self.model, self.version, self.structure = self.policy.model, self.policy.version, Structure(self.policy.model)
-        self.stamp, self.sums = self._stamp(), checksum(self.model)
+    def renew(self, policy) -> None:
+        self.version, self.epoch = policy.version, next(_epochs)
+        self.stamp, self.sums = self._stamp(), checksum(policy.model)
 
-    def structure_changed(self, deep: bool) -> bool:
-        return self.policy.model is not self.model or self.structure.changed(deep)
+    def model_changed(self, policy, deep: bool) -> bool:
+        return self.structure.changed(policy.model, deep)
 
-    def weights_changed(self, deep: bool) -> bool:
-        return self._stamp() != self.stamp or (deep and checksum(self.model) != self.sums)
+    def weights_changed(self, policy, deep: bool) -> bool:
+        if policy.version != self.version or self._stamp() != self.stamp:
+            return True
+        return deep and checksum(policy.model) != self.sums
 
-    def _stamp(self) -> tuple:
-        return self.policy.version, [(id(p), p._version, p.data_ptr()) for p in self.structure.parameters()]
+    def _stamp(self) -> list:
+        return [(id(p), p._version, p.data_ptr()) for p in self.structure.parameters()]
+
+
+def update(engine, policy, deep: bool) -> None:
+    """Let the engine read weights that have changed since its snapshot."""
+    if engine.snapshot.weights_changed(policy, deep):
+        engine.refresh()
+        engine.snapshot.renew(policy)
 
 
 @torch.no_grad()

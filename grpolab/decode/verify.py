@@ -1,8 +1,8 @@
 """The check that a forward is the model's own.
 
 A probe computes random tokens with the model's plain forward, one sequence and no cache, and with the forward in question: a
-sampler's engine here, a trainer's in `train/verify.py`. Both choose their lengths (`reach`) and judge (`difference`) alike, and
-what they find is remembered for as long as the model stays as it is (`verified_of`).
+sampler's engine here, a trainer's in `train/verify.py`. Both choose their lengths (`reach`), judge (`difference`) and take the
+first that is right (`first_right`) alike, and the result is remembered while the model stays as it is (`verified_of`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
 from grpolab.decode.engines.attention import restore_attention, share_attention
 from grpolab.decode.engines.hf import HFEngine, takes
 from grpolab.decode.engines.llama import LlamaEngine
-from grpolab.decode.snapshot import verified_of
+from grpolab.decode.snapshot import Snapshot, update, verified_of
 from grpolab.models.load import attention_of, core, evaluating, llama_obstacle, steady_context, text_config
 
+T, U = TypeVar("T"), TypeVar("U")
 log = logging.getLogger(__name__)
 
 EXACT = 1e-4  # fp32: bound on the largest difference, as a share of the largest value
@@ -37,55 +39,59 @@ THRESHOLD = re.compile("window|sliding|chunk|local|original_max_position|floor_s
 CANDIDATES = {"auto": ("llama", "hf", "hf shifted"), "llama": ("llama",), "hf": ("hf", "hf shifted")}
 
 
+def first_right(candidates: Iterable[T], failure: Callable[[T], str | None]) -> tuple[T | None, dict[T, str]]:
+    """The first candidate whose `failure` is None, if any, and why those before it fail. A model that cannot take what a
+    candidate asks of it raises errors of any type: they are failures too."""
+    wrong: dict[T, str] = {}
+    for candidate in candidates:
+        try:
+            why = failure(candidate)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            why = str(error)[:300] if type(error) is ValueError else f"{type(error).__name__}: {str(error)[:300]}"
+        if why is None:
+            return candidate, wrong
+        wrong[candidate] = why
+    return None, wrong
+
+
 # --- which engine samples a model -------------------------------------------------------------------------------------
 
 
-def choose_engine(model, engine: str = "auto", single: bool = False):
-    """The engine for a model: "llama", "hf", or "auto" (llama where the model allows it and the check passes).
+def choose_engine(policy, engine: str = "auto", single: bool = False):
+    """The engine for a policy's model: "llama", "hf", or "auto" (llama where the model allows it and the check passes).
 
-    Whatever is chosen has reproduced the model's own forward (`disagreement`) and does so up to `.context` positions.
-    ValueError where nothing does.
+    It has reproduced the model's own forward (`disagreement`) and does so up to `.context` positions; `.snapshot` are the
+    weights that it has read. An engine of the model as it is now is taken again. ValueError where no engine fits.
     """
     if engine not in CANDIDATES:
         raise ValueError(f"engine must be 'auto', 'llama' or 'hf', got {engine!r}")
-    verified, key = verified_of(model), (engine, single, str(model.config))
+    verified, key, model, built = verified_of(policy), (engine, single), policy.model, {}
     if key in verified:
-        kind, context = verified[key]
-        chosen = _build(kind, model, single)
-        chosen.context, chosen.verified = context, True
-        return chosen
-    reasons = []
-    for kind in CANDIDATES[engine]:
-        why = llama_obstacle(core(model)) if kind == "llama" else None
-        if why is None:
-            chosen = _build(kind, model, single)
-            why = _failure(chosen, model)
-        if why is None:
-            _limit(chosen, model)
-            if chosen.verified:
-                verified[key] = kind, chosen.context
-            return chosen
-        reasons.append(why)
-        if kind == "llama" and engine == "auto":
-            log.warning("hf engine for %s, since %s", type(model).__name__, why)
-    if engine == "llama":
-        raise ValueError(f"the llama engine does not fit {type(model).__name__}: {why}; use engine='auto'")
-    raise ValueError(chosen.refusal(f"its cached step is not its own forward ({reasons[-2]})"))
+        return verified[key]
 
+    def failure(kind: str) -> str | None:
+        if kind == "llama" and (why := llama_obstacle(core(model))):
+            return why
+        # some models take a query's position from the number of keys: "hf shifted"
+        built[kind] = LlamaEngine(core(model), single) if kind == "llama" else HFEngine(model, single, kind == "hf shifted")
+        return disagreement(built[kind], model)
 
-def _build(kind: str, model, single: bool):
-    if kind == "llama":
-        return LlamaEngine(core(model), single)
-    return HFEngine(model, single, kind == "hf shifted")  # some models take a query's position from the number of keys
-
-
-def _failure(engine, model) -> str | None:
-    try:
-        return disagreement(engine, model)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a model that cannot take such masks fails in a way of its own
-        return f"{type(error).__name__}: {error}"
+    kind, wrong = first_right(CANDIDATES[engine], failure)
+    if kind is None and engine == "llama":
+        raise ValueError(f"the llama engine does not fit {type(model).__name__}: {wrong['llama']}; use engine='auto'")
+    if kind is None:
+        raise ValueError(f"{type(core(model)).__name__} cannot be sampled with a cache of keys and values: {wrong['hf']}. Use a "
+                         "decoder-only model with full, sliding-window or chunked attention")
+    if "llama" in wrong:
+        log.warning("hf engine for %s, since %s", type(model).__name__, wrong["llama"])
+    chosen = built[kind]
+    _limit(chosen, model)
+    chosen.snapshot = Snapshot(policy)
+    if chosen.verified:
+        verified[key] = chosen
+    return chosen
 
 
 def _limit(engine, model) -> None:
@@ -101,18 +107,19 @@ def _limit(engine, model) -> None:
                     "probe past it would take too long here (it went to %d)", type(model).__name__, engine.context, probed)
 
 
-def choose_exact_engine(model, engine: str = "auto", single: bool = False):
+def choose_exact_engine(policy, engine: str = "auto", single: bool = False):
     """As `choose_engine`, with the attention of the engine in the model itself (`restore_attention` undoes it); ValueError,
     and the model as it was, where logps then differ in any bit."""
     try:
-        share_attention(model)
-        chosen = choose_engine(model, engine, single)
-        if (share := inexact_share(chosen, model)) > 0:
+        share_attention(policy.model)
+        chosen = choose_engine(policy, engine, single)
+        update(chosen, policy, deep=True)
+        if (share := inexact_share(chosen, policy.model)) > 0:
             raise ValueError(f"exact mode is impossible here: {share:.1%} of the probe's logps differ in some bit "
                              f"({chosen.name} engine, {chosen.dtype}); use exact=False, or bfloat16 on a CPU")
         return chosen
     except BaseException:
-        restore_attention(model)
+        restore_attention(policy.model)
         raise
 
 
@@ -156,8 +163,8 @@ def _engine_reach(model, engine) -> tuple[int, int | None]:
 def affordable(model, device) -> int:
     """The longest row that the probe may compute: by the products, by the attention, and by its memory."""
     config, weights = text_config(model), sum(p.numel() for p in model.parameters())
-    layers, width, heads = (getattr(config, name, None) or 1 for name in ("num_hidden_layers", "hidden_size",
-                                                                          "num_attention_heads"))
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    layers, width, heads = (getattr(config, name, None) or 1 for name in sizes)
     flops, square = FLOPS.get(torch.device(device).type, FLOPS["cpu"]), 4 * layers * width
     by_time = (((2 * weights) ** 2 + 4 * square * flops) ** 0.5 - 2 * weights) / (2 * square)  # 2 w P + square P^2 = flops
     matrices = 3 if attention_of(model) == "sdpa" else 3 * heads  # torch's own attention holds the masks alone
@@ -165,6 +172,15 @@ def affordable(model, device) -> int:
 
 
 # --- what counts as a difference --------------------------------------------------------------------------------------
+
+
+def beside_rounding(model, dtype: torch.dtype, measure: Callable[[], U]) -> tuple[U, U | None]:
+    """measure() of the plain forward, and in a precision lower than fp32 again with its inputs moved by a rounding."""
+    own = measure()
+    if torch.finfo(dtype).eps <= EXACT:
+        return own, None
+    with moved_inputs(model, dtype):
+        return own, measure()
 
 
 def difference(ours: Tensor, own: Tensor, moved: Tensor | None) -> str | None:
@@ -177,10 +193,10 @@ def difference(ours: Tensor, own: Tensor, moved: Tensor | None) -> str | None:
     """
     differences = gap(ours, own)
     if moved is None:
-        name, found, bound = "at most", differences.max(), EXACT * own.nan_to_num(0.0, 0.0, 0.0).abs().max()
+        name, value, bound = "at most", differences.max(), EXACT * own.nan_to_num(0.0, 0.0, 0.0).abs().max()
     else:
-        name, found, bound = "on average", differences.mean(), ROUNDING * gap(moved, own).mean()
-    return None if found <= bound else f"differ by {name} {float(found):.2e}, bound {float(bound):.2e}"
+        name, value, bound = "on average", differences.mean(), ROUNDING * gap(moved, own).mean()
+    return None if value <= bound else f"differ by {name} {float(value):.2e}, bound {float(bound):.2e}"
 
 
 def gap(a: Tensor, b: Tensor) -> Tensor:
@@ -227,16 +243,15 @@ def disagreement(engine, model) -> str | None:
     for lengths in (_probe_lengths(model), [max(1, min(100, positions // 2)), max(1, positions - STEPS)]):
         ids = torch.randint(0, engine.vocab, (len(lengths), max(lengths) + STEPS), generator=generator).to(engine.device)
         with evaluating(model), without_tf32():
-            ours, own, moved = cached_logits(engine, ids, lengths, STEPS), _own_logits(model, ids, lengths, STEPS), None
-            if bool(own.isnan().any()) or not bool(own.isfinite().any()):
-                engine.verified = False  # a broken policy says nothing about the engine; its rollouts report it
-                return None
-            if torch.finfo(engine.dtype).eps > EXACT:
-                with moved_inputs(model, engine.dtype):
-                    moved = _own_logits(model, ids, lengths, STEPS).log_softmax(-1)
-                ours, own = ours.log_softmax(-1), own.log_softmax(-1)
+            ours = cached_logits(engine, ids, lengths, STEPS)
+            own, moved = beside_rounding(model, engine.dtype, lambda ids=ids, n=lengths: _own_logits(model, ids, n, STEPS))
+        if bool(own.isnan().any()) or not bool(own.isfinite().any()):
+            engine.verified = False  # a broken policy says nothing about the engine; its rollouts report it
+            return None
+        if moved is not None:
+            ours, own, moved = (logits.log_softmax(-1) for logits in (ours, own, moved))
         if why := difference(ours, own, moved):
-            return f"logits {why}, at {max(lengths)} positions"
+            return f"its cached step is not its own forward: logits {why}, at {max(lengths)} positions"
     return None
 
 

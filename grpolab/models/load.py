@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.files import atomic_folder, data_path
@@ -22,6 +21,7 @@ from grpolab.models.smollm2 import SMOLLM2, refuse_gaps, smollm2_source
 from grpolab.sync import FairLock
 
 PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a torch module
 NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
 
 
@@ -39,6 +39,7 @@ class Policy:
     version: int = 0
     lock: FairLock = field(default_factory=FairLock, repr=False)
     provenance: dict | None = field(default=None, repr=False)  # of the last training loop, or of provenance.json
+    verified: tuple | None = field(default=None, init=False, repr=False, compare=False)  # see `decode.snapshot.verified_of`
 
     @property
     def device(self) -> torch.device:
@@ -308,7 +309,7 @@ def llama_obstacle(model) -> str | None:
         if type(linear) is not nn.Linear and not lora.is_adapted(linear):
             return f"a projection is a {type(linear).__name__}, not a plain Linear"
     for name, module in model.named_modules():
-        if not lora.is_adapted(module) and (why := _foreign(module, config.model_type)):
+        if why := _foreign(module, config.model_type):
             return f"{name or 'the model'} {why}"
     if len({(p.dtype, p.device) for p in model.parameters()}) != 1:
         return "its parameters differ in dtype or device"
@@ -316,15 +317,12 @@ def llama_obstacle(model) -> str | None:
 
 
 def _foreign(module: nn.Module, model_type: str) -> str | None:
-    """What keeps a module from being read instead of called: another's class (an adapter, a subclass), a hook, a forward
-    of its own. Checkpointing, which computes the same, is allowed."""
+    """What keeps a module from being read instead of called: another's class (a subclass, an adapter other than LoRA), a hook,
+    a forward of its own."""
     kind = type(module)
     homes = (f"transformers.models.{model_type}.", "transformers.activations", "torch.nn.modules.")
-    if not kind.__module__.startswith(homes):
+    if not kind.__module__.startswith(homes) and not lora.is_adapted(module):
         return f"is a {kind.__name__}, not one of the classes of transformers"
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "has a forward hook"
-    own = vars(module).get("forward")
-    if own is not None and getattr(own, "func", None) is not checkpoint:
-        return "has a forward of its own"
-    return None
+    if any(vars(module)[name] for name in HOOKS):
+        return "has a hook"
+    return "has a forward of its own" if "forward" in vars(module) else None

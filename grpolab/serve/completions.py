@@ -13,7 +13,7 @@ from dataclasses import replace
 from starlette.responses import JSONResponse
 
 from grpolab.chat import call_form, tokenising
-from grpolab.decode.requests import Kept, Request
+from grpolab.decode.requests import Prefix, Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
 from grpolab.serve import openai_schema
@@ -119,11 +119,11 @@ class CompletionResponse:
 
         # Of a session's single answer the keys and values of the turn before are used, and its own are kept.
         one = self.recorded and len(self.prompts) == self.request.n == 1
-        kept: Kept | None = service.sessions.caches.after(self.prompts[0].parent) if one else None
+        prefix: Prefix | None = service.sessions.caches.after(self.prompts[0].parent) if one else None
         listener = put if self.request.stream else None
         try:
             self.job = service.sampler.submit([p.ids for p in self.prompts], group_size=self.request.n, params=self.params,
-                                              kept=kept, on_rollout=listener, on_tokens=listener)
+                                              prefix=prefix, on_rollout=listener, on_tokens=listener)
         except ValueError as error:
             raise Refused(400, str(error)) from error
         service.counts["requests"] += 1
@@ -145,8 +145,8 @@ class CompletionResponse:
         self.answered += 1
         if self.recorded:
             recorded = session.record(self.prompts[index], rollout, turn, rollout.tokens[-1] in self.policy.eos_ids)
-            if recorded and self.job.kept is not None:
-                self.service.sessions.caches.keep(recorded, self.job.kept)
+            if recorded and self.job.prefix is not None:
+                self.service.sessions.caches.keep(recorded, self.job.prefix)
         return turn
 
     def _rollouts(self) -> list[Rollout]:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from grpolab.chat import Message, prompt_ids, rest_ids, text_ids
 from grpolab.decode.conversation import joined
-from grpolab.decode.requests import Kept, Request
+from grpolab.decode.requests import Prefix, Request
 from grpolab.decode.sampling import fold_seed
 from grpolab.rollouts import Rollout
 from grpolab.serve.openai_schema import Refused
@@ -171,18 +171,18 @@ class TurnCaches:
 
     def __init__(self, most: int):
         self.most = most
-        self._by_turn: dict[Turn, Kept] = {}  # the oldest first
+        self._by_turn: dict[Turn, Prefix] = {}  # the oldest first
 
     @property
     def nbytes(self) -> int:
         caches = [kept.cache for kept in list(self._by_turn.values()) if kept.cache is not None]
         return sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
 
-    def after(self, turn: Turn | None) -> Kept:
+    def after(self, turn: Turn | None) -> Prefix:
         """The cache after a turn; an empty one where it is gone."""
-        return self._by_turn.get(turn) or Kept()
+        return self._by_turn.get(turn) or Prefix()
 
-    def keep(self, turn: Turn, kept: Kept) -> None:
+    def keep(self, turn: Turn, kept: Prefix) -> None:
         """In the place of the one after the turn before."""
         self.forget([turn.parent])
         self._by_turn[turn] = kept

@@ -30,7 +30,7 @@ from grpolab.train import distributed, losses
 from grpolab.train.grpo import kept_tokens, mean, parts_of
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import check_lengths, head_of, rollout_logps, rollout_states
-from grpolab.train.loop import Optimisation, apply_gradient, epoch_batches, forward_passes, in_thread, loop, off_loop
+from grpolab.train.loop import Optimisation, apply_gradient, autocast, epoch_batches, in_thread, loop, off_loop
 from grpolab.train.verify import verify_forward
 
 CHUNK = 2**23  # logits of student and teacher each that exist at a time
@@ -173,9 +173,9 @@ def distil_gradient(policy: Policy, teacher: BasePolicy, rollouts: Sequence[Roll
 
 
 def _of_sampled_tokens(policy, teacher, layouts, shape, mask, config):
-    with forward_passes(policy, config):
-        logps, _ = rollout_logps(policy, layouts[0], shape, config.temperature)
-    with torch.no_grad(), teacher.acting(), forward_passes(teacher, config):
+    with autocast(policy, config):
+        logps, _ = rollout_logps(policy, layouts[0], shape, config.temperature, checkpointed=config.checkpoint_activations)
+    with torch.no_grad(), teacher.acting(), autocast(teacher, config):
         wanted, _ = rollout_logps(teacher, layouts[1], shape, config.temperature)
     advantage = (wanted - logps.detach()) * mask
     ratio = torch.exp(logps - logps.detach())  # 1, with the gradient of log p
@@ -183,12 +183,13 @@ def _of_sampled_tokens(policy, teacher, layouts, shape, mask, config):
 
 
 def _of_distributions(policy, teacher, layouts, shape, mask, config):
-    with forward_passes(policy, config):
-        hidden, layout = rollout_states(policy, layouts[0])
-    with torch.no_grad(), teacher.acting(), forward_passes(teacher, config):
+    with autocast(policy, config):
+        hidden, layout = rollout_states(policy, layouts[0], checkpointed=config.checkpoint_activations)
+    with torch.no_grad(), teacher.acting(), autocast(teacher, config):
         wanted, other = rollout_states(teacher, layouts[1])
-    first, second = (torch.argsort(x.row * shape[1] + x.column) for x in (layout, other))  # token by token, in one order
-    target = layout.target[first].to(policy.device)
+    chosen = layout.chosen, other.chosen  # both are put in one order, token by token
+    first, second = (torch.argsort(x.row * shape[1] + x.column) for x in chosen)
+    target = layout.chosen.target[first].to(policy.device)
     hidden, wanted = hidden[first.to(hidden.device)], wanted[second.to(wanted.device)].to(hidden.device)
     heads = [{k: None if x is None else x.to(hidden.device) for k, x in head_of(p).items()} for p in (policy, teacher)]
     size = max(1, CHUNK // heads[0]["head"].shape[0])

@@ -13,7 +13,7 @@ from grpolab.models.load import Policy, evaluating
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.train import losses
-from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
+from grpolab.train.loop import Optimisation, autocast, in_thread, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
 from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_key, reference_values
 from grpolab.train.verify import verify_forward
@@ -80,8 +80,8 @@ def dpo_gradient(
     denominator, parts = len(pairs) if denominator is None else denominator, []
     for indices in pair_batches(pairs, config):
         part = [pairs[i] for i in indices]
-        with forward_passes(policy, config):
-            logps = pair_logps(policy, part, config.row_width)
+        with autocast(policy, config):
+            logps = pair_logps(policy, part, config.row_width, checkpointed=config.checkpoint_activations)
         loss, metrics = losses.dpo_loss(
             *logps.T, *ref_logps[indices].to(logps.device).T, beta=config.beta, denominator=denominator, kind=config.kind,
             label_smoothing=config.label_smoothing, lengths=pair_lengths(part, logps) if config.length_normalised else None,
@@ -98,7 +98,7 @@ def implicit_rewards(
     """DPO's reward beta (log pi - log pi_ref) of each pair's chosen and rejected completion, and log pi: (P, 2) each."""
     check_pairs(policy, pairs)
     ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
-    with torch.no_grad(), policy.lock, evaluating(policy.model), forward_passes(policy, config):
+    with torch.no_grad(), policy.lock, evaluating(policy.model), autocast(policy, config):
         for indices in pair_batches(pairs, config):
             logps[indices] = pair_logps(policy, [pairs[i] for i in indices], config.row_width).cpu()
     scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0

@@ -23,27 +23,27 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, val
 
 
 def readable(model) -> bool:
-    """Whether `states` computes what this model's own forward does: not under another attention (or one
-    that transformers does not name), nor with its dropout, nor where somebody hooked or replaced the forward of a part."""
-    plain = attention_of(model) == "sdpa" and not model.training and llama_obstacle(model) is None
-    return plain and not any(map(_altered, model.modules()))
+    """Whether `states` computes what this model's own forward does: not under another attention (or one that transformers does
+    not name), nor with its dropout, nor where somebody hooked or replaced the forward of a part."""
+    return attention_of(model) == "sdpa" and not model.training and llama_obstacle(model) is None
 
 
-def _altered(module) -> bool:
-    own = vars(module).get("forward")
-    ours = isinstance(own, partial) and own.func is checkpoint  # see forward_passes
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or (own is not None and not ours)
-
-
-def states(decoder, ids: Tensor, positions: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
-    """ids, positions: (M,) -> final hidden states (M, D), or those of the tokens `at` (K,) alone: (K, D)."""
+def states(
+    decoder, ids: Tensor, positions: Tensor, attend: Attend, at: Tensor | None = None, checkpointed: bool = False
+) -> Tensor:
+    """ids, positions: (M,) -> final hidden states (M, D), or those of the tokens `at` (K,) alone: (K, D). `checkpointed`: the
+    backward keeps the inputs of the layers alone, and computes the rest again."""
     x = _embedded(decoder.embed_tokens, ids)
     cos, sin = (t[0, :, None, : t.shape[-1] // 2] for t in decoder.rotary_emb(x[None], positions[None]))
+    layer_step = partial(checkpoint, _layer, use_reentrant=False) if checkpointed else _layer
     for layer in decoder.layers:
-        step = partial(checkpoint, _layer, use_reentrant=False) if "forward" in vars(layer) else _layer  # see forward_passes
-        x = step(layer, x, cos, sin, attend, at if layer is decoder.layers[-1] else None)
+        x = layer_step(layer, x, cos, sin, attend, at if layer is decoder.layers[-1] else None)
     return norm(x, decoder.norm, products=False)
+
+
+def pick(x: Tensor, at: Tensor) -> Tensor:
+    """x[at], of which some may be picked twice: on a GPU by an operation whose backward adds up in a fixed order."""
+    return x[at] if x.is_cuda else x.index_select(0, at)
 
 
 def _embedded(embedding, ids: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _layer(layer, x, cos, sin, attend, at):
         q, k = norm(q, a.q_norm), norm(k, a.k_norm)
     mixed = attend(_Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin), v, a.scaling).flatten(1)
     if at is not None:
-        x, mixed = x.index_select(0, at), mixed.index_select(0, at)
+        x, mixed = pick(x, at), pick(mixed, at)
     x = x + a.o_proj(mixed)
     h = norm(x, layer.post_attention_layernorm)
     gate, up = m.gate_proj(h), m.up_proj(h)
@@ -111,13 +111,13 @@ def with_prefixes(tokens: Tokens) -> Attend:
 
     def attend(q, k, v, scale):
         def rows(x, table):
-            return x.index_select(0, table.flatten()).unflatten(0, table.shape)
+            return pick(x, table.flatten()).unflatten(0, table.shape)
 
         out = [attention(rows(q, tokens.lone), rows(k, tokens.lone), rows(v, tokens.lone), scale).flatten(0, 1)]
         if len(seen):
             mixed = attention(rows(q, tokens.completions), rows(k, seen), rows(v, seen), scale, mask)
             out.append(mixed.flatten(0, 1))
-        return torch.cat(out).index_select(0, place)
+        return pick(torch.cat(out), place)
 
     return attend
 

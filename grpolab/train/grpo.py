@@ -25,7 +25,7 @@ from grpolab.train.layout import Layout, distinct_parts, lay_out, micro_batches
 from grpolab.train.logps import check_lengths, rollout_logps, way_of
 from grpolab.train.loop import (
     apply_gradient,
-    forward_passes,
+    autocast,
     in_thread,
     loop,
     off_loop,
@@ -245,7 +245,7 @@ def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfi
         members = rollouts[part]
         shape = (len(members), max(len(r.tokens) for r in members))
         layout = lay_out(members, width=config.packed_width, pad_id=policy.pad_id)
-        with forward_passes(policy, config):
+        with autocast(policy, config):
             logps, _ = rollout_logps(policy, layout, shape, config.temperature)
         out += [line[: len(r.tokens)].tolist() for line, r in zip(logps, members)]
     return out
@@ -271,7 +271,7 @@ def grpo_gradient(
         batch = collate(rollouts[part], a[part])
         old = padded(old_logps[part]) if old_logps else None
         layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)
-        with forward_passes(policy, config):
+        with autocast(policy, config):
             loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
         loss.backward()
         parts.append(metrics)
@@ -284,7 +284,8 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
     mask, sampled, a = (x.to(policy.device) for x in (batch.mask, batch.old_logps, batch.advantages))
     old_logps = sampled if old_logps is None else old_logps.to(policy.device)
     weights = {"sampler_logps": sampled, "sampler_cap": config.sampler_cap} if config.sampler_cap else {}
-    logps, entropy = rollout_logps(policy, layout, mask.shape, config.temperature, with_entropy=True)
+    options = {"with_entropy": True, "checkpointed": config.checkpoint_activations}
+    logps, entropy = rollout_logps(policy, layout, mask.shape, config.temperature, **options)
     loss, metrics = losses.policy_loss(
         logps, old_logps, a, mask, denominator=denominator, aggregation=config.aggregation, clip_eps=config.clip_eps,
         objective=config.objective, ratio=config.ratio, dual_clip=config.dual_clip, tokens=tokens, **weights,

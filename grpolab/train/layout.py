@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -31,13 +32,22 @@ class Segment:
     prompt: int | None = None
 
 
+class Chosen(NamedTuple):
+    """The K chosen tokens, (K,) each: `segment` and `offset` of the token whose hidden state predicts it, its id `target`, and
+    its place `row`, `column` in the (N, T) of the Batch."""
+
+    segment: torch.Tensor
+    offset: torch.Tensor
+    target: torch.Tensor
+    row: torch.Tensor
+    column: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Layout:
     """Segments, and the numbers of those in each row: one rollout's tokens, or a prompt and after it several completions,
     each at the positions that it would have alone. `limit` is the most tokens of a shared row; 0: none is shared.
 
-    For each of K chosen tokens: `segment` and `offset`, the place of the token whose hidden state predicts it, `target`, its
-    id, and `row`, `column`, its place in the (N, T) of the Batch.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -45,11 +55,7 @@ class Layout:
     pad_id: int
     segments: tuple[Segment, ...]
     rows: tuple[tuple[int, ...], ...]
-    segment: torch.Tensor
-    offset: torch.Tensor
-    target: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
+    chosen: Chosen
 
     @cached_property
     def width(self) -> int:
@@ -68,7 +74,7 @@ class Layout:
     @property
     def predictor(self) -> torch.Tensor:
         """The flat index in (R, W) of the hidden state that predicts each chosen token: (K,)."""
-        return self._begins[self.segment] + self.offset
+        return self._begins[self.chosen.segment] + self.chosen.offset
 
     @property
     def ids(self) -> torch.Tensor:
@@ -108,7 +114,7 @@ class Layout:
         line = [torch.arange(end - len(s.ids), end) for s, end in zip(self.segments, ends)]
         ids = torch.tensor([i for s in self.segments for i in s.ids])
         positions = torch.cat([torch.arange(s.start, s.start + len(s.ids)) for s in self.segments])
-        predictor = torch.tensor([0, *ends])[self.segment] + self.offset
+        predictor = torch.tensor([0, *ends])[self.chosen.segment] + self.chosen.offset
         lone = [x for x, s in zip(line, self.segments) if s.prompt is None]
         completions = [(line[s.prompt], x) for x, s in zip(line, self.segments) if s.prompt is not None]
         prompts, completions = zip(*completions) if completions else ((), ())
@@ -153,7 +159,7 @@ def _table(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -> Layout:
     """Rollouts -> Layout with rows of at most `width` tokens (a single rollout may be longer); `width=0` gives one rollout
     a row. Neighbouring rollouts of the same prompt share it. A rollout's last chosen token and what follows it are not read,
-    since nothing that is asked for comes after them. ValueError where nothing comes before a chosen token."""
+    since nothing that is needed comes after them. ValueError where nothing comes before a chosen token."""
     segments: list[Segment] = []
     rows, chosen = [], []
     for members in _families(rollouts, width):
@@ -170,13 +176,14 @@ def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -
             if shared and tokens:
                 segments.append(Segment(tokens, len(prompt), first))
             after_prompt = shared & (column == 0)  # what a prompt's last token predicts
-            segment = torch.where(after_prompt, first, len(segments) - 1)
-            offset = torch.where(after_prompt, len(prompt) - 1, column - 1 + (0 if shared else len(prompt)))
-            target = torch.tensor(rollouts[i].tokens)[column]
-            chosen.append(torch.stack([segment, offset, target, torch.full_like(column, i), column]))
+            chosen.append(Chosen(
+                segment=torch.where(after_prompt, first, len(segments) - 1),
+                offset=torch.where(after_prompt, len(prompt) - 1, column - 1 + (0 if shared else len(prompt))),
+                target=torch.tensor(rollouts[i].tokens)[column], row=torch.full_like(column, i), column=column))
         rows.append(tuple(range(first, len(segments))))
-    chosen = torch.cat(chosen, dim=1) if chosen else torch.zeros(5, 0, dtype=torch.long)
-    return Layout(tuple(rollouts), width, pad_id, tuple(segments), tuple(rows), *chosen)
+    nothing = torch.zeros(0, dtype=torch.long)
+    joined = (torch.cat([nothing, *fields]) for fields in zip(*chosen)) if chosen else [nothing] * len(Chosen._fields)
+    return Layout(tuple(rollouts), width, pad_id, tuple(segments), tuple(rows), Chosen(*joined))
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
@@ -209,12 +216,12 @@ def distinct_parts(rollouts: Sequence[Rollout], budget: int) -> Iterator[slice]:
 def _families(rollouts: Sequence[Rollout], width: int) -> list[list[int]]:
     """The numbers of neighbouring rollouts of one prompt that fit a row together."""
     families: list[list[int]] = []
-    taken = 0
+    used = 0
     for i, r in enumerate(rollouts):
-        if families and rollouts[families[-1][0]].prompt == r.prompt and taken + len(r.tokens) <= width:
+        if families and rollouts[families[-1][0]].prompt == r.prompt and used + len(r.tokens) <= width:
             families[-1].append(i)
-            taken += len(r.tokens)
+            used += len(r.tokens)
         else:
             families.append([i])
-            taken = len(r.prompt) + len(r.tokens)
+            used = len(r.prompt) + len(r.tokens)
     return families

@@ -3,47 +3,33 @@
 A forward can be taken in four ways, and all of them must give what the model's own plain forward gives on one sequence:
 "unpadded", `train.forward`, for Llama-shaped models; "packed", the model's own decoder on rows that several sequences share,
 under masks that keep them apart; "rows", one sequence a row, padded at the right; "alone", one sequence a pass.
-`train.verify` finds the first that is right and leaves it here; a model that nobody verified gets no packed rows.
+`train.verify` finds the first that is right; a model that nobody verified gets no packed rows.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpolab.chat import Packed
-from grpolab.models.load import Policy, attention_of
+from grpolab.decode.snapshot import verified_of
+from grpolab.models.load import Policy
 from grpolab.train import forward, losses
+from grpolab.train.forward import pick
 from grpolab.train.layout import Layout
 
 
-class Proved(NamedTuple):
-    way: str
-    state: tuple  # of the model, when it was proved
-
-
-_proved: WeakKeyDictionary[torch.nn.Module, dict[str, Proved]] = WeakKeyDictionary()
-
-
-def state_of(model) -> tuple:
-    """What a proof holds for: another attention, dropout, or a changed module makes it void."""
-    return forward.readable(model), attention_of(model), model.training, len(list(model.modules()))
-
-
-def remember(policy: Policy, what: str, way: str) -> None:
-    """`way` is right for `what` ("rollouts", "examples", "rewards") of this model as it stands."""
-    _proved.setdefault(policy.model, {})[what] = Proved(way, state_of(policy.model))
-
-
 def way_of(policy: Policy, what: str) -> str:
-    """The way in which this model's forward is taken: the proved one, else one that packs nothing."""
-    state, found = state_of(policy.model), _proved.get(policy.model, {}).get(what)
-    if found is not None and found.state == state:
-        return found.way
-    return "unpadded" if state[0] else "rows"
+    """The way in which this model's forward is taken for `what` ("rollouts", "examples", "rewards"): the verified one, else one
+    that packs nothing."""
+    verified = verified_of(policy).get(("way", what, policy.model.training))
+    return verified or ("unpadded" if forward.readable(policy.model) else "rows")
 
 
 def can_pack(policy: Policy) -> bool:
@@ -51,35 +37,53 @@ def can_pack(policy: Policy) -> bool:
     return way_of(policy, "examples") in ("unpadded", "packed")
 
 
-def decoder_states(policy: Policy, ids, positions, attention, at=None, *, way: str) -> Tensor:
+def decoder_states(policy: Policy, ids, positions, attention, at=None, *, way: str, checkpointed: bool = False) -> Tensor:
     """(R, W) ids -> (R, W, D) final hidden states, before the head; with flat indices `at` (K,) in (R, W), theirs: (K, D).
-    attention: (R, 1, W, W), True where a query may look, or None where causal attention is enough."""
+    attention: (R, 1, W, W), True where a query may look, or None where causal attention is enough. `checkpointed`: the
+    backward computes the layers again instead of keeping what they computed."""
     d = policy.device
     ids, positions, seen = ids.to(d), positions.to(d), None if attention is None else attention.to(d)
     decoder = policy.model.get_decoder()
     if way == "unpadded":
-        hidden = forward.states(decoder, ids.flatten(), positions.flatten(), forward.in_rows(len(ids), seen), at)
+        attend = forward.in_rows(len(ids), seen)
+        hidden = forward.states(decoder, ids.flatten(), positions.flatten(), attend, at, checkpointed)
         return hidden if at is not None else hidden.unflatten(0, ids.shape)
     if seen is not None and way != "packed":
         raise ValueError(
-            f"rows shared by several sequences are not proved right for {policy.name!r}: let train.verify.verify_forward "
-            "try them, or give each sequence a row of its own (chat.pad)"
+            f"rows shared by several sequences are not verified for {policy.name!r}: let train.verify.verify_forward try them, "
+            "or give each sequence a row of its own (chat.pad)"
         )
-    if way == "alone" and at is not None:
-        return _alone(decoder, ids, positions, at)
-    mask = None if seen is None else masks(policy.model.config, seen, positions, policy.dtype)
-    hidden = decoder(ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
-    return hidden if at is None else hidden.flatten(0, 1).index_select(0, at)
+    with _checkpointing(policy) if checkpointed else nullcontext():
+        if way == "alone" and at is not None:
+            return _alone(decoder, ids, positions, at)
+        mask = None if seen is None else masks(policy.model.config, seen, positions, policy.dtype)
+        hidden = decoder(ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+    return hidden if at is None else pick(hidden.flatten(0, 1), at)
+
+
+@contextmanager
+def _checkpointing(policy: Policy) -> Iterator[None]:
+    """The model's own layers, checkpointed for one pass: its own switch works in training mode only, with its dropout."""
+    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"{policy.name!r} has no layers that can be checkpointed: set checkpoint_activations=False")
+    try:
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
 
 
 def _alone(decoder, ids, positions, at):
-    """Each row in a pass of its own, up to the last place that is asked for: nothing of another's length is seen."""
+    """Each row in a pass of its own, up to the last place that is needed: nothing of another's length is seen."""
     rows, columns, out = at // ids.shape[1], at % ids.shape[1], []
     for r in rows.unique_consecutive().tolist():
-        asked = columns[rows == r]
-        end = int(asked.max()) + 1
+        needed = columns[rows == r]
+        end = int(needed.max()) + 1
         hidden = decoder(ids[r : r + 1, :end], position_ids=positions[r : r + 1, :end], use_cache=False).last_hidden_state
-        out.append(hidden[0].index_select(0, asked))
+        out.append(pick(hidden[0], needed))
     return torch.cat(out) if out else decoder(ids[:1, :1], use_cache=False).last_hidden_state[0, :0]
 
 
@@ -108,34 +112,43 @@ def head_of(policy: Policy) -> dict:
     return {"head": head.weight, "bias": getattr(head, "bias", None)}
 
 
-def masked_logps(policy: Policy, batch: Packed, *, way: str | None = None) -> tuple[Tensor, Tensor]:
+def masked_logps(
+    policy: Policy, batch: Packed, *, way: str | None = None, checkpointed: bool = False
+) -> tuple[Tensor, Tensor]:
     """log p of the tokens that the batch's mask marks, 0 elsewhere, and that mask on the policy's device: (N, T) each."""
     ids, mask = batch.ids.to(policy.device), batch.mask.to(policy.device)
     chosen = losses.chosen_places(mask)
     way = way or way_of(policy, "examples")
-    hidden = decoder_states(policy, ids, batch.positions, batch.attention, chosen - 1, way=way)
+    places = batch.ids, batch.positions, batch.attention, chosen - 1
+    hidden = decoder_states(policy, *places, way=way, checkpointed=checkpointed)
     logps, _ = losses.target_logps(hidden, targets=ids.flatten()[chosen], **head_of(policy))
     return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape), mask
 
 
-def rollout_states(policy: Policy, layout: Layout, *, way: str | None = None) -> tuple[Tensor, Layout]:
+def rollout_states(
+    policy: Policy, layout: Layout, *, way: str | None = None, checkpointed: bool = False
+) -> tuple[Tensor, Layout]:
     """The final hidden states that predict the chosen tokens: (K, D); and the layout in whose order they are."""
     d, way = policy.device, way or way_of(policy, "rollouts")
     if way == "unpadded":
         layout = layout.together
         tokens = layout.tokens.to(d)
         decoder, attend = policy.model.get_decoder(), forward.with_prefixes(tokens)
-        return forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor), layout
+        return forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor, checkpointed), layout
     layout = layout.apart if way in ("rows", "alone") else layout
-    return decoder_states(policy, layout.ids, layout.positions, layout.attention, layout.predictor.to(d), way=way), layout
+    places = layout.ids, layout.positions, layout.attention, layout.predictor.to(d)
+    return decoder_states(policy, *places, way=way, checkpointed=checkpointed), layout
 
 
-def rollout_logps(policy: Policy, layout: Layout, shape, temperature: float, with_entropy=False, *, way: str | None = None):
+def rollout_logps(
+    policy: Policy, layout: Layout, shape, temperature: float, with_entropy=False, *, way: str | None = None,
+    checkpointed: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
-    d, (hidden, layout) = policy.device, rollout_states(policy, layout, way=way)
+    d, (hidden, layout) = policy.device, rollout_states(policy, layout, way=way, checkpointed=checkpointed)
     options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
-    values = losses.target_logps(hidden, targets=layout.target.to(d), **options)
-    place = (layout.row.to(d), layout.column.to(d))
+    values = losses.target_logps(hidden, targets=layout.chosen.target.to(d), **options)
+    place = (layout.chosen.row.to(d), layout.chosen.column.to(d))
     return tuple(None if v is None else v.new_zeros(shape).index_put(place, v) for v in values)
 
 

@@ -24,8 +24,6 @@ from itertools import islice
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run, origin, provenance
@@ -162,23 +160,6 @@ def epoch_batches(items: Sequence[T], size: int, seed: int) -> Callable[[int], l
 def autocast(policy: Policy, config: Optimisation):
     """The precision of the products in a forward pass."""
     return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.autocast is not None)
-
-
-@contextmanager
-def forward_passes(policy: Policy, config: Optimisation):
-    """The context of the update's forward passes: their precision, and what they keep for the backward."""
-    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if config.checkpoint_activations and not layers:
-        raise ValueError(f"{policy.name!r} has no layers that can be checkpointed: set checkpoint_activations=False")
-    layers = layers if config.checkpoint_activations else []
-    try:
-        for layer in layers:  # not the model's own switch, which works in training mode only, with its dropout
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        with autocast(policy, config):
-            yield
-    finally:
-        for layer in layers:
-            del layer.forward
 
 
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:

@@ -32,14 +32,15 @@ FORWARD = 3  # counts changes of what a forward computes: a file of an earlier o
 SHARED = 512  # a row of so many tokens holds a prompt once and its two completions
 
 
-def pair_logps(policy: Policy, pairs: Sequence[Pair], row_width: int = 0) -> torch.Tensor:
+def pair_logps(policy: Policy, pairs: Sequence[Pair], row_width: int = 0, checkpointed: bool = False) -> torch.Tensor:
     """log p of each pair's chosen and rejected completion, summed over its kept tokens: (P, 2).
 
     `row_width` lets the two share a row and their prompt (0: one sequence a row).
     """
     sides = [side for p in pairs for side in p.sides]
     mask = collate(sides, torch.zeros(len(sides))).mask.to(policy.device)
-    logps, _ = rollout_logps(policy, lay_out(sides, width=row_width, pad_id=policy.pad_id), mask.shape, 1.0)
+    layout = lay_out(sides, width=row_width, pad_id=policy.pad_id)
+    logps, _ = rollout_logps(policy, layout, mask.shape, 1.0, checkpointed=checkpointed)
     return losses.sequence_logps(logps, mask).view(-1, 2)
 
 

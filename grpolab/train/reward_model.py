@@ -22,7 +22,7 @@ from grpolab.runs.run import Run
 from grpolab.train import losses
 from grpolab.train.layout import micro_batches
 from grpolab.train.logps import decoder_states, way_of
-from grpolab.train.loop import Optimisation, forward_passes, in_thread, off_loop, over_batches
+from grpolab.train.loop import Optimisation, autocast, in_thread, off_loop, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
 from grpolab.train.verify import verify_forward
 
@@ -79,12 +79,15 @@ class RewardModel(Policy):
         """Token ids of N sequences -> rewards (N,) in fp32, with gradient; each read at its own last token."""
         return self.read(sequences)[1]
 
-    def read(self, sequences: Sequence[Sequence[int]], *, way: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, sequences: Sequence[Sequence[int]], *, way: str | None = None, checkpointed: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The decoder's last state of each sequence (N, D), and the head's rewards (N,) of them."""
         rows = pad([Example(tuple(s), (0,) * len(s)) for s in sequences], self.pad_id)
         last = torch.tensor([i * rows.ids.shape[1] + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
         way = way or way_of(self, "rewards")
-        states, head = decoder_states(self, rows.ids, rows.positions, rows.attention, last, way=way), _head(self.model)
+        places, head = (rows.ids, rows.positions, rows.attention, last), _head(self.model)
+        states = decoder_states(self, *places, way=way, checkpointed=checkpointed)
         with torch.autocast(self.device.type, enabled=False):  # the one number that everything depends on stays in fp32
             rewards = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias)
         return states, rewards.float().squeeze(1)
@@ -183,8 +186,9 @@ def reward_gradient(
     denominator, parts = len(pairs) if denominator is None else denominator, []
     for indices in pair_batches(pairs, config):
         part = [pairs[i] for i in indices]
-        with forward_passes(model, config):
-            rewards = model.forward([r.prompt + r.tokens for p in part for r in p.sides]).view(-1, 2)
+        with autocast(model, config):
+            sequences = [r.prompt + r.tokens for p in part for r in p.sides]
+            rewards = model.read(sequences, checkpointed=config.checkpoint_activations)[1].view(-1, 2)
         margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
         loss, metrics = losses.bradley_terry_loss(
             *rewards.T, denominator=denominator, margin=margin, centering=config.centering

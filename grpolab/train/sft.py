@@ -17,7 +17,7 @@ from grpolab.tasks import demonstration_of
 from grpolab.train import losses
 from grpolab.train.layout import micro_batches
 from grpolab.train.logps import can_pack, check_lengths, masked_logps
-from grpolab.train.loop import Optimisation, forward_passes, in_thread, over_batches
+from grpolab.train.loop import Optimisation, autocast, in_thread, over_batches
 from grpolab.train.verify import verify_forward
 
 
@@ -114,6 +114,6 @@ def _losses(policy: Policy, batch: Sequence[Example], config: SFTConfig, denomin
     width = config.pack_width if can_pack(policy) else 0
     for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
         packed = pack(batch[part], width, policy.pad_id) if width else pad(batch[part], policy.pad_id)
-        with forward_passes(policy, config):
-            logps, mask = masked_logps(policy, packed)
+        with autocast(policy, config):
+            logps, mask = masked_logps(policy, packed, checkpointed=config.checkpoint_activations)
         yield losses.sft_loss(logps, mask, denominator=denominator)

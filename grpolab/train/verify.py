@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from grpolab.chat import Example, pack, pad
 from grpolab.decode.snapshot import verified_of
-from grpolab.decode.verify import EXACT, difference, gap, moved_inputs, reach, without_tf32
+from grpolab.decode.verify import EXACT, beside_rounding, difference, first_right, gap, reach, without_tf32
 from grpolab.models.load import Policy, evaluating
 from grpolab.rollouts import Rollout
+from grpolab.train import forward
 from grpolab.train.layout import lay_out
-from grpolab.train.logps import masked_logps, remember, rollout_logps, state_of
-from grpolab.train.loop import Optimisation, forward_passes
+from grpolab.train.logps import masked_logps, rollout_logps
+from grpolab.train.loop import Optimisation, autocast
 
 log = logging.getLogger(__name__)
 
@@ -37,39 +38,37 @@ def verify_forward(
 
     `what` the loop trains on: "rollouts", "examples", or the "rewards" of a RewardModel; `width`, of the rows that they share
     (default: the configuration's `row_width` or `pack_width`). Logs a warning where the first way is wrong; ValueError where
-    all are. Leaves no gradient, and the model as it is. It computes for a moment, unless the same was proved before, and takes
-    the policy's lock, so call it in the thread of the steps.
+    all are. Leaves no gradient, and the model as it is. It computes for a moment, unless the same was verified before, and
+    takes the policy's lock, so call it in the thread of the steps.
     """
     with policy.lock:
         width = getattr(config, "row_width", getattr(config, "pack_width", 0)) if width is None else width
-        verified, key = verified_of(policy.model), (what, width, longest, config.autocast, state_of(policy.model))
+        verified, training = verified_of(policy), policy.model.training
+        key = (what, width, longest, config.autocast, config.checkpoint_activations, training)
         if key not in verified:
             verified[key] = _first_right(policy, config, longest, what, width)
-        remember(policy, what, verified[key])
+        verified["way", what, training] = verified[key]
         return verified[key]
 
 
 def _first_right(policy: Policy, config: Optimisation, longest: int, what: str, width: int) -> str:
-    readable = state_of(policy.model)[0]
-    ways = ["unpadded"] * readable + ["packed"] * (width > 0) + ["rows", "alone"]
-    wrong: dict[str, str] = {}
+    ways = ["unpadded"] * forward.readable(policy.model) + ["packed"] * (width > 0) + ["rows", "alone"]
     with evaluating(policy.model), without_tf32():
         if what != "rewards":
             _check_head(policy)
-        task = TASKS[what](policy, width, longest)
-        with forward_passes(policy, replace(config, autocast=None)):
-            comparison = Comparison(policy, task, policy.dtype)
-            for way in ways:
-                why = way == "packed" and _unfit_for_packing(policy, width) or comparison.failure(way)
-                if why is None:
-                    break
-                wrong[way] = why
-        if config.autocast and why is None:
-            with forward_passes(policy, config), torch.no_grad():
-                if why := Comparison(policy, task, torch.bfloat16).failure(way):
-                    wrong[way] = why
+        task, checkpointed = TASKS[what](policy, width, longest), config.checkpoint_activations
+        comparison = Comparison(policy, task, policy.dtype, checkpointed)
+
+        def failure(way: str) -> str | None:
+            return way == "packed" and _unfit_for_packing(policy, width) or comparison.failure(way)
+
+        way, wrong = first_right(ways, failure)
+        if config.autocast and way is not None:
+            with autocast(policy, config), torch.no_grad():
+                if why := Comparison(policy, task, torch.bfloat16, checkpointed).failure(way):
+                    way, wrong = None, wrong | {way: why}
     reasons = "; ".join(f"{name}: {reason}" for name, reason in wrong.items())
-    if why is not None:
+    if way is None:
         raise ValueError(f"{policy.name!r} cannot be trained: no forward of the trainer is the model's own ({reasons})")
     if wrong:
         log.warning("%s is trained by the forward %r, since others are not its own (%s)", policy.name, way, reasons)
@@ -87,12 +86,7 @@ def _unfit_for_packing(policy: Policy, width: int) -> str | None:
     second = draw(n)
     for _ in range(2):
         examples = [Example(draw(n), (0,) * n), Example(second, (0,) + (1,) * (n - 1))]
-        try:
-            logps, mask = masked_logps(policy, pack(examples, 2 * n, policy.pad_id), way="packed")
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # whatever a model refuses, the comparison with its own forward tells
-            return None
+        logps, mask = masked_logps(policy, pack(examples, 2 * n, policy.pad_id), way="packed")
         seen.append(logps[mask.bool()])
     moved = float(gap(*seen).amax())
     return f"what stands before a sequence in its row moves it by {moved:.1e} nats" if moved > EXACT else None
@@ -138,11 +132,11 @@ def check_drift(policy: Policy, metrics: dict, bounds: tuple[float, float] | Non
 
 @dataclass(frozen=True)
 class Task:
-    """`plain()` yields the values of one sequence after another by the model's own forward, `ours(way)` gives all of them in
-    the same order, in fp32."""
+    """`plain()` yields the values of one sequence after another by the model's own forward, `ours(way=, checkpointed=)` gives
+    all of them in the same order, in fp32."""
 
     plain: Callable[[], Iterator[Tensor]]
-    ours: Callable[[str], Tensor]
+    ours: Callable[..., Tensor]
 
 
 def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
@@ -161,8 +155,8 @@ def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
     layout = lay_out(rollouts, width=width, pad_id=policy.pad_id)
     written = torch.arange(max(len(t) for _, t in pieces)) < torch.tensor([[len(t)] for _, t in pieces])
 
-    def ours(way):
-        logps, _ = rollout_logps(policy, layout, written.shape, 1.0, way=way)
+    def ours(**how):
+        logps, _ = rollout_logps(policy, layout, written.shape, 1.0, **how)
         return logps[written.to(logps.device)]
 
     return Task(lambda: (_plain_logps(policy, p + t)[len(p) - 1 :] for p, t in pieces), ours)
@@ -177,10 +171,10 @@ def examples_task(policy: Policy, width: int, longest: int) -> Task:
     names = pack([Example((i,) * len(e.ids), e.mask) for i, e in enumerate(examples)], width)
     examples = [examples[i] for i in names.ids[names.mask.bool()].unique_consecutive().tolist()]  # as `pack` lays them
 
-    def ours(way):
-        shared = width and way in ("unpadded", "packed")
+    def ours(**how):
+        shared = width and how["way"] in ("unpadded", "packed")
         batch = pack(examples, width, policy.pad_id) if shared else pad(examples, policy.pad_id)
-        logps, mask = masked_logps(policy, batch, way=way)
+        logps, mask = masked_logps(policy, batch, **how)
         return logps[mask.bool()]
 
     return Task(lambda: (_plain_logps(policy, e.ids) for e in examples), ours)
@@ -197,8 +191,8 @@ def rewards_task(policy: Policy, width: int, longest: int) -> Task:
             state = policy.model.get_decoder()(ids, use_cache=False).last_hidden_state[0, -1].float()
             yield torch.cat((state, policy.model(ids, use_cache=False).logits[0].float()))
 
-    def ours(way):
-        states, rewards = policy.read(sequences, way=way)
+    def ours(**how):
+        states, rewards = policy.read(sequences, **how)
         return torch.cat((states.float(), rewards[:, None]), 1).flatten()
 
     return Task(plain, ours)
@@ -238,21 +232,14 @@ class Comparison:
     """The plain forward's values and gradients of a task, to compare those of the trainer's ways with; in a lower `dtype` also
     what a rounding of its inputs does to them."""
 
-    def __init__(self, policy: Policy, task: Task, dtype: torch.dtype):
-        self.policy, self.task, self.moved = policy, task, None
-        self.own = _measure(policy, task.plain())
-        if torch.finfo(dtype).eps > EXACT:
-            with moved_inputs(policy.model, dtype):
-                self.moved = _measure(policy, task.plain())
+    def __init__(self, policy: Policy, task: Task, dtype: torch.dtype, checkpointed: bool):
+        self.policy, self.task, self.checkpointed = policy, task, checkpointed
+        self.own, self.moved = beside_rounding(policy.model, dtype, lambda: _measure(policy, task.plain()))
 
     def failure(self, way: str) -> str | None:
         """None where the way's values and gradients are the plain forward's, else what differs by how much."""
-        try:
-            values, gradients = _measure(self.policy, (self.task.ours(w) for w in [way]))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # what a model does not take, it refuses with an error of any type
-            return f"{type(error).__name__}: {str(error)[:200]}"
+        ours = (self.task.ours(way=w, checkpointed=self.checkpointed) for w in [way])
+        values, gradients = _measure(self.policy, ours)
         if why := difference(values, self.own[0], self.moved and self.moved[0]):
             return f"its values {why}"
         whole = _norm(self.own[1])

@@ -46,9 +46,9 @@ class _Rows(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         at = 2 * self.order[layer_idx]
-        return tuple(self._kept(self.tensors[at + i], new) for i, new in enumerate((key_states, value_states)))
+        return tuple(self._extended(self.tensors[at + i], new) for i, new in enumerate((key_states, value_states)))
 
-    def _kept(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _extended(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         by_time = slots.transpose(1, 2)
         by_time[self.rows, self.positions] = new.transpose(1, 2)
         if self.shifted is not None:
@@ -75,14 +75,14 @@ class HFEngine:
         self.shifted, self.min_rows = shifted, 1 if single else ROWS
         weight = self.model.get_input_embeddings().weight
         self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
-        taken = takes(self.model)
-        missing = [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in taken]
+        arguments = takes(self.model)
+        missing = [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in arguments]
         if missing or model.config.is_encoder_decoder:
-            raise ValueError(self.refusal(f"its forward does not take {', '.join(missing) or 'decoder tokens alone'}"))
+            raise ValueError(f"its forward does not take {', '.join(missing) or 'decoder tokens alone'}")
         if attention_of(model) not in ("eager", "sdpa", EXACT):
             attention.set_common(self.model)
         self.context = steady_context(config)
-        self.extra = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self.extra = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self.shapes = self._layer_shapes()
         self.order = {layer: i for i, layer in enumerate(self.shapes)}
         self.sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -91,11 +91,7 @@ class HFEngine:
         self.kinds = sorted(kinds) or ["sliding_attention" if self.sliding else "full_attention"]
         unknown = set(self.kinds) - set(KINDS)
         if unknown:
-            raise ValueError(self.refusal(f"its attention is of the kind {sorted(unknown)}"))
-
-    def refusal(self, why: str) -> str:
-        return (f"{type(self.model).__name__} cannot be sampled with a cache of keys and values: {why}. "
-                "Use a decoder-only model with full, sliding-window or chunked attention")
+            raise ValueError(f"its attention is of the kind {sorted(unknown)}")
 
     @torch.no_grad()
     def _layer_shapes(self) -> dict[int, tuple[int, int, int]]:
@@ -105,9 +101,9 @@ class HFEngine:
             with evaluating(self.model):
                 self.model(ids, past_key_values=cache, use_cache=True)
         except Exception as error:  # each kind of other state has its own way to miss what it expects in the cache
-            raise ValueError(self.refusal(f"some layers keep another kind of state ({error})")) from error
+            raise ValueError(f"some layers keep another kind of state ({error})") from error
         if not cache.shapes:
-            raise ValueError(self.refusal("no layer keeps keys and values"))
+            raise ValueError("no layer keeps keys and values")
         return cache.shapes
 
     def refresh(self) -> None:
