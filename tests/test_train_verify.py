@@ -318,7 +318,8 @@ def sampled(policy, seed=3, rewards=(1.0, 0.0, 1.0), shift=0.0):
 @pytest.mark.parametrize(("shift", "token", "bounds"), [(0.3, 0.0, (0.1, 5.0)), (float("nan"), 0.0, (0.1, 5.0)),
                                                         (0.0, 6.0, (10.0, 5.0))], ids=["on average", "NaN", "one token"])
 def test_a_step_whose_sampler_and_trainer_disagree_stops_before_the_optimiser(tiny, shift, token, bounds):
-    config, before, groups = GRPOConfig(max_logp_diff=bounds), copy.deepcopy(tiny.model.state_dict()), sampled(tiny, shift=shift)
+    config, before = GRPOConfig(max_logp_diff=bounds), copy.deepcopy(tiny.model.state_dict())
+    groups = sampled(tiny, shift=shift)
     optimiser, first = make_optimiser(tiny, config), groups[0][0]
     moved = (first.logps[0] - token, *first.logps[1:])
     groups[0] = Group((dataclasses.replace(first, logps=moved, raw_logps=moved), *groups[0].rollouts[1:]))

@@ -82,8 +82,8 @@ def choose_engine(policy, engine: str = "auto", single: bool = False):
     if kind is None and engine == "llama":
         raise ValueError(f"the llama engine does not fit {type(model).__name__}: {wrong['llama']}; use engine='auto'")
     if kind is None:
-        raise ValueError(f"{type(core(model)).__name__} cannot be sampled with a cache of keys and values: {wrong['hf']}. Use a "
-                         "decoder-only model with full, sliding-window or chunked attention")
+        raise ValueError(f"{type(core(model)).__name__} cannot be sampled with a cache of keys and values: {wrong['hf']}. Use "
+                         "a decoder-only model with full, sliding-window or chunked attention")
     if "llama" in wrong:
         log.warning("hf engine for %s, since %s", type(model).__name__, wrong["llama"])
     chosen = built[kind]
