@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
+from loop_helpers import flat, rows_of
 
 from grpolab.arithmetic import Task, generate
-from grpolab.lab.counterfactual import bisect, compare_forks, fork, with_advantage, with_token, without_group
+from grpolab.lab.counterfactual import bisect, compare_forks, fork, with_advantage, without_group
 from grpolab.lab.diagnose import diagnose
 from grpolab.lab.replay import replay
 from grpolab.lab.restore import restore
@@ -26,10 +27,6 @@ def fresh(policy):
     return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)
 
 
-def flat(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
-
-
 def untimed(rows):
     return [{k: v for k, v in row.items() if k not in TIMES and v == v} for row in rows]
 
@@ -38,11 +35,7 @@ def untimed(rows):
 def left(_tiny, tmp_path_factory):
     run = Run("x", root=tmp_path_factory.mktemp("runs"), replay_every=3)
 
-    async def cell():
-        async for _ in grpo(fresh(_tiny), None, PROBLEMS, CONFIG, reward=digits, watch={"length": length}, run=run):
-            pass
-
-    asyncio.run(cell())
+    rows_of(grpo(fresh(_tiny), None, PROBLEMS, CONFIG, reward=digits, watch={"length": length}, run=run))
     return run
 
 
@@ -82,13 +75,19 @@ def test_one_thing_changed_differs_from_there_on(run, change):
 
 
 @pytest.mark.full
-def test_a_fork_is_forked_and_replayed_like_a_run(run):
+def test_edits_change_the_update_and_the_fork_is_forked_and_replayed_like_a_run(run):
     """Its own edited step included: the record holds the advantages that the update had."""
-    twin = forked(run, 3, edit=with_advantage(1, 2, -7.0))
-    assert twin.recorder.groups(3)[1].advantages[2] == -7.0
-    assert all(replay(twin, step).equal and not replay(twin, step).differs for step in (3, 4))
-    again = forked(twin, 4, "again")
-    assert content(again.recorder.folder) == content(twin.recorder.folder)
+    value = run.recorder.groups(2)[0].advantages[1]
+    edits = (None, without_group(0), with_advantage(0, 1, value), with_advantage(0, 1, 9.0))
+    twins = [forked(run, 2, str(i), edit=edit) for i, edit in enumerate(edits)]
+    ends = [flat(restore(twin, 3).policy) for twin in twins]
+    assert torch.equal(ends[0], ends[2]) and not torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[3])
+    assert len(twins[1].recorder.groups(2)) == 2 and len(twins[1].recorder.groups(3)) == 3
+    assert twins[1].recorder.groups(2)[0].group == run.recorder.groups(2)[1].group
+    assert twins[3].recorder.groups(2)[0].advantages[1] == 9.0
+    assert all(replay(twins[3], step).equal and not replay(twins[3], step).differs for step in (2, 4))
+    again = forked(twins[3], 4, "again")
+    assert content(again.recorder.folder) == content(twins[3].recorder.folder)
 
 
 @pytest.mark.full
@@ -112,37 +111,12 @@ def test_the_steps_before_a_fork_keep_their_configuration(run):
         restore(twin, 1)
 
 
-@pytest.mark.full
-def test_a_group_left_out_and_another_advantage_change_the_update(run):
-    ends = [flat(restore(forked(run, 2, str(i), edit=edit), 3).policy) for i, edit in enumerate((
-        None, without_group(0), with_advantage(0, 1, run.recorder.groups(2)[0].advantages[1]), with_advantage(0, 1, 9.0)))]
-    assert torch.equal(ends[0], ends[2]) and not torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[3])
-    out = Run("fork-1", root=run.folder)
-    assert len(out.recorder.groups(2)) == 2 and len(out.recorder.groups(3)) == 3
-    assert out.recorder.groups(2)[0].group == run.recorder.groups(2)[1].group
-
-
-def test_a_forced_token_goes_on_with_the_same_random_numbers(run):
-    state, groups = restore(run, 3), run.recorder.groups(3)
-    r = groups[1].group[2]
-    same = with_token(1, 2, 3, r.tokens[3], digits)(groups, state)
-    assert same[1].group[2].tokens == r.tokens and same[1].advantages == groups[1].advantages
-    assert same[1].group[2].logps == pytest.approx(r.logps, abs=1e-4) and same[0] is groups[0]
-    nine = state.policy.tokenizer.convert_tokens_to_ids("9")
-    twin = forked(run, 3, edit=with_token(1, 2, 3, nine, digits))
-    new = twin.recorder.groups(3)[1]
-    assert new.group[2].tokens[:4] == (*r.tokens[:3], nine) and new.group[2].seed == r.seed
-    text = state.policy.decode(new.group[2].tokens)
-    assert new.group[2].reward == digits(text, None, None) and sum(new.advantages) == pytest.approx(0, abs=1e-5)
-    end = with_token(1, 2, 3, state.policy.eos_ids[0], digits)(groups, state)[1].group[2]
-    assert len(end.tokens) == 4 and end.finish_reason == "eos"
-
-
 def test_what_cannot_be_forked_is_named(run):
     with pytest.raises(ValueError, match="nothing to do up to steps=5"):
         forked(run, 5)
-    with pytest.raises(ValueError, match="no number 7 among 3"):
-        forked(run, 2, edit=without_group(7))
+    for edit, text in ((without_group(7), "no number 7 among 3"), (with_advantage(0, 9, 1.0), "no number 9 among 4")):
+        with pytest.raises(ValueError, match=text):
+            forked(run, 2, edit=edit)
     shutil.rmtree(run.folder / "replay" / "step-00000000")
     with pytest.raises(ValueError, match="no way to step 2"):
         forked(run, 2)

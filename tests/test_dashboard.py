@@ -1,7 +1,6 @@
-"""Progress and pictures: they show the values that they are given."""
+"""Progress and figures show the values of the run."""
 
 import asyncio
-import base64
 from io import BytesIO
 from types import SimpleNamespace
 
@@ -28,31 +27,26 @@ def style():
     plt.close("all")
 
 
-def test_outside_a_notebook_a_line_every_tenth(capsys):
+def test_outside_a_notebook_it_is_a_bar_of_tqdm(capsys):
     live = Dashboard(20, ["reward", "absent"], "GRPO")
     for step in range(20):
         live.update({"step": step, "reward": step / 20})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10
-    assert lines[0].startswith("GRPO 2/20") and "left" in lines[0]
-    assert "20/20" in lines[-1] and "reward 0.95" in lines[-1] and "left" not in lines[-1]
+    last = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
+    assert last.startswith("GRPO: 100%") and "20/20" in last and "reward 0.95" in last
 
 
 def test_the_html_holds_the_latest_value_and_no_markup_from_outside():
-    live = Dashboard(4, ["reward"], "<b>")
-    for step, reward in enumerate([0.25, float("nan"), 0.75]):
-        live.update({"step": step, "reward": reward})
+    live = Dashboard(4, ["reward", "eval_score"], "<b>")
+    for step, reward in enumerate([0.25, float("nan"), 0.75]):  # an evaluation now and then keeps its last value
+        live.update({"step": step, "reward": reward} | ({"eval_score": 0.125} if step == 1 else {}))
     html = live._repr_html_()
     assert "&lt;b&gt;" in html and "0.75" in html and "nan" not in html and "value='3' max='4'" in html
+    assert "0.125" in html and "evaluated during training" in html
 
 
-def test_a_sparkline_is_an_image_that_rises_with_its_values():
-    html = sparkline([0.0, 1.0, 2.0])
-    assert html.startswith("<img ") and "<svg" not in html
-    image = base64.b64decode(html.split("base64,")[1].split("'")[0]).decode()
-    heights = [float(p.split(",")[1]) for p in image.split("points='")[1].split("'")[0].split()]
-    assert heights[0] > heights[1] > heights[2]  # SVG counts downwards
-    assert sparkline([1.0]) == "" and sparkline([3.0, 3.0])
+def test_a_sparkline_rises_with_its_values():
+    assert sparkline([0.0, 1.0, 2.0]) == "▁▄█" and sparkline([3.0, 3.0]) == "▁▁" and sparkline([]) == ""
+    assert sparkline(range(1000)) == "".join(sorted(sparkline(range(1000)))) and len(sparkline(range(1000))) == 40
 
 
 def test_a_value_outside_its_healthy_range_is_coloured():
@@ -107,14 +101,15 @@ def test_the_labels_of_bars_stand_apart(series, categories):
     assert len(boxes) == series * categories and all(a.x1 < b.x0 for a, b in zip(boxes, boxes[1:]))
 
 
-@pytest.mark.parametrize("height", [2.2, 3.4])
 @pytest.mark.parametrize("draw", [
     lambda ax: plots.stacked({"a": {"x": 1.0}}, title="t", xlabel="MiB alive", colors={"x": plots.SKY}, ax=ax),
     lambda ax: plots.rates({k: {"c": Interval(0.5, 0.4, 0.6)} for k in "ab"}, title="t", xlabel="share", ax=ax),
-    lambda ax: plots.timeline([Span("step", 1.0, 2.0, 0)], title="t", ax=ax),
-], ids=["stacked", "rates", "timeline"])
-def test_a_legend_below_stands_clear_of_the_name_of_the_axis(draw, height):
-    ax = draw(plt.subplots(figsize=(6.4, height))[1])
+    lambda ax: plots.timeline([Span("step", 1.0, 2.0, 0), Span("reset", 0.0, 1.0, 0)], title="t", ax=ax),
+    lambda ax: plots.group_health(pd.DataFrame({"step": [0, 1], "all_wrong": 0.2, "mixed": 0.5, "all_right": 0.3}), title="t",
+                                  ax=ax),
+], ids=["stacked", "rates", "timeline", "group_health"])
+def test_a_legend_below_stands_clear_of_the_name_of_the_axis(draw):
+    ax = draw(plt.subplots(figsize=(6.4, 2.2))[1])
     ax.figure.canvas.draw()
     assert ax.xaxis.label.get_window_extent().y0 >= ax.get_legend().get_window_extent().y1
 
@@ -129,13 +124,10 @@ def test_the_name_of_a_side_stands_clear_of_its_last_dot():
     assert all(t.get_window_extent().x0 > x + 3 for t, (x, _) in zip(ax.texts, dots))
 
 
-def test_each_kind_of_group_is_named_where_it_is_widest():
-    wrong = [0.4 - 0.04 * k for k in range(11)]
-    metrics = pd.DataFrame({"step": range(11), "all_wrong": wrong, "mixed": 0.0, "all_right": [1 - w for w in wrong]})
-    ax = plots.group_health(metrics, title="t")
-    names = {t.get_text().strip(): t.get_position() for t in ax.texts}
-    assert set(names) == {"all wrong", "all right"}  # a mixed one was never there
-    assert names["all wrong"][0] == 0 and names["all wrong"][1] < 0.4 and names["all right"][0] == 10
+def test_the_curves_of_several_runs_have_colours_of_their_own_and_their_names():
+    table = pd.DataFrame({"step": range(3), "r": [0.0, 1.0, 2.0]})
+    ax = plots.curves({"a": table, "b": table + 1}, "r", title="t", ylabel="r")
+    assert [t.get_text() for t in ax.texts] == ["a", "b"] and len({line.get_color() for line in ax.lines}) == 2
 
 
 def test_a_figure_has_twice_its_pixels_and_few_bytes():
@@ -162,60 +154,12 @@ def test_a_figure_is_saved_in_the_runs_folder(tmp_path):
     run = Run("x", root=tmp_path)
     path = run.figure("reward", plots.curve(pd.DataFrame({"step": [0, 1], "r": [0, 1]}), "r", title="t", ylabel="r"))
     assert path == tmp_path / "x" / "figures" / "reward.png" and path.read_bytes().startswith(b"\x89PNG")
-    assert run.log({"step": 0, "r": 0.5}) and (tmp_path / "x" / "metrics.csv").read_text() == "step,r\n0,0.5\n"
-
-
-def test_what_is_measured_now_and_then_keeps_its_last_value(capsys):
-    live = Dashboard(4, ["eval_score"])
-    for step in range(4):
-        live.update({"step": step} | ({"eval_score": 0.25 * step} if step % 2 else {}))
-    live.update({"step": 3})
-    html = live._repr_html_()
-    assert "0.75" in html and "evaluated during training" in html
-
-
-class Cell:
-    """What a dashboard needs of IPython inside a running cell."""
-
-    def __init__(self, monkeypatch):
-        self.pages, self.custom_exceptions, self.events = [], (), self
-        monkeypatch.setattr("IPython.get_ipython", lambda: self)
-        monkeypatch.setattr("grpolab.lab.interrupts.get_ipython", lambda: self)
-        monkeypatch.setattr("IPython.display.display", lambda live, display_id: self)
-
-    def update(self, live):
-        self.pages.append(live._repr_html_())
-
-    def set_custom_exc(self, kinds, handler):
-        self.custom_exceptions = kinds
-
-    def register(self, event, callback):
-        self.end = callback
-
-    def unregister(self, event, callback):
-        pass
-
-
-def test_a_long_evaluation_shows_that_its_step_is_in_progress(monkeypatch):
-    cell = Cell(monkeypatch)
-    monkeypatch.setattr("grpolab.lab.dashboard.LONG", 0.05)
-
-    async def training():
-        live = Dashboard(3, ["loss"])
-        live.update({"step": 0, "loss": 1.0})
-        await asyncio.sleep(0.3)  # an evaluation
-        during = len(cell.pages)
-        cell.end()
-        await asyncio.sleep(0.2)
-        return during
-
-    during = asyncio.run(training())
-    assert during >= 2 and "step 1 in progress for" in cell.pages[-1]
-    assert len(cell.pages) == during  # nothing is drawn after the cell has ended
 
 
 def test_the_sample_shown_is_the_latest_with_an_answer(monkeypatch):
-    Cell(monkeypatch)
+    shell = SimpleNamespace(custom_exceptions=(), execution_count=1, set_custom_exc=lambda *_: None)
+    monkeypatch.setattr("grpolab.lab.dashboard.get_ipython", lambda: shell)
+    monkeypatch.setattr("grpolab.lab.dashboard.display", lambda live, display_id: SimpleNamespace(update=lambda live: None))
     live, written = Dashboard(3, ["loss"]), iter(["\\boxed{1}<|end|>", "\\boxed{8<.", "no box"])
     question = SimpleNamespace(question="What is 0 + 1?")
 

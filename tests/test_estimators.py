@@ -9,7 +9,6 @@ import matplotlib
 import pytest
 import torch
 
-from grpolab.lab import plots
 from grpolab.runs.run import repository
 
 sys.path.insert(0, str(repository() / "benchmarks"))

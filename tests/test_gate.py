@@ -60,12 +60,6 @@ def test_one_error_names_every_failure(tmp_path):
     assert "fine" not in str(caught.value)
 
 
-def test_a_gate_without_checks_fails(tmp_path):
-    with pytest.raises(GateError, match="no checks"):
-        with gate("00 test", tmp_path):
-            pass
-
-
 def test_an_error_inside_goes_up_and_is_recorded(tmp_path):
     with pytest.raises(ZeroDivisionError):
         with gate("00 test", tmp_path) as g:
@@ -74,27 +68,17 @@ def test_an_error_inside_goes_up_and_is_recorded(tmp_path):
     assert results(tmp_path)["passed"] is False
 
 
-def test_it_shows_measured_beside_bound(tmp_path):
-    with gate("00 test", tmp_path) as g:
-        g.close("kl <0>", 0.0, 0.0, atol=1e-6)
-        g.at_most("steps", 11657.0, 20000.0)
-    assert "✓ kl <0>  0  = 0 ± 10⁻⁶" in repr(g) and "kl &lt;0&gt;" in g._repr_html_()
-    assert "✓ steps   11,660  ≤ 20,000" in str(g)
-
-
-def test_the_failed_come_first_coloured_with_what_to_change(tmp_path):
+def test_the_failed_come_first_with_what_to_change(tmp_path):
     with pytest.raises(GateError):
         with gate("00 test", tmp_path) as g:
-            g.equal("fine", 1, 1)
+            g.at_most("fine <0>", 11657.0, 20000.0)
             g.equal("identity", 1, 2)
             g.claims()
             g.at_least("claim", 0.5, 0.6)
     lines = repr(g).splitlines()
-    assert [line.split()[1] for line in lines[1::2]] == ["identity", "claim", "fine"]
-    assert "look at the code" in lines[2] and "more steps" in lines[4]
-    rows = g._repr_html_().split("<tr>")[2:]
-    assert ["background" in r for r in rows] == [True, False, True, False, False]
-    assert "✗" in rows[0] and "identity" in rows[0] and "look at the code" in rows[1] and "text-align:left" in rows[0]
+    assert [line.split()[1] for line in lines[1::2]] == ["identity", "claim", "fine"] and "✗ identity" in lines[1]
+    assert "look at the code" in lines[2] and "more steps" in lines[4] and lines[5] == "✓ fine <0>  11,660  ≤ 20,000"
+    assert "fine &lt;0&gt;" in g._repr_html_()
 
 
 def test_a_shortened_run_is_judged_by_its_identities_alone(tmp_path):
@@ -103,7 +87,7 @@ def test_a_shortened_run_is_judged_by_its_identities_alone(tmp_path):
         g.claims()
         g.at_least("gain", float("nan"), 0.6)
     assert "identities passed; claims not judged: 20 of 150 steps" in repr(g) and "– gain" in repr(g)
-    assert "claims not judged: 20 of 150 steps" in g._repr_html_() and "✗" not in g._repr_html_()
+    assert "✗" not in g._repr_html_()
     found = results(tmp_path)
     assert found["passed"] is True and found["shortened"] == "20 of 150 steps"
     assert [c["judged"] for c in found["checks"]] == [True, False] and found["checks"][1]["passed"] is False
@@ -119,11 +103,13 @@ def test_what_a_run_leaves_out_is_named():
     assert shortened(steps=(150, 150), questions=(2000, 1000)) == ""
 
 
-def test_claims_alone_do_not_pass_a_shortened_run(tmp_path):
+@pytest.mark.parametrize("shorter", ["", "1 of 2 steps"])
+def test_a_gate_that_judges_nothing_fails(tmp_path, shorter):
     with pytest.raises(GateError, match="no checks that are judged"):
-        with gate("00 test", tmp_path, shortened="1 of 2 steps") as g:
+        with gate("00 test", tmp_path, shortened=shorter) as g:
             g.claims()
-            g.at_least("gain", 0.7, 0.6)
+            if shorter:
+                g.at_least("gain", 0.7, 0.6)
 
 
 def test_a_near_miss_shows_all_its_digits(tmp_path):

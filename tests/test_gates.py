@@ -34,7 +34,6 @@ from grpolab.env.guess import GuessEnv
 from grpolab.env.pool import GrpoPool, Results, Slot
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
-from grpolab.train import episodes
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
@@ -140,12 +139,6 @@ def drop_the_mask(monkeypatch):
     monkeypatch.setattr(losses, "sft_loss", lambda logps, mask, **kw: honest(logps, (logps != 0).float(), **kw))
 
 
-def mask_everything_off_by_one(monkeypatch):
-    honest = chat.pad
-    monkeypatch.setattr(chat, "pad", lambda batch, pad_id=0: honest(
-        [chat.Example(e.ids, (*e.mask[1:], 0)) for e in batch], pad_id))
-
-
 def let_packed_examples_see_each_other(monkeypatch):
     honest = chat.pack
 
@@ -163,7 +156,6 @@ def let_packed_examples_see_each_other(monkeypatch):
     one_fault([
         (None, set()),
         (drop_the_mask, {"loss after the prompt's labels were replaced, change", "pull where a prompt token is predicted"}),
-        (mask_everything_off_by_one, {"pull where a prompt token is predicted"}),
         (let_packed_examples_see_each_other, {"packed loss / padded loss", "relative gradient difference, packed to padded"}),
     ]),
 )
@@ -171,7 +163,7 @@ def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     filled = {"plain = await": ASKED}
     failed = failures_under(sabotage, "01_sft", "if not tiny:", SFT_LEARNED, tmp_path, monkeypatch, filled)
     if failed is None:
-        assert sabotage in (drop_the_mask, mask_everything_off_by_one)
+        assert sabotage is drop_the_mask
     else:
         assert failed == names if not names else names & failed
 
@@ -266,10 +258,6 @@ def forget_the_reference(monkeypatch):
     monkeypatch.setattr(losses, "dpo_loss", lambda c, r, rc, rr, **kw: honest(c, r, 0 * rc, 0 * rr, **kw))
 
 
-def average_over_the_tokens(monkeypatch):
-    monkeypatch.setattr(losses, "sequence_logps", lambda logps, mask: logps.sum(1) / mask.sum(1))
-
-
 def round_the_cache(monkeypatch):
     from grpolab.train import reference
 
@@ -302,11 +290,6 @@ def keep_the_reference_beside_the_cache(monkeypatch):
     monkeypatch.setattr(reference, "_compute", keeping)
 
 
-def average_over_the_tokens_without_a_reference(monkeypatch):
-    average_over_the_tokens(monkeypatch)
-    forget_the_reference(monkeypatch)
-
-
 def keep_reference_and_gradient(monkeypatch):
     keep_the_reference_beside_the_cache(monkeypatch)
     keep_the_gradient_of_the_step_before(monkeypatch)
@@ -317,7 +300,7 @@ def keep_reference_and_gradient(monkeypatch):
     one_fault([
         (None, set()),
         (swap_chosen_and_rejected, {"naive loss − package loss"}),
-        (average_over_the_tokens_without_a_reference, {"naive loss − package loss", "policy = reference"}),
+        (forget_the_reference, {"policy = reference"}),
         (round_the_cache, {"weights that differ, resident to cached reference"}),
         (keep_reference_and_gradient, {"memory the cache saves, in models", "three steps by hand and by the package"}),
     ]),
@@ -445,11 +428,6 @@ def judge_each_reward_alone(monkeypatch):
     monkeypatch.setattr(losses, "bradley_terry_loss", alone)
 
 
-def rank_the_wrong_way_round(monkeypatch):
-    honest = losses.bradley_terry_loss
-    monkeypatch.setattr(losses, "bradley_terry_loss", lambda c, r, **kw: honest(r, c, **kw))
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
@@ -457,7 +435,6 @@ def rank_the_wrong_way_round(monkeypatch):
         (read_the_reward_at_the_padding, {"naive loss − package loss"}),
         (begin_with_a_random_head, {"zero head"}),
         (judge_each_reward_alone, {"a constant added to every reward changes the loss by"}),
-        (rank_the_wrong_way_round, {"naive loss − package loss"}),
     ]),
 )
 def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
@@ -471,11 +448,6 @@ def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, 
     fewer_of(monkeypatch, preferences, "sample_pairs", {})
     failed = failures_under(sabotage, "05_reward_model", "columns = [", REWARD_LEARNED, tmp_path, monkeypatch)
     assert failed == names if not names else names & failed
-
-
-def another(name, **columns):
-    """What the reward-model notebook would have measured with other looks at one of its runs."""
-    return rewards_of(LOOKS | {name: LOOKS[name].assign(**columns)})
 
 
 # --- 06 environment pool ----------------------------------------------------------------------------------------------
@@ -602,10 +574,6 @@ def count_the_environments_words_as_the_policys(monkeypatch):
         honest(self), mask=(1,) * len(honest(self).tokens)))
 
 
-def say_something_else_to_the_policy(monkeypatch):
-    monkeypatch.setattr(episodes, "observation_ids", lambda tokenizer, told: chat.observation_ids(tokenizer, told + "!"))
-
-
 def forget_the_cache_between_turns(monkeypatch):
     honest = Conversation._submit
 
@@ -633,7 +601,6 @@ def leave_sessions_open(monkeypatch):
         (None, set()),
         (report_logps_of_another_temperature, {"recorded − recomputed logps of whole episodes, nats"}),
         (count_the_environments_words_as_the_policys, {"episodes whose mask 0 is not the environment's words"}),
-        (say_something_else_to_the_policy, {"episodes whose mask 0 is not the environment's words"}),
         (forget_the_cache_between_turns, {"tokens prefilled beyond the new ones"}),
         (draw_from_what_is_at_hand, {"episodes on one slot and on eight are the same"}),
         (leave_sessions_open, {"sessions that the closed pool left, by the server's count"}),
@@ -646,5 +613,3 @@ def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path,
     failed = failures_under(sabotage, "07_multi_turn_grpo", "async def examine", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
                             on_the_clock, warm_up_steps=40, n_eval=8)
     assert failed == names if not names else names & failed
-
-

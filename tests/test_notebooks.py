@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import shutil
 from pathlib import Path
 
 import badges
@@ -37,13 +36,11 @@ def code(notebook):
     return [c for c in notebook.cells if c.cell_type == "code"]
 
 
-def test_it_is_valid_and_light(path, notebook):
+def test_it_is_valid_light_and_stored_executed_in_order_without_errors(path, notebook):
     nbformat.validate(notebook)
-    assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem)
-    assert path.stat().st_size < 500_000
-
-
-def test_it_is_stored_executed_in_order_without_errors(notebook):
+    assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) and path.stat().st_size < 500_000
+    assert notebook.metadata.kernelspec == {"display_name": "Python 3", "language": "python", "name": "python3"}
+    assert "papermill" not in notebook.metadata
     cells = [c for c in code(notebook) if c.source.strip()]
     assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
     outputs = [o for c in cells for o in c.outputs]
@@ -77,11 +74,6 @@ def test_title_and_badge_name_the_file(path, notebook):
     number, words = path.stem.split("_", 1)
     (title,) = re.findall(r"^# (.*)$", first, flags=re.M)
     assert title.lower().replace(" ", "_").replace("-", "_") == f"{number}_·_{words}"
-
-
-def test_the_kernel_is_the_plain_one(notebook):
-    assert notebook.metadata.kernelspec == {"display_name": "Python 3", "language": "python", "name": "python3"}
-    assert "papermill" not in notebook.metadata
 
 
 def test_cells_are_short(notebook):
@@ -152,19 +144,6 @@ def test_quick_leaves_out_a_part_of_the_run_and_says_so(name, quick, tmp_path, m
     assert bool(done) == quick and all(a <= b / 3 for a, b in done)
 
 
-@pytest.mark.full
-def test_a_quick_run_passes_its_identities(tmp_path, monkeypatch, capsys):
-    """One of them, the cheapest, as a whole."""
-    (path,) = [path for path in SERIES if path.stem == "08_guess"]
-    monkeypatch.setenv("PYTHONPATH", str(path.parent.parent))
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / "pyproject.toml").touch()
-    shutil.copy(path, tmp_path / "notebooks")
-    monkeypatch.chdir(tmp_path)
-    assert notebooks.run_series(["08"], {"quick": True}) == 0
-    assert "identities passed; claims not judged: 50 of 150 warm-up steps, 4 of 40 steps" in capsys.readouterr().out
-
-
 # --- the runner -------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +175,7 @@ def test_the_series_runs_and_reports_and_changes_no_file_that_git_keeps(series, 
     before = {path: path.read_bytes() for path in series.parent.rglob("*") if path.is_file()}
     assert notebooks.run_series([], {}) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines] == [["01_fine", "gate", "passed"], ["02_other", "gate", "passed"]]
+    assert [line.split()[:3] for line in lines[1::2]] == [["01_fine", "gate", "passed"], ["02_other", "gate", "passed"]]
     runs = series.parent / "runs"
     assert (runs / "01_fine" / "tiny" / "01_fine.ipynb").exists()
     assert before == {path: path.read_bytes() for path in series.parent.rglob("*")
@@ -214,28 +193,23 @@ def test_runs_lie_in_the_working_directory_or_beside_the_notebooks_of_a_project(
     assert runs_folder() == tmp_path / "other" / "runs"
 
 
-def test_the_results_of_a_seed_are_found_in_its_own_folder_or_in_the_common_one(series):
-    """The notebook may give its Run the seed or not; the executed copy lies in the seed's folder."""
-    for name, place in (("01_fine", 'model).folder / f"seed-{seed}"'), ("02_other", "model).folder")):
-        notebook = small(GATE.format(name=name).replace("model).folder", place))
-        notebook.cells[0].source += "\nseed: int = 0"
-        nbformat.write(notebook, series / f"{name}.ipynb")
-    assert notebooks.run_series([], {"seed": 3}) == 0
-    assert (series.parent / "runs" / "01_fine" / "tiny" / "seed-3" / "01_fine.ipynb").exists()
+def test_a_seed_has_a_folder_of_its_own(series):
+    notebook = small(GATE.format(name="01_fine").replace("model)", "model, seed=seed)"))
+    notebook.cells[0].source += "\nseed: int = 0"
+    nbformat.write(notebook, series / "01_fine.ipynb")
+    assert notebooks.run_series(["01"], {"seed": 3}) == 0
+    folder = series.parent / "runs" / "01_fine" / "tiny" / "seed-3"
+    assert (folder / "01_fine.ipynb").exists() and (folder / "results.json").exists()
 
 
-def test_a_failing_gate_fails_the_command_and_keeps_the_log(series, capsys):
-    assert main(["run", "2", "-p", "n", "2"]) == 1
-    assert "gate FAILED" in capsys.readouterr().out
-    log = series.parent / "runs" / "02_other" / "tiny" / "02_other.ipynb"
-    assert "GateError" in log.read_text()
-
-
-def test_a_stale_gate_does_not_pass_a_notebook_that_breaks(series, capsys):
-    assert notebooks.run_series(["01"], {}) == 0
+def test_a_failing_gate_and_a_notebook_that_breaks_fail_the_command(series, capsys):
+    """The executed copy is the log; the results of an earlier run do not pass one that breaks before its gate."""
+    assert notebooks.run_series(["1"], {}) == 0
     nbformat.write(small("1 / 0"), series / "01_fine.ipynb")
-    assert notebooks.run_series(["01"], {}) == 1
-    assert "ZeroDivisionError" in capsys.readouterr().out
+    assert main(["run", "1", "2", "-p", "n", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "ZeroDivisionError" in out and "gate FAILED" in out
+    assert "GateError" in (series.parent / "runs" / "02_other" / "tiny" / "02_other.ipynb").read_text()
 
 
 def test_store_puts_the_executed_notebook_in_place(series):
@@ -255,21 +229,17 @@ def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
     before = (series / "01_fine.ipynb").read_text()
     assert notebooks.run_series(["01"], {}, store=True) == 0
     out = capsys.readouterr().out
-    assert "shortened" in out.split() and "identities passed; claims not judged: 2 of 9 steps; not stored" in out
+    assert "shortened" in out.split() and "identities passed; claims not judged: 2 of 9 steps" in out
     assert (series / "01_fine.ipynb").read_text() == before
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
-    """The first alone, the others at once, each in a process of its own; one that fails is told and fails the command."""
+    """The first alone, the others at once; one that breaks fails the command."""
     monkeypatch.setenv("PYTHONPATH", str(Path(notebooks.__file__).parents[2]))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     nbformat.write(small("raise ValueError('broken')"), series / "03_broken.ipynb")
-    assert main(["run", "--jobs", "2", "01", "02"]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[0].split() == ["01_fine", "begins"] and "01_fine" in lines[1] and "gate passed" in lines[1]
-    assert "2 notebooks, 0 failed" in lines[-1]
     assert main(["run", "--jobs", "2"]) == 1
     out = capfd.readouterr().out
     assert "03_broken            failed" in out and "ValueError: broken" in out and "3 notebooks, 1 failed" in out
@@ -277,43 +247,22 @@ def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
     assert main(["run", "--jobs", "2", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capfd.readouterr().err
 
 
-def test_unknown_notebooks_and_parameters_are_refused(series, capsys):
-    assert main(["run", "07"]) == 1 and "there are 01, 02" in capsys.readouterr().err
-    assert main(["run", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capsys.readouterr().err
-
-
 def test_a_notebook_is_named_by_number_or_by_name(series, capsys):
     wanted = ["01_fine.ipynb", "02_other.ipynb"]
     for names in (["1", "2"], ["01_fine", "02_other"], ["notebooks/01_fine.ipynb", "02_other.ipynb"]):
         assert [p.name for p in notebooks.find(names)] == wanted
     assert main(["run", "01_other"]) == 1 and "no notebook 01_other; there are 01, 02" in capsys.readouterr().err
+    assert main(["run", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capsys.readouterr().err
 
 
-TYPES = [("n", "x", "int, such as 3; got 'x'"), ("n", "1.5", "int"), ("n", "True", "int"), ("model", "3", "str, such as tiny")]
-
-
-@pytest.mark.parametrize(("name", "value", "said"), TYPES)
-def test_a_value_of_another_type_is_refused_before_anything_runs(series, capsys, name, value, said):
-    assert notebooks.run_series(["01"], {}) == 0
-    before = (series.parent / "runs" / "01_fine" / "tiny" / "results.json").stat().st_mtime_ns
-    assert main(["run", "-p", name, value]) == 1
-    assert f"parameter {name} must be {said}" in capsys.readouterr().err
-    assert (series.parent / "runs" / "01_fine" / "tiny" / "results.json").stat().st_mtime_ns == before
-
-
-def test_whole_numbers_are_floats_too():
-    known = {"lr": {"inferred_type_name": "float"}, "free": {"inferred_type_name": "None"}}
-    notebooks.check_parameters({"lr": 1, "free": "x"}, {"01_fine": known})
-
-
-@pytest.mark.full
-def test_from_elsewhere_the_installed_copy_is_run(series, tmp_path, monkeypatch, capsys):
+def test_notebooks_are_found_in_a_clone_below_or_in_the_editable_copy(series, tmp_path, monkeypatch, capsys):
+    """Colab clones the repository into the working directory, and installs it elsewhere."""
     monkeypatch.chdir(tmp_path)
     assert [p.name for p in notebooks.find(["01"])] == ["01_sft.ipynb"]
-    monkeypatch.setattr(notebooks, "__file__", str(series.parent / "grpolab" / "lab" / "notebooks.py"))
-    assert main(["run"]) == 0 and (series.parent / "runs" / "02_other" / "tiny" / "results.json").exists()
     monkeypatch.setattr(notebooks, "__file__", str(tmp_path / "site-packages" / "grpolab" / "lab" / "notebooks.py"))
     assert main(["run"]) == 1 and "inside a copy of the grpolab repository" in capsys.readouterr().err
+    series.parent.rename(tmp_path / "grpolab")
+    assert [p.name for p in notebooks.find(["01"])] == ["01_fine.ipynb"]
 
 
 LITERALS = [("3", 3), ("1e-4", 1e-4), ("True", True), ("smollm2-135m", "smollm2-135m"), ("a/b", "a/b")]

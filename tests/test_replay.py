@@ -1,4 +1,4 @@
-"""Any recorded rollout comes again from its weights and its seed; where it does not, it is told why."""
+"""Any recorded rollout comes again from its weights and its seed; where it does not, the report says why."""
 
 import asyncio
 import base64
@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from loop_helpers import flat, rows_of
 
 from grpolab.__main__ import main
 from grpolab.arithmetic import Task, generate
@@ -17,7 +18,7 @@ from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.pool import GrpoPool
 from grpolab.env.server import serve
 from grpolab.lab.counterfactual import fork
-from grpolab.lab.replay import bundle, replay, replay_bundle, spans
+from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
 from grpolab.models.load import Policy
@@ -40,19 +41,8 @@ def fresh(policy):
     return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)
 
 
-def flat(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
-
-
-def train(policy, run, config=CONFIG, stop=None, reward=digits):
-    async def cell():
-        rows = grpo(policy, fresh(policy), PROBLEMS, config, reward=reward, run=run)
-        async for row in rows:
-            if row["step"] + 1 == stop:
-                break
-        await rows.aclose()
-
-    asyncio.run(cell())
+def train(policy, run, config=CONFIG, stop=None):
+    rows_of(grpo(policy, fresh(policy), PROBLEMS, config, reward=digits, run=run), stop)
 
 
 @pytest.fixture(scope="module")
@@ -84,25 +74,17 @@ def test_one_rollout_and_the_end_of_the_run(run, left):
     end = restore(run, 5)
     assert torch.equal(flat(end.policy), flat(left[1])) and end.policy.version == left[1].version
     for group, rollout, text in ((3, 0, "step 4 has groups 0 to 2, not 3"),
-                                 (0, 4, "group 0 of step 4 has rollouts 0 to 3, not 4"),
                                  (None, 99, "^step 4 has groups of rollouts 0 to 3, not 99$")):
         with pytest.raises(ValueError, match=text):
             replay(run, 4, group, rollout)
 
 
 @pytest.mark.full
-def test_an_interrupted_run_is_replayed_as_an_uninterrupted_one(tiny, tmp_path):
+def test_an_interrupted_run_is_replayed_and_one_that_starts_over_keeps_nothing_of_the_one_before(tiny, tmp_path):
     run = Run("x", root=tmp_path, replay_every=2)
     train(fresh(tiny), run, stop=3)
     train(fresh(tiny), run)
     assert sorted(run.kept()) == [0, 2, 4] and all(replay(run, step).equal for step in (1, 3, 4))
-
-
-@pytest.mark.full
-def test_a_run_that_starts_over_keeps_nothing_of_the_one_before(tiny, tmp_path, capsys):
-    run = Run("x", root=tmp_path, replay_every=2)
-    train(fresh(tiny), run)
-    assert "weights and optimiser are kept for replay every 2 steps: 3 times up to " in capsys.readouterr().out
     train(fresh(tiny), run, GRPOConfig(**{**vars(CONFIG), "steps": 2, "lr": 1e-4}))
     assert sorted(run.kept()) == [0, 2] and replay(run, 1).equal
 
@@ -113,20 +95,14 @@ def test_episodes_come_again_with_what_the_environment_said(caller, tmp_path):  
 
     async def cell():
         async with serve(CalculatorEnv, max_sessions=8) as server, GrpoPool(server.url, size=8) as pool:
-            async for _ in multi_turn_grpo(fresh(caller), None, SUMS, config, pool, limits=Limits(3, 96), run=run):
-                pass
+            rows = multi_turn_grpo(fresh(caller), None, SUMS, config, pool, limits=Limits(3, 96), run=run)
+            return [row async for row in rows]
 
     asyncio.run(cell())
-    told = run.rollouts()
-    assert told["mask"].map(lambda m: 0 in m).any() and told["turns"].map(len).max() >= 2 and "calls" in told
-    assert told.loc[told["turns"].map(len) > 1, "turns"].iloc[0][0][1] in told["turns"].map(str).str.cat()
+    episodes = run.rollouts()
+    assert episodes["mask"].map(lambda m: 0 in m).any() and episodes["turns"].map(len).max() >= 2 and "calls" in episodes
     for step in range(3):
         assert (found := replay(run, step)).equal, str(found)
-
-
-def test_the_words_of_policy_and_environment_alternate():
-    r = Rollout((9,), (1, 2, 3, 4, 5), (1, 1, 0, 1, 1), (0.0,) * 5, (0.0,) * 5, "done")
-    assert spans(r) == [(True, (1, 2)), (False, (3,)), (True, (4, 5))]
 
 
 # --- where it parts ---------------------------------------------------------------------------------------------------
@@ -140,37 +116,27 @@ def rewrite(run, change):
     path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
 
 
-def test_the_token_at_which_it_parts_is_named(run):
-    def change(lines):
-        tokens = lines[0]["tokens"]
-        tokens[1][3] += 1
-        tokens[2].pop()
-        lines[0]["finish_reason"][3] = "eos"
-
-        lines[0]["logps"] = changed_logps(lines[0], lambda flat: np.delete(flat, 23))  # the last of the third rollout
-
-    rewrite(run, change)
-    found = replay(run, 0)
-    assert not found.equal and [r.token for r in found.rollouts[1:3]] == [3, 7]
-    assert "step 0: 9 of 12 rollouts agree in every bit" in str(found)
-    assert "group 0, rollout 1: parts at token 3" in str(found) and "rollout 2: 7 tokens recorded, 8 now" in str(found)
-    assert "rollout 3: finished as 'eos' in the record, as 'length' now" in str(found)
-    assert "weights, processor, versions and threads are those of the record" in str(found)
-
-
 def changed_logps(line, change):
     """The log-probs of a group as the record holds them, changed as an array."""
     return base64.b64encode(change(np.frombuffer(base64.b64decode(line["logps"]), "<f4").copy()).tobytes()).decode()
 
 
-def test_other_bits_of_equal_tokens_are_told_with_their_size(run):
+def test_what_differs_is_named_with_its_place_and_its_size(run):
     def change(lines):
-        lines[0]["logps"] = changed_logps(lines[0], lambda flat: flat + np.eye(1, 32, 10, dtype="f4")[0] / 4)
+        tokens = lines[0]["tokens"]
+        tokens[1][3] += 1
+        tokens[2].pop()
+        lines[0]["finish_reason"][3] = "eos"
+        lines[0]["logps"] = changed_logps(lines[0], lambda flat: np.delete(flat, 23))  # the last of the third rollout
+        lines[1]["logps"] = changed_logps(lines[1], lambda flat: flat + np.eye(1, 32, 10, dtype="f4")[0] / 4)
 
     rewrite(run, change)
-    found = replay(run, 0, 0)
-    assert found.rollouts[1].token == 2 and found.rollouts[1].nats == pytest.approx(0.25)
-    assert "the tokens agree; log-probs differ from token 2 on, by at most 0.25 nats" in str(found)
+    report = str(replay(run, 0))
+    for text in ("step 0: 8 of 12 rollouts agree in every bit", "group 0, rollout 1: parts at token 3",
+                 "rollout 2: 7 tokens recorded, 8 now", "rollout 3: finished as 'eos' in the record, as 'length' now",
+                 "group 1, rollout 1: the tokens agree; log-probs differ from token 2 on, by at most 0.25 nats"):
+        assert text in report
+    assert "not as recorded" not in report
 
 
 def test_what_is_not_as_recorded_is_named(run):
@@ -234,57 +200,52 @@ def test_a_bundle_replays_without_its_run(run, tmp_path):
 
 
 def test_the_command_line(run, tmp_path, capsys):
+    archive = str(tmp_path / "b.zip")
     assert main(["replay", str(run.folder), "0", "4"]) == 0
     out = capsys.readouterr().out
     assert "step 0: 12 of 12 rollouts agree" in out and "step 4: 12 of 12" in out
-    assert main(["replay", str(run.folder), "3", "--bundle", str(tmp_path / "b.zip")]) == 0
-    assert main(["replay", str(tmp_path / "b.zip"), "--group", "1", "--rollout", "2"]) == 0
+    assert main(["replay", str(run.folder), "3", "--bundle", archive]) == 0
+    assert main(["replay", archive, "--group", "1", "--rollout", "2"]) == 0
     assert "step 3, group 1, rollout 2: all" in capsys.readouterr().out
     rewrite(run, lambda lines: lines[0]["tokens"][0].__setitem__(0, 1))
     assert main(["replay", str(run.folder), "0"]) == 1 and "parts at token 0" in capsys.readouterr().out
-    for more in (["0"], ["--bundle", "x.zip"]):  # a bundle holds one step, and is not made from another
-        assert main(["replay", str(tmp_path / "b.zip"), *more]) == 2 and "leave it out" in capsys.readouterr().err
-    assert main(["replay", str(run.folder), "0", "--rollout", "99"]) == 1
-    assert "step 0 has groups of rollouts 0 to" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "nowhere"), "0"]) == 1 and "neither a run's folder" in capsys.readouterr().err
-    assert main(["replay", str(run.folder)]) == 2 and "name the steps" in capsys.readouterr().err
+    for arguments, status, text in (
+        ([archive, "0"], 2, "leave it out"), ([archive, "--bundle", "x.zip"], 2, "leave it out"),  # a bundle holds one step
+        ([str(run.folder), "0", "--rollout", "99"], 1, "step 0 has groups of rollouts 0 to"),
+        ([str(tmp_path / "nowhere"), "0"], 1, "neither a run's folder"), ([str(run.folder)], 2, "name the steps"),
+    ):
+        assert main(["replay", *arguments]) == status and text in capsys.readouterr().err
 
 
 # --- runs whose rollouts are not drawn from seeds ---------------------------------------------------------------------
 
 
-def recorded_run(policy, folder, parts, seeds, engine):
+def recorded_run(policy, folder, parts, engine):
     """A run of one step whose rollouts come from elsewhere, with weights kept for replay."""
     run = Run("x", root=folder, replay_every=1)
-    rollouts = tuple(Rollout((5, 6), (7, 8 + i), (1, 1), (-1.0,) * 2, (-1.0,) * 2, "eos", seed=s) for i, s in enumerate(seeds))
-    groups = [Group(rollouts).with_rewards([float(i) for i in range(len(seeds))])]
+    rollouts = tuple(Rollout((5, 6), (7, 8 + s), (1, 1), (-1.0,) * 2, (-1.0,) * 2, "eos", seed=s) for s in (1, 2, 3))
+    groups = [Group(rollouts).with_rewards([0.0, 1.0, 2.0])]
 
     async def source(step):
-        a = tuple(x - (len(seeds) - 1) / 2 for x in range(len(seeds)))
-        return StepGroups(groups, record=lambda: [RecordedGroup(groups[0], a, {"task": 1}, parts=parts)], engine=engine)
+        record = [RecordedGroup(groups[0], (-1.0, 0.0, 1.0), {"task": 1}, parts=parts)]
+        return StepGroups(groups, record=lambda: record, engine=engine)
 
-    async def cell():
-        config = GRPOConfig(steps=1, group_size=8, max_new_tokens=4, max_logp_diff=None)
-        async for _ in grpo_from(policy, None, source, config, longest=16, run=run):
-            pass
-
-    asyncio.run(cell())
+    config = GRPOConfig(steps=1, group_size=8, max_new_tokens=4, max_logp_diff=None)
+    rows_of(grpo_from(policy, None, source, config, longest=16, run=run))
     return run
 
 
-@pytest.mark.parametrize("parts, seeds, engine, source", [
-    ({"run": [0.0, 1.0, 1.0]}, (1, 2, 3), "llama", "an agent's calls of the served policy"),
-    ({}, (0, 0, 0), "", "a source of their own"), ({}, (1, 2, 3), "remote", "a source of their own")])
-def test_rollouts_of_another_source_are_not_sampled_again(tiny, tmp_path, parts, seeds, engine, source):
-    run = recorded_run(tiny, tmp_path, parts, seeds, engine)
+@pytest.mark.parametrize("parts, engine, source", [
+    ({"run": [0.0, 1.0, 1.0]}, "llama", "an agent's calls of the served policy"),
+    ({}, "", "a source of their own"), ({}, "remote", "a source of their own")])
+def test_rollouts_of_another_source_are_rescored_and_not_sampled_again(tiny, tmp_path, parts, engine, source):
+    run = recorded_run(tiny, tmp_path, parts, engine)
     with pytest.raises(ValueError, match=f"step 0 came from {source}.*cannot be sampled again"):
         replay(run, 0)
     with pytest.raises(ValueError, match="cannot be sampled again"):
         asyncio.run(fork(run, 0, "f", PROBLEMS))
-    assert len(rescore(run, lambda text, problem, rollout: 1.0).rollouts) == 3  # groups of 3 where the configuration says 8
-
-
-def test_rewards_of_an_agents_run_are_those_of_its_last_rollout(tiny, tmp_path):
-    run = recorded_run(tiny, tmp_path, {"run": [0.0, 1.0, 1.0]}, (1, 2, 3), "llama")
-    scored = rescore(run, lambda text, problem, rollout: {1: 2.0, 2: 100.0, 3: 0.0}[rollout.seed])
-    assert scored.rollouts["rescored_advantage"].tolist() == [1.0, -1.0, -1.0]
+    scored = rescore(run, lambda text, problem, rollout: {1: 2.0, 2: 100.0, 3: 0.0}[rollout.seed]).rollouts
+    if parts:  # two rollouts of one run of an agent have the reward of its last
+        assert scored["rescored_advantage"].tolist() == [1.0, -1.0, -1.0]
+    else:
+        assert scored["rescored_advantage"].tolist() == [-32.0, 66.0, -34.0]  # groups of 3 where the configuration says 8

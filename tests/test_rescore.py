@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from grpolab.arithmetic import Problem
-from grpolab.lab.counterfactual import with_token
 from grpolab.lab.rescore import rescore
-from grpolab.lab.restore import restore
-from grpolab.rollouts import Group, RecordedGroup, Rollout
+from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import Run
 from tests.test_counterfactual import left, run  # noqa: F401
 from tests.test_rollout_log import CONFIG, digits, train
@@ -64,47 +62,40 @@ def test_an_async_reward_is_asked_for_a_step_at_once(run):  # noqa: F811
         most.append(len(running))
         await asyncio.sleep(0.001)
         running.pop()
-        return digits(text, problem, rollout)
+        return await waited(text, problem, rollout)
 
     same = rescore(run, judge)
     assert same.changed == 0 and (same.rollouts["reward"] == same.rollouts["rescored_reward"]).all()
     assert max(most) == 12 and len(most) == 60
-    assert (rescore(run, waited).rollouts["rescored_reward"] == same.rollouts["reward"]).all()  # each its own
-
-
-IN_A_NOTEBOOK = """
-import asyncio, sys
-from grpolab.lab.rescore import rescore
-from grpolab.runs.run import Run
-from tests.test_rescore import waited
-
-async def cell():
-    return rescore(Run(root=sys.argv[1]), waited)
-
-found = asyncio.run(cell())
-print(len(found.rollouts), found.changed)
-"""
 
 
 @pytest.mark.full
 def test_an_async_reward_inside_a_running_loop(run):  # noqa: F811
     """In a process of its own, since nest_asyncio patches asyncio."""
-    done = subprocess.run([sys.executable, "-c", IN_A_NOTEBOOK, str(run.folder)], capture_output=True, text=True, timeout=120)
+    code = f"""
+import asyncio
+from grpolab.lab.rescore import rescore
+from grpolab.runs.run import Run
+from tests.test_rescore import waited
+
+async def cell():
+    return rescore(Run(root={str(run.folder)!r}), waited)
+
+found = asyncio.run(cell())
+print(len(found.rollouts), found.changed)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["60", "0"], done.stderr
 
 
-@pytest.mark.parametrize("kind", ["plain", "async"])
-def test_a_reward_that_raises_costs_its_own_rollout(run, kind):  # noqa: F811
-    def some(text, problem, rollout):
+def test_a_reward_that_raises_costs_its_own_rollout(run):  # noqa: F811
+    async def some(text, problem, rollout):
         return digits(text, problem, rollout) if rollout.seed % 4 else 1 / 0
 
-    async def late(text, problem, rollout):
-        return some(text, problem, rollout)
-
     with pytest.warns(UserWarning, match="a reward raised ZeroDivisionError"):
-        found = rescore(run, some if kind == "plain" else late)
+        scored = rescore(run, some).rollouts["rescored_reward"]
     seeds = run.rollouts(columns=["seed"])["seed"]
-    assert found.rollouts["rescored_reward"].isna().tolist() == [not s % 4 for s in seeds] and any(not s % 4 for s in seeds)
+    assert scored.isna().tolist() == [not s % 4 for s in seeds] and any(not s % 4 for s in seeds)
     with pytest.raises(ZeroDivisionError):
         rescore(run, lambda *a: 1 / 0)
 
@@ -121,37 +112,16 @@ def test_an_advantage_over_the_whole_batch_is_taken_over_it(tiny, tmp_path):
     same = rescore(whole, reward).rollouts
     assert (same["advantage"] == same["rescored_advantage"]).all() and same["advantage"].any()
     assert same["advantage"].tolist() == whole.rollouts()["advantage"].tolist()
-    assert not (rescore(whole, reward, kind="centred").rollouts["rescored_advantage"] == same["advantage"]).all()
 
 
-def test_what_was_lost_is_not_asked_for(run):  # noqa: F811
+def test_what_was_lost_is_not_asked_for_and_an_edited_advantage_is_shown_as_recorded(run):  # noqa: F811
     lost = Rollout((1,), (), (), (), (), "lost")
     g = run.recorder.groups(4)[0]
     members = Group((*g.group.rollouts[:3], lost))
     run.recorder.rewind(4)
-    run.recorder.add(4, [replace(g, group=members, absent=(False, False, False, True))], lambda ids: "x" * len(ids), {})
+    edited = replace(g, group=members, absent=(False, False, False, True), advantages=(-7.0, *g.advantages[1:]))
+    run.recorder.add(4, [edited], lambda ids: "x" * len(ids), {})
     asked = []
-    found = rescore(run, lambda text, problem, r: asked.append(text) or len(text), steps=[4])
-    assert len(asked) == 3 and all(asked) and found.rollouts["rescored_reward"].isna().tolist() == [False] * 3 + [True]
-
-
-def test_the_advantage_of_an_edited_fork_is_its_recorded_one(run):  # noqa: F811
-    """with_advantage leaves one that no reward gives."""
-    groups = run.recorder.groups(4)
-    run.recorder.rewind(4)
-    run.recorder.add(4, [replace(groups[0], advantages=(-7.0, *groups[0].advantages[1:])), *groups[1:]], str, {})
-    found = rescore(run, digits, steps=[4])
-    assert found.rollouts["advantage"].iloc[0] == -7.0 != found.rollouts["rescored_advantage"].iloc[0]
-
-
-def test_a_forced_token_with_an_async_reward_and_a_batch_advantage(run):  # noqa: F811
-    state, groups = restore(run, 3), run.recorder.groups(3)
-    nine = state.policy.tokenizer.convert_tokens_to_ids("9")
-    plain, late = (with_token(1, 2, 3, nine, reward)(groups, state) for reward in (digits, waited))
-    assert plain == late and isinstance(plain[1], RecordedGroup)
-    together = replace(state, config=replace(state.config, advantage_kind="batch_standardised", temperature=0.7))
-    other = with_token(1, 2, 3, nine, lambda *a: 50.0)(groups, together)
-    assert other[0].advantages != groups[0].advantages  # the deviation of the whole batch has changed
-    r = other[1].group[2]
-    assert r.raw_logps[:3] == groups[1].group[2].raw_logps[:3] and r.raw_logps[3] != r.logps[3]
-    assert r.raw_logps[3] == pytest.approx(plain[1].group[2].logps[3], abs=1e-5)
+    scored = rescore(run, lambda text, problem, r: asked.append(text) or len(text), steps=[4]).rollouts
+    assert len(asked) == 3 and all(asked) and scored["rescored_reward"].isna().tolist() == [False] * 3 + [True]
+    assert scored["advantage"].iloc[0] == -7.0 != scored["rescored_advantage"].iloc[0]

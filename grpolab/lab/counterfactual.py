@@ -20,35 +20,20 @@ import pandas as pd
 import torch
 
 from grpolab.arithmetic import Problem
-from grpolab.decode.sampler import Sampler
-from grpolab.decode.sampling import SamplingParams
 from grpolab.env.action_format import TEXT, ActionFormat
 from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
 from grpolab.lab.replay import check_seeded
-from grpolab.lab.rescore import as_problem, score_recorded
-from grpolab.lab.restore import (
-    State,
-    identity,
-    load_start,
-    longest,
-    restore,
-    rows_of,
-    session_at,
-    update_again,
-    with_threads,
-)
+from grpolab.lab.restore import State, identity, load_start, longest, restore, rows_of, session_at, update_again, with_threads
 from grpolab.models.load import Policy
-from grpolab.rollouts import Group, RecordedGroup, Rollout
+from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import plain_config, weights_hash
 from grpolab.runs.run import FORKED, Run
-from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, trainer_logps, verify_both
+from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, verify_both
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.optimisers import make_optimiser
-from grpolab.train.rewards import Reward, finished_and_correct, score
-from grpolab.train.several_rewards import check_sum
+from grpolab.train.rewards import Reward, finished_and_correct
 
 Edit = Callable[[list[RecordedGroup], State], list[RecordedGroup]]
 SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "refills", "seed"}  # what decides on rollouts
@@ -56,18 +41,16 @@ SAMPLING = {"temperature", "max_new_tokens", "group_size", "prompts_per_step", "
 
 async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, reward: Reward = finished_and_correct,
                edit: Edit | None = None, watch=None, reference: Policy | None = None, pool: GrpoPool | None = None,
-               limits: Limits | None = None, action_format: ActionFormat = TEXT, success: float = 1.0, **changes: Any) -> Run:
+               limits: Limits | None = None, action_format: ActionFormat = TEXT, **changes: Any) -> Run:
     """The run once more from `step` on, into the folder fork-<name> below its own; returns that Run, whose metrics and record
     begin with what both have in common.
 
     `problems`, `reward` and `watch` are the run's, or what is changed; `changes` are fields of its configuration (`lr`,
     `clip_eps`, `kl_coef`, `steps` to end earlier, ...). `edit` changes the recorded rollouts of `step` itself before their
-    update: `without_group`, `with_advantage`, `with_reward`, `with_token`, or a function of your own. The `reference` is the
-    run's start unless another is given.
+    update: `without_group`, `with_advantage`, or a function of your own. The `reference` is the run's start unless another is
+    given.
 
-    Episodes need their environment again: a `pool` of it, with the run's `limits` and `action_format`. Without a pool, `step`
-    is done again from its recorded episodes, with what is changed, and there the fork ends. What the environment pays is
-    changed by `edit=with_reward(...)` at `step`, or in the environment.
+    Episodes need their environment again: a `pool` of it, with the run's `limits` and `action_format`.
 
     A warning says where the rollouts of `step` are not the run's, which no change of its update can cause, and a printed line
     where their rewards are others. ValueError as in `restore`, and for what the run's kind has no use for."""
@@ -76,36 +59,34 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
         warnings.warn(f"the run computed with {threads} torch threads and this fork goes on with {torch.get_num_threads()}: "
                       f"last bits may differ without any change; torch.set_num_threads({threads}) takes the run's",
                       stacklevel=2)
-    state = await asyncio.to_thread(with_threads, threads, lambda: restore(run, step, reference=reference))
+    state = await asyncio.to_thread(restore, run, step, reference=reference)
     config = replace(state.config, **changes)
     if not step < config.steps:
         raise ValueError(f"a fork at step {step} has nothing to do up to steps={config.steps}")
     if config.optimiser != state.config.optimiser and step:
         raise ValueError(f"optimiser={config.optimiser!r} cannot go on with the moments of {state.config.optimiser!r}: fork "
                          "from step 0, before there are any")
-    if step in run.recorder.steps():
+    lines = list(run.recorder.lines([step]))
+    if lines:
         check_seeded(run.recorder.groups(step), step, session_at(run, step))
-    episodes = any("turns" in line for line in run.recorder.lines([step]))
-    if episodes and (watch or reward is not finished_and_correct):
-        raise ValueError("this run is one of episodes, whose rewards come from their environment: change it there, or "
-                         "those of this step with edit=with_reward(reward)")
-    if pool is not None and not episodes:
-        raise ValueError("a pool is for a run of episodes, and this step has none on the record")
-    if episodes and pool is None and edit is None:
-        edit = unchanged
+    episodes = any("turns" in line for line in lines)
+    if episodes and (pool is None or watch or reward is not finished_and_correct) or pool is not None and not episodes:
+        raise ValueError("the rewards of episodes come from their environment: a run of them is forked with a pool of it, and "
+                         "without a reward or watch; other runs have no use for a pool")
     reference = reference or (load_start(run) if config.kl_coef else None)
     forked = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.replay_every)
     with forked.held():
         done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, forked, state, config, edit, reference))
-    if episodes and pool is None:
-        print(f"step {step} was done again from its recorded episodes; those of the steps after it have to be played: pool=...")
-    elif done < config.steps:
+    if done == config.steps:
+        return forked
+    if episodes:
         rows = multi_turn_grpo(state.policy, reference, problems, config, pool, limits=limits, action_format=action_format,
-                               success=success, run=forked) if episodes else grpo(
-            state.policy, reference, problems, config, reward=reward, watch=watch, run=forked, success=success)
-        async for row in rows:
-            if row["step"] == step and not SAMPLING & changes.keys():
-                _report_differences(run, forked, step)
+                               run=forked)
+    else:
+        rows = grpo(state.policy, reference, problems, config, reward=reward, watch=watch, run=forked)
+    async for row in rows:
+        if row["step"] == step and not SAMPLING & changes.keys():
+            _report_differences(run, forked, step)
     return forked
 
 
@@ -157,96 +138,37 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
     return done
 
 
-def compare_forks(run: Run, forks: dict[str, Run], column: str = "reward", *, window: int = 1, ax=None):
+def compare_forks(run: Run, forks: dict[str, Run], column: str = "reward"):
     """One metric of the run and of its forks over steps; returns the Axes."""
     tables = {name: pd.DataFrame(rows_of(r)) for name, r in ({"the run": run} | forks).items()}
     title = f"{column} at the end: " + ", ".join(f"{name} {t[column].iloc[-1]:.3g}" for name, t in tables.items())
-    return plots.curves(tables, column, title=title, ylabel=column, window=window, ax=ax)
+    return plots.curves(tables, column, title=title, ylabel=column)
 
 
 # --- one thing changed in a step --------------------------------------------------------------------------------------
 
 
-def unchanged(groups, state):
-    """The recorded rollouts as they are: the update of the step is done again from them, and nothing is sampled for it."""
-    return groups
-
-
 def without_group(group: int) -> Edit:
     """Leave a group out of the update."""
-    return lambda groups, state: [g for i, g in enumerate(groups) if i != _checked(group, groups)]
-
-
-def with_reward(reward: Reward) -> Edit:
-    """Give the rollouts of the step another reward, episodes too; rollouts that the update did not get stay absent. The reward
-    is called as `rescore` calls it."""
-
-    def edit(groups, state):
-        texts = [[state.policy.decode(r.tokens) for r in g.group] for g in groups]
-        rewards = score_recorded(reward, texts, groups)
-        return _with_advantages([replace(g, group=g.group.with_rewards(of), parts={}) for g, of in zip(groups, rewards)], state)
-
-    return edit
-
-
-def _with_advantages(groups: list[RecordedGroup], state: State) -> list[RecordedGroup]:
-    """With the advantages that these rewards give."""
-    a = advantages(reward_tensor([g.trained.rewards for g in groups]), state.config.advantage_kind).tolist()
-    return [replace(g, advantages=tuple(of)) for g, of in zip(groups, a)]
+    return lambda groups, state: [g for g in groups if g is not _at(groups, group)]
 
 
 def with_advantage(group: int, rollout: int, value: float) -> Edit:
     """Give one rollout another advantage; those of its group stay as they are."""
 
     def edit(groups, state):
-        g = groups[_checked(group, groups)]
-        place = _checked(rollout, g.advantages)
-        new = replace(g, advantages=(*g.advantages[:place], float(value), *g.advantages[place + 1 :]))
-        return [new if i == group else x for i, x in enumerate(groups)]
+        changed, others = _at(groups, group), list(_at(groups, group).advantages)
+        _at(others, rollout)
+        others[rollout] = float(value)
+        return [replace(g, advantages=tuple(others)) if g is changed else g for g in groups]
 
     return edit
 
 
-def with_token(group: int, rollout: int, position: int, token: int, reward: Reward = finished_and_correct) -> Edit:
-    """Force one token of a rollout's completion and let the policy go on from there with the same random numbers; reward and
-    advantages of the group follow. The update treats the token as sampled, with the probability that it had. ValueError for
-    an episode, which its environment would have to go on, too."""
-
-    def edit(groups, state):
-        g, policy, config = groups[_checked(group, groups)], state.policy, state.config
-        r = g.group[_checked(rollout, g.group.rollouts)]
-        if g.turns or not all(r.mask):
-            raise ValueError("a token cannot be forced in an episode: its environment would have to go on from there")
-        head = r.tokens[: _checked(position, r.tokens)] + (token,)
-        room, ended = config.max_new_tokens - len(head), token in policy.eos_ids
-        tail = Rollout(r.prompt + head, (), (), (), (), "eos" if ended else "length")
-        if room and not ended:
-            params = SamplingParams(temperature=config.temperature, max_new_tokens=room)
-            with Sampler(policy, exact=config.exact) as sampler:
-                tail = sampler.submit([r.prompt + head], params=params, seeds=[[r.seed]]).result()[0][0]
-        tokens = head + tail.tokens
-        blank = (0.0,) * len(tokens)
-        new = replace(r, tokens=tokens, mask=(1,) * len(tokens), logps=blank, raw_logps=blank, kept_mass=(),
-                      finish_reason=tail.finish_reason)
-        forced, raw = (trainer_logps(policy, [new], replace(config, temperature=t))[0][position]
-                       for t in (config.temperature, 1.0))
-        new = replace(new, logps=(*r.logps[:position], forced, *tail.logps),
-                      raw_logps=(*r.raw_logps[:position], raw, *tail.raw_logps))
-        check_sum(reward)
-        ((new_reward,),) = (x.rewards for x in score(policy, [as_problem(g.problem)], [[new]], reward))
-        members = Group(tuple(replace(new, reward=new_reward) if i == rollout else x for i, x in enumerate(g.group)))
-        changed = [replace(g, group=members, parts={}) if i == group else x for i, x in enumerate(groups)]
-        together = config.advantage_kind == "batch_standardised"  # then the others' advantages change, too
-        scored = _with_advantages(changed, state)
-        return [new if together or i == group else x for i, (x, new) in enumerate(zip(changed, scored))]
-
-    return edit
-
-
-def _checked(place: int, among: Sequence) -> int:
-    if not 0 <= place < len(among):
-        raise ValueError(f"there is no number {place} among {len(among)}: give one from 0 to {len(among) - 1}")
-    return place
+def _at(items: Sequence, place: int):
+    if not 0 <= place < len(items):
+        raise ValueError(f"there is no number {place} among {len(items)}: give one from 0 to {len(items) - 1}")
+    return items[place]
 
 
 # --- the step that broke it -------------------------------------------------------------------------------------------
@@ -261,11 +183,9 @@ class Culprit:
     after: float
     measured: dict[int, float]
 
-    def __str__(self):
+    def __repr__(self):
         return (f"the update of step {self.step} took it from {self.before:.3g} to {self.after:.3g} "
                 f"(measured after {', '.join(f'{s}: {v:.3g}' for s, v in sorted(self.measured.items()))} steps)")
-
-    __repr__ = __str__
 
 
 async def bisect(run: Run, measure: Callable[[Policy], Any], at_least: float, *, reference: Policy | None = None) -> Culprit:
@@ -277,8 +197,7 @@ async def bisect(run: Run, measure: Callable[[Policy], Any], at_least: float, *,
     measured: dict[int, float] = {}
 
     async def good(done: int) -> bool:
-        threads = session_at(run, done).get("threads")
-        state = await asyncio.to_thread(with_threads, threads, lambda: restore(run, done, reference=reference))
+        state = await asyncio.to_thread(restore, run, done, reference=reference)
         for note in state.notes:
             warnings.warn(note, stacklevel=2)
         value = measure(state.policy)

@@ -1,18 +1,18 @@
-"""What ails a run, in plain sentences: the illness, the numbers that show it, and the remedy to try first.
+"""What is wrong with a run, in plain sentences: the illness, the numbers that show it, and the remedy to try first.
 
-The bounds lie between the healthy and the ill among the runs that benchmarks/illnesses.py records (tests/recorded_runs.json)
-and those that tests/test_diagnose.py makes ill on purpose: every healthy one stays below, every ill one passes. What stands
-beside a bound is where the two kinds lie. They are runs of the embedded model: on another one, a finding is a hint.
+A number shows an illness where it lies outside its range in `METRICS`. Of the runs that benchmarks/illnesses.py records
+(tests/recorded_runs.json) every healthy one stays inside and every ill one does not. They are runs of the embedded model: on
+another one, a finding is a hint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from grpolab.lab.metrics import readable
+from grpolab.lab.metrics import METRICS, readable
 
 if TYPE_CHECKING:  # torch stays out of a dashboard
     from grpolab.runs.run import Run
@@ -43,113 +43,67 @@ class Findings(tuple):
         return "".join(f"<div style='text-align:left'>{escape(line)}</div>" for line in repr(self).splitlines())
 
 
-@dataclass(frozen=True)
-class Rule:
-    """An illness that a single row shows: `shows(row)` is its evidence, or None. Rows without the number that it `needs`, as a
-    step without a gradient has no entropy, say nothing of it."""
+def diagnose(what: Run | Sequence[Mapping], *, watched: str | None = None) -> Findings:
+    """What is wrong with a Run, or a list or DataFrame of rows; empty where nothing known is.
 
-    illness: str
-    needs: str
-    shows: Callable[[Mapping], str | None]
-    remedy: str
-
-
-# What stands beside a bound is where the healthy and the ill of the recorded runs lie.
-
-
-def _equal_groups(row) -> str | None:
-    equal, right = row["uninformative"], row.get("all_right", 0.0)
-    if equal >= 0.8 and right < equal / 2:  # all right is the end of the lesson, not an illness
-        return f"in {equal:.0%} of the groups all rewards are equal, and {right:.0%} are all right: no difference, no gradient"
-
-
-def _no_end(row) -> str | None:
-    if row["truncated"] >= 0.3:  # healthy: at most 0.03; ill: up to 1
-        return f"{row['truncated']:.0%} of the completions were cut before they ended"
-
-
-def _no_entropy(row) -> str | None:
-    if row["entropy"] < 0.01:  # healthy: at least 0.016, on four questions learnt by heart; ill: 0.002
-        return f"the entropy is {readable(row['entropy'], 2)} nats a token: the rollouts of a group are all but the same"
-
-
-def _drift(row) -> str | None:
-    mean, largest = row["logp_diff"], row.get("logp_diff_max", 0.0)
-    older = row.get("staleness", 0.0) > 0  # rollouts of older weights differ by the updates since: no illness
-    if not older and (mean > 0.02 or largest > 2.0):  # healthy: at most 0.0016 and 1.5, in bfloat16; ill: at least 0.037, 4.7
-        return (f"sampler and trainer differ by {readable(mean, 2)} nats a token on average, {readable(largest, 2)} at most "
-                "(in fp32: 10⁻⁶ and 10⁻⁴)")
-
-
-def _clipped(row) -> str | None:
-    share, ratio, shown = row.get("clip_low", 0.0) + row.get("clip_high", 0.0), row["ratio_max"], []
-    if ratio >= 10:  # healthy: at most 6.3; ill: up to 132
-        shown.append(f"within one step a token's probability changed by a factor of {ratio:.0f}")
-    if share >= 0.1:  # healthy: at most 0.03; ill: up to 0.17
-        shown.append(f"{share:.0%} of the tokens are clipped, and what the step asks of them is thrown away")
-    return "; ".join(shown) or None
-
-
-def _kl(row) -> str | None:
-    if row["kl"] >= 0.3:  # healthy: at most 0.07; ill: 3 and more
-        return f"the KL to the reference is {readable(row['kl'], 2)} nats a token"
-
-
-RULES = (
-    Rule("groups without a difference", "uninformative", _equal_groups,
-         "easier questions first (a curriculum), a larger group_size, refills, or a reward with steps in between"),
-    Rule("the end is lost", "truncated", _no_end,
-         "a reward that asks for the end token (finished_and_correct), SFT on ended examples, or a larger max_new_tokens"),
-    Rule("the entropy is gone", "entropy", _no_entropy,
-         "a smaller lr, a KL penalty (kl_coef=0.01), a higher upper clip (clip_eps=(0.2, 0.28)), or temperature 1"),
-    Rule("sampler and trainer disagree", "logp_diff", _drift,
-         "the same dtype and attention on both sides, no modules that one of them does not see, or sampler_cap=2"),
-    Rule("steps that are too large", "ratio_max", _clipped,
-         "a smaller lr, fewer inner_epochs or minibatches, clip_eps=(0.2, 0.2)"),
-    Rule("far from the reference", "kl", _kl, "a larger kl_coef, a smaller lr, or fewer steps"),
-)
-
-
-def diagnose(what: Run | Mapping | Sequence[Mapping], *, held_out: Sequence[tuple[int, object]] = (),
-             watched: str | None = None) -> Findings:
-    """What ails a row, a list of rows, a DataFrame of them, or a Run; empty where nothing known does.
-
-    A row shows what one step can; several also show what grows over time, and an illness must show in LASTING of WINDOW steps.
-    `held_out` are (step, rate or Interval) of evaluations; `watched` names a column that is a judge beside the reward, such
-    as a rule that a learned reward only imitates."""
+    A row shows what one step can; several also show what grows over time, and an illness must show in LASTING of WINDOW rows.
+    `watched` names a column that is a judge beside the reward, such as a rule that a learned reward only imitates."""
     rows = [{name: float(value) for name, value in row.items() if isinstance(value, int | float) and value == value}
             | {"step": row.get("step", i)} for i, row in enumerate(_rows_of(what))]
-    points = [(step, float(getattr(value, "value", value))) for step, value in held_out]
-    found = [*(_lasting(rule, rows) for rule in RULES), _longer(rows), _fallen(rows),
-             _hacked(rows, points, "the held-out rate"),
-             _hacked(rows, _means(rows, watched, 10) if watched else [], watched)]
+    found = [*(_lasting(rows, *rule) for rule in RULES), _longer(rows), _fallen(rows), _gamed(rows, watched)]
     return Findings(sorted(filter(None, found), key=lambda f: f.step))
 
 
 def _rows_of(what) -> Sequence[Mapping]:
-    if isinstance(what, Mapping):
-        return [what]
     if hasattr(what, "to_dict"):
         return what.to_dict("records")
     if not hasattr(what, "folder"):
         return what
-    from grpolab.lab.restore import rows_of  # here, since it brings torch along
-
-    if not (rows := rows_of(what)):
+    if not (rows := what.table().to_dict("records")):
         raise ValueError(f"{what.shown(what.folder)} holds no metrics: train into it first")
     return rows
 
 
-def _lasting(rule: Rule, rows: Sequence[dict]) -> Finding | None:
-    """The rule's finding where it shows in LASTING of WINDOW rows: since when, and the evidence of the last time."""
-    evidences = [(row["step"], rule.shows(row)) for row in rows if rule.needs in row]
+# --- what a single row shows ------------------------------------------------------------------------------------------
+
+RULES = (  # illness, the columns of which one must stray from its range, remedy
+    ("groups without a difference", ("uninformative",),
+     "easier questions first (a curriculum), a larger group_size, refills, or a reward with steps in between"),
+    ("the end is lost", ("truncated",),
+     "a reward that asks for the end token (finished_and_correct), SFT on ended examples, or a larger max_new_tokens"),
+    ("the entropy is gone", ("entropy",),
+     "a smaller lr, a KL penalty (kl_coef=0.01), a higher upper clip (clip_eps=(0.2, 0.28)), or temperature 1"),
+    ("sampler and trainer disagree", ("logp_diff", "logp_diff_max"),
+     "the same dtype and attention on both sides, no modules that one of them does not see, or sampler_cap=2"),
+    ("steps that are too large", ("ratio_max", "clip_low", "clip_high"),
+     "a smaller lr, fewer inner_epochs or minibatches, clip_eps=(0.2, 0.2)"),
+    ("far from the reference", ("kl",), "a larger kl_coef, a smaller lr, or fewer steps"),
+)
+
+
+def _shown(row: Mapping, columns: Sequence[str]) -> str:
+    """Those of a row's numbers that stray, in words; "" where none does or where that is healthy."""
+    solved = "uninformative" in columns and row.get("all_right", 0.0) >= row.get("uninformative", 0.0) / 2
+    older = "logp_diff" in columns and row.get("staleness", 0.0) > 0  # weights of earlier updates differ by those
+    return "" if solved or older else "; ".join(
+        f"{c} is {readable(row[c], 3)}, usually {METRICS[c].range} ({METRICS[c].meaning})"
+        for c in columns if c in row and METRICS[c].strays(row[c]))
+
+
+def _lasting(rows: Sequence[dict], illness: str, columns: Sequence[str], remedy: str) -> Finding | None:
+    """The finding of a rule where it shows in LASTING of WINDOW rows: since when, and the evidence of the last time. Rows
+    without its first column, as a step without a gradient has no entropy, say nothing of it."""
+    evidences = [(row["step"], _shown(row, columns)) for row in rows if columns[0] in row]
     ill = [(place, step, evidence) for place, (step, evidence) in enumerate(evidences) if evidence]
     need = min(LASTING, len(evidences)) or LASTING
     lasting = [k for k in range(need - 1, len(ill)) if ill[k][0] - ill[k - need + 1][0] < WINDOW]
     if not lasting:
         return None
     _, step, evidence = ill[lasting[-1]]
-    return Finding(rule.illness, ill[lasting[0] - need + 1][1], f"{evidence} (step {step})", rule.remedy)
+    return Finding(illness, ill[lasting[0] - need + 1][1], f"{evidence} (step {step})", remedy)
+
+
+# --- what several rows show -------------------------------------------------------------------------------------------
 
 
 def _means(rows: Sequence[dict], name: str, window: int = 5) -> list[tuple[int, float]]:
@@ -160,17 +114,15 @@ def _means(rows: Sequence[dict], name: str, window: int = 5) -> list[tuple[int, 
 
 def _longer(rows: Sequence[dict]) -> Finding | None:
     """Completions grow and more and more of them are cut; those that grow with what they earn, and end, are healthy."""
-    length, cut = _means(rows, "completion_length"), dict(_means(rows, "truncated"))
-    if not length:
-        return None
+    cut = dict(_means(rows, "truncated"))
     first, before = (next(iter(_means(rows, name, 2)), (0, 0.0))[1] for name in ("completion_length", "truncated"))
-    grown = next((s for s, mean in length if mean >= 1.2 * first and cut.get(s, 0.0) >= before + 0.15), None)
-    if grown is None:
-        return None
-    now = dict(length)[grown]
-    return Finding("length runs away", grown, f"completions have {now:.0f} tokens (at first {first:.0f}), {cut[grown]:.0%} of "
-                   f"them cut (at first {before:.0%})", "a reward that asks for the end, a price per token past a length, "
-                   "aggregation='token' with one denominator, a smaller lr")
+    for step, mean in _means(rows, "completion_length"):
+        if mean >= 1.2 * first and cut.get(step, 0.0) >= before + 0.15:
+            evidence = (f"completions have {mean:.0f} tokens (at first {first:.0f}), {cut[step]:.0%} of them cut (at first "
+                        f"{before:.0%})")
+            return Finding("length runs away", step, evidence, "a reward that asks for the end, a price per token past a "
+                           "length, aggregation='token' with one denominator, a smaller lr")
+    return None
 
 
 def _fallen(rows: Sequence[dict]) -> Finding | None:
@@ -185,18 +137,15 @@ def _fallen(rows: Sequence[dict]) -> Finding | None:
     return None
 
 
-def _hacked(rows: Sequence[dict], points: Sequence[tuple[int, float]], judge: str | None) -> Finding | None:
+def _gamed(rows: Sequence[dict], judge: str | None) -> Finding | None:
     """The trained reward rises while another judge loses two fifths of its best and at least 0.05."""
-    rewards = _means(rows, "reward")
-    if not rewards:
-        return None
-    reward_at = lambda step: min(rewards, key=lambda m: abs(m[0] - step))[1]  # noqa: E731
-    at, best = 0, float("-inf")
-    for step, value in points:
-        at, best = (step, value) if value > best else (at, best)
-        if value <= best - max(0.05, 0.4 * best) and reward_at(step) > reward_at(at):
-            evidence = (f"{judge} fell from {best:.2f} (step {at}) to {value:.2f} (step {step}) while the reward went from "
-                        f"{reward_at(at):.2f} to {reward_at(step):.2f}: the reward is being gamed")
+    rewards, best_step, best = _means(rows, "reward"), 0, float("-inf")
+    for step, value in _means(rows, judge, 10) if rewards and judge else ():
+        best_step, best = (step, value) if value > best else (best_step, best)
+        then, now = (min(rewards, key=lambda m: abs(m[0] - at))[1] for at in (best_step, step))
+        if value <= best - max(0.05, 0.4 * best) and now > then:
+            evidence = (f"{judge} fell from {best:.2f} (step {best_step}) to {value:.2f} (step {step}) while the reward went "
+                        f"from {then:.2f} to {now:.2f}: the reward is being gamed")
             return Finding("reward up while the judge falls", step, evidence,
                            "an earlier checkpoint, a KL penalty, or the judge's own rule as a part of the reward")
     return None

@@ -1,17 +1,7 @@
 """Exercises in a notebook: a task, a stub to fill in, a hidden check, a folded solution.
 
-How to write one, as three cells in this order (the example is tests/exercise.ipynb):
-1. Markdown: `### Exercise 1 · Leave one out`, the task in two or three sentences, and the solution as one ```python block
-   inside `<details><summary>Solution</summary>` (a blank line before and after the block, else it is not read as code).
-2. A code cell tagged `check`, folded by the metadata {"jupyter": {"source_hidden": true}, "cellView": "form"}: a function
-   of asserts under `@exercise(name, wrong=[...])`. Each assert's message tells the learner what is wrong in his answer;
-   `wrong` holds at least one answer that must be refused. An `async def` is awaited: `await check_it(it)` in cell 3.
-3. A code cell tagged `exercise`: its own imports, a stub (a function that returns None, a class or function that raises
-   NotImplementedError, or `answer = ...`), and as its last line the check: `check_leave_one_out(leave_one_out)`. It takes
-   the check from the notebook's file (`hidden_check`), so that it runs alone.
-All three run by themselves in a second: they use no variable of another cell and no trained policy. The last line never
-raises; it shows "not solved yet", what is wrong, or that it is right. tests/test_exercises.py runs every exercise of every
-notebook with its stub, with its solution in the stub's place, and with each of its wrong answers.
+Each is three cells, which CONTRIBUTING.md describes and tests/exercise.ipynb shows. tests/test_exercises.py runs every exercise
+with its stub, its solution, and each of its wrong answers.
 """
 
 from __future__ import annotations
@@ -60,31 +50,33 @@ def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
     if not wrong:
         raise ValueError(f"exercise {name!r} needs at least one wrong answer that its check refuses")
 
+    def verdict(error: Exception) -> Verdict:
+        if isinstance(error, Unsolved | NotImplementedError):
+            return Verdict(name, UNSOLVED, str(error))
+        if isinstance(error, AssertionError):
+            return Verdict(name, WRONG, str(error) or "an assert of the check failed")
+        return Verdict(name, WRONG, f"it raised {type(error).__name__}: {error}")
+
     def decorate(asserts):
-        async def judged(answer):
+        @functools.wraps(asserts)
+        def check(answer):
             try:
-                outcome = asserts(_watched(answer))
-                if inspect.isawaitable(outcome):
-                    await outcome
-            except (Unsolved, NotImplementedError) as error:
-                return Verdict(name, UNSOLVED, str(error))
-            except AssertionError as error:
-                return Verdict(name, WRONG, str(error) or "an assert of the check failed")
+                asserts(_refusing_nothing(answer))
             except Exception as error:
-                return Verdict(name, WRONG, f"it raised {type(error).__name__}: {error}")
+                return verdict(error)
             return Verdict(name, RIGHT)
 
         @functools.wraps(asserts)
-        def check(answer):
-            if inspect.iscoroutinefunction(asserts):
-                return judged(answer)
+        async def async_check(answer):
             try:
-                judged(answer).send(None)  # it waits for nothing, so it ends at once
-            except StopIteration as end:
-                return end.value
+                await asserts(_refusing_nothing(answer))
+            except Exception as error:
+                return verdict(error)
+            return Verdict(name, RIGHT)
 
-        check.wrong = tuple(wrong)
-        return check
+        chosen = async_check if inspect.iscoroutinefunction(asserts) else check
+        chosen.wrong = tuple(wrong)
+        return chosen
 
     return decorate
 
@@ -102,26 +94,16 @@ def hidden_check(notebook: str, name: str) -> Callable:
     raise ValueError(f"{path} has no cell tagged check that defines {name}")
 
 
-def _watched(answer):
-    """The answer, or a function around it that notices when a call gives what a stub gives."""
-    if not inspect.isroutine(answer):
-        return _solved(answer, "")
-    if inspect.iscoroutinefunction(answer):
-
-        @functools.wraps(answer)
-        async def awaited(*args, **kwargs):
-            return _solved(await answer(*args, **kwargs))
-
-        return awaited
-
-    @functools.wraps(answer)
-    def called(*args, **kwargs):
-        return _solved(answer(*args, **kwargs))
-
-    return called
-
-
-def _solved(value, why: str = "it returns nothing so far"):
-    if value is None or value is ...:
+def _refusing_nothing(answer, why: str = ""):
+    """The answer, or a function around it; Unsolved where it, or what a call of it gives, is what a stub gives."""
+    if answer is None or answer is ...:
         raise Unsolved(why)
-    return value
+    if inspect.iscoroutine(answer):
+        return _awaited(answer)
+    if not inspect.isroutine(answer) or why:  # of what a call gives, only a coroutine is looked into
+        return answer
+    return functools.wraps(answer)(lambda *args, **kw: _refusing_nothing(answer(*args, **kw), "it returns nothing so far"))
+
+
+async def _awaited(coroutine):
+    return _refusing_nothing(await coroutine, "it returns nothing so far")

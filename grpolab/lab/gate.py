@@ -25,11 +25,8 @@ class GateError(AssertionError):
         return [f"GateError: {self}"]
 
 
-# What to change where a check fails: an identity, or a claim.
-ADVICE = {
-    False: "this holds for any seed and size: look at the code that computes it",
-    True: "this depends on the run: take its own parameters, more steps or questions, or look at another seed",
-}
+IDENTITY_FAILED = "this holds for any seed and size: look at the code that computes it"
+CLAIM_FAILED = "this depends on the run: take its own parameters, more steps or questions, or look at another seed"
 
 
 @dataclass(frozen=True)
@@ -44,22 +41,20 @@ class Check:
     judged: bool = True
 
     @property
-    def advice(self) -> str:
-        return ADVICE[self.claim]
-
-    @property
     def failed(self) -> bool:
         return self.judged and not self.passed
-
-    @property
-    def mark(self) -> str:
-        return "–" if not self.judged else "✓" if self.passed else "✗"
 
     @property
     def shown(self) -> str:
         """The measured value; with all its digits where four would look like the bound that it misses."""
         text = readable(self.measured)
         return repr(self.measured) if self.failed and text in self.bound.split() else text
+
+    def line(self, width: int) -> str:
+        """The check as a line whose name takes so many characters; below a failed one, what to change."""
+        mark = "–" if not self.judged else "✓" if self.passed else "✗"
+        advice = f"\n    → {CLAIM_FAILED if self.claim else IDENTITY_FAILED}" if self.failed else ""
+        return f"{mark} {self.name:{width}}  {self.shown}  {self.bound}{advice}"
 
 
 def shortened(**parts: tuple[int, int]) -> str:
@@ -92,11 +87,7 @@ class gate:
     def __init__(self, name: str, place=None, *, shortened: str = ""):
         self.name, self.shortened = name, shortened
         self.run = place if hasattr(place, "made") else None
-        if place is None:
-            from grpolab.runs.run import runs_folder  # here, since it brings torch along
-
-            place = runs_folder() / name.replace(" ", "_")
-        self.path = Path(self.run.folder if self.run else place) / "results.json"
+        self.path = Path(self.run.folder if self.run else place or Path("runs", name.replace(" ", "_"))) / "results.json"
         self.checks: list[Check] = []
         self.values: dict = {}
         self._claims = False
@@ -161,28 +152,12 @@ class gate:
 
     def __repr__(self):
         width = max((len(c.name) for c in self.checks), default=0)
-        lines = [f"gate {self.name}: {self.verdict}"]
-        for c in self._failed_first():
-            lines.append(f"{c.mark} {c.name:{width}}  {c.shown}  {c.bound}" + (f"\n    → {c.advice}" if c.failed else ""))
-        return "\n".join(lines + ([self.run.made()] if self.run else []))
+        lines = [c.line(width) for c in sorted(self.checks, key=lambda c: not c.failed)]  # the failed ones first
+        return "\n".join([f"gate {self.name}: {self.verdict}", *lines, *([self.run.made()] if self.run else [])])
 
     def _repr_html_(self):
-        rows = [[f"<th style='text-align:left'>{head}</th>" for head in ("", "check", "measured", "bound")]]
-        for c in self._failed_first():
-            shade = "background:rgba(230,110,30,.3);" if c.failed else "opacity:.6;" if not c.judged else ""
-            cells = (c.mark, c.name, c.shown, c.bound)
-            rows.append([f"<td style='{shade}text-align:left'>{escape(text)}</td>" for text in cells])
-            if c.failed:
-                rows.append([f"<td></td><td colspan='3' style='text-align:left'>→ {escape(c.advice)}</td>"])
         color = "#D55E00" if not self.passed else "#7F7F7F" if self.shortened else "#009E73"
-        made = f"<small>{escape(self.run.made())}</small>" if self.run else ""
-        table = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-        return (f"<div style='border-left:4px solid {color};padding:2px 8px;text-align:left'>"
-                f"<b>gate {escape(self.name)}: {escape(self.verdict)}</b>"
-                f"<table style='margin:0'>{table}</table>{made}</div>")
-
-    def _failed_first(self) -> list[Check]:
-        return sorted(self.checks, key=lambda c: not c.failed)
+        return f"<pre style='border-left:4px solid {color};padding:2px 8px'>{escape(repr(self))}</pre>"
 
 
 def _plain(value):

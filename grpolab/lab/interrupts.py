@@ -1,4 +1,7 @@
-"""An interrupt of a notebook cell as one line: where it stopped, and where a rerun of the cell goes on."""
+"""An interrupt of a notebook cell as one line: where it stopped, and where a rerun of the cell goes on.
+
+Apart from the dashboard, since a cell without one is interrupted, too: `plots.use_style` asks for it.
+"""
 
 from __future__ import annotations
 
@@ -6,82 +9,45 @@ import asyncio
 import linecache
 import signal
 import socket
-import threading
 import weakref
+from contextlib import suppress
 from functools import cache
-
-from IPython import get_ipython
+from traceback import walk_tb
 
 from grpolab.lab.metrics import short
 
 INTERRUPTS = (KeyboardInterrupt, asyncio.CancelledError)
-_unfinished: weakref.WeakSet = weakref.WeakSet()  # displays of the cell that runs
+_displays: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # dashboard -> number of the cell that updated it last
 
 
-def quiet_interrupts(shell) -> None:
-    """From now on an interrupt of a cell prints one line instead of a traceback of CancelledError."""
-    shell.set_custom_exc(INTERRUPTS, _print_interrupt)
-    _wake_at_signals()
+def quiet_interrupts(shell, live=None) -> None:
+    """From now on an interrupt prints one line instead of a traceback of CancelledError: that of `live.stopped()` where it
+    ends the cell of a display that has more to show."""
+    if shell.custom_exceptions != INTERRUPTS:
+        shell.set_custom_exc(INTERRUPTS, _print_interrupt)
+        _wake_at_signals()
+    if live is not None:
+        _displays[live] = shell.execution_count
 
 
-@cache  # once a process, and the sockets are kept
+@cache  # once a process, and the sockets live as long
 def _wake_at_signals() -> tuple[socket.socket, ...]:
     """ipykernel tells its loop of an interrupt without waking it, so a cell that only waits would wait to its end."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return ()
-    if threading.current_thread() is not threading.main_thread():
-        return ()
     reader, writer = ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if previous != -1:  # another library wakes the loop
-        signal.set_wakeup_fd(previous)
-        for end in ends:
-            end.close()
-        return ()
-    loop.add_reader(reader, reader.recv, 4096)
+    with suppress(RuntimeError, ValueError):  # no loop runs here, or not in the main thread
+        asyncio.get_running_loop().add_reader(reader, reader.recv, 4096)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     return ends
 
 
-def report_interrupts(live) -> None:
-    """Until the cell ends, an interrupt of it prints `live.stopped()`; `live` has `done` and `steps`."""
-    shell = get_ipython()
-    if shell is None:
-        return
-    if live.done >= live.steps:
-        _unfinished.discard(live)
-        return
-    if not _unfinished and shell.custom_exceptions in ((), INTERRUPTS):
-        always = shell.custom_exceptions == INTERRUPTS
-        quiet_interrupts(shell)
-
-        def end_of_cell(*_):
-            shell.events.unregister("post_run_cell", end_of_cell)
-            if not always:
-                shell.set_custom_exc((), None)
-            _unfinished.clear()
-
-        shell.events.register("post_run_cell", end_of_cell)
-    _unfinished.add(live)
-
-
-def in_progress(live) -> bool:
-    """Whether the cell of this display still runs, and the display has more to show."""
-    return live in _unfinished
-
-
 def _print_interrupt(shell, kind, error, traceback, tb_offset=None) -> None:
-    for live in list(_unfinished):
+    in_cell = [live for live, cell in _displays.items() if cell == shell.execution_count and live.done < live.steps]
+    for live in in_cell:
         print(live.stopped())
-    if _unfinished:
+    if in_cell:
         return
-    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:  # the frames above are IPython's
-        traceback = traceback.tb_next
-    at = ""
-    if traceback is not None:
-        line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
-        at = f" at line {traceback.tb_lineno} ({short(line, 60)})"
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback) if frame.f_globals is shell.user_global_ns]
+    at = f" at line {lines[0][1]} ({short(linecache.getline(*lines[0]).strip(), 60)})" if lines else ""
     print(f"stopped{at}; a rerun starts this cell over")

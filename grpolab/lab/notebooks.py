@@ -15,6 +15,7 @@ import re
 import shutil
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,15 +23,15 @@ from pathlib import Path
 from grpolab.files import atomic_write, fewer_colours
 from grpolab.runs.run import repository
 
-EXAMPLES = {"bool": "True or False", "int": "3", "float": "1e-4", "str": "tiny"}  # of parameters' types
-SERIES = 3  # times of the whole series that its record keeps, the last ones
+TIMES = 3  # of the whole series that its record holds, the last ones
 
 
 def find(numbers: list[str]) -> list[Path]:
     """The notebooks with these numbers or names, "01" or "01_sft" (all for none), in the order given; raises ValueError for
     one that does not exist."""
-    here, home = repository(), Path(__file__).parents[2]  # called from elsewhere: the copy that is installed
-    folder = (here if (here / "notebooks").is_dir() else home) / "notebooks"
+    here = repository()
+    places = [here, here / "grpolab", Path(__file__).parents[2]]  # the second is Colab's clone, the third an editable copy
+    folder = next((place / "notebooks" for place in places if (place / "notebooks").is_dir()), here / "notebooks")
     series = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     if not series:
         raise ValueError(f"there are no notebooks in {folder}: run this inside a copy of the grpolab repository")
@@ -51,88 +52,71 @@ def run_series(numbers: list[str], parameters: dict, *, jobs: int = 1, store: bo
 
     Of several `jobs`, each has its share of the processors and a process of its own; 01 goes first where it is among them,
     since others start from its policy. An interrupt ends all of them, and the same command goes on from their checkpoints.
-    Raises ValueError, before anything runs, for a notebook or parameter that does not exist and for a value of another type
-    than its parameter's."""
+    Raises ValueError, before anything runs, for a notebook or parameter that does not exist."""
     if jobs < 1:
         raise ValueError(f"--jobs is a number of notebooks at once, at least 1; got {jobs}")
     paths = find(numbers)
-    known = {path: inspected(path) for path in paths}
-    check_parameters(parameters, {path.stem: names for path, names in known.items()})
-    began, run = time.monotonic(), partial(run_notebook, parameters=parameters, store=store, alone=jobs == 1)
-    if jobs == 1:
-        passed = [run(path) for path in paths]
-    else:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-        first = [path for path in paths if path.stem.startswith("01")]
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            try:
-                passed = [*pool.map(run, first)]
-                passed += pool.map(run, [path for path in paths if path not in first])
-            except KeyboardInterrupt:  # those that run have it too
-                pool.shutdown(cancel_futures=True)
-                raise
-        minutes = (time.monotonic() - began) / 60
-        print(f"{len(passed)} notebooks, {passed.count(False)} failed, {minutes:.1f} min", flush=True)
-        if store and not numbers and all(passed):
-            path = paths[0].parent.parent / "benchmarks" / "results" / "series.json"
-            same = {"jobs": jobs, "processors": os.cpu_count(), "notebooks": len(passed)}
-            before = json.loads(path.read_text()) if path.exists() else {}
-            earlier = before["minutes"] if before.items() >= same.items() else []
-            write_record(path, {"minutes": [*earlier, round(minutes, 1)][-SERIES:]} | same)
-    return 0 if all(passed) else 1
-
-
-def inspected(path: Path) -> dict:
-    """Name -> type and default of each parameter of a notebook, as papermill tells them."""
-    import papermill
-
-    return papermill.inspect_notebook(str(path))
-
-
-def check_parameters(parameters: dict, known: dict[str, dict]) -> None:
-    """Refuse parameters that no notebook has, and values of another type; `known`: those of each notebook by its name."""
+    known = {path.stem: defaults(path) for path in paths}
     if strangers := set(parameters) - {name for names in known.values() for name in names}:
         names = "; ".join(f"{stem}: {', '.join(names)}" for stem, names in known.items())
         raise ValueError(f"no parameter {', '.join(sorted(strangers))}. Parameters are {names}")
-    for names in known.values():
-        for name, value in parameters.items():
-            kind, got = names.get(name, {}).get("inferred_type_name"), type(value).__name__
-            if kind in EXAMPLES and got != kind and (got, kind) != ("int", "float"):
-                raise ValueError(f"parameter {name} must be {kind}, such as {EXAMPLES[kind]}; got {value!r}, which is {got}")
+    run, began = partial(run_notebook, parameters=parameters, store=store), time.monotonic()
+    if jobs > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    first = [path for path in paths if path.stem.startswith("01")]
+    with ExitStack() as stack:
+        pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))) if jobs > 1 else None
+        each = pool.map if pool else map
+        passed = [*each(run, first), *each(run, [path for path in paths if path not in first])]
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(passed)} notebooks, {passed.count(False)} failed, {minutes:.1f} min", flush=True)
+    if store and not numbers and all(passed):
+        record_series(paths[0].parent.parent / "benchmarks" / "results" / "series.json", round(minutes, 1), jobs, len(passed))
+    return 0 if all(passed) else 1
 
 
-def run_notebook(path: Path, parameters: dict, *, store: bool, alone: bool) -> bool:
+def record_series(path: Path, minutes: float, jobs: int, notebooks: int) -> None:
+    """Add how long the series took to those of as many jobs on as many processors."""
+    same = {"jobs": jobs, "processors": os.cpu_count(), "notebooks": notebooks}
+    before = json.loads(path.read_text()) if path.exists() else {}
+    earlier = before["minutes"] if before.items() >= same.items() else []
+    write_record(path, {"minutes": [*earlier, minutes][-TIMES:]} | same)
+
+
+def defaults(path: Path) -> dict[str, str]:
+    """Name -> default of each parameter of a notebook, as a text."""
+    import papermill
+
+    return {name: about["default"].strip("'\"") for name, about in papermill.inspect_notebook(str(path)).items()}
+
+
+def run_notebook(path: Path, parameters: dict, *, store: bool) -> bool:
     """Execute one notebook with those of the parameters that it has; whether it passed."""
-    if not alone:
-        print(f"{path.stem:20} begins", flush=True)
-    known = inspected(path)
+    print(f"{path.stem:20} begins", flush=True)
+    known, home = defaults(path), path.parent.parent
     own = {name: value for name, value in parameters.items() if name in known}
-    model, seed = (str(own.get(name, known.get(name, {}).get("default", default))).strip("'\"")
-                   for name, default in (("model", "tiny"), ("seed", "0")))
-    home = path.parent.parent
-    folders = run_folders(home, path.stem, model, seed)
-    output = folders[0] / path.name
+    values = {"model": "tiny", "seed": "0"} | known | own
+    runs = home / "runs" / path.stem
+    output = runs / str(values["model"]).replace("/", "--") / path.name
+    if str(values["seed"]) != "0":
+        output = output.parent / f"seed-{values['seed']}" / path.name
     output.parent.mkdir(parents=True, exist_ok=True)
-    for folder in folders:
-        (folder / "results.json").unlink(missing_ok=True)
     if store:  # what is stored is one whole run, never the end of an interrupted one
         for checkpoint in output.parent.rglob("checkpoint-*"):
             shutil.rmtree(checkpoint)
-    began = time.monotonic()
-    error = _execute(path, output, own, progress=alone)
-    minutes = (time.monotonic() - began) / 60
-    written = next((f / "results.json" for f in folders if (f / "results.json").exists()), None)
+    began = time.time()
+    error = _execute(path, output, own)
+    minutes = (time.time() - began) / 60
+    written = next((f for f in runs.rglob("results.json") if f.stat().st_mtime >= began), None)
     results = json.loads(written.read_text()) if written else {}
+    verdict, note = "gate passed", f"\n    {error}" if error else ""
     if not results or results["passed"] and error:
         verdict = "failed" if error else "no gate"
-    else:
-        verdict = "gate FAILED" if not results["passed"] else "shortened" if results.get("shortened") else "gate passed"
-    lines = [f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}"]
-    if error:
-        lines.append(f"    {error}")
-    elif verdict == "shortened":
-        lines.append(f"    identities passed; claims not judged: {results['shortened']}{'; not stored' * store}")
-    print("\n".join(lines), flush=True)
+    elif not results["passed"]:
+        verdict = "gate FAILED"
+    elif results.get("shortened"):
+        verdict, note = "shortened", f"\n    identities passed; claims not judged: {results['shortened']}"
+    print(f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}{note}", flush=True)
     if store and verdict == "gate passed":
         executed = clean(json.loads(output.read_text()))
         atomic_write(path, json.dumps(executed, indent=1, sort_keys=True, ensure_ascii=False) + "\n")  # as Jupyter writes it
@@ -144,25 +128,18 @@ def run_notebook(path: Path, parameters: dict, *, store: bool, alone: bool) -> b
     return verdict in ("gate passed", "shortened")
 
 
-def run_folders(home: Path, notebook: str, model: str = "tiny", seed: str | int = 0) -> list[Path]:
-    """Where a notebook may leave what it did: the folder of `Run(notebook, model, seed=seed)`, of `Run(notebook, model)`."""
-    folder = home / "runs" / notebook / model.replace("/", "--")
-    return [folder / f"seed-{seed}", folder] if str(seed) != "0" else [folder]
-
-
 def write_record(path: Path, content: dict) -> None:
     """What `make results` reads."""
     atomic_write(path, json.dumps(content, indent=1) + "\n")
 
 
-def _execute(path: Path, output: Path, parameters: dict, progress: bool) -> str | None:
-    """Run one notebook; what went wrong as one line, or None."""
+def _execute(path: Path, output: Path, parameters: dict) -> str | None:
+    """Run one notebook; the error that ended it as one line, or None."""
     import papermill
 
     try:
         papermill.execute_notebook(
-            str(path), str(output), parameters, kernel_name="python3", cwd=str(path.parent),
-            progress_bar={"desc": path.stem} if progress else False,
+            str(path), str(output), parameters, kernel_name="python3", cwd=str(path.parent), progress_bar=False,
             extra_arguments=["--log-level=ERROR"],  # ipykernel warns of unencrypted TCP, which does not leave the machine
         )
     except papermill.PapermillExecutionError as error:

@@ -1,7 +1,8 @@
-"""One function a figure, one palette. Each takes a metrics table and an optional Axes, returns the Axes, and saves nothing.
+"""One function a figure, one palette. Each draws into the given Axes, or into new ones, and returns them; none saves a file.
 
-Colour is meaning and never changes: policy blue, reference and base grey, reward green, KL and warnings vermillion, chosen
-blue against rejected orange (Okabe and Ito's palette, which colour-blind readers can tell apart), held-out values black dots.
+Colour is meaning: policy blue, reference and base grey, reward green, KL and warnings vermillion, chosen blue against rejected
+orange (Okabe and Ito's palette, which colour-blind readers can tell apart), held-out values black dots. What has no meaning of
+its own takes the next colour of PALETTE.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from grpolab.lab.metrics import readable
 
 POLICY, REFERENCE, REWARD, WARNING = "#0072B2", "#7F7F7F", "#009E73", "#D55E00"
 CHOSEN, REJECTED, HELD_OUT, SKY, PURPLE = "#0072B2", "#E69F00", "#000000", "#56B4E9", "#CC79A7"
+
+PALETTE = (POLICY, WARNING, REWARD, PURPLE, SKY, REJECTED)
 
 STYLE = {
     "figure.figsize": (6.4, 3.2), "figure.dpi": DPI, "figure.constrained_layout.use": True,
@@ -71,21 +74,24 @@ def _below(ax, points: float, columns: int) -> None:
     ax.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=place)
 
 
-def curve(metrics: pd.DataFrame, column: str, *, title: str, ylabel: str, color=POLICY, window: int = 1, label=None,
-          legend=None, ax=None):
-    """One metric over steps: the values faint, the mean of the `window` steps around each solid (fewer at both ends). A
-    `label` stands at the end of the curve, a `legend` in the legend."""
+def curve(metrics: pd.DataFrame, column: str, *, title: str, ylabel: str, color=POLICY, window: int = 1, legend=None, ax=None):
+    """One metric over steps: the values faint, the mean of the `window` steps around each solid (fewer at both ends)."""
     ax = _axes(ax)
     x, y = metrics["step"], metrics[column]
     if window > 1:
         ax.plot(x, y, color=color, alpha=0.25, linewidth=1)
         y = running_mean(y, window)
-    ax.plot(x, y, color=color, label=label or legend)
-    if label:
-        ax.annotate(label, (x.iloc[-1], y.iloc[-1]), xytext=(4, 0), textcoords="offset points", color=color, va="center")
+    ax.plot(x, y, color=color, label=legend)
     ax.set(title=title, xlabel="step" + (f" (mean of the {window} around it)" if window > 1 else ""), ylabel=ylabel)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return ax
+
+
+def _name(ax, text: str, x: float) -> None:
+    """A name at the right end of the curve drawn last."""
+    line = ax.lines[-1]
+    ax.annotate(text, (x, line.get_ydata()[-1]), xytext=(7, 0), textcoords="offset points", color=line.get_color(), va="center")
+    ax.margins(x=0.12)
 
 
 def running_mean(values, window: int):
@@ -93,15 +99,12 @@ def running_mean(values, window: int):
     return values.rolling(window, min_periods=1, center=True).mean()
 
 
-def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: str, colors: dict[str, str] | None = None,
-           window=1, ax=None):
-    """One metric over steps for several runs, each labelled at its end. A run that `colors` does not name takes the next one
-    of the palette."""
-    ax, palette = _axes(ax), cycle((POLICY, WARNING, REWARD, PURPLE, SKY))
-    for name, metrics in runs.items():
-        color = (colors or {}).get(name) or next(palette)
-        curve(metrics, column, title=title, ylabel=ylabel, color=color, window=window, label=name, ax=ax)
-    ax.margins(x=0.12)
+def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: str, window: int = 1, ax=None):
+    """One metric over steps for several runs, each named at its end, in the colours of PALETTE."""
+    ax = _axes(ax)
+    for (name, metrics), color in zip(runs.items(), cycle(PALETTE)):
+        curve(metrics, column, title=title, ylabel=ylabel, color=color, window=window, ax=ax)
+        _name(ax, name, metrics["step"].iloc[-1])
     return ax
 
 
@@ -113,34 +116,26 @@ def held_out(points: Sequence[tuple[int, object]], ax, label: str = "held-out", 
     ax.errorbar(steps, values, yerr=errors, fmt="o", color=color, markersize=5, capsize=3, zorder=5, label=label)
 
 
-def levels(values: dict[str, float], ax, colors: dict[str, str] | None = None, *, outside: bool = False) -> None:
+def levels(values: dict[str, float], ax, *, outside: bool = False) -> None:
     """What a curve is compared with, as dashed lines across it: values[name] = height, the name written on the line, or
     `outside`, at the right of the axes, where bars would cover it."""
     place = {"xytext": (4, 0), "ha": "left", "va": "center"} if outside else {"xytext": (-2, 2), "ha": "right", "va": "bottom"}
     for name, height in values.items():
-        color = (colors or {}).get(name, REFERENCE)
-        ax.axhline(height, color=color, linestyle="--", linewidth=1.2, zorder=1)
+        ax.axhline(height, color=REFERENCE, linestyle="--", linewidth=1.2, zorder=1)
         ax.annotate(f"{name} {height:.0%}", (1.0, height), xycoords=("axes fraction", "data"),
-                    textcoords="offset points", color=color, fontsize=9, **place)
+                    textcoords="offset points", color=REFERENCE, fontsize=9, **place)
 
 
 def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
-    """Share of groups all wrong, mixed and all right over steps, each named where it is widest: only the mixed carry
-    gradient."""
+    """Share of groups all wrong, mixed and all right over steps: only the mixed have a gradient from the reward."""
     ax = _axes(ax)
     shares = [metrics["all_wrong"], metrics["mixed"], metrics["all_right"]]
-    ax.stackplot(metrics["step"], shares, colors=[REFERENCE, SKY, REWARD], alpha=0.85)
-    x, bottom = metrics["step"].to_numpy(), 0.0
-    for name, share in zip(("all wrong", "mixed", "all right"), shares):
-        wide = running_mean(share, max(1, len(share) // 5)).to_numpy()
-        at = int(wide.argmax())
-        if wide[at] > 0.06:
-            side = "left" if 3 * at < len(x) else "right" if 3 * at > 2 * len(x) else "center"
-            ax.text(x[at], (bottom + wide / 2)[at], f" {name} ", ha=side, va="center", fontsize=9)
-        bottom = bottom + wide
+    names = ("all wrong", "mixed", "all right")
+    ax.stackplot(metrics["step"], shares, colors=[REFERENCE, SKY, REWARD], alpha=0.85, labels=names)
     ax.set(title=title, xlabel="step", ylabel="share of groups", ylim=(0, 1))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0)
+    _below(ax, 34, 3)
     return ax
 
 
@@ -151,13 +146,13 @@ def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel=
     width = 0.8 / len(table)
     room = width / len(categories) * 0.85 * ax.figure.get_figwidth() * 72  # points that a bar has for its label
     written, size = ("{:.1%}", 9) if room > 32 else ("{:.0%}", 8)
+    colors = dict(zip(table, (REFERENCE, *PALETTE))) | (colors or {})
     for k, (series, values) in enumerate(table.items()):
         x = [i + (k - (len(table) - 1) / 2) * width for i in range(len(categories))]
         y = [values[c].value for c in categories]
         errors = [[max(0.0, values[c].value - values[c].low) for c in categories],
                   [max(0.0, values[c].high - values[c].value) for c in categories]]
-        color = (colors or {}).get(series, [REFERENCE, POLICY, REWARD, WARNING][k % 4])
-        ax.bar(x, y, width * 0.92, color=color, yerr=errors, capsize=3, label=series, error_kw={"ecolor": "#333333", "lw": 1})
+        ax.bar(x, y, width * 0.92, color=colors[series], yerr=errors, capsize=3, label=series, ecolor="#333333")
         for xi, yi, up in zip(x, y, errors[1]):
             ax.annotate(written.format(yi), (xi, yi + up), xytext=(0, 4), textcoords="offset points", ha="center",
                         fontsize=size, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4})
@@ -168,20 +163,18 @@ def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel=
     return ax
 
 
-PHASES = {"reset": PURPLE, "step": SKY, "generate": POLICY, "queue": REFERENCE, "connect": REFERENCE, "admit": REFERENCE,
-          "replay": WARNING, "close": REFERENCE}
+PHASES = {"reset": PURPLE, "step": SKY, "generate": POLICY, "replay": WARNING}  # others are grey
 
 
-def timeline(spans: Sequence, *, title: str, start: float | None = None, ax=None):
+def timeline(spans: Sequence, *, title: str, ax=None):
     """A pool's trace: one row a session, one bar a phase (`Span` objects), seconds since the first; failed ones outlined."""
     ax = _axes(ax)
-    zero = min(s.start for s in spans) if start is None else start
+    zero = min(s.start for s in spans)
     for phase in dict.fromkeys(s.phase for s in spans):
-        for failed in (False, True):
-            bars = [s for s in spans if s.phase == phase and bool(s.error) == failed]
-            ax.barh([s.session for s in bars], [s.end - s.start for s in bars], left=[s.start - zero for s in bars],
-                    height=0.72, color=PHASES.get(phase, HELD_OUT), edgecolor=WARNING if failed else "white",
-                    linewidth=2.0 if failed else 0.4, label=phase if bars and not failed else None)
+        bars = [s for s in spans if s.phase == phase]
+        ax.barh([s.session for s in bars], [s.end - s.start for s in bars], left=[s.start - zero for s in bars], height=0.72,
+                color=PHASES.get(phase, REFERENCE), label=phase, linewidth=[2.0 if s.error else 0.4 for s in bars],
+                edgecolor=[WARNING if s.error else "white" for s in bars])
     ax.set(title=title, xlabel="seconds", ylabel="session", yticks=sorted({s.session for s in spans}))
     ax.invert_yaxis()
     ax.grid(False)
@@ -212,19 +205,17 @@ def two_sides(metrics: pd.DataFrame, points: pd.DataFrame, *, title: str, ylabel
     end = max(metrics["step"].iloc[-1], points["step"].iloc[-1])  # a dot at the end of a curve must not cover its name
     for side, color in (("chosen", CHOSEN), ("rejected", REJECTED)):
         curve(metrics, f"logps_{side}", title=title, ylabel=ylabel, color=color, window=window, ax=ax)
-        ax.annotate(side, (end, ax.lines[-1].get_ydata()[-1]), xytext=(7, 0), textcoords="offset points", color=color,
-                    va="center")
+        _name(ax, side, end)
         ax.plot(points["step"], points[f"logps_{side}"], "o", color=color, markeredgecolor=HELD_OUT, markersize=6, zorder=5)
-    ax.margins(x=0.12)
     return ax
 
 
-def histograms(values: dict[str, Sequence[float]], *, title: str, xlabel: str, colors: dict[str, str], bins: int = 30, ax=None):
-    """Distributions over the same bins, on top of each other."""
+def histograms(values: dict[str, Sequence[float]], *, title: str, xlabel: str, colors: dict[str, str], ax=None):
+    """Distributions over the same 30 bins, on top of each other."""
     ax = _axes(ax)
     low, high = min(map(min, values.values())), max(map(max, values.values()))
     for name, x in values.items():
-        ax.hist(x, bins=bins, range=(low, high), alpha=0.55, color=colors[name], label=f"{name} ({len(x)})")
+        ax.hist(x, bins=30, range=(low, high), alpha=0.55, color=colors[name], label=f"{name} ({len(x)})")
     ax.set(title=title, xlabel=xlabel, ylabel="count")
     ax.legend()
     return ax
@@ -237,15 +228,4 @@ def calibration(points: Sequence[tuple[float, object]], *, title: str, xlabel: s
     ax.plot([low, 1], [low, 1], color=REFERENCE, linestyle="--", linewidth=1)
     held_out(points, ax)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    return ax
-
-
-def by_estimator(table: pd.DataFrame, x: str, y: str, *, title: str, ax=None):
-    """A column of `bench` (benchmarks/estimators.py) over another, a curve for each estimator; bars are two standard errors."""
-    ax, styles = _axes(ax), cycle(zip((POLICY, WARNING, REWARD, PURPLE, SKY, REJECTED), ("-", "--", "-.", ":", "-", "--")))
-    for (name, rows), (color, style) in zip(table.groupby("estimator", sort=False), styles):
-        error = 2 * rows[f"{y}_error"] if f"{y}_error" in rows else None
-        ax.errorbar(rows[x], rows[y], yerr=error, color=color, linestyle=style, marker="o", markersize=4, capsize=3, label=name)
-    ax.set(title=title, xlabel=x.replace("_", " "), ylabel=y.replace("_", " "), xscale="log" if x == "samples" else "linear")
-    _below(ax, 34, 2)
     return ax

@@ -43,23 +43,23 @@ class Rescored:
 
     __repr__ = __str__
 
-    def plot(self, ax=None):
+    def plot(self):
         """Both mean rewards over steps; returns the Axes."""
         means = self.rollouts.groupby("step", as_index=False)[["reward", "rescored_reward"]].mean()
-        ax = plots.curve(means, "reward", title="", ylabel="", color=plots.REWARD, label="recorded", ax=ax)
+        runs = {"recorded": means, "rescored": means.assign(reward=means["rescored_reward"])}
         title = f"{self.changed} of {len(self.groups)} groups would have changed sign"
-        return plots.curve(means, "rescored_reward", title=title, ylabel="mean reward", color=plots.WARNING, label="rescored",
-                           ax=ax)
+        return plots.curves(runs, "reward", title=title, ylabel="mean reward")
 
 
-def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kind: str | None = None) -> Rescored:
+def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None) -> Rescored:
     """Ask `reward(text, problem, rollout)` for every recorded rollout (of `steps`), as training would; an async one, and one
     with a method `batch(texts, problems, rollouts)`, is asked a step at a time. Where it raises, that rollout has no reward
-    and a warning says so; where it does for all of a step, that is raised. `kind` of advantage: the run's, or another.
+    and a warning says so; where it does for all of a step, that is raised.
 
     The text is the whole completion; of an episode, with the text of the environment. Nothing is sampled: the result is the
     reward of these rollouts, not of those that training on it would have produced."""
-    kind = kind or config_of(run).advantage_kind
+    check_sum(reward)
+    kind = config_of(run).advantage_kind
     table = run.rollouts(steps, ["step", "group", "rollout", "completion", "reward", "advantage"])
     if table.empty:
         raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
@@ -68,7 +68,7 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
     for step, rows in table.groupby("step"):
         groups, faults = run.recorder.groups(step), Faults()
         texts = [of["completion"].tolist() for _, of in rows.groupby("group")]
-        new = score_recorded(reward, texts, groups, faults)
+        new = _scored(reward, texts, groups, faults)
         report(faults, sum(r.finish_reason != "lost" for g in groups for r in g.group), reported)
         rewards += [x for of in new for x in of]
         rescored += [a for of in _advantages(groups, new, kind) for a in of]
@@ -80,13 +80,11 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None, kin
     return Rescored(table, by_group[["turned", "gained", "lost"]].reset_index())
 
 
-def score_recorded(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup],
-                   faults: Faults | None = None) -> list[list]:
+def _scored(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup], faults: Faults) -> list[list]:
     """The reward of each rollout of these groups, whose completions are `texts`; None for a lost one."""
     there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
     written = [of[i] for of, places in zip(texts, there) for i in places]
     rollouts = [[g.group[i] for i in places] for g, places in zip(groups, there)]
-    check_sum(reward)
     scored = score_texts(written, [as_problem(g.problem) for g in groups], rollouts, reward, faults)
     rewards = [dict(zip(places, g.rewards)) for places, g in zip(there, scored)]
     return [[of.get(i) for i in range(len(g.group))] for g, of in zip(groups, rewards)]
@@ -97,17 +95,17 @@ def _advantages(groups: list[RecordedGroup], rewards: list[list], kind: str) -> 
     new: list[list[float]] = [[]] * len(groups)
     for used in (True, False):
         places = [i for i, g in enumerate(groups) if g.used is used]
-        units = [units_of(groups[i]) for i in places]
-        rows = [[None if u is None else rewards[i][u] for u in dict.fromkeys(of)] for i, of in zip(places, units)]
+        sources = [rewarded_at(groups[i]) for i in places]
+        rows = [[None if at is None else rewards[i][at] for at in dict.fromkeys(of)] for i, of in zip(places, sources)]
         width = max(map(len, rows), default=0)
         rows = [row + [None] * (width - len(row)) for row in rows]
-        for i, of, row in zip(places, units, advantages(reward_tensor(rows), kind).tolist() if rows else ()):
-            by_unit = dict(zip(dict.fromkeys(of), row))
-            new[i] = [0.0 if u is None else by_unit[u] for u in of]
+        for i, of, row in zip(places, sources, advantages(reward_tensor(rows), kind).tolist() if rows else ()):
+            by_place = dict(zip(dict.fromkeys(of), row)) | {None: 0.0}
+            new[i] = [by_place[at] for at in of]
     return new
 
 
-def units_of(g: RecordedGroup) -> list[int | None]:
+def rewarded_at(g: RecordedGroup) -> list[int | None]:
     """For each rollout, the place of the one whose reward it shares: itself, or the last of its agent's run; None where the
     update did not get it."""
     runs = g.parts.get("run") if not g.turns else None

@@ -6,14 +6,15 @@ reward is asked. Each row that is computed again is compared with the run's own.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from operator import index
 from typing import TypeVar
 
-import pandas as pd
 import torch
 
 from grpolab.decode.engines.attention import share_attention
@@ -35,16 +36,16 @@ class State:
     another row than the run's: the weights are then not those of the run."""
 
     step: int
-    kept: int
+    kept: int | None  # None for a bundle
     policy: Policy
-    optimiser: torch.optim.Optimizer
+    optimiser: torch.optim.Optimizer | None
     config: GRPOConfig
     notes: tuple[str, ...] = ()
 
 
 def restore(run: Run, step: int, *, reference: Policy | None = None) -> State:
-    """The state before `step` (with the number of the run's steps: at its end). It computes, so call it with the threads of
-    the run (`with_threads`). The steps before a fork are those of the run that it left, in the folder above.
+    """The state before `step` (with the number of the run's steps: at its end), computed with as many threads as the run. The
+    steps before a fork are those of the run in the folder above.
 
     The `reference` of a run with a KL penalty is its start unless another is given. Raises ValueError where no weights were
     kept, where a step between is not wholly on the record, and for files that are damaged."""
@@ -52,27 +53,41 @@ def restore(run: Run, step: int, *, reference: Policy | None = None) -> State:
     parent, forked_at = parent_of(run)
     if parent is not None and step < forked_at:
         return restore(parent, step, reference=reference)
-    before = [s for s in kept if s <= step]
-    if not before or step > config.steps:
+    start = max((s for s in kept if s <= step), default=None)
+    if start is None or step > config.steps:
         there = f"weights are kept before steps {', '.join(map(str, kept))}" if kept else (
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
         raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
-    policy, start, notes = load_start(run), max(before), []
+    return with_threads(session_at(run, start).get("threads"), lambda: _updated(run, start, step, config, reference))
+
+
+def _updated(run: Run, start: int, step: int, config: GRPOConfig, reference: Policy | None) -> State:
+    """The weights kept before `start`, with the recorded updates from there to `step`."""
+    policy = load_start(run)
     if config.exact:  # the trainer's forward of such a run, too
         share_attention(policy.model)
     optimiser = make_optimiser(policy, config)
-    load_kept_state(run, start, policy, optimiser)
-    if start < step:
-        steps = {s: run.recorder.groups(s) for s in range(start, step)}
-        reference = reference or (load_start(run) if config.kl_coef else None)
-        policy.model.train(bool(session_at(run, start).get("training")))
-        check_reference(policy, reference, config)
-        verify_both(policy, reference, config, longest(g for groups in steps.values() for g in groups))
-        rows = {row["step"]: row for row in rows_of(run)}
-        for s, groups in steps.items():
-            row = update_again(policy, reference, groups, config, optimiser, s)
-            if not notes and (note := _difference(row, rows.get(s, {}), s)):
-                notes.append(note)
+    folder = run.kept()[start]
+    try:
+        policy.version = load_state(folder, policy, optimiser)["version"]
+    except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
+        raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "
+                         f"{policy.name!r}; without them, replay from another kept step") from error
+    if start == step:
+        return State(step, start, policy, optimiser, config)
+    recorded = {s: run.recorder.groups(s) for s in range(start, step)}
+    reference = reference or (load_start(run) if config.kl_coef else None)
+    policy.model.train(bool(session_at(run, start).get("training")))
+    check_reference(policy, reference, config)
+    verify_both(policy, reference, config, longest(g for groups in recorded.values() for g in groups))
+    rows, notes = {row["step"]: row for row in rows_of(run)}, []
+    for s, groups in recorded.items():
+        again, row = update_again(policy, reference, groups, config, optimiser, s), rows.get(s, {})
+        other = [name for name, value in again.items() if name in row and value == value and row[name] != value]
+        if other and not notes:
+            notes.append(f"the update of step {s} gives {other[0]} {again[other[0]]:.9g}, where the run had "
+                         f"{row[other[0]]:.9g}: the weights are not the run's from there on (another machine or number of "
+                         "threads, or another reference)")
     return State(step, start, policy, optimiser, config, tuple(notes))
 
 
@@ -102,7 +117,7 @@ def with_threads(threads: int | None, work: Callable[[], T]) -> T:
         return pool.submit(threaded).result()
 
 
-# --- what a run left --------------------------------------------------------------------------------------------------
+# --- the files of a run -----------------------------------------------------------------------------------------------
 
 
 def session_at(run: Run, step: int) -> dict:
@@ -111,23 +126,19 @@ def session_at(run: Run, step: int) -> dict:
 
 
 def rows_of(run: Run) -> list[dict]:
-    """The rows of a run, of this process or from metrics.csv; a value that is absent there has no key."""
-    if run.metrics:
+    """The rows of a run, of this process or from metrics.csv with every bit, which pandas may round; a value that is absent
+    there has no key."""
+    path = run.folder / "metrics.csv"
+    if run.metrics or not path.exists():
         return [dict(row) for row in run.metrics]
-    try:
-        table = pd.read_csv(run.folder / "metrics.csv", dtype=str).dropna(subset="step")
-    except FileNotFoundError:
-        return []
-    return [{name: _value(text) for name, text in row.items() if text == text} for row in table.to_dict("records")]
+    with open(path, newline="") as file:
+        return [{name: _value(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
 
 
 def _value(text: str) -> int | float | str:
-    """Every bit of a number, which pandas' own parser may round."""
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            pass
     return text
 
 
@@ -187,25 +198,6 @@ def device_and_dtype(session: dict) -> dict[str, str | None]:
     return {"device": device, "dtype": session.get("dtype", "torch.float32").removeprefix("torch.")}
 
 
-def load_kept_state(run: Run, step: int, policy: Policy, optimiser) -> None:
-    """The kept state before `step` into policy and optimiser; ValueError for one that is damaged or another model's."""
-    folder = run.kept()[step]
-    try:
-        policy.version = load_state(folder, policy, optimiser)["version"]
-    except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
-        raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "
-                         f"{policy.name!r}; without them, replay from another kept step") from error
-
-
 def longest(groups: Iterable[RecordedGroup]) -> int:
     """Tokens of the longest sequence."""
     return max((len(r.prompt) + len(r.tokens) for g in groups for r in g.group), default=1)
-
-
-def _difference(row: dict, recorded: dict, step: int) -> str | None:
-    """The first number of an update that is not the run's."""
-    for name, value in row.items():
-        if name in recorded and value == value and recorded[name] != value:
-            return (f"the update of step {step} gives {name} {value:.9g}, where the run had {recorded[name]:.9g}: the weights "
-                    "are not the run's from there on (another machine or number of threads, or another reference)")
-    return None
