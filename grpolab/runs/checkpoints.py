@@ -21,7 +21,7 @@ from grpolab.files import atomic_folder, remove_folder
 
 class Checkpoints:
     """The saved states `<name>-<step>` in a folder: what a loop needs to go on after so many steps. What it draws is a
-    function of (seed, step), so parameters and optimiser are all there is, and `more` (JSON)."""
+    function of (seed, step), so parameters and optimiser are all there is; and `rows` of metrics, and `more` (JSON)."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = folder, name
@@ -31,7 +31,7 @@ class Checkpoints:
         folders = sorted(self.folder.glob(f"{self.name}-" + "[0-9]" * 8))
         return {int(folder.name[-8:]): folder for folder in folders}
 
-    def save(self, step: int, config, policy, optimiser, **more) -> Path:
+    def save(self, step: int, config, policy, optimiser, rows: Iterable[dict] = (), **more) -> Path:
         target = self.folder / f"{self.name}-{step:08d}"
         with atomic_folder(target) as folder:
             safetensors.torch.save_file(weights(policy), folder / "model.safetensors")
@@ -39,6 +39,8 @@ class Checkpoints:
             safetensors.torch.save_file(tensors, folder / "optimiser.safetensors")
             state = {"step": step, "version": policy.version, "config": plain_config(config), "optimiser": scalars}
             (folder / "state.json").write_text(json.dumps(more | state))
+            with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
+                file.writelines(json.dumps(row) + "\n" for row in rows)
         return target
 
     def drop(self, keep: Path | None = None) -> None:

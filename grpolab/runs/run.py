@@ -5,7 +5,9 @@ the best policy so far (`selection`) have modules of their own."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 import random
@@ -296,20 +298,21 @@ class Run:
 
     def save_checkpoint(self, step: int, config, policy, optimiser) -> Path:
         """Everything the loop needs to go on after `step` steps, under a name of its own; older ones are then dropped."""
-        path = self.checkpoints.save(step, config, policy, optimiser, data=self._data, metrics=self.metrics)
+        path = self.checkpoints.save(step, config, policy, optimiser, self.metrics, data=self._data)
         self.checkpoints.drop(keep=path)
         return path
 
     def _load_checkpoint(self, plain: dict, policy, optimiser, again: bool) -> int:
         """Restore the newest checkpoint of the same configuration and return its steps; 0 when there is none. One of
         another configuration is dropped."""
-        steps, newest = max(self.checkpoints.saved().items(), default=(0, None))
+        _, newest = max(self.checkpoints.saved().items(), default=(0, None))
         if newest is None:
             return 0
         try:
             state = json.loads((newest / "state.json").read_text())
             same_data = "" in (self._data, state["data"]) or state["data"] == self._data
             if state["config"] == plain and same_data:
+                metrics = [json.loads(line) for line in (newest / "metrics.jsonl").read_text().splitlines()]
                 load_state(newest, policy, optimiser)
         except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
             raise ValueError(f"the checkpoint {newest} is damaged ({error}); delete that folder to start over") from error
@@ -321,9 +324,9 @@ class Run:
                 f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
                 "bring those back, or delete that folder to start over, or give this run another name")
         policy.version = max(state["version"], policy.version + again)  # never one that stood for other weights of this policy
-        self.metrics = state["metrics"]
+        self.metrics = metrics
         self.write_table()
-        forked = (self.folder / FORKED).exists()
+        steps, forked = state["step"], (self.folder / FORKED).exists()
         print(f"{self.shown(self.folder)} begins after step {steps}, where it was forked" if forked else
               f"going on after step {steps} of an interrupted run (delete {self.shown(newest)} to start over)")
         return steps
@@ -411,5 +414,10 @@ def _difference(note: dict, plain: dict, start: str) -> str | None:
 
 
 def _csv(rows: list[dict], columns: list[str], header: bool = True) -> str:
-    """Rows as CSV; what is absent or not a number stands empty."""
-    return pd.DataFrame(rows, columns=columns, dtype=object).to_csv(index=False, header=header)
+    """Rows as CSV; what is absent or not a number stands empty. Row by row: all at once would keep the event loop waiting."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows({name: "" if value is None or value != value else value for name, value in row.items()} for row in rows)
+    return text.getvalue()
