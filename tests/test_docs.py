@@ -72,6 +72,7 @@ def test_python_runs_from_top_to_bottom_and_learns(page, tmp_path, monkeypatch):
     """A page's blocks in order, in one namespace and an empty folder, with `await` at the top as in a notebook. Whatever is
     trained on rewards has groups in which they differ: an example that trains nothing teaches nothing."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     namespace, calls = {}, []
     for module, names in REINFORCED.items():
         for name in names:
