@@ -14,14 +14,13 @@ import random
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from grpolab.env.aws.backend import inventory, wipe
-from grpolab.env.aws.commands import Account, Call, Output
+from grpolab.env.aws.backend import wipe
+from grpolab.env.aws.commands import MOVES, Account, Call, Output
 from grpolab.env.aws.grader import Grade, grade
-from grpolab.env.aws.tasks import TIERS, Task, load_tasks, pick_drifts, play, templates
-from grpolab.env.calculator import check_counts
+from grpolab.env.aws.options import AwsOptions
+from grpolab.env.aws.tasks import Task, load_tasks, pick_drifts, play, templates
 from grpolab.env.protocol import InvalidAction, StepResult
 
 HINT = "aws hint"  # the action that asks for one, where hints are on
@@ -47,42 +46,6 @@ _DELETING_COMMANDS = {
 
 class SetupError(RuntimeError):
     """The account could not be brought to where the task begins; the episode has not started."""
-
-
-@dataclass(frozen=True)
-class AwsOptions:
-    """How episodes go.
-
-    `observation_characters`: an output is cut to so many in its middle. `tier`: of the tasks that are drawn from the seed.
-    `hints`: the action `aws hint` gives a task's next hint for a turn and HINT_FACTOR of the reward. `chaos`: the chance
-    after each turn that something which the agent has made is destroyed, unannounced. `drift`: tasks of that tier begin with
-    some of what they ask for spoilt; False leaves those as they were set up. Both draw from seeds of their own, `chaos_seed`
-    and `drift_seed`, or else from the episode's seed.
-
-    `shaping` w pays w * (gamma * P(s') - P(s)) each turn, with P the share of the criteria that hold, and 0 in the state after
-    the last turn, so that which policies are best stays as it is (Ng, Harada and Russell, 1999): with gamma 1 an episode's sum
-    is the terminal reward less w * P(s0), whatever was done in between, and stalling earns nothing.
-    """
-
-    max_turns: int = 8
-    tier: str | None = None
-    hints: bool = False
-    chaos: float = 0.0
-    drift: bool = True
-    shaping: float = 0.0
-    gamma: float = 1.0
-    chaos_seed: int | None = None
-    drift_seed: int | None = None
-    observation_characters: int = 800
-
-    def __post_init__(self):
-        check_counts(max_turns=self.max_turns, observation_characters=self.observation_characters)
-        if self.tier is not None and self.tier not in TIERS:
-            raise ValueError(f"tier={self.tier!r}: there are {', '.join(TIERS)}")
-        if not 0 <= self.chaos <= 1:
-            raise ValueError(f"chaos={self.chaos}: a probability, from 0 to 1")
-        if not 0 <= self.shaping <= 1 or not 0 < self.gamma <= 1:
-            raise ValueError(f"shaping={self.shaping}, gamma={self.gamma}: shaping is from 0 to 1, gamma above 0 and at most 1")
 
 
 class AwsEnv:
@@ -113,8 +76,7 @@ class AwsEnv:
         self._protected: set[str] = set()  # commands that would destroy what the task has set up
         self._destructible: list[str] = []  # commands that destroy what the agent has made
         self._destroyed = 0
-        chaos_seed = self.options.chaos_seed
-        self._chaos_random = random.Random(f"chaos:{seed if chaos_seed is None else chaos_seed}")
+        self._chaos_random = random.Random(f"chaos:{seed}")
 
     def reset(self, seed: int | None = None, task: Any = None) -> StepResult:
         """Start an episode in an account that holds the task's set-up and nothing else. Raises SetupError, AccountGone."""
@@ -125,13 +87,9 @@ class AwsEnv:
         wipe(self.account.endpoint)
         self.account.close("s3")  # which may remember buckets that are gone
         self._grader.close("s3")
-        if leftovers := inventory(self.account.endpoint):
-            raise SetupError(f"the account is not empty after it was wiped: {', '.join(leftovers)}")
         self._prepare(chosen, chosen.setup)
         if self.options.drift and chosen.drifts:
-            drift_seed = self.options.drift_seed
-            drifts = pick_drifts(chosen, seed if drift_seed is None else drift_seed)
-            self._prepare(chosen, tuple(chosen.drifts[i] for i in drifts))
+            self._prepare(chosen, tuple(chosen.drifts[i] for i in pick_drifts(chosen, seed)))
         self._task = chosen
         self._progress = self._grade().progress
         self._done = False
@@ -155,9 +113,9 @@ class AwsEnv:
         output = self._hint() if command == HINT else self._run(command)
         self._after(output)
         self._done = self._achieved or self._turn >= options.max_turns
-        reward = self._terminal_reward() if self._done else 0.0 if options.shaping else None
+        reward = HINT_FACTOR**self._hinted * self._achieved if self._done else 0.0 if options.shaping else None
         if options.shaping:
-            reward += options.shaping * (options.gamma * (0.0 if self._done else self._progress) - before)
+            reward += options.shaping * ((0.0 if self._done else self._progress) - before)
         observation = {"text": shorten(output, options.observation_characters), "ok": output.ok}
         return StepResult(observation, reward, self._done, {"achieved": self._achieved, "progress": self._progress,
                                                             "hints": self._hinted, "chaos": self._destroyed})
@@ -180,12 +138,9 @@ class AwsEnv:
 
     def _run(self, command: str) -> Output:
         output = self.account.run(command)
-        if output.call is not None and output.call.moves_bucket:
+        if output.call is not None and output.call.operation in MOVES:
             self._grader.close("s3")
         return output
-
-    def _terminal_reward(self) -> float:
-        return HINT_FACTOR**self._hinted if self._achieved else 0.0
 
     def _grade(self) -> Grade:
         return grade(self._task, self._grader.client)
@@ -202,7 +157,7 @@ class AwsEnv:
         """What anybody may know of the episode, what its account holds included: neither its criteria nor its solution."""
         task, account = None, {}
         if self._task is not None:
-            task, account = self._task.shown(), inventory(self.account.endpoint)
+            task, account = self._task.shown(), self.account.inventory()
         return {"task": task, "account": account, "turn": self._turn, "max_turns": self.options.max_turns,
                 "hints": self._hinted, "chaos": self._destroyed, "progress": self._progress, "achieved": self._achieved,
                 "done": self._done}
