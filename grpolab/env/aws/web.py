@@ -7,24 +7,22 @@ origin, and a request under another host name is refused.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websockets
 from websockets.datastructures import Headers
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.http11 import Request, Response
 
-from grpolab.env.client import EnvSession
-from grpolab.env.protocol import EnvError, InvalidAction, ServerError
-from grpolab.env.server import EnvServer
+from grpolab.env.server import EnvServer, json_response
 from grpolab.files import data_path
-
-_HTML = data_path("aws", "page.html").read_text(encoding="utf-8")
 
 
 @contextlib.asynccontextmanager
@@ -36,10 +34,10 @@ async def page(server: EnvServer, port: int = 0) -> AsyncIterator[str]:
 
         def answer(connection: ServerConnection, request: Request) -> Response | None:
             if request.headers.get("Host") not in hosts:
-                return _response(403, "Forbidden", "this page is served under 127.0.0.1 and localhost alone")
+                return json_response(403, {"error": "this page is served under 127.0.0.1 and localhost alone"})
             if request.path == "/":
-                return _response(200, "OK", _HTML, f"ws://{request.headers['Host']}")
-            return None if request.path == "/socket" else _response(404, "Not Found", "there is the page / alone")
+                return _html(f"ws://{request.headers['Host']}")
+            return None if request.path == "/socket" else json_response(404, {"error": "there is the page / alone"})
 
         async def host(connection: ServerConnection) -> None:
             with contextlib.suppress(ConnectionClosed):
@@ -51,49 +49,33 @@ async def page(server: EnvServer, port: int = 0) -> AsyncIterator[str]:
             yield f"http://127.0.0.1:{bound}"
 
 
-def _response(status: int, reason: str, text: str, connects: str = "") -> Response:
-    """A page that may load nothing, be framed by nobody and connect to `connects` alone; or without that, a line of text."""
-    policy = (f"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src {connects}; "
-              "frame-ancestors 'none'; base-uri 'none'; form-action 'none'").replace("connect-src ;", "")
-    kind = "text/html" if connects else "text/plain"
-    body = text.encode()
-    headers = Headers([("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))), ("Connection", "close"),
-                       ("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff")])
-    return Response(status, reason, headers, body)
+def _html(socket: str) -> Response:
+    """The page, which may load nothing, be framed by nobody and connect to its socket alone."""
+    body = data_path("aws", "page.html").read_bytes()
+    policy = (f"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src {socket}; "
+              "frame-ancestors 'none'; base-uri 'none'; form-action 'none'")
+    return Response(200, "OK", Headers({"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(body)),
+                                        "Connection": "close", "Content-Security-Policy": policy,
+                                        "X-Content-Type-Options": "nosniff"}), body)
 
 
-async def _play(connection: ServerConnection, server: EnvServer) -> None:
-    """One open page: a session of the server for as long as it is open."""
-    async def send(**message: Any) -> None:
-        await connection.send(json.dumps(message))
-
+async def _play(page: ServerConnection, server: EnvServer) -> None:
+    """One open page: a session of the server for as long as it is open, spoken to in the server's protocol."""
+    token = server.options.token
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        async with EnvSession(server.url, token=server.options.token) as session:
-            await send(note="connected: start a task")
-            async for text in connection:
-                try:
-                    await _turn(session, json.loads(text), send)
-                except (InvalidAction, ServerError, ValueError) as error:  # of this message: the session goes on
-                    await send(note=str(error))
-    except EnvError as error:
-        await send(note=str(error))
+        async with connect(server.url + "/ws", additional_headers=headers, proxy=None, compression=None) as session:
+            async with asyncio.TaskGroup() as both:
+                back = both.create_task(_pass_on(session, page))
+                await _pass_on(page, session)
+                back.cancel()
+    except InvalidStatus as refusal:
+        await page.send(json.dumps({"type": "error", "data": {"message": refusal.response.body.decode()}}))
 
 
-async def _turn(session: EnvSession, request: Any, send: Any) -> None:
-    """Start an episode ({"reset": id or ""}) or run a command ({"command": line}), and send the page the result. Raises
-    ValueError for another message."""
-    if not isinstance(request, dict) or set(request) not in ({"reset"}, {"command"}) or \
-            not isinstance(*request.values(), str):
-        raise ValueError('a message here is {"reset": "a task\'s id"} or {"command": "aws ..."}')
-    if "reset" in request:
-        result = await session.reset(**({"task": request["reset"]} if request["reset"] else {}))
-        await send(task=result.observation["text"], note=result.metadata["task"]["template"],
-                   account=(await session.state())["account"])
-    else:
-        result = await session.step({"command": request["command"]})
-        state = await session.state()
-        note = f"turn {state['turn']} of {state['max_turns']}, progress {state['progress']:.0%}"
-        if result.done:
-            note += f"; over, reward {result.reward:g}: " + ("the task is done" if state["achieved"] else "it is not done")
-        await send(command=request["command"], text=result.observation["text"], ok=result.observation["ok"],
-                   account=state["account"], note=note)
+async def _pass_on(source: Any, target: Any) -> None:
+    """Messages, until either closes; then both are closed."""
+    with contextlib.suppress(ConnectionClosed):
+        async for text in source:
+            await target.send(text)
+    await target.close()
