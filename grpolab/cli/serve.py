@@ -66,14 +66,13 @@ class Serve:
     """The most private memory that one of those processes may allocate; shared mappings (/dev/shm) are not counted, and each
     process that it starts has as much again."""
     backend: str | None = None  # what each session leases: a command that prints its address as its first line
-    web: bool = False  # only of `serve aws`: also serve a page for people, on loopback; it takes one of the sessions
     limits: OmitArgPrefixes[Limits] = Limits()
     aws: OmitArgPrefixes[AwsOptions] = AwsOptions()
 
     def run(self) -> int:
         if self.isolate == "thread" and (self.cwd or self.memory_mib is not None):
             raise UsageError("--cwd and --memory-mib need --isolate process: a thread has neither to itself")
-        if self.environment != "aws" and (changed := self.aws_changed() | ({"web": True} if self.web else {})):
+        if self.environment != "aws" and (changed := self.aws_changed()):
             name = min(changed)
             raise UsageError(f"--{'no-' * (name == 'drift')}{name.replace('_', '-')} is only of `serve aws`")
         if self.environment == "aws" and self.backend is not None:
@@ -84,12 +83,9 @@ class Serve:
         # A thread's module is imported here, while signals still end this process: on the loop they would wait for it.
         environment = self.environment if self.isolate == "process" else load_factory(self.environment)
         options = asdict(self.limits) | {"ping_interval": self.limits.ping_interval or None}
-        page = None
-        if self.web:
-            from grpolab.env.aws.web import page
         try:
             asyncio.run(serve_forever(
-                environment, beside=page, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port,
+                environment, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port,
                 isolate=isolation, backends=self.backends(variables), token=token, **options))
         except BackendError as error:
             raise ValueError(str(error)) from error
