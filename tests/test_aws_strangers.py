@@ -129,22 +129,6 @@ def made_up(shape):
 # --- An episode -------------------------------------------------------------------------------------------------------
 
 
-def test_chaos_spares_what_the_task_set_up(account):
-    """Also where a command of the agent says again that it should be there."""
-    task = read_task("advanced-dismantle")
-    log_group, bucket = task.setup[3].split()[-1], task.setup[4].rpartition("/")[2]
-    env = AwsEnv(account.endpoint, chaos=1.0)
-    env.reset(seed=1, task=task.id)
-    queue = task.setup[1].split()[-1]
-    result = env.step({"command": f"aws sqs create-queue --queue-name {queue}"})
-    assert result.observation["ok"] and result.metadata["chaos"] == 0
-    result = env.step({"command": "aws sqs create-queue --queue-name own"})
-    assert result.metadata["chaos"] == 1
-    held = json.dumps(env.state()["account"])
-    assert all(name in held for name in (queue, bucket, log_group)) and "own" not in held
-    env.close()
-
-
 MADE_UP = "BUSH/rabbit"
 
 

@@ -60,7 +60,7 @@ def check_solvable(account, task):
         carry_out(account, task.drifts, task)
     before = graded(account, task)
     assert not before.achieved and before.progress == 0.0, task.id
-    assert all(check.holds == check.keep for check in before.checks), task.id
+    assert before.holds == tuple(bool(criterion.get("keep")) for criterion in task.criteria), task.id
     carry_out(account, task.solution, task)
     after = graded(account, task)
     assert after.achieved and after.progress == 1.0, (task.id, after)
@@ -308,8 +308,6 @@ POLICY = {"Policy": json.dumps({"Statement": [{"Effect": "Allow", "Action": "a",
     (("Policy", "@json", "Statement", {"Effect": "Allow"}, "Action"), {"equals": "a"}, True),
     (("Policy", "@json", "Statement", {"Action": "c"}, "Effect"), {"equals": "Deny"}, True),
     (("Policy", "@json", "Statement", {"Effect": "Allow", "Action": "c"}), {"absent": True}, True),
-    (("Policy", "@json", "Statement", "Action"), {"contains": "b"}, True),
-    (("Policy", "@json", "Statement", "Action"), {"contains": "d"}, False),
     (("Policy", "@json", "Statement"), {"count": 2}, True), (("Policy", "@json", "Statement"), {"count": "3"}, False),
     (("Policy", "@json", "Statement", "Days"), {"equals": "30"}, True),
     (("Policy", "@json", "Statement", "Days"), {"equals": "31"}, False),
@@ -340,7 +338,6 @@ def test_progress_counts_what_is_reached_and_what_broke():
         grade_ = grade(task, lambda service, client=client: client)
         assert (grade_.progress, grade_.achieved) == (pytest.approx(progress), answer == "ABC")
         assert len(client.asked) == 1  # one read for the three of them
-    assert [check.keep for check in grade_.checks] == [False, False, True]
 
 
 def test_an_argument_is_found_by_another_read():

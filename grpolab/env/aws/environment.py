@@ -12,12 +12,11 @@ import contextlib
 import json
 import random
 import re
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from grpolab.env.aws.backend import wipe
-from grpolab.env.aws.commands import MOVES, Account, Call, Output
+from grpolab.env.aws.commands import MOVES, Account, Output
 from grpolab.env.aws.grader import Grade, grade
 from grpolab.env.aws.options import AwsOptions
 from grpolab.env.aws.tasks import Task, load_tasks, pick_drifts, play, templates
@@ -25,23 +24,6 @@ from grpolab.env.protocol import InvalidAction, StepResult
 
 HINT = "aws hint"  # the action that asks for one, where hints are on
 HINT_FACTOR = 0.85  # of the reward, for each hint taken
-
-# (service, operation) -> the command that destroys what it made, with the call's own parameters in the slots.
-_DELETING_COMMANDS = {
-    ("s3", "CreateBucket"): "aws s3 rb s3://{Bucket} --force",
-    ("s3", "PutObject"): "aws s3api delete-object --bucket {Bucket} --key {Key}",
-    ("dynamodb", "CreateTable"): "aws dynamodb delete-table --table-name {TableName}",
-    ("sqs", "CreateQueue"): "aws sqs delete-queue --queue-url http://localhost:4566/000000000000/{QueueName}",
-    ("sns", "CreateTopic"): "aws sns delete-topic --topic-arn arn:aws:sns:us-east-1:000000000000:{Name}",
-    ("iam", "CreateUser"): "aws iam delete-user --user-name {UserName}",
-    ("iam", "CreateGroup"): "aws iam delete-group --group-name {GroupName}",
-    ("iam", "CreateRole"): "aws iam delete-role --role-name {RoleName}",
-    ("ssm", "PutParameter"): "aws ssm delete-parameter --name {Name}",
-    ("secretsmanager", "CreateSecret"): "aws secretsmanager delete-secret --secret-id {Name} --force-delete-without-recovery",
-    ("logs", "CreateLogGroup"): "aws logs delete-log-group --log-group-name {logGroupName}",
-    ("events", "PutRule"): "aws events delete-rule --name {Name}",
-    ("cloudwatch", "PutMetricAlarm"): "aws cloudwatch delete-alarms --alarm-names {AlarmName}",
-}
 
 
 class SetupError(RuntimeError):
@@ -68,22 +50,18 @@ class AwsEnv:
         self.account = Account(account)
         self._grader = Account(account)  # with clients of its own, which nothing that is typed can change
         self._task: Task | None = None
-        self._begin(0)
+        self._begin()
 
-    def _begin(self, seed: int) -> None:
+    def _begin(self) -> None:
         self._turn = self._hinted = 0
         self._done, self._achieved, self._progress = True, False, 0.0
-        self._protected: set[str] = set()  # commands that would destroy what the task has set up
-        self._destructible: list[str] = []  # commands that destroy what the agent has made
-        self._destroyed = 0
-        self._chaos_random = random.Random(f"chaos:{seed}")
 
     def reset(self, seed: int | None = None, task: Any = None) -> StepResult:
         """Start an episode in an account that holds the task's set-up and nothing else. Raises SetupError, AccountGone."""
         seed = random.Random().randrange(2**32) if seed is None else seed
         chosen = draw_task(seed, self.options.tier) if task is None else read_task(task)
         self._task = None
-        self._begin(seed)
+        self._begin()
         wipe(self.account.endpoint)
         self.account.close("s3")  # which may remember buckets that are gone
         self._grader.close("s3")
@@ -99,8 +77,6 @@ class AwsEnv:
         for line, output in play(lines, self._run):
             if not output.ok:
                 raise SetupError(f"task {task.id}: {line!r:.200} failed: {output.stderr.strip():.200}")
-            if deleting := deleting_command(output.call):
-                self._protected.add(deleting)
 
     def step(self, action: dict) -> StepResult:
         """Carry out one command. Raises InvalidAction, and AccountGone where the account does not answer: then the episode
@@ -118,23 +94,13 @@ class AwsEnv:
             reward += options.shaping * ((0.0 if self._done else self._progress) - before)
         observation = {"text": shorten(output, options.observation_characters), "ok": output.ok}
         return StepResult(observation, reward, self._done, {"achieved": self._achieved, "progress": self._progress,
-                                                            "hints": self._hinted, "chaos": self._destroyed})
+                                                            "hints": self._hinted})
 
     def _after(self, output: Output) -> None:
-        """Grade the account, and destroy something of what is not done yet if it comes to that."""
+        """Grade the account where something was sent to it."""
         if output.call is not None:
             grade = self._grade()
             self._achieved, self._progress = grade.achieved, grade.progress
-            deleting = deleting_command(output.call) if output.ok else None
-            if deleting is not None and deleting not in self._protected:
-                self._destructible.append(deleting)
-        over = self._achieved or self._turn >= self.options.max_turns
-        if over or not self._destructible or self._chaos_random.random() >= self.options.chaos:
-            return
-        command = self._destructible.pop(self._chaos_random.randrange(len(self._destructible)))
-        if self._run(command).ok:
-            self._destroyed += 1
-            self._progress = self._grade().progress
 
     def _run(self, command: str) -> Output:
         output = self.account.run(command)
@@ -159,25 +125,12 @@ class AwsEnv:
         if self._task is not None:
             task, account = self._task.shown(), self.account.inventory()
         return {"task": task, "account": account, "turn": self._turn, "max_turns": self.options.max_turns,
-                "hints": self._hinted, "chaos": self._destroyed, "progress": self._progress, "achieved": self._achieved,
+                "hints": self._hinted, "progress": self._progress, "achieved": self._achieved,
                 "done": self._done}
 
     def close(self) -> None:
         self.account.close()
         self._grader.close()
-
-
-def deleting_command(call: Call) -> str | None:
-    """The command that destroys what this call has made; None for one that makes nothing of its own."""
-    command = _DELETING_COMMANDS.get((call.service, call.operation))
-    if command is None:
-        return None
-    values = {name: shlex.quote(str(value)) for name, value in call.parameters.items()}
-    try:
-        command = command.format_map(values)
-    except KeyError:
-        return None
-    return f"{command} --region {call.options.region}" if call.options.region else command
 
 
 def read_command(action: dict) -> str:

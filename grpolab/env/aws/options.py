@@ -10,7 +10,7 @@ from grpolab.env.calculator import check_counts
 
 @dataclass(frozen=True)
 class AwsOptions:
-    """How episodes go; only of `serve aws`. `chaos` and `drift` draw from the episode's seed.
+    """How episodes go; only of `serve aws`. `drift` draws from the episode's seed.
 
     `shaping` w pays w * (P(s') - P(s)) each turn, with P the share of the criteria that hold, and 0 in the state after the last
     turn, so that which policies are best stays as it is (Ng, Harada and Russell, 1999): an episode's sum is the terminal reward
@@ -20,7 +20,6 @@ class AwsOptions:
     max_turns: int = 8  # commands in an episode
     tier: str | None = None  # tier of the tasks that are drawn where a client names none
     hints: bool = False  # let the action `aws hint` give the task's next hint, at a cost in reward
-    chaos: float = 0.0  # probability after each turn that something the agent made is destroyed, unannounced
     drift: bool = True  # begin drift tasks with some of what they ask for spoilt
     shaping: float = 0.0  # weight of the potential difference that is paid each turn
     observation_characters: int = 800  # longest observation; an output is cut in its middle
@@ -29,5 +28,5 @@ class AwsOptions:
         check_counts(max_turns=self.max_turns, observation_characters=self.observation_characters)
         if self.tier is not None and self.tier not in TIERS:
             raise ValueError(f"tier={self.tier!r}: there are {', '.join(TIERS)}")
-        if not 0 <= self.chaos <= 1 or not 0 <= self.shaping <= 1:
-            raise ValueError(f"chaos={self.chaos}, shaping={self.shaping}: both are from 0 to 1")
+        if not 0 <= self.shaping <= 1:
+            raise ValueError(f"shaping={self.shaping}: from 0 to 1")
