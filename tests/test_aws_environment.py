@@ -14,7 +14,7 @@ from env_harness import ROOT, SOON, alive, server_process, wait_for
 from grpolab.env.aws import backend, environment
 from grpolab.env.aws.backend import Simulator, accounts
 from grpolab.env.aws.commands import Output
-from grpolab.env.aws.environment import HINT, HINT_FACTOR, AwsEnv, SetupError, read_command, read_task, shorten
+from grpolab.env.aws.environment import AwsEnv, SetupError, read_command, read_task, shorten
 from grpolab.env.aws.grader import grade
 from grpolab.env.aws.tasks import TIERS, Task, load_tasks
 from grpolab.env.backends import BackendPool
@@ -85,16 +85,6 @@ def test_shaping_is_a_potential_difference(account):
     assert [r.reward for r in played(env, MAKE, *[LOOK] * 3)[1:]] == [0.25, 0.0, 0.0, -0.25]
 
 
-def test_hints_cost_and_end(account):
-    env = AwsEnv(account, hints=True)
-    results = played(env, HINT, HINT, HINT, HINT, MAKE, VERSION)
-    assert [r.observation["ok"] for r in results[1:5]] == [True, True, True, False]
-    assert "s3" in results[1].observation["text"] and "no more" in results[4].observation["text"]
-    assert results[-1].reward == pytest.approx(HINT_FACTOR**3)
-    off = played(AwsEnv(account), HINT, MAKE, VERSION)
-    assert not off[1].observation["ok"] and off[-1].reward == 1.0
-
-
 def test_drift_spoils_by_the_seed(account):
     env, seen = AwsEnv(account), []
     for seed in (1, 1, 2, 3, 4):
@@ -118,7 +108,7 @@ def test_the_same_seed_gives_the_same_episode(account):
 
 
 def test_a_setup_that_fails_is_an_error(account, monkeypatch):
-    broken = Task("broken", "warmup", "x", ("s3",), ("aws s3 mb s3://fine-name", "aws s3 mb s3://X"), (), criteria=())
+    broken = Task("broken", "warmup", "x", ("s3",), ("aws s3 mb s3://fine-name", "aws s3 mb s3://X"))
     monkeypatch.setattr(environment, "read_task", lambda _: broken)
     env = AwsEnv(account)
     with pytest.raises(SetupError, match="task broken: 'aws s3 mb s3://X' failed: make_bucket failed"):
@@ -135,7 +125,7 @@ def test_criteria_and_solutions_stay_here(account):
             text = json.dumps(told)
             for secret in (*task.criteria, *task.solution, *task.drifts):
                 assert json.dumps(secret) not in text, (task.id, secret)
-            assert "criteria" not in text and "solution" not in text and "hints" not in json.dumps(env.state()["task"])
+            assert "criteria" not in text and "solution" not in text
 
 
 @pytest.mark.parametrize("action, command", [

@@ -3,7 +3,7 @@
     async with serve(AwsEnv, max_sessions=8, backends=accounts(8)) as server: ...
     python -m grpolab serve aws --max-sessions 8
 
-Reward, paid once: 1.0 for the task done, less for each hint taken, 0.0 when the turns are used up. What is typed earns nothing.
+Reward, paid once: 1.0 for the task done, 0.0 when the turns are used up. What is typed earns nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from grpolab.env.aws.grader import Grade, grade
 from grpolab.env.aws.options import AwsOptions
 from grpolab.env.aws.tasks import Task, load_tasks, pick_drifts, play, templates
 from grpolab.env.protocol import InvalidAction, StepResult
-
-HINT = "aws hint"  # the action that asks for one, where hints are on
-HINT_FACTOR = 0.85  # of the reward, for each hint taken
 
 
 class SetupError(RuntimeError):
@@ -53,7 +50,7 @@ class AwsEnv:
         self._begin()
 
     def _begin(self) -> None:
-        self._turn = self._hinted = 0
+        self._turn = 0
         self._done, self._achieved, self._progress = True, False, 0.0
 
     def reset(self, seed: int | None = None, task: Any = None) -> StepResult:
@@ -86,15 +83,14 @@ class AwsEnv:
             raise RuntimeError("the episode is over: reset before the next step")
         self._turn += 1
         options, before = self.options, self._progress
-        output = self._hint() if command == HINT else self._run(command)
+        output = self._run(command)
         self._after(output)
         self._done = self._achieved or self._turn >= options.max_turns
-        reward = HINT_FACTOR**self._hinted * self._achieved if self._done else 0.0 if options.shaping else None
+        reward = float(self._achieved) if self._done else 0.0 if options.shaping else None
         if options.shaping:
             reward += options.shaping * ((0.0 if self._done else self._progress) - before)
         observation = {"text": shorten(output, options.observation_characters), "ok": output.ok}
-        return StepResult(observation, reward, self._done, {"achieved": self._achieved, "progress": self._progress,
-                                                            "hints": self._hinted})
+        return StepResult(observation, reward, self._done, {"achieved": self._achieved, "progress": self._progress})
 
     def _after(self, output: Output) -> None:
         """Grade the account where something was sent to it."""
@@ -111,22 +107,13 @@ class AwsEnv:
     def _grade(self) -> Grade:
         return grade(self._task, self._grader.client)
 
-    def _hint(self) -> Output:
-        if not self.options.hints:
-            return Output(False, "", "there are no hints here\n")
-        if self._hinted >= len(self._task.hints):
-            return Output(False, "", "there are no more hints\n")
-        self._hinted += 1
-        return Output(True, self._task.hints[self._hinted - 1] + "\n", "")
-
     def state(self) -> dict:
         """What anybody may know of the episode, what its account holds included: neither its criteria nor its solution."""
         task, account = None, {}
         if self._task is not None:
             task, account = self._task.shown(), self.account.inventory()
         return {"task": task, "account": account, "turn": self._turn, "max_turns": self.options.max_turns,
-                "hints": self._hinted, "progress": self._progress, "achieved": self._achieved,
-                "done": self._done}
+                "progress": self._progress, "achieved": self._achieved, "done": self._done}
 
     def close(self) -> None:
         self.account.close()

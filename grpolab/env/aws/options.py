@@ -19,7 +19,6 @@ class AwsOptions:
 
     max_turns: int = 8  # commands in an episode
     tier: str | None = None  # tier of the tasks that are drawn where a client names none
-    hints: bool = False  # let the action `aws hint` give the task's next hint, at a cost in reward
     drift: bool = True  # begin drift tasks with some of what they ask for spoilt
     shaping: float = 0.0  # weight of the potential difference that is paid each turn
     observation_characters: int = 800  # longest observation; an output is cut in its middle

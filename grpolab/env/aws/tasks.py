@@ -32,9 +32,8 @@ _NEEDS = {"id", "description", "services", "setup", "criteria", "solution", "slo
 class Task:
     """One task. `setup`, `solution` and `drifts` are `aws …` lines; `criteria` are the grader's (`grader.grade`).
 
-    `hints` tell more and more: the services, the operations, the commands with names left out. A drift task is prepared
-    by `setup`, which reaches what is asked for, and by some of `drifts` (`pick_drifts`), each of which spoils something;
-    line i of its solution repairs drift i.
+    A drift task is prepared by `setup`, which reaches what is asked for, and by some of `drifts` (`pick_drifts`), each of
+    which spoils something; line i of its solution repairs drift i.
     """
 
     id: str
@@ -42,7 +41,6 @@ class Task:
     description: str
     services: tuple[str, ...]
     setup: tuple[str, ...]
-    hints: tuple[str, ...] = field(default=(), repr=False)
     drifts: tuple[str, ...] = ()
     criteria: tuple[dict, ...] = field(default=(), repr=False, hash=False)
     solution: tuple[str, ...] = field(default=(), repr=False)
@@ -73,25 +71,12 @@ class Template:
             raise ValueError(f"template {self.id!r} has the slots {sorted(self.slots)}, got values for {sorted(values)}")
         row = _filled({k: self.row[k] for k in ("description", "setup", "criteria", "solution")}, values)
         return Task(id or f"{self.id}/{','.join(values.values())}", self.tier, row["description"], tuple(self.row["services"]),
-                    tuple(row["setup"]), hints_of(self.row["services"], self.row["solution"]),
-                    tuple(_filled(self.row.get("drifts", []), values)), tuple(row["criteria"]), tuple(row["solution"]))
+                    tuple(row["setup"]), tuple(_filled(self.row.get("drifts", []), values)), tuple(row["criteria"]),
+                    tuple(row["solution"]))
 
     def own_task(self) -> Task:
         """The task with the values that stand in the data, under the template's id."""
         return self.task({name: value for name, (_, value) in self.slots.items()}, self.id)
-
-
-def hints_of(services: Iterable[str], solution: Iterable[str]) -> tuple[str, ...]:
-    """Three hints out of a template's solution: its services, its operations, its commands with the slots in place of names."""
-    solution = [_REFERENCE.sub(lambda reference: f"<{reference[2].split('|')[-1]}>", _without_inner_slots(line))
-                for line in solution]
-    operations = dict.fromkeys(" ".join(line.split()[:3]) for line in solution)
-    return (f"Services: {', '.join(services)}.", f"Operations: {'; '.join(operations)}.", "\n".join(solution))
-
-
-def _without_inner_slots(line: str) -> str:
-    """A line without the slots that stand inside a reference, so that the reference can be read."""
-    return re.sub(r"<([0-9]+:[^<>]*)<[^<>]*>([^<>]*)>", r"<\1\2>", line)
 
 
 def _filled(value: Any, values: Mapping[str, str]) -> Any:
