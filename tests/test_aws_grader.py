@@ -135,7 +135,8 @@ def test_another_sensible_way_counts(account, task, lines):
 @pytest.mark.parametrize("expression, minutes", [
     ("rate(10 minutes)", 10), ("rate(1 minute)", 1), ("rate(2 hours)", 120), ("rate(1 day)", 1440), ("cron(* * * * ? *)", 1),
     ("cron(*/15 * * * ? *)", 15), ("cron(0/20 * ? * * *)", 20), 
-    ("cron(0,30 * * * ? *)", None), ("cron(0/25 * * * ? *)", None), ("cron(0/10 9 * * ? *)", None), ("cron(0/0 * * * ? *)", None), ("cron(x * * * ? *)", None),
+    ("cron(0,30 * * * ? *)", None), ("cron(0/25 * * * ? *)", None),
+    ("cron(0/10 9 * * ? *)", None), ("cron(0/0 * * * ? *)", None), ("cron(x * * * ? *)", None),
     ("at(2030-01-01T00:00:00)", None), ("", None), ("cron(0-30/10 * * * ? *)", None), ("rate(" + "9" * 5000 + " days)", None)])
 def test_minutes_of_a_schedule(expression, minutes):
     """0/25 comes at the minutes 0, 25 and 50: not every 25."""

@@ -67,8 +67,7 @@ class FreshTasks:
     """A curriculum of templates as the tasks of `multi_turn_grpo`: what is played is a fresh instance of each template that it
     wants, by its id, and its result is recorded in the curriculum under the template's name.
 
-    What is drawn is a function of `seed` and of the results so far, on which the wanted templates depend too, so that a run that
-    was interrupted asks for the same again."""
+    What is drawn depends on `seed` and the results so far, so that a run that was interrupted asks for the same again."""
 
     curriculum: Curriculum
     seed: int = 0
