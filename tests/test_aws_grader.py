@@ -7,22 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpolab.env.aws import commands
-from grpolab.env.aws.backend import Simulator, wipe
+from grpolab.env.aws.backend import wipe
 from grpolab.env.aws.environment import read_task
 from grpolab.env.aws.grader import grade
 from grpolab.env.aws.tasks import load_tasks, play, templates
 
 QUEUE, TOPIC = "arn:aws:sqs:us-east-1:000000000000:", "arn:aws:sns:us-east-1:000000000000:"
-
-
-@pytest.fixture(scope="module")
-def account():
-    simulator = Simulator()
-    held = commands.Account(simulator.start())
-    yield held
-    held.close()
-    simulator.stop()
 
 
 def done(account, task, lines):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpolab.env.aws import generate, tasks
+from grpolab.env.aws.backend import wipe
 from grpolab.env.aws.clients import AccountGone
 from grpolab.env.aws.criteria import check_criterion
 from grpolab.env.aws.environment import read_task
@@ -16,28 +17,9 @@ from grpolab.env.aws.tasks import TIERS, load_tasks, pick_drifts, play, template
 from grpolab.env.curriculum import Curriculum
 from grpolab.files import data_path
 
-FIVE = TIERS[:5]
-
-
-@pytest.fixture(scope="module")
-def account():
-    """One simulated account for all tests; `fresh()` wipes it."""
-    pytest.importorskip("ministack")
-    pytest.importorskip("awscli")
-    from grpolab.env.aws.backend import Simulator
-    from grpolab.env.aws.commands import Account
-
-    simulator = Simulator()
-    held = Account(simulator.start())
-    yield held
-    held.close()
-    simulator.stop()
-
 
 def prepared(account, task):
     """The account as the task begins, without drifts."""
-    from grpolab.env.aws.backend import wipe
-
     wipe(account.endpoint)
     carry_out(account, task.setup, task)
     return task
@@ -66,27 +48,9 @@ def check_solvable(account, task):
     assert after.achieved and after.progress == 1.0, (task.id, after)
 
 
-def test_there_are_enough_of_them_and_they_are_small():
-    ids = template_ids()
-    assert sum(map(len, ids[:5])) >= 120 and min(map(len, ids[:5])) >= 20 and len(ids[5]) >= 8
-    assert all(task.id.startswith(f"{task.tier}-") for task in load_tasks())
-    assert sum(file.stat().st_size for file in data_path("aws").iterdir()) < 300_000
-    assert [len(load_tasks(tier)) for tier in TIERS] == [len(of_tier) for of_tier in ids]
-    with pytest.raises(ValueError, match="easy"):
-        load_tasks("easy")
-    with pytest.raises(ValueError, match="easy"):
-        template_ids("easy")
-
-
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_reference_solves_what_the_start_does_not(account, tier):
-    for task in load_tasks(tier):
-        check_solvable(account, task)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_so_it_does_with_names_that_are_held_out(account, tier):
-    for task in instances(tier, len(load_tasks(tier)), seed=3, split="held_out"):
+    for task in (*load_tasks(tier), *instances(tier, len(load_tasks(tier)), seed=3, split="held_out")):
         check_solvable(account, task)
 
 
@@ -150,14 +114,6 @@ def test_every_template_has_a_name_and_its_own_values_are_for_training():
             assert value not in drawn, (template.id, value)
 
 
-def test_up_to_advanced_every_value_is_in_the_description_or_the_account():
-    for tier in ("warmup", "beginner", "intermediate", "advanced"):
-        for template in templates():
-            if template.tier == tier:
-                said = template.row["description"] + json.dumps(template.row["setup"])
-                assert all(f"<{name}>" in said for name in template.slots), template.id
-
-
 def test_instances_are_drawn_by_their_seed():
     some = instances("beginner", 50, seed=1)
     assert some == instances("beginner", 50, seed=1) != instances("beginner", 50, seed=2)
@@ -187,15 +143,6 @@ def test_values_of_an_instance_are_all_different():
         for seed in range(20):
             values = instance(template, seed, "held_out").id.partition("/")[2].split(",")
             assert len(values) == len(template.slots) == len(set(values)), template.id
-
-
-def test_templates_are_the_keys_of_a_curriculum():
-    curriculum = Curriculum(template_ids(*FIVE), seed=0)
-    for seed in range(6):
-        task = instance(curriculum.next_task(), seed)
-        curriculum.record(task.template, [1.0, 0.0])
-        assert curriculum.rate(task.template) == 0.5 and task.tier == "warmup"
-    assert len(curriculum.tasks) == sum(map(len, template_ids(*FIVE)))
 
 
 # --- What a task shows ------------------------------------------------------------------------------------------------
@@ -248,11 +195,6 @@ def test_a_wrong_line_of_data_is_named(tmp_path, monkeypatch, change, says):
         templates.__wrapped__()
 
 
-def test_values_must_be_those_of_the_slots():
-    with pytest.raises(ValueError, match="warmup-bucket.*'b'"):
-        templates()[0].task({"b": "apple"})
-
-
 # --- The grader -------------------------------------------------------------------------------------------------------
 
 
@@ -280,7 +222,6 @@ def criterion(*path, service="s3", read="get_bucket_policy", args=None, **how):
 
 
 def holds(answer, *path, **how):
-    pytest.importorskip("botocore")
     task = SimpleNamespace(id="t", criteria=(criterion(*path, **how),))
     return grade(task, lambda service: Answers(get_bucket_policy=answer)).achieved
 
@@ -310,16 +251,12 @@ def test_paths_and_comparisons(path, how, true):
 
 def test_a_text_that_is_no_json_holds_nothing():
     assert holds({"Policy": "[" * 100_000}, "Policy", "@json", absent=True)
-
-
-@pytest.mark.parametrize("depth", range(500, 1000, 20))
-def test_a_text_that_is_nested_too_deeply_is_a_check_that_fails(depth):
-    text = '{"Statement":' * depth + "1" + "}" * depth
-    assert not holds({"Policy": text}, "Policy", "@json", equals={"Statement": 2})
+    for depth in range(500, 1000, 100):
+        text = '{"Statement":' * depth + "1" + "}" * depth
+        assert not holds({"Policy": text}, "Policy", "@json", equals={"Statement": 2})
 
 
 def test_progress_counts_what_is_reached_and_what_broke():
-    pytest.importorskip("botocore")
     criteria = (criterion("A", exists=True), criterion("B", exists=True), criterion("C", exists=True, keep=True))
     task = SimpleNamespace(id="t", criteria=criteria)
     for answer, progress in (("", 0.0), ("C", 0.0), ("A", 1 / 3), ("AC", 0.5), ("AB", 2 / 3), ("ABC", 1.0)):
@@ -330,7 +267,6 @@ def test_progress_counts_what_is_reached_and_what_broke():
 
 
 def test_an_argument_is_found_by_another_read():
-    pytest.importorskip("botocore")
     read = {"service": "kms", "read": "describe_key", "args": {"KeyId": "alias/a"}, "path": ["KeyMetadata", "KeyId"]}
     task = SimpleNamespace(id="t", criteria=(criterion("KeyRotationEnabled", service="kms", read="get_key_rotation_status",
                                                        args={"KeyId": {"found": read}}, equals=True),))

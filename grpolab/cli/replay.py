@@ -32,7 +32,7 @@ class Replay:
 
     def from_bundle(self) -> list:
         if self.steps or self.bundle or self.reference:
-            raise UsageError("STEP, --bundle and --reference are for a run's folder, and a bundle holds one step: leave them out")
+            raise UsageError("STEP, --bundle and --reference are for a run's folder; a bundle holds one step: leave them out")
         return [replay_bundle(self.source, self.group, self.rollout)]
 
     def from_run(self) -> list:
