@@ -105,16 +105,11 @@ def test_no_value_is_in_both_splits():
         assert not drawn[0] & drawn[1] and min(map(len, drawn)) > 50, kind
 
 
-def test_every_template_has_a_name_and_its_own_values_are_for_training():
-    for template in templates():
-        kinds = [kind for kind, _ in template.slots.values()]
-        assert set(kinds) & {"name", "person", "path"}, template.id
-        for kind, value in template.slots.values():
-            drawn = {draw(kind, "held_out", random.Random(i)) for i in range(200)}
-            assert value not in drawn, (template.id, value)
-
-
 def test_instances_are_drawn_by_their_seed():
+    for template in templates():
+        values = instance(template, 0, "held_out").id.partition("/")[2].split(",")
+        assert len(values) == len(template.slots) == len(set(values)), template.id
+        assert not {value for _, value in template.slots.values()} & set(values), template.id  # its own are for training
     some = instances("beginner", 50, seed=1)
     assert some == instances("beginner", 50, seed=1) != instances("beginner", 50, seed=2)
     assert len({task.id for task in some}) == 50 and {task.tier for task in some} == {"beginner"}
@@ -138,24 +133,12 @@ def test_more_instances_than_there_are_words_for_are_refused(monkeypatch):
         instances("warmup", people + 1, 0, "held_out")
 
 
-def test_values_of_an_instance_are_all_different():
-    for template in templates():
-        for seed in range(20):
-            values = instance(template, seed, "held_out").id.partition("/")[2].split(",")
-            assert len(values) == len(template.slots) == len(set(values)), template.id
-
-
-# --- What a task shows ------------------------------------------------------------------------------------------------
-
-
 def test_a_task_shows_neither_criteria_nor_solution():
     hidden = instance("expert-find-public-bucket", 0)  # of which the description names no bucket
     assert not any(value in json.dumps(hidden.shown()) for value in hidden.id.partition("/")[2].split(","))
     for task in load_tasks():
         assert task.shown() == {"template": task.id, "tier": task.tier, "description": task.description}
-        prepared = {*task.setup, *task.drifts}  # a repair may be a line of the set-up
-        assert not any(line in repr(task) for line in task.solution if line not in prepared and "<" not in line), task.id
-        assert "criteria" not in repr(task) and "TagSet" not in task.description
+        assert "criteria" not in repr(task) and "solution" not in repr(task)
 
 
 def test_drifts_are_picked_by_the_seed():

@@ -1,9 +1,9 @@
 """What IAM policies allow, by AWS's evaluation logic: an explicit Deny wins, then an Allow, and otherwise the answer is no.
 https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
 
-A policy may have been written by anybody, so what is not understood never allows and always denies. Of conditions those are
-understood that a policy of a task may well have: of equality, with `*` and `?`, and of TLS; one of networks or times never
-allows, since a task asks for access from anywhere and for good.
+A policy may have been written by anybody, so what is not understood never allows and always denies: NotAction and the like,
+and conditions other than of equality, with `*` and `?`, and of TLS. One of networks or times never allows, since a task asks
+for access from anywhere and for good.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 # Condition keys of every request.
 CONTEXT = {"aws:securetransport": "true", "aws:sourceaccount": "000000000000", "aws:requestedregion": "us-east-1"}
+
+_NOT = frozenset(("NotAction", "NotResource", "NotPrincipal"))
 
 
 @dataclass(frozen=True)
@@ -50,45 +52,34 @@ def _statements(policies: Iterable[Any]) -> Iterator[Mapping]:
 def _applies(statement: Mapping, request: Request) -> bool:
     """Whether a statement is about the request: an Allow about all of it, a Deny about any of it."""
     deny = statement.get("Effect") != "Allow"
-    of_a_role = request.principal is not None and not {"Resource", "NotResource"} & set(statement)
-    return (_names(statement, "Action", request.action, deny)
-            and (of_a_role or _names(statement, "Resource", request.resource, deny))
+    of_a_role = request.principal is not None and "Resource" not in statement
+    if "Action" not in statement or not (of_a_role or "Resource" in statement) or not _NOT.isdisjoint(statement):
+        return deny
+    matches = _touches if deny else _matches
+    return (any(matches(action.lower(), request.action.lower()) for action in _texts(statement["Action"]))
+            and (of_a_role or any(matches(resource, request.resource) for resource in _texts(statement["Resource"])))
             and _names_principal(statement, request.principal, deny)
             and _conditions_hold(statement.get("Condition", {}), request, deny))
 
 
+def _names_principal(statement: Mapping, principal: Mapping[str, str] | None, deny: bool) -> bool:
+    if principal is None or "Principal" not in statement:
+        return deny or (principal is None and "Principal" not in statement)
+    pairs = _pairs(statement["Principal"])
+    # A whole account, as its id or its root, is denied with everybody in it; to allow it only lets the account decide.
+    accounts = {name.split(":")[4] for name in principal.values() if name.startswith("arn:")}
+    everybody = deny and any(text in (account, f"arn:aws:iam::{account}:root") for _, text in pairs for account in accounts)
+    return everybody or ("AWS", "*") in pairs or any(pair in pairs for pair in principal.items())
+
+
 def _lies_within(statement: Mapping, request: Request) -> bool:
-    """Whether all that an Allow statement names is part of the request. A statement of all but a few names everything."""
+    """Whether all that an Allow statement names is part of the request. One without these elements names everything."""
     actions = _texts(statement["Action"]) if "Action" in statement else ["*"]
     resources = _texts(statement["Resource"]) if "Resource" in statement else ["*"]
     principals = _pairs(statement.get("Principal", "*")) if request.principal is not None else []
     return (all(action.lower() == request.action.lower() for action in actions)
             and all(_matches(request.resource, resource) for resource in resources)
             and all(pair in (request.principal or {}).items() for pair in principals))
-
-
-def _names(statement: Mapping, element: str, wanted: str, deny: bool) -> bool:
-    """Whether an element, or its Not form, is about what is wanted."""
-    texts = _texts(statement.get(element, statement.get(f"Not{element}", [])))
-    if element == "Action":
-        texts, wanted = [text.lower() for text in texts], wanted.lower()
-    if element in statement:
-        return any((_touches if deny else _matches)(text, wanted) for text in texts)
-    if f"Not{element}" in statement:
-        return not any((_matches if deny else _touches)(text, wanted) for text in texts)
-    return deny
-
-
-def _names_principal(statement: Mapping, principal: Mapping[str, str] | None, deny: bool) -> bool:
-    named = "Principal" in statement or "NotPrincipal" in statement
-    if principal is None or not named:
-        return deny or (principal is None and not named)
-    pairs = _pairs(statement.get("Principal", statement.get("NotPrincipal")))
-    # A whole account, as its id or its root, is denied with everybody in it; to allow it only lets the account decide.
-    accounts = {name.split(":")[4] for name in principal.values() if name.startswith("arn:")}
-    everybody = deny and any(text in (account, f"arn:aws:iam::{account}:root") for _, text in pairs for account in accounts)
-    listed = ("AWS", "*") in pairs or any(pair in pairs for pair in principal.items()) or everybody
-    return listed == ("Principal" in statement)
 
 
 def _pairs(principals: Any) -> list[tuple[str, str]]:
