@@ -93,7 +93,7 @@ def test_a_message_in_flight_is_not_removed(account):
 
 def test_a_new_key_in_place_of_the_given_one_is_no_solution(account):
     lines = ["aws kms create-key --description <v>", "aws kms create-alias --alias-name alias/<a> --target-key-id "
-             "<1:KeyMetadata|KeyId>", "aws kms enable-key-rotation --key-id <1:KeyMetadata|KeyId>"]
+             "<1:KeyMetadata.KeyId>", "aws kms enable-key-rotation --key-id <1:KeyMetadata.KeyId>"]
     assert not done(account, "expert-key-rotation", lines)
 
 

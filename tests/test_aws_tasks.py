@@ -151,11 +151,11 @@ def test_drifts_are_picked_by_the_seed():
 
 def test_a_line_takes_an_id_from_an_earlier_output():
     printed = iter(['{"Keys": [{"KeyId": "k1", "Name": "a"}, {"KeyId": "k2", "Name": "b"}]}', "", ""])
-    lines = ["aws list", "aws use <1:Keys|0|KeyId>", "aws use <1:Keys|Name=b|KeyId>"]
+    lines = ["aws list", "aws use <1:Keys[0].KeyId>", "aws use <1:Keys[?Name=='b'].KeyId | [0]>"]
     ran = [line for line, _ in play(lines, lambda line: SimpleNamespace(stdout=next(printed)))]
     assert ran == ["aws list", "aws use k1", "aws use k2"]
-    for missing in ("<1:Keys|7|KeyId>", "<1:Keys|Name=z|KeyId>", "<4:Keys>", "<1:Key>"):
-        with pytest.raises(ValueError, match=missing.replace("|", r"\|")):
+    for missing in ("<1:Keys[7].KeyId>", "<4:Keys>", "<1:Key>", "<1:[>"):
+        with pytest.raises(ValueError, match="is not in the output of line"):
             list(play(["aws list", f"aws use {missing}"], lambda line: SimpleNamespace(stdout='{"Keys": []}')))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpolab.env.aws.tasks import TIERS
 from grpolab.env.calculator import check_counts
+
+TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert", "drift")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ They lie in `data/aws/TIER.jsonl`, one template a line, with `<slots>` in its te
 `data/aws/words.json`. `criteria` describes what a criterion is.
 
 A template has id, description, services, setup, criteria and solution (a reference), and `slots`: name -> [kind, value].
-A line of a solution may take an id from the JSON that an earlier line printed: `<1:Keys|0|KeyId>` is the first line's
-`Keys`, its item 0, that one's `KeyId`, and `Aliases|AliasName=alias/apple|TargetKeyId` asks for an item by an entry.
+A line of a solution may take an id from the JSON that an earlier line printed, by JMESPath: `<1:Keys[0].KeyId>` is found in the
+output of the first line.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import jmespath
+
 from grpolab.env.aws.criteria import check_criterion
+from grpolab.env.aws.options import TIERS
 from grpolab.files import data_path
 
-TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert", "drift")
 _SLOT = re.compile(r"<([a-z][a-z0-9_]*)>")
 _REFERENCE = re.compile(r"<([0-9]+):([^<>]+)>")  # to an id in an earlier output
 _NEEDS = {"id", "description", "services", "setup", "criteria", "solution", "slots"}
@@ -172,15 +174,11 @@ def play(lines: Iterable[str], run: Callable[[str], Any]) -> Iterator[tuple[str,
 
 
 def _resolve(reference: re.Match, printed: list[str]) -> str:
-    """What `<N:path>` stands for after these outputs."""
+    """What `<N:expression>` stands for after these outputs."""
     try:
-        value = json.loads(printed[int(reference[1]) - 1])
-        for step in reference[2].split("|"):
-            name, equals, wanted = step.partition("=")
-            if equals:
-                value = next(item for item in value if item.get(name) == wanted)
-            else:
-                value = value[int(step)] if isinstance(value, list) else value[step]
-        return str(value)
-    except (ValueError, LookupError, TypeError, StopIteration) as error:
-        raise ValueError(f"{reference[0]} is not in the output of line {reference[1]}: {printed[-1:]}") from error
+        value = jmespath.search(reference[2], json.loads(printed[int(reference[1]) - 1]))
+    except (ValueError, IndexError):
+        value = None
+    if value is None:
+        raise ValueError(f"{reference[0]} is not in the output of line {reference[1]}: {printed[-1:]}")
+    return str(value)
