@@ -21,7 +21,7 @@ COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module
     "dpo": ("train", "DPO", "learn from preferences"),
     "reward": ("train", "Reward", "train a reward model"),
     "serve": ("serve", "Serve", "serve an environment over WebSockets"),
-    "serve-policy": ("serve_policy", "ServePolicy", "serve a model behind an OpenAI-compatible endpoint"),
+    "serve-policy": ("serve", "ServePolicy", "serve a model behind an OpenAI-compatible endpoint"),
     "replay": ("replay", "Replay", "generate recorded rollouts again and compare every bit"),
 }
 

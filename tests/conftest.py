@@ -20,6 +20,28 @@ def tiny(_tiny) -> Policy:
     return Policy(copy.deepcopy(_tiny.model), _tiny.tokenizer, _tiny.name, _tiny.eos_ids)
 
 
+@pytest.fixture(scope="session")
+def _account():
+    """A simulated AWS account with its command line; `account` wipes it for each test."""
+    from grpolab.env.aws.backend import Simulator
+    from grpolab.env.aws.commands import Account
+
+    simulator = Simulator()
+    account = Account(simulator.start())
+    yield account
+    account.close()
+    simulator.stop()
+
+
+@pytest.fixture
+def account(_account):
+    from grpolab.env.aws.backend import wipe
+
+    wipe(_account.endpoint)
+    _account.close("s3")  # which remembers where buckets were
+    return _account
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """An `async def` test runs on a loop of its own, for a minute at most, and leaves no task behind."""

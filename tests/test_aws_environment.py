@@ -3,19 +3,18 @@
 import asyncio
 import json
 import os
-import random
 import signal
-import subprocess
 import sys
 
 import psutil
 import pytest
-from env_harness import ROOT, SOON, alive, server_process, wait_for
+from env_harness import SOON, alive, server_process, wait_for
 
+from grpolab.__main__ import main
 from grpolab.env.aws import backend, environment
 from grpolab.env.aws.backend import Simulator, accounts
 from grpolab.env.aws.commands import Output
-from grpolab.env.aws.environment import HINT, HINT_FACTOR, AwsEnv, SetupError, read_command, read_task, shorten
+from grpolab.env.aws.environment import AwsEnv, SetupError, read_command, read_task, shorten
 from grpolab.env.aws.grader import grade
 from grpolab.env.aws.tasks import TIERS, Task, load_tasks
 from grpolab.env.backends import BackendPool
@@ -79,51 +78,19 @@ def test_the_reward_is_paid_once_and_stalling_earns_nothing(account):
     assert not stalled[-1].metadata["achieved"] and stalled[-1].metadata["progress"] == 0.5
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_shaping_is_a_potential_difference(account, gamma):
-    """With gamma 1 every way through an episode sums to its terminal reward; below it, waiting costs."""
-    env = AwsEnv(account, max_turns=4, shaping=0.5, gamma=gamma)
-    quick = [r.reward for r in played(env, MAKE, VERSION)[1:]]
-    assert quick == [pytest.approx(0.5 * gamma * 0.5), pytest.approx(1.0 - 0.5 * 0.5)]
-    slow = [r.reward for r in played(env, MAKE, LOOK, LOOK, VERSION)[1:]]
-    assert slow[1:3] == [pytest.approx(0.5 * (gamma * 0.5 - 0.5))] * 2
-    stalled = [r.reward for r in played(env, MAKE, *[LOOK] * 3)[1:]]
-    discounted = [sum(r * gamma**t for t, r in enumerate(rewards)) for rewards in (quick, slow, stalled)]
-    assert discounted == [pytest.approx(gamma), pytest.approx(gamma**3), pytest.approx(0.0)]
+def test_shaping_is_a_potential_difference(account):
+    """Every way through an episode sums to its terminal reward."""
+    env = AwsEnv(account, max_turns=4, shaping=0.5)
+    assert [r.reward for r in played(env, MAKE, LOOK, VERSION)[1:]] == [0.25, 0.0, 0.75]
+    assert [r.reward for r in played(env, MAKE, *[LOOK] * 3)[1:]] == [0.25, 0.0, 0.0, -0.25]
 
 
-def test_hints_cost_and_end(account):
-    env = AwsEnv(account, hints=True)
-    results = played(env, HINT, HINT, HINT, HINT, MAKE, VERSION)
-    assert [r.observation["ok"] for r in results[1:5]] == [True, True, True, False]
-    assert "s3" in results[1].observation["text"] and "no more" in results[4].observation["text"]
-    assert results[-1].reward == pytest.approx(HINT_FACTOR**3)
-    off = played(AwsEnv(account), HINT, MAKE, VERSION)
-    assert not off[1].observation["ok"] and off[-1].reward == 1.0
-
-
-def test_chaos_destroys_what_the_agent_made_by_its_own_seed(account):
-    always = AwsEnv(account, chaos=1.0)
-    _, made, looked = played(always, MAKE, LOOK)
-    assert made.observation["ok"] and made.metadata["chaos"] == 1 and made.metadata["progress"] == 0.0
-    assert NAME not in looked.observation["text"]
-    given = played(always, LOOK, task="expert-public-bucket")[1]  # what the task set up is not the agent's
-    assert given.metadata["chaos"] == 0 and "s" in given.observation["text"]
-    half = [AwsEnv(account, chaos=0.5, chaos_seed=seed) for seed in (3, 3, 4, 5, 6, 7)]
-    lines = [f"aws sqs create-queue --queue-name q{n}" for n in range(6)]
-    fates = [[r.metadata["chaos"] for r in played(env, *lines, seed=n)[1:]] for n, env in enumerate(half)]
-    assert fates[0] == fates[1] and len({tuple(fate) for fate in fates}) > 1
-    assert [r.metadata["chaos"] for r in played(AwsEnv(account), *lines)[1:]] == [0] * 6
-
-
-def test_drift_spoils_by_its_own_seed(account):
-    env = AwsEnv(account, drift_seed=1)
-    spoilt = env.reset(seed=5, task="drift-bucket") and env.state()["progress"]
-    assert 0 < spoilt < 1
-    seen = []
-    for env in (AwsEnv(account, drift_seed=seed) for seed in (1, 1, 2, 3, 4)):
-        env.reset(seed=random.randrange(100), task="drift-bucket")
-        seen.append(tuple(check.holds for check in grade(read_task("drift-bucket"), env.account.client).checks))
+def test_drift_spoils_by_the_seed(account):
+    env, seen = AwsEnv(account), []
+    for seed in (1, 1, 2, 3, 4):
+        env.reset(seed=seed, task="drift-bucket")
+        seen.append(grade(read_task("drift-bucket"), env.account.client).holds)
+        assert 0 < env.state()["progress"] < 1
     assert seen[0] == seen[1] and len(set(seen)) > 1
     calm = AwsEnv(account, drift=False)
     calm.reset(seed=5, task="drift-bucket")
@@ -141,16 +108,13 @@ def test_the_same_seed_gives_the_same_episode(account):
 
 
 def test_a_setup_that_fails_is_an_error(account, monkeypatch):
-    broken = Task("broken", "warmup", "x", ("s3",), ("aws s3 mb s3://fine-name", "aws s3 mb s3://X"), (), criteria=())
+    broken = Task("broken", "warmup", "x", ("s3",), ("aws s3 mb s3://fine-name", "aws s3 mb s3://X"))
     monkeypatch.setattr(environment, "read_task", lambda _: broken)
     env = AwsEnv(account)
     with pytest.raises(SetupError, match="task broken: 'aws s3 mb s3://X' failed: make_bucket failed"):
         env.reset(seed=1, task="broken")
     with pytest.raises(RuntimeError, match="reset"):
         env.step({"command": LOOK})
-    monkeypatch.setattr(environment, "inventory", lambda _: {"s3 list_buckets": ["x"]})
-    with pytest.raises(SetupError, match="not empty after it was wiped: s3 list_buckets"):
-        env.reset(seed=1, task="broken")
 
 
 def test_criteria_and_solutions_stay_here(account):
@@ -161,7 +125,7 @@ def test_criteria_and_solutions_stay_here(account):
             text = json.dumps(told)
             for secret in (*task.criteria, *task.solution, *task.drifts):
                 assert json.dumps(secret) not in text, (task.id, secret)
-            assert "criteria" not in text and "solution" not in text and "hints" not in json.dumps(env.state()["task"])
+            assert "criteria" not in text and "solution" not in text
 
 
 @pytest.mark.parametrize("action, command", [
@@ -225,11 +189,7 @@ def test_another_action_is_refused(action):
 def test_an_unknown_task_is_refused(task):
     with pytest.raises(InvalidAction):
         read_task(task)
-
-
-def test_an_instance_is_read_from_its_id():
-    task = read_task({"id": "warmup-bucket/plum"})
-    assert task.description == "Create an S3 bucket named plum." and task.id == "warmup-bucket/plum"
+    assert read_task({"id": "warmup-bucket/plum"}).description == "Create an S3 bucket named plum."
 
 
 def test_long_outputs_are_cut_in_their_middle():
@@ -239,8 +199,7 @@ def test_long_outputs_are_cut_in_their_middle():
     assert len(cut) <= 100 and cut.startswith("aaaa") and cut.endswith("zzzz") and " ... 900 characters ... " in cut
 
 
-@pytest.mark.parametrize("options", [{"max_turns": 0}, {"tier": "hard"}, {"chaos": 1.5}, {"shaping": -1}, {"gamma": 0},
-                                     {"observation_characters": 0}])
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"tier": "hard"}, {"shaping": -1}, {"observation_characters": 0}])
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         AwsEnv("http://127.0.0.1:1", **options)
@@ -327,8 +286,10 @@ def test_nothing_outlives_a_killed_server():
 
 @pytest.mark.parametrize("options, said", [
     (("calculator", "--max-turns", "3"), "--max-turns is only of `serve aws`"), (("aws", "--backend", "x"), "brings its own"),
-    (("aws", "--chaos", "2"), "chaos=2.0: a probability"), (("guess", "--no-drift"), "--no-drift is only of `serve aws`")])
-def test_the_command_line_refuses(options, said):
-    done = subprocess.run([sys.executable, "-m", "grpolab", "serve", *options], capture_output=True, text=True, timeout=60,
-                          cwd=ROOT)
-    assert done.returncode == (1 if "--chaos" in options else 2) and said in done.stderr
+    (("aws", "--shaping", "2"), "shaping=2.0"), (("guess", "--no-drift"), "--no-drift is only of `serve aws`")])
+def test_the_command_line_refuses(options, said, capsys):
+    try:
+        status = main(["serve", *options])
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 2 and said in capsys.readouterr().err

@@ -7,22 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpolab.env.aws import commands
-from grpolab.env.aws.backend import Simulator, wipe
+from grpolab.env.aws.backend import wipe
 from grpolab.env.aws.environment import read_task
 from grpolab.env.aws.grader import grade
 from grpolab.env.aws.tasks import load_tasks, play, templates
 
 QUEUE, TOPIC = "arn:aws:sqs:us-east-1:000000000000:", "arn:aws:sns:us-east-1:000000000000:"
-
-
-@pytest.fixture(scope="module")
-def account():
-    simulator = Simulator()
-    held = commands.Account(simulator.start())
-    yield held
-    held.close()
-    simulator.stop()
 
 
 def done(account, task, lines):
@@ -103,7 +93,7 @@ def test_a_message_in_flight_is_not_removed(account):
 
 def test_a_new_key_in_place_of_the_given_one_is_no_solution(account):
     lines = ["aws kms create-key --description <v>", "aws kms create-alias --alias-name alias/<a> --target-key-id "
-             "<1:KeyMetadata|KeyId>", "aws kms enable-key-rotation --key-id <1:KeyMetadata|KeyId>"]
+             "<1:KeyMetadata.KeyId>", "aws kms enable-key-rotation --key-id <1:KeyMetadata.KeyId>"]
     assert not done(account, "expert-key-rotation", lines)
 
 
@@ -134,8 +124,9 @@ def test_another_sensible_way_counts(account, task, lines):
 
 @pytest.mark.parametrize("expression, minutes", [
     ("rate(10 minutes)", 10), ("rate(1 minute)", 1), ("rate(2 hours)", 120), ("rate(1 day)", 1440), ("cron(* * * * ? *)", 1),
-    ("cron(*/15 * * * ? *)", 15), ("cron(0/20 * ? * * *)", 20), ("cron(0,30 * * * ? *)", 30), ("cron(5 * * * ? *)", 60),
-    ("cron(0/25 * * * ? *)", None), ("cron(0/10 9 * * ? *)", None), ("cron(0/0 * * * ? *)", None), ("cron(x * * * ? *)", None),
+    ("cron(*/15 * * * ? *)", 15), ("cron(0/20 * ? * * *)", 20), 
+    ("cron(0,30 * * * ? *)", None), ("cron(0/25 * * * ? *)", None),
+    ("cron(0/10 9 * * ? *)", None), ("cron(0/0 * * * ? *)", None), ("cron(x * * * ? *)", None),
     ("at(2030-01-01T00:00:00)", None), ("", None), ("cron(0-30/10 * * * ? *)", None), ("rate(" + "9" * 5000 + " days)", None)])
 def test_minutes_of_a_schedule(expression, minutes):
     """0/25 comes at the minutes 0, 25 and 50: not every 25."""

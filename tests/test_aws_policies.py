@@ -25,96 +25,79 @@ def without(statement, *names):
     return {name: value for name, value in statement.items() if name not in names}
 
 
-@pytest.mark.parametrize("statements, allowed", [
+def allowed(*documents, resource=OBJECT, principal=None, context=()):
+    return allows(documents, Request(GET, resource, principal, dict(context)))
+
+
+@pytest.mark.parametrize("statements, expected", [
     ([], False), ([allow()], True), ([deny()], False), ([allow(), deny()], False), ([deny(), allow()], False),
     ([allow(Action="s3:getobject")], True), ([allow(Action="s3:Get*")], True), ([allow(Action="*")], True),
     ([allow(Action=["s3:PutObject", "s3:G?tObject"])], True), ([allow(Action="s3:PutObject")], False),
     ([allow(Resource="*")], True), ([allow(Resource=OBJECT)], True), ([allow(Resource="arn:aws:s3:::pear")], False),
     ([allow(Resource="arn:aws:s3:::PEAR/*")], False), ([allow(Resource=["x", "arn:aws:s3:::*"])], True),
-    ([without(allow(NotAction="iam:*"), "Action")], True), ([without(allow(NotAction="s3:*"), "Action")], False),
-    ([without(allow(NotResource="arn:aws:s3:::plum/*"), "Resource")], True),
-    ([without(allow(NotResource=OBJECTS), "Resource")], False),
-    ([allow(), without(deny(NotAction=GET), "Action")], True), ([allow(), without(deny(NotAction="s3:P*"), "Action")], False),
-    ([allow(), without(deny(NotResource=OBJECTS), "Resource")], True), ([allow(), deny(Resource="*")], False),
-    ([allow(), deny(Action="s3:PutObject")], True),
-    ([allow(Resource="arn:aws:s3:::${aws:username}/*")], True), ([allow(Resource="arn:aws:s3:::${aws:userid}/*")], False),
+    ([allow(Resource="arn:aws:s3:::[p]ear/*")], False),
+    ([without(allow(NotAction="iam:*"), "Action")], False), ([without(allow(NotResource="x"), "Resource")], False),
+    ([allow(), without(deny(NotAction="s3:P*"), "Action")], False), ([allow(), deny(Resource="*")], False),
+    ([allow(), deny(Action="s3:PutObject")], True), ([allow(Resource="arn:aws:s3:::${aws:userid}/*")], False),
+    ([allow(), deny(Resource="arn:aws:s3:::${aws:userid}/*")], False),
     ([allow(Principal="*")], False), ([without(allow(), "Resource")], False), ([{"Effect": "Allow"}], False),
     ([allow(), {"Effect": "Deny"}], False), ([allow(Action={"a": 1})], False), ([None, 3, []], False)])
-def test_deny_comes_before_allow(statements, allowed):
-    context = {"aws:username": "pear"}
-    assert allows([policy(*statements)], GET, OBJECT, context) is allowed
-    assert allows([policy(s) for s in statements], GET, OBJECT, context) is allowed  # the same in policies of their own
+def test_deny_comes_before_allow(statements, expected):
+    assert allowed(policy(*statements)) is expected
+    assert allowed(*map(policy, statements)) is expected  # the same in policies of their own
 
 
-@pytest.mark.parametrize("documents", [None, "text", 1, {"Statement": "x"}, {}, {"Statement": [["x"]]}])
-def test_what_is_no_policy_allows_nothing(documents):
-    assert not allows([documents], GET, OBJECT)
-
-
-def test_a_single_statement_needs_no_list():
-    assert allows([{"Statement": allow()}], GET, OBJECT)
+@pytest.mark.parametrize("document", [None, "text", 1, {"Statement": "x"}, {}, {"Statement": [["x"]]}])
+def test_what_is_no_policy_allows_nothing(document):
+    assert not allowed(document) and allowed({"Statement": allow()})  # a single statement needs no list
 
 
 @pytest.mark.parametrize("condition, holds", [
-    ({"IpAddress": {"aws:SourceIp": "203.0.113.0/24"}}, True), ({"IpAddress": {"aws:SourceIp": "10.0.0.0/8"}}, False),
-    ({"IpAddress": {"AWS:SOURCEIP": ["10.0.0.0/8", "203.0.113.7"]}}, True),
-    ({"NotIpAddress": {"aws:SourceIp": "203.0.113.0/24"}}, False), ({"NotIpAddress": {"aws:SourceIp": "10.0.0.0/8"}}, True),
-    ({"StringEquals": {"aws:RequestedRegion": "us-east-1"}}, True),
-    ({"StringEquals": {"aws:RequestedRegion": "US-east-1"}}, False),
-    ({"StringEqualsIgnoreCase": {"aws:RequestedRegion": "US-east-1"}}, True),
-    ({"StringNotEquals": {"aws:RequestedRegion": ["eu-west-1", "us-east-1"]}}, False),
-    ({"StringLike": {"aws:RequestedRegion": "us-*"}}, True), ({"StringNotLike": {"aws:RequestedRegion": "us-*"}}, False),
+    ({"StringEquals": {"AWS:requestedregion": "us-east-1"}}, True),
+    ({"StringEquals": {"aws:RequestedRegion": ["eu-west-1", "US-east-1"]}}, False),
+    ({"StringLike": {"aws:RequestedRegion": "us-*"}}, True),
     ({"ArnLike": {"aws:SourceArn": "arn:aws:sns:*:*:news"}}, True), ({"ArnEquals": {"aws:SourceArn": "arn:aws:sns:x"}}, False),
     ({"Bool": {"aws:SecureTransport": "true"}}, True), ({"Bool": {"aws:SecureTransport": True}}, True),
     ({"Bool": {"aws:SecureTransport": "false"}}, False),
-    ({"NumericLessThan": {"s3:max-keys": "10"}}, True), ({"NumericGreaterThanEquals": {"s3:max-keys": 6}}, False),
-    ({"NumericNotEquals": {"s3:max-keys": "5"}}, False),
-    ({"DateGreaterThan": {"aws:CurrentTime": "2024-01-01T00:00:00Z"}}, True),
-    ({"DateLessThan": {"aws:CurrentTime": "2024-01-01T00:00:00Z"}}, False),
-    ({"StringEquals": {"aws:SourceVpc": "vpc-1"}}, False), ({"StringEqualsIfExists": {"aws:SourceVpc": "vpc-1"}}, True),
-    ({"StringNotEquals": {"aws:SourceVpc": "vpc-1"}}, True), ({"Null": {"aws:SourceVpc": "true"}}, True),
-    ({"Null": {"aws:SourceIp": "true"}}, False), ({"ForAllValues:StringEquals": {"aws:TagKeys": "a"}}, True),
-    ({"ForAnyValue:StringEquals": {"aws:TagKeys": "a"}}, False),
-    ({"Bool": {"aws:SecureTransport": "true"}, "IpAddress": {"aws:SourceIp": "10.0.0.0/8"}}, False)])
+    ({"Bool": {"aws:SecureTransport": "true"}, "StringEquals": {"aws:RequestedRegion": "eu-west-1"}}, False)])
 def test_conditions(condition, holds):
-    context = {"aws:SourceIp": "203.0.113.7", "aws:RequestedRegion": "us-east-1", "aws:SecureTransport": "true",
-               "s3:max-keys": "5", "aws:SourceArn": "arn:aws:sns:us-east-1:0:news", "aws:CurrentTime": "2026-01-01T00:00:00Z"}
-    assert allows([policy(allow(Condition=condition))], GET, OBJECT, context) is holds
-    assert allows([policy(allow(), deny(Condition=condition))], GET, OBJECT, context) is not holds
+    context = {"aws:SourceArn": "arn:aws:sns:us-east-1:0:news"}
+    assert allowed(policy(allow(Condition=condition)), context=context) is holds
+    assert allowed(policy(allow(), deny(Condition=condition)), context=context) is not holds
 
 
-@pytest.mark.parametrize("condition", [{"IpAddress": {"aws:SourceIp": "x"}}, {"Likes": {"aws:SourceIp": "x"}}, "x", {"Bool": 1},
-                                       {"DateLessThan": {"aws:SourceIp": "tomorrow"}}])
-def test_a_condition_that_cannot_be_read_never_allows_and_always_denies(condition):
-    context = {"aws:SourceIp": "203.0.113.7"}
-    assert not allows([policy(allow(Condition=condition))], GET, OBJECT, context)
-    assert not allows([policy(allow(), deny(Condition=condition))], GET, OBJECT, context)
+@pytest.mark.parametrize("condition", [
+    {"IpAddress": {"aws:SourceIp": "10.0.0.0/8"}}, {"DateLessThan": {"aws:CurrentTime": "2030-01-01T00:00:00Z"}},
+    {"StringEquals": {"aws:SourceVpc": "vpc-1"}}, {"Likes": {"aws:SourceIp": "x"}}, "x", {"Bool": 1}])
+def test_a_condition_that_is_not_understood_never_allows_and_always_denies(condition):
+    assert not allowed(policy(allow(Condition=condition)))
+    assert not allowed(policy(allow(), deny(Condition=condition)))
 
 
-@pytest.mark.parametrize("statement, principal, allowed", [
+@pytest.mark.parametrize("statement, principal, expected", [
     (allow(Principal="*"), EC2, True), (allow(Principal={"AWS": "*"}), ROLE, True), (allow(Principal=EC2), EC2, True),
     (allow(Principal=EC2), ROLE, False), (allow(Principal={"Service": ["lambda.amazonaws.com", EC2["Service"]]}), EC2, True),
     (allow(Principal=ROLE), ROLE, True), (allow(Principal=ROLE), {"AWS": ROLE["AWS"] + "s"}, False), (allow(), EC2, False),
     (allow(Principal={"AWS": "000000000000"}), ROLE, False),  # lets the account decide, which is no decision
-    (without(allow(NotPrincipal=EC2), "Principal"), ROLE, True), (without(allow(NotPrincipal=EC2), "Principal"), EC2, False),
+    (allow(NotPrincipal=EC2), ROLE, False),
     (without(allow(Principal=EC2), "Resource"), EC2, True)])
-def test_principals(statement, principal, allowed):
-    assert allows([policy(statement)], GET, OBJECT, principal=principal) is allowed
+def test_principals(statement, principal, expected):
+    assert allowed(policy(statement), principal=principal) is expected
 
 
 @pytest.mark.parametrize("root", ["000000000000", "arn:aws:iam::000000000000:root", "*"])
 def test_an_account_is_denied_with_everybody_in_it(root):
-    document = policy(allow(Principal=ROLE), deny(Principal={"AWS": root}))
-    assert not allows([document], GET, OBJECT, principal=ROLE)
+    assert not allowed(policy(allow(Principal=ROLE), deny(Principal={"AWS": root})), principal=ROLE)
 
 
-@pytest.mark.parametrize("statements, allowed", [
+@pytest.mark.parametrize("statements, expected", [
     ([allow()], True), ([allow(Resource="arn:aws:s3:::p*")], True), ([allow(Resource=OBJECT)], False),
-    ([allow(Resource="arn:aws:s3:::pear/?*")], False), ([allow(), deny(Resource=OBJECT)], False),
-    ([allow(), deny(Resource="*/secret*")], False), ([allow(), deny(Resource="arn:aws:s3:::plum/*")], True),
+    ([allow(Resource="arn:aws:s3:::pear/?*")], False), ([allow(Resource="arn:aws:s3:::pear/?")], False),
+    ([allow(), deny(Resource=OBJECT)], False), ([allow(), deny(Resource="*/secret*")], False),
+    ([allow(), deny(Resource="arn:aws:s3:::plum/*")], True),
     ([allow(), without(deny(NotResource=OBJECT), "Resource")], False)])
-def test_a_request_with_wildcards_is_all_that_it_matches(statements, allowed):
-    assert allows([policy(*statements)], GET, OBJECTS) is allowed
+def test_a_request_with_wildcards_is_all_that_it_matches(statements, expected):
+    assert allowed(policy(*statements), resource=OBJECTS) is expected
 
 
 @pytest.mark.parametrize("statements, only", [
@@ -124,18 +107,16 @@ def test_a_request_with_wildcards_is_all_that_it_matches(statements, allowed):
     ([without(allow(NotResource="x"), "Resource")], False),
     ([allow(Resource="*", Condition={"IpAddress": {"aws:SourceIp": "10.0.0.0/8"}})], False)])
 def test_nothing_beyond_a_request(statements, only):
-    assert allows_only([policy(*statements)], [Request(GET, OBJECTS)]) is only
+    assert allows_only([policy(*statements)], Request(GET, OBJECTS)) is only
 
 
 @pytest.mark.parametrize("principal, only", [
     (EC2, True), ("*", False), ({"AWS": "*"}, False), (EC2 | {"AWS": "*"}, False), ({"Service": ["x", EC2["Service"]]}, False)])
 def test_nobody_beyond_a_principal(principal, only):
     trust = without(allow(Action="sts:AssumeRole", Principal=principal), "Resource")
-    assert allows_only([policy(trust)], [Request("sts:AssumeRole", principal=EC2)]) is only
-    nobody_named = without(allow(Action="sts:AssumeRole"), "Resource")
-    assert not allows_only([policy(nobody_named)], [Request("sts:AssumeRole", principal=EC2)])
+    assert allows_only([policy(trust)], Request("sts:AssumeRole", principal=EC2)) is only
+    assert not allows_only([policy(without(trust, "Principal"))], Request("sts:AssumeRole", principal=EC2))
 
 
 def test_a_hostile_pattern_takes_no_time():
-    pattern = "*a" * 3000 + "b"
-    assert not allows([policy(allow(Resource=pattern))], GET, "a" * 100)
+    assert not allowed(policy(allow(Resource="*a" * 3000 + "b")), resource="a" * 100)

@@ -13,19 +13,6 @@ from grpolab.env.aws.commands import OPERATIONS, Output
 from grpolab.env.aws.criteria import check_criterion
 from grpolab.env.aws.environment import AwsEnv, read_command, read_task, shorten
 
-
-@pytest.fixture(scope="module")
-def account():
-    pytest.importorskip("ministack")
-    from grpolab.env.aws.backend import Simulator
-
-    simulator = Simulator()
-    held = commands.Account(simulator.start())
-    yield held
-    held.close()
-    simulator.stop()
-
-
 # --- Lines that break a step ------------------------------------------------------------------------------------------
 
 
@@ -129,22 +116,6 @@ def made_up(shape):
 # --- An episode -------------------------------------------------------------------------------------------------------
 
 
-def test_chaos_spares_what_the_task_set_up(account):
-    """Also where a command of the agent says again that it should be there."""
-    task = read_task("advanced-dismantle")
-    log_group, bucket = task.setup[3].split()[-1], task.setup[4].rpartition("/")[2]
-    env = AwsEnv(account.endpoint, chaos=1.0)
-    env.reset(seed=1, task=task.id)
-    queue = task.setup[1].split()[-1]
-    result = env.step({"command": f"aws sqs create-queue --queue-name {queue}"})
-    assert result.observation["ok"] and result.metadata["chaos"] == 0
-    result = env.step({"command": "aws sqs create-queue --queue-name own"})
-    assert result.metadata["chaos"] == 1
-    held = json.dumps(env.state()["account"])
-    assert all(name in held for name in (queue, bucket, log_group)) and "own" not in held
-    env.close()
-
-
 MADE_UP = "BUSH/rabbit"
 
 
@@ -155,16 +126,6 @@ def test_a_bucket_is_made_in_a_region_that_there_can_be(account):
     output = account.run(f"aws s3api create-bucket --bucket rabbit {where}")
     assert not output.ok and MADE_UP in output.stderr and output.call is None
     assert account.client("s3").list_buckets()["Buckets"] == []
-
-
-def test_a_bucket_in_a_made_up_region_is_a_check_that_fails(account):
-    """If one came about in another way."""
-    env = AwsEnv(account.endpoint, max_turns=1)
-    env.reset(task="warmup-bucket/rabbit")
-    account.client("s3").create_bucket(Bucket="rabbit", CreateBucketConfiguration={"LocationConstraint": MADE_UP})
-    result = env.step({"command": "aws s3 ls"})
-    assert (result.reward, result.done) == (0.0, True)
-    env.close()
 
 
 def test_an_answer_that_cannot_be_read_is_a_check_that_fails(account):
@@ -189,18 +150,6 @@ def test_a_command_is_found_in_any_text_at_once():
         assert read_command({"text": text})
     assert time.monotonic() - start < 2
     assert read_command({"text": "Sure:\r\n> aws s3 ls `\r\nand so on"}) == "aws s3 ls"
-
-
-def test_an_event_bus_is_in_what_the_account_holds(account):
-    """A task asks for one, and the page for people shows the account; the bus that every account has is no news."""
-    task = read_task("warmup-bus")
-    env = AwsEnv(account.endpoint)
-    env.reset(seed=1, task=task.id)
-    env.step({"command": "aws events list-event-buses"})
-    assert env.state()["account"] == {}
-    env.step({"command": task.solution[0]})
-    assert env.state()["account"] == {"events list_event_buses": [task.solution[0].split()[-1]]}
-    env.close()
 
 
 @pytest.mark.parametrize("step", [["a"], [{"a": 1}, "b"], 3, None])

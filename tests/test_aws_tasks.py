@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpolab.env.aws import generate, tasks
+from grpolab.env.aws.backend import wipe
 from grpolab.env.aws.clients import AccountGone
 from grpolab.env.aws.criteria import check_criterion
 from grpolab.env.aws.environment import read_task
@@ -16,28 +17,9 @@ from grpolab.env.aws.tasks import TIERS, load_tasks, pick_drifts, play, template
 from grpolab.env.curriculum import Curriculum
 from grpolab.files import data_path
 
-FIVE = TIERS[:5]
-
-
-@pytest.fixture(scope="module")
-def account():
-    """One simulated account for all tests; `fresh()` wipes it."""
-    pytest.importorskip("ministack")
-    pytest.importorskip("awscli")
-    from grpolab.env.aws.backend import Simulator
-    from grpolab.env.aws.commands import Account
-
-    simulator = Simulator()
-    held = Account(simulator.start())
-    yield held
-    held.close()
-    simulator.stop()
-
 
 def prepared(account, task):
     """The account as the task begins, without drifts."""
-    from grpolab.env.aws.backend import wipe
-
     wipe(account.endpoint)
     carry_out(account, task.setup, task)
     return task
@@ -60,33 +42,15 @@ def check_solvable(account, task):
         carry_out(account, task.drifts, task)
     before = graded(account, task)
     assert not before.achieved and before.progress == 0.0, task.id
-    assert all(check.holds == check.keep for check in before.checks), task.id
+    assert before.holds == tuple(bool(criterion.get("keep")) for criterion in task.criteria), task.id
     carry_out(account, task.solution, task)
     after = graded(account, task)
     assert after.achieved and after.progress == 1.0, (task.id, after)
 
 
-def test_there_are_enough_of_them_and_they_are_small():
-    ids = template_ids()
-    assert sum(map(len, ids[:5])) >= 120 and min(map(len, ids[:5])) >= 20 and len(ids[5]) >= 8
-    assert all(task.id.startswith(f"{task.tier}-") for task in load_tasks())
-    assert sum(file.stat().st_size for file in data_path("aws").iterdir()) < 300_000
-    assert [len(load_tasks(tier)) for tier in TIERS] == [len(of_tier) for of_tier in ids]
-    with pytest.raises(ValueError, match="easy"):
-        load_tasks("easy")
-    with pytest.raises(ValueError, match="easy"):
-        template_ids("easy")
-
-
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_reference_solves_what_the_start_does_not(account, tier):
-    for task in load_tasks(tier):
-        check_solvable(account, task)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_so_it_does_with_names_that_are_held_out(account, tier):
-    for task in instances(tier, len(load_tasks(tier)), seed=3, split="held_out"):
+    for task in (*load_tasks(tier), *instances(tier, len(load_tasks(tier)), seed=3, split="held_out")):
         check_solvable(account, task)
 
 
@@ -141,24 +105,11 @@ def test_no_value_is_in_both_splits():
         assert not drawn[0] & drawn[1] and min(map(len, drawn)) > 50, kind
 
 
-def test_every_template_has_a_name_and_its_own_values_are_for_training():
-    for template in templates():
-        kinds = [kind for kind, _ in template.slots.values()]
-        assert set(kinds) & {"name", "person", "path"}, template.id
-        for kind, value in template.slots.values():
-            drawn = {draw(kind, "held_out", random.Random(i)) for i in range(200)}
-            assert value not in drawn, (template.id, value)
-
-
-def test_up_to_advanced_every_value_is_in_the_description_or_the_account():
-    for tier in ("warmup", "beginner", "intermediate", "advanced"):
-        for template in templates():
-            if template.tier == tier:
-                said = template.row["description"] + json.dumps(template.row["setup"])
-                assert all(f"<{name}>" in said for name in template.slots), template.id
-
-
 def test_instances_are_drawn_by_their_seed():
+    for template in templates():
+        values = instance(template, 0, "held_out").id.partition("/")[2].split(",")
+        assert len(values) == len(template.slots) == len(set(values)), template.id
+        assert not {value for _, value in template.slots.values()} & set(values), template.id  # its own are for training
     some = instances("beginner", 50, seed=1)
     assert some == instances("beginner", 50, seed=1) != instances("beginner", 50, seed=2)
     assert len({task.id for task in some}) == 50 and {task.tier for task in some} == {"beginner"}
@@ -182,44 +133,12 @@ def test_more_instances_than_there_are_words_for_are_refused(monkeypatch):
         instances("warmup", people + 1, 0, "held_out")
 
 
-def test_values_of_an_instance_are_all_different():
-    for template in templates():
-        for seed in range(20):
-            values = instance(template, seed, "held_out").id.partition("/")[2].split(",")
-            assert len(values) == len(template.slots) == len(set(values)), template.id
-
-
-def test_templates_are_the_keys_of_a_curriculum():
-    curriculum = Curriculum(template_ids(*FIVE), seed=0)
-    for seed in range(6):
-        task = instance(curriculum.next_task(), seed)
-        curriculum.record(task.template, [1.0, 0.0])
-        assert curriculum.rate(task.template) == 0.5 and task.tier == "warmup"
-    assert len(curriculum.tasks) == sum(map(len, template_ids(*FIVE)))
-
-
-# --- What a task shows ------------------------------------------------------------------------------------------------
-
-
 def test_a_task_shows_neither_criteria_nor_solution():
     hidden = instance("expert-find-public-bucket", 0)  # of which the description names no bucket
     assert not any(value in json.dumps(hidden.shown()) for value in hidden.id.partition("/")[2].split(","))
     for task in load_tasks():
         assert task.shown() == {"template": task.id, "tier": task.tier, "description": task.description}
-        prepared = {*task.setup, *task.drifts}  # a repair may be a line of the set-up
-        assert not any(line in repr(task) for line in task.solution if line not in prepared and "<" not in line), task.id
-        assert "criteria" not in repr(task) and "TagSet" not in task.description
-
-
-def test_hints_tell_more_and_more_but_no_name():
-    task = next(task for task in load_tasks() if task.id == "advanced-encrypted-bucket")
-    services, operations, commands = task.hints
-    assert services == "Services: kms, s3." and "aws kms create-alias" in operations and "--alias-name alias/<k>" in commands
-    assert "--target-key-id <KeyId>" in commands and "<1:" not in commands
-    for template in templates():
-        hint = instance(template, 0).hints[2]
-        assert len(hint.splitlines()) == len(template.row["solution"]), template.id
-        assert hint == instance(template, 1).hints[2]
+        assert "criteria" not in repr(task) and "solution" not in repr(task)
 
 
 def test_drifts_are_picked_by_the_seed():
@@ -232,11 +151,11 @@ def test_drifts_are_picked_by_the_seed():
 
 def test_a_line_takes_an_id_from_an_earlier_output():
     printed = iter(['{"Keys": [{"KeyId": "k1", "Name": "a"}, {"KeyId": "k2", "Name": "b"}]}', "", ""])
-    lines = ["aws list", "aws use <1:Keys|0|KeyId>", "aws use <1:Keys|Name=b|KeyId>"]
+    lines = ["aws list", "aws use <1:Keys[0].KeyId>", "aws use <1:Keys[?Name=='b'].KeyId | [0]>"]
     ran = [line for line, _ in play(lines, lambda line: SimpleNamespace(stdout=next(printed)))]
     assert ran == ["aws list", "aws use k1", "aws use k2"]
-    for missing in ("<1:Keys|7|KeyId>", "<1:Keys|Name=z|KeyId>", "<4:Keys>", "<1:Key>"):
-        with pytest.raises(ValueError, match=missing.replace("|", r"\|")):
+    for missing in ("<1:Keys[7].KeyId>", "<4:Keys>", "<1:Key>", "<1:[>"):
+        with pytest.raises(ValueError, match="is not in the output of line"):
             list(play(["aws list", f"aws use {missing}"], lambda line: SimpleNamespace(stdout='{"Keys": []}')))
 
 
@@ -257,11 +176,6 @@ def test_a_wrong_line_of_data_is_named(tmp_path, monkeypatch, change, says):
     monkeypatch.setattr(tasks, "data_path", lambda *parts: tmp_path / parts[-1])
     with pytest.raises(ValueError, match=f"beginner.jsonl, line 1: .*{says}"):
         templates.__wrapped__()
-
-
-def test_values_must_be_those_of_the_slots():
-    with pytest.raises(ValueError, match="warmup-bucket.*'b'"):
-        templates()[0].task({"b": "apple"})
 
 
 # --- The grader -------------------------------------------------------------------------------------------------------
@@ -291,7 +205,6 @@ def criterion(*path, service="s3", read="get_bucket_policy", args=None, **how):
 
 
 def holds(answer, *path, **how):
-    pytest.importorskip("botocore")
     task = SimpleNamespace(id="t", criteria=(criterion(*path, **how),))
     return grade(task, lambda service: Answers(get_bucket_policy=answer)).achieved
 
@@ -308,8 +221,6 @@ POLICY = {"Policy": json.dumps({"Statement": [{"Effect": "Allow", "Action": "a",
     (("Policy", "@json", "Statement", {"Effect": "Allow"}, "Action"), {"equals": "a"}, True),
     (("Policy", "@json", "Statement", {"Action": "c"}, "Effect"), {"equals": "Deny"}, True),
     (("Policy", "@json", "Statement", {"Effect": "Allow", "Action": "c"}), {"absent": True}, True),
-    (("Policy", "@json", "Statement", "Action"), {"contains": "b"}, True),
-    (("Policy", "@json", "Statement", "Action"), {"contains": "d"}, False),
     (("Policy", "@json", "Statement"), {"count": 2}, True), (("Policy", "@json", "Statement"), {"count": "3"}, False),
     (("Policy", "@json", "Statement", "Days"), {"equals": "30"}, True),
     (("Policy", "@json", "Statement", "Days"), {"equals": "31"}, False),
@@ -323,16 +234,12 @@ def test_paths_and_comparisons(path, how, true):
 
 def test_a_text_that_is_no_json_holds_nothing():
     assert holds({"Policy": "[" * 100_000}, "Policy", "@json", absent=True)
-
-
-@pytest.mark.parametrize("depth", range(500, 1000, 20))
-def test_a_text_that_is_nested_too_deeply_is_a_check_that_fails(depth):
-    text = '{"Statement":' * depth + "1" + "}" * depth
-    assert not holds({"Policy": text}, "Policy", "@json", equals={"Statement": 2})
+    for depth in range(500, 1000, 100):
+        text = '{"Statement":' * depth + "1" + "}" * depth
+        assert not holds({"Policy": text}, "Policy", "@json", equals={"Statement": 2})
 
 
 def test_progress_counts_what_is_reached_and_what_broke():
-    pytest.importorskip("botocore")
     criteria = (criterion("A", exists=True), criterion("B", exists=True), criterion("C", exists=True, keep=True))
     task = SimpleNamespace(id="t", criteria=criteria)
     for answer, progress in (("", 0.0), ("C", 0.0), ("A", 1 / 3), ("AC", 0.5), ("AB", 2 / 3), ("ABC", 1.0)):
@@ -340,11 +247,9 @@ def test_progress_counts_what_is_reached_and_what_broke():
         grade_ = grade(task, lambda service, client=client: client)
         assert (grade_.progress, grade_.achieved) == (pytest.approx(progress), answer == "ABC")
         assert len(client.asked) == 1  # one read for the three of them
-    assert [check.keep for check in grade_.checks] == [False, False, True]
 
 
 def test_an_argument_is_found_by_another_read():
-    pytest.importorskip("botocore")
     read = {"service": "kms", "read": "describe_key", "args": {"KeyId": "alias/a"}, "path": ["KeyMetadata", "KeyId"]}
     task = SimpleNamespace(id="t", criteria=(criterion("KeyRotationEnabled", service="kms", read="get_key_rotation_status",
                                                        args={"KeyId": {"found": read}}, equals=True),))
@@ -398,5 +303,3 @@ def test_fresh_tasks_are_instances_of_what_the_curriculum_wants():
         seen += asked
     assert fresh.curriculum.results == len(seen) == 120 and len(set(seen)) > 100 and fresh.tier == 1
     assert FreshTasks(fresh.curriculum, seed=4).next_tasks(4) != fresh.next_tasks(4)
-    known = FreshTasks(fresh.curriculum, make=lambda template, seed: instance(template, 0))
-    assert known.next_tasks(2) == [instance(t, 0).id for t in fresh.curriculum.next_tasks(2)]

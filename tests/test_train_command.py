@@ -16,7 +16,7 @@ import safetensors.torch
 from grpolab.__main__ import COMMANDS, main, parse
 from grpolab.cli import recipe
 from grpolab.cli import train as commands
-from grpolab.cli.train import load_reward
+from grpolab.cli.rollout_options import load_object
 from grpolab.models.load import load_policy
 from grpolab.runs import run as lab_run
 
@@ -95,26 +95,6 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())
 
 
-def test_sft_trains_and_saves(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    asked = ["sft", "tiny", "--steps", "2", "--batch-size", "4", "--ops", "+", "--max-operand", "9", "--problems", "8"]
-    assert main([*asked, "--name", "mine"]) == 0
-    assert "step 2/2" in capsys.readouterr().out
-    saved = tmp_path / "runs" / "mine" / "tiny" / "policy"
-    assert "2" in load_policy(str(saved)).origin  # the steps that it has had
-    assert len((saved.parent / "metrics.csv").read_text().splitlines()) == 3
-
-
-def test_grpo_takes_rows_and_a_reward_of_ones_own(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"Say {i}", "answer": i, "wanted": "e"} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "my_reward.py").write_text("def count(text, row, rollout):\n    return float(text.count(row['wanted']))\n")
-    asked = ["grpo", "tiny", "--data", "rows.jsonl", "--steps", "1", "--prompts-per-step", "2", "--group-size", "4"]
-    assert main([*asked, "--reward", "my_reward:count", "--max-new-tokens", "6"]) == 0
-    assert "step 1/1  reward" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("row, flags, says", [
     ({"prompt": "a"}, [], "row 1.*no 'answer'|has no 'answer'"), ({"prompt": "a", "answer": "x"}, [], "row 1: .*no number"),
     ({"answer": 1}, [], "line 1"), ({"prompt": "a", "answer": 1}, ["--reward", "math"], "module:function"),
@@ -129,23 +109,12 @@ def test_rows_and_rewards_that_do_not_fit_are_refused_first(tmp_path, monkeypatc
 
 def test_a_reward_is_a_function_of_a_file(tmp_path):
     (tmp_path / "own_reward.py").write_text("def one(text, row, rollout):\n    return 1.0\n")
-    assert load_reward(f"{tmp_path}/own_reward.py:one")("", {}, None) == 1.0
+    assert load_object(f"{tmp_path}/own_reward.py:one", "--reward")("", {}, None) == 1.0
     (tmp_path / "own_rewards.py").write_text(
         "from grpolab.train import Several\n\nboth = Several({'one': (lambda text, row, rollout: 1.0, 1.0)})\n")
-    assert load_reward(f"{tmp_path}/own_rewards.py:both").rewards
+    assert command("grpo", "--reward", f"{tmp_path}/own_rewards.py:both").rewarded.rewards
     with pytest.raises(ValueError, match="there is no file"):
-        load_reward(f"{tmp_path}/other.py:one")
-
-
-@pytest.mark.parametrize("method", ["dpo", "reward"])
-def test_preferences_are_planned_and_trained_on(tmp_path, monkeypatch, capsys, method):
-    monkeypatch.chdir(tmp_path)
-    pairs = [{"prompt": f"{a} + 1", "chosen": f"{a + 1}.", "rejected": f"{a}."} for a in range(8)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    asked = [method, "tiny", "--data", "pairs.jsonl", "--steps", "1", "--batch-size", "4"]
-    assert main([*asked, "--dry-run"]) == 0 and "8 a step" in capsys.readouterr().out
-    assert main(asked) == 0 and "step 1/1" in capsys.readouterr().out
-    assert (tmp_path / "runs" / f"cli_{method}" / "tiny" / "policy" / "config.json").is_file()
+        load_object(f"{tmp_path}/other.py:one", "--reward")
 
 
 def test_bf16_parameters_are_trained_and_saved_as_such(tmp_path, monkeypatch, capsys):
@@ -155,20 +124,20 @@ def test_bf16_parameters_are_trained_and_saved_as_such(tmp_path, monkeypatch, ca
     assert main(asked) == 0
     tensors = safetensors.torch.load_file(tmp_path / "runs" / "cli_sft" / "tiny" / "policy" / "model.safetensors")
     assert {str(t.dtype) for t in tensors.values()} == {"torch.bfloat16"}
-# --- what is held out -------------------------------------------------------------------------------------------------
-
 SMALL = ["--ops", "+", "--max-operand", "9", "--problems", "20", "--steps", "2"]
 
 
-def test_sft_holds_out_problems_reports_their_loss_and_keeps_the_best(tmp_path, monkeypatch, capsys):
+def test_sft_trains_holds_out_problems_and_keeps_the_best(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["sft", "tiny", *SMALL, "--batch-size", "4", "--held-out", "10", "--select-every", "1", "--fixed-prompts"]) == 0
+    assert main(["sft", "tiny", *SMALL, "--batch-size", "4", "--name", "mine", "--held-out", "10", "--select-every", "1",
+                 "--fixed-prompts"]) == 0
     out = capsys.readouterr().out
-    run = tmp_path / "runs" / "cli_sft" / "tiny"
-    assert "held_out_loss" in out and "eval_score" in out and "the best by what was measured" in out
+    run = tmp_path / "runs" / "mine" / "tiny"
+    assert "step 2/2" in out and "held_out_loss" in out and "eval_score" in out and "the best by what was measured" in out
     lines = (run / "measured.csv").read_text().splitlines()
-    assert lines[0].startswith("steps,score,fixed_stop_token") and len(lines) == 4
-    assert len(list(run.glob("best-*"))) == 1 and (run / "policy" / "config.json").is_file()
+    assert lines[0].startswith("steps,score,fixed_stop_token") and len(lines) == 4 and len(list(run.glob("best-*"))) == 1
+    assert load_policy(str(run / "policy")).provenance["steps"] == 2
+    assert len((run / "metrics.csv").read_text().splitlines()) == 3
 
 
 def test_what_is_held_out_is_not_trained_on_and_does_not_change_what_is(monkeypatch):
@@ -180,21 +149,25 @@ def test_what_is_held_out_is_not_trained_on_and_does_not_change_what_is(monkeypa
 
 
 @pytest.mark.parametrize("method", ["dpo", "reward"])
-def test_preferences_are_selected_by_held_out_rows(tmp_path, monkeypatch, capsys, method):
+def test_preferences_are_planned_trained_on_and_selected_by_held_out_rows(tmp_path, monkeypatch, capsys, method):
     monkeypatch.chdir(tmp_path)
     pairs = [{"prompt": f"{a} + 1", "chosen": f"{a + 1}.", "rejected": f"{a}.", "answer": a + 1} for a in range(8)]
     for name, part in (("pairs", pairs[:4]), ("held", pairs[4:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
-    asked = [method, "tiny", "--data", "pairs.jsonl", "--steps", "2", "--batch-size", "2", "--lr", "1e-3"]
-    assert main([*asked, "--held-out-data", "held.jsonl", "--select-every", "2"]) == 0
-    measured = (tmp_path / "runs" / f"cli_{method}" / "tiny" / "measured.csv").read_text().splitlines()
+    asked = [method, "tiny", "--data", "pairs.jsonl", "--steps", "2", "--batch-size", "2", "--lr", "1e-3",
+             "--held-out-data", "held.jsonl", "--select-every", "2"]
+    assert main([*asked, "--dry-run"]) == 0 and "4 a step" in capsys.readouterr().out
+    assert main(asked) == 0 and "step 2/2" in capsys.readouterr().out
+    run = tmp_path / "runs" / f"cli_{method}" / "tiny"
+    measured = (run / "measured.csv").read_text().splitlines()
     assert measured[0] == "steps,score" and [line.split(",")[0] for line in measured[1:]] == ["0", "2"]
+    assert (run / "policy" / "config.json").is_file()
 
 
-def test_grpo_is_selected_by_its_own_reward(tmp_path, monkeypatch):
+def test_grpo_takes_rows_and_a_reward_of_ones_own_and_is_selected_by_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}')
-    (tmp_path / "sevens.py").write_text("async def seven(text, row, rollout):\n    return 7.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "worth": 7.0}\n{"prompt": "b", "worth": 7.0}')
+    (tmp_path / "sevens.py").write_text("async def seven(text, row, rollout):\n    return row['worth']\n")
     asked = ["grpo", "tiny", "--data", "rows.jsonl", "--held-out-data", "rows.jsonl", "--reward", "sevens:seven",
              "--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4",
              "--select-every", "5"]
@@ -277,7 +250,7 @@ def test_the_command_line_wins_over_the_file(tmp_path):
 @pytest.mark.parametrize("text, says", [
     ("steps = ", "is no TOML"), ('model = "tiny"', "a recipe says method"), ('method = "grpo"', "and model"),
     ('method = "ppo"\nmodel = "tiny"', "'ppo'"), ('method = "sft"\nmodel = "tiny"\n[sft]\nsteps = 3', "sft is {'steps': 3}"),
-    ('method = "sft"\nmodel = "tiny"\nlora_dropout = 0.1', "no dropout"),
+    ('method = "sft"\nmodel = "tiny"\nlora_dropout = 0.1', "--lora-dropout"),
     ('method = "sft"\nmodel = "tiny"\nstepz = 3', "--steps"), ('method = "sft"\nmodel = "tiny"\nsteps = "x"', "--steps"),
 ])
 def test_a_file_that_is_no_recipe_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys, text, says):
@@ -299,7 +272,8 @@ def test_every_name_of_another_trainer_is_one_of_an_option_here(method):
     own = {name.replace("_", "-") for name in options_of(command(method))}
     any_method = {name.replace("_", "-") for m in CONFIGS for name in options_of(command(m))}
     assert set(recipe.RENAMED_OF.get(method, {}).values()) <= own and set(recipe.RENAMED.values()) <= any_method
-    assert not own & {*recipe.RENAMED, *recipe.RENAMED_OF.get(method, {}), *recipe.INSTEAD}
+    assert not own & {*recipe.RENAMED, *recipe.RENAMED_OF.get(method, {})}
+    assert recipe.renamed(["--beta", "0.1"], method) == ["--kl-coef" if method == "grpo" else "--beta", "0.1"]
 
 
 def options_of(command):
@@ -310,12 +284,6 @@ def options_of(command):
 def test_the_page_for_people_who_know_trl_lists_every_name():
     page = (Path(__file__).parents[1] / "docs" / "trl.md").read_text()
     assert all(f"| `{there}` | `{here}` |" in page for there, here in recipe.RENAMED.items())
-    assert all(f"| `{there}` | {sentence} |" in page for there, sentence in recipe.INSTEAD.items())
-
-
-def test_the_beta_of_another_trainer_is_of_its_method():
-    assert recipe.renamed(["--beta", "0.1"], "grpo") == ["--kl-coef", "0.1"]
-    assert recipe.renamed(["--beta", "0.1"], "dpo") == ["--beta", "0.1"]
 
 
 # --- what a training leaves -------------------------------------------------------------------------------------------

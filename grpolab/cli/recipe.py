@@ -22,7 +22,8 @@ from grpolab.cli import UsageError
 
 NAME = "recipe.toml"  # in a run's folder
 
-# The options of TRL's and Atropos' trainers by our names; in RENAMED_OF those that mean another thing in one method.
+# The options of TRL's and Atropos' trainers by our names, in RENAMED_OF those that mean another thing in one method
+# (docs/trl.md lists them, and those without a counterpart).
 RENAMED = {
     "learning-rate": "lr", "max-steps": "steps", "training-steps": "steps", "warmup-steps": "warmup",
     "lr-scheduler-type": "schedule", "optim": "optimiser", "optimizer": "optimiser", "save-steps": "save-every",
@@ -33,33 +34,12 @@ RENAMED = {
     "dataset-name": "data", "torch-dtype": "dtype", "importance-sampling-level": "ratio",
 }
 RENAMED_OF = {"grpo": {"beta": "kl-coef"}, "dpo": {"loss-type": "kind"}}
-# Those that have no counterpart: what to say instead.
-INSTEAD = {
-    "model-name": "the model is the first argument of the command, and `model` in a file",
-    "model-name-or-path": "the model is the first argument of the command, and `model` in a file",
-    "gradient-accumulation-steps": "a step is summed over as many forward passes as it needs, of --token-budget tokens each: "
-                                   "say the whole batch in --batch-size or --prompts-per-step",
-    "per-device-train-batch-size": "say the whole batch: --batch-size rows, or --prompts-per-step questions of --group-size "
-                                   "completions; --token-budget bounds one forward pass",
-    "num-train-epochs": "say --steps: rows / --batch-size is an epoch",
-    "epsilon": "say both sides: --clip-eps 0.2 0.2",
-    "epsilon-high": "say both sides: --clip-eps 0.2 0.28",
-    "scale-rewards": "say --advantage-kind standardised (group), batch_standardised or centred (none)",
-    "loss-type": "say --aggregation token (dapo), sequence (grpo) or constant (dr_grpo), or --objective cispo",
-    "lora-dropout": "sampler and trainer share one forward, so there is no dropout",
-    "wandb-project": "say --report-to wandb; the project is grpolab, or WANDB_PROJECT",
-    "vllm-port": "the sampler is in the same process; `grpolab serve-policy` is the endpoint",
-    "bf16": "say --dtype bfloat16 (parameters), or --autocast bfloat16 (products of the update)",
-}
 
 
 def flag(name: str, method: str) -> str:
-    """An option as this project calls it. UsageError for one whose counterpart is more than a name."""
+    """An option as this project calls it."""
     name = name.replace("_", "-")
-    ours = RENAMED_OF.get(method, {}).get(name) or RENAMED.get(name)
-    if ours is None and name in INSTEAD:
-        raise UsageError(f"there is no --{name}: {INSTEAD[name]}")
-    return ours or name
+    return RENAMED_OF.get(method, {}).get(name) or RENAMED.get(name, name)
 
 
 def renamed(arguments: Sequence[str], method: str) -> list[str]:

@@ -31,10 +31,8 @@ class Replay:
         return 0 if all(r.equal for r in replays) else 1
 
     def from_bundle(self) -> list:
-        for option, value in (("STEP", self.steps), ("--bundle", self.bundle), ("--reference", self.reference)):
-            if value:
-                raise UsageError(f"{option} is for a run's folder, and {self.source} is the file of a bundle, which holds one "
-                                 "step: leave it out")
+        if self.steps or self.bundle or self.reference:
+            raise UsageError("STEP, --bundle and --reference are for a run's folder; a bundle holds one step: leave them out")
         return [replay_bundle(self.source, self.group, self.rollout)]
 
     def from_run(self) -> list:

@@ -75,10 +75,30 @@ class RolloutOptions:
         return Curriculum([[row for row in rows if row[self.curriculum] == level] for level in levels], seed=seed)
 
 
-def episodes(options: RolloutOptions, policy: Policy, reference: Policy | None, rows: Any, config: GRPOConfig,
-             reward: Callable | None) -> tuple[Callable[[Run], AsyncIterator[dict]], Callable[[Sequence[Any]], Callable]]:
-    """(run -> GRPO's rows, held-out tasks -> a measure: their mean reward, greedily) of --env or --tools. Both use one pool,
-    which is open while the rows come."""
+Steps = Callable[[Run], AsyncIterator[dict]]
+
+
+def rollouts_of(options: RolloutOptions, policy: Policy, reference: Policy | None, rows: Any, config: GRPOConfig,
+                reward: Callable | None) -> tuple[Steps, Callable[[Sequence[Any]], Callable] | None]:
+    """(run -> GRPO's rows, held-out tasks -> a measure) of --env, --tools, --agent or --atropos-url. The measure is the tasks'
+    mean reward, greedily; None for agents and Atropos."""
+    if options.kind == "agent":
+        from grpolab.serve.agents import agent_grpo
+
+        agent = load_object(options.agent, "--agent")
+        return lambda run: agent_grpo(policy, reference, rows, config, agent, timeout=options.timeout,
+                                      max_total_tokens=options.max_total_tokens, run=run), None
+    if options.kind == "atropos_url":
+        from grpolab.serve.atropos import AtroposTrainer, atropos_source
+
+        def posted(run: Run) -> AsyncIterator[dict]:
+            trainer = AtroposTrainer(options.atropos_url, batch_size=config.prompts_per_step * config.group_size,
+                                     max_token_len=options.max_total_tokens, num_steps=config.steps, timeout=options.timeout,
+                                     name=str(run.folder.resolve()))  # a run that goes on is the same trainer
+            source = atropos_source(trainer, policy, config)
+            return within(trainer, grpo_from(policy, reference, source, config, longest=options.max_total_tokens, run=run))
+
+        return posted, None
     limits = Limits(options.max_turns, options.max_total_tokens)
     if options.tools:
         functions = [load_object(name, "--tools") for name in options.tools]
@@ -91,11 +111,8 @@ def episodes(options: RolloutOptions, policy: Policy, reference: Policy | None, 
             raise ValueError(f"--action-format {options.action_format} is {form!r:.60}, no ActionFormat")
     pool = GrpoPool(make, size=options.pool_size, seed=config.seed, queue=60.0)
 
-    async def steps(run: Run) -> AsyncIterator[dict]:
-        async with pool, aclosing(multi_turn_grpo(policy, reference, rows, config, pool, limits=limits, action_format=form,
-                                                  run=run)) as trained:
-            async for row in trained:
-                yield row
+    def played(run: Run) -> AsyncIterator[dict]:
+        return within(pool, multi_turn_grpo(policy, reference, rows, config, pool, limits=limits, action_format=form, run=run))
 
     def measured(held_out: Sequence[Any]) -> Callable:
         async def measure(policy: Policy) -> float:
@@ -107,32 +124,14 @@ def episodes(options: RolloutOptions, policy: Policy, reference: Policy | None, 
 
         return measure
 
-    return steps, measured
+    return played, measured
 
 
-def agent_runs(options: RolloutOptions, policy: Policy, reference: Policy | None, rows: Any,
-               config: GRPOConfig) -> Callable[[Run], AsyncIterator[dict]]:
-    from grpolab.serve.agents import agent_grpo
-
-    agent = load_object(options.agent, "--agent")
-    return lambda run: agent_grpo(policy, reference, rows, config, agent, timeout=options.timeout,
-                                  max_total_tokens=options.max_total_tokens, run=run)
-
-
-def from_atropos(options: RolloutOptions, policy: Policy, reference: Policy | None,
-                 config: GRPOConfig) -> Callable[[Run], AsyncIterator[dict]]:
-    from grpolab.serve.atropos import AtroposTrainer, atropos_source
-
-    async def steps(run: Run) -> AsyncIterator[dict]:
-        trainer = AtroposTrainer(options.atropos_url, batch_size=config.prompts_per_step * config.group_size,
-                                 max_token_len=options.max_total_tokens, num_steps=config.steps, timeout=options.timeout,
-                                 name=str(run.folder.resolve()))  # a run that goes on is the same trainer
-        async with trainer, aclosing(grpo_from(policy, reference, atropos_source(trainer, policy, config), config,
-                                               longest=options.max_total_tokens, run=run)) as trained:
-            async for row in trained:
-                yield row
-
-    return steps
+async def within(opened: Any, rows: AsyncIterator[dict]) -> AsyncIterator[dict]:
+    """Rows, with something open while they come."""
+    async with opened, aclosing(rows) as steps:
+        async for row in steps:
+            yield row
 
 
 def load_object(name: str, option: str) -> Any:

@@ -1,19 +1,20 @@
-"""`grpolab serve`: an environment server as a process of its own."""
+"""`grpolab serve` and `grpolab serve-policy`: an environment server and a policy's endpoint, as processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shlex
+import signal
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
+from grpolab.access import check_token, is_loopback
 from grpolab.cli import UsageError
-from grpolab.cli.address import Address
+from grpolab.env.aws.options import AwsOptions
 from grpolab.env.backends import BackendError, BackendPool, ProcessBackend
 from grpolab.env.process import Isolation
 from grpolab.env.server import serve_forever
@@ -21,25 +22,20 @@ from grpolab.env.worker import load_factory
 
 
 @dataclass(frozen=True)
-class AwsOptions:
-    """Only of `serve aws`."""
+class Address:
+    """Where a server listens, and which token it asks for."""
 
-    web: bool = False  # also serve a page for people, on loopback; it takes one of the sessions
-    web_port: int = 0  # port of that page; 0 takes a free one and prints it
-    max_turns: int = 8  # commands in an episode
-    tier: str | None = None  # tier of the tasks that are drawn where a client names none
-    hints: bool = False  # let the action `aws hint` give a hint, at a cost in reward
-    chaos: float = 0.0  # probability after each turn that something the agent made is destroyed
-    drift: bool = True  # begin drift tasks with a changed account
-    shaping: float = 0.0  # weight of the potential difference that is paid each turn
-    gamma: float = 1.0  # discount of that potential
-    chaos_seed: int | None = None  # seed of chaos alone (default: the episode's)
-    drift_seed: int | None = None  # seed of drift alone (default: the episode's)
-    observation_characters: int = 800  # longest observation
+    host: str = "127.0.0.1"  # address to listen on; any but loopback needs --token-file
+    port: int = 8000  # port to listen on; 0 takes a free one and prints it
+    token_file: Path | None = None  # file that holds the bearer token which clients must send (an OpenAI client's api_key)
 
-    def changed(self) -> dict:
-        """The options that differ from their defaults."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+    def token(self) -> str | None:
+        """The token of the file; UsageError for an address that other machines reach without one."""
+        if self.token_file is not None:
+            return check_token(self.token_file.read_text("utf-8", "replace").strip(), str(self.token_file))
+        if not is_loopback(self.host):
+            raise UsageError(f"--host {self.host} is open to other machines: add --token-file FILE, or stay on 127.0.0.1")
+        return None
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Serve:
     def run(self) -> int:
         if self.isolate == "thread" and (self.cwd or self.memory_mib is not None):
             raise UsageError("--cwd and --memory-mib need --isolate process: a thread has neither to itself")
-        if self.environment != "aws" and (changed := self.aws.changed()):
+        if self.environment != "aws" and (changed := self.aws_changed()):
             name = min(changed)
             raise UsageError(f"--{'no-' * (name == 'drift')}{name.replace('_', '-')} is only of `serve aws`")
         if self.environment == "aws" and self.backend is not None:
@@ -87,28 +83,24 @@ class Serve:
         # A thread's module is imported here, while signals still end this process: on the loop they would wait for it.
         environment = self.environment if self.isolate == "process" else load_factory(self.environment)
         options = asdict(self.limits) | {"ping_interval": self.limits.ping_interval or None}
-        page = None
-        if self.aws.web:
-            from grpolab.env.aws.web import page
-
-            page = partial(page, port=self.aws.web_port)
         try:
             asyncio.run(serve_forever(
-                environment, beside=page, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port,
+                environment, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port,
                 isolate=isolation, backends=self.backends(variables), token=token, **options))
         except BackendError as error:
             raise ValueError(str(error)) from error
         return 0
 
+    def aws_changed(self) -> dict:
+        """The options of `aws` that differ from their defaults."""
+        return {f.name: getattr(self.aws, f.name) for f in fields(self.aws) if getattr(self.aws, f.name) != f.default}
+
     def backends(self, variables: dict[str, str]) -> BackendPool | None:
         """What the sessions lease: accounts for `aws`, what --backend starts, or nothing."""
         if self.environment == "aws":
-            from grpolab.env.aws.backend import accounts
-            from grpolab.env.aws.environment import AwsEnv
+            from grpolab.env.aws.backend import accounts  # which needs botocore
 
-            options = {name: value for name, value in self.aws.changed().items() if not name.startswith("web")}
-            AwsEnv("http://127.0.0.1:1", **options)  # refuses wrong options before anything starts
-            return accounts(max(self.max_sessions, 1), options=options)
+            return accounts(max(self.max_sessions, 1), options=self.aws_changed())
         if self.backend is None:
             return None
         command = shlex.split(self.backend)  # as a shell splits it, with nothing expanded
@@ -123,3 +115,42 @@ def variable(option: str) -> tuple[str, str]:
     if not name or not (equals or name in os.environ):
         raise UsageError(f"--env {option}: {'it has no name' if not name else f'{name} is not set here'}; write NAME=VALUE")
     return name, value if equals else os.environ[name]
+
+
+@dataclass(frozen=True)
+class ServePolicy:
+    """Serve a model behind an OpenAI-compatible endpoint until SIGTERM or SIGINT."""
+
+    model: Positional[str]  # tiny, smollm2-135m, a Hugging Face id, or a folder
+    name: str | None = None  # what requests call the model (default: its own name)
+    address: OmitArgPrefixes[Address] = Address()
+    slots: int | None = None  # completions decoded together (default: what the memory holds)
+    seed: int = 0  # of the requests that bring none
+    weights: Path | None = None  # file through which a trainer sends its updates (RemoteSampler.publish)
+    adapters: Path | None = None  # folder from which clients may load LoRA adapters (AdapterSwap)
+    policy_version: int = 0  # version of the weights at the start
+    max_sessions: int = 4096  # sessions open at a time
+
+    def run(self) -> int:
+        token = self.address.token()
+        from grpolab.decode.sampler import Sampler  # torch is not needed for --help, nor to refuse an address
+        from grpolab.models.load import load_policy
+
+        policy = load_policy(self.model)
+        print(policy.origin)
+        policy.version = self.policy_version
+        asyncio.run(self.serve(Sampler(policy, slots=self.slots, seed=self.seed), token))
+        return 0
+
+    async def serve(self, sampler, token: str | None) -> None:
+        from grpolab.serve.service import serve_policy
+
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        async with sampler, serve_policy(
+            sampler, name=self.name, host=self.address.host, port=self.address.port, token=token, seed=self.seed,
+            max_sessions=self.max_sessions, weights=self.weights, adapters=self.adapters,
+        ) as service:
+            print(f"serving {service.name} at {service.url}/v1", flush=True)
+            await stop.wait()

@@ -25,7 +25,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
 from grpolab.cli import UsageError, recipe
-from grpolab.cli.rollout_options import RolloutOptions, agent_runs, episodes, from_atropos, load_object
+from grpolab.cli.rollout_options import RolloutOptions, load_object, rollouts_of
 from grpolab.evaluate import fixed_rates
 from grpolab.files import atomic_write, remove_folder
 from grpolab.models.load import Policy, load_policy
@@ -263,7 +263,12 @@ class GRPO(TaskTraining):
 
     @cached_property
     def rewarded(self) -> Callable:
-        return load_reward(self.reward) if self.reward else tasks.right_number if self.data else finished_and_correct
+        if self.reward is None:
+            return super().rewarded
+        reward = load_object(self.reward, "--reward")
+        if not callable(reward) and not hasattr(reward, "batch"):  # an object with `batch`, as Several, is a reward too
+            raise ValueError(f"--reward {self.reward} is no function, but {reward!r:.60}")
+        return reward
 
     def check(self) -> None:
         super().check()
@@ -293,15 +298,9 @@ class GRPO(TaskTraining):
             return Plan(policy, reference, self.prompt_lengths(policy, rows),
                         lambda run: grpo(policy, reference, asked, config, reward=self.rewarded, run=run),
                         self.measure(held_out, config.max_new_tokens))
-        longest, measure = [max(1, options.max_total_tokens - config.max_new_tokens)], None
-        if options.kind in ("env", "tools"):
-            steps, measured = episodes(options, policy, reference, asked, config, self.reward and self.rewarded)
-            measure = measured(held_out) if held_out else None
-        elif options.kind == "agent":
-            steps = agent_runs(options, policy, reference, asked, config)
-        else:
-            steps = from_atropos(options, policy, reference, config)
-        return Plan(policy, reference, longest, steps, measure)
+        steps, measured = rollouts_of(options, policy, reference, asked, config, self.reward and self.rewarded)
+        return Plan(policy, reference, [max(1, options.max_total_tokens - config.max_new_tokens)], steps,
+                    measured(held_out) if held_out and measured else None)
 
     def tell(self, row: dict, run: Run) -> None:
         if row["step"] == 0 and row.get("reward") == 0 == row.get("mixed"):
@@ -363,11 +362,3 @@ class Reward(Training):
         return Plan(model, None, [len(pair.prompt) for pair in pairs],
                     lambda run: reward_model(model, pairs, self.config, run=run),
                     held_out_accuracy(held_out) if held_out else None)
-
-
-def load_reward(name: str) -> Callable:
-    """The reward that `module:function` or `path/to/file.py:function` names."""
-    reward = load_object(name, "--reward")
-    if not callable(reward) and not hasattr(reward, "batch"):  # an object with `batch`, as Several, is a reward too
-        raise ValueError(f"--reward {name} is no function, but {reward!r:.60}")
-    return reward

@@ -192,16 +192,13 @@ async def serve(env_factory: Callable[..., Any] | str, **options: Any) -> AsyncI
         yield server
 
 
-async def serve_forever(env_factory: Callable[..., Any] | str, *,
-                        beside: Callable[[EnvServer], contextlib.AbstractAsyncContextManager] | None = None,
-                        **options: Any) -> None:
+async def serve_forever(env_factory: Callable[..., Any] | str, **options: Any) -> None:
     """`serve` until SIGTERM or SIGINT, then shut down in order; a start that is under way is given up. Prints the URL once
-    it listens; `beside` is entered then, and left first."""
+    it listens."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
     with contextlib.suppress(asyncio.CancelledError):
         async with serve(env_factory, **options) as server:
             most = server.options.max_sessions
             print(f"serving {server.hosting.name} at {server.url} to at most {most} sessions", flush=True)
-            async with contextlib.nullcontext() if beside is None else beside(server):
-                await asyncio.Event().wait()
+            await asyncio.Event().wait()

@@ -49,25 +49,18 @@ def isolated_session() -> Session:
     return session
 
 
-@cache
-def _shared_session() -> Session:
-    return isolated_session()
-
-
-@cache
-def _regions() -> frozenset[str]:
-    return frozenset(isolated_session().get_available_regions("ec2"))
+_shared_session = cache(isolated_session)
 
 
 def check_region(region: str) -> None:
     """Raise ValueError for what is no region of AWS."""
-    if region not in _regions():
+    if region not in _shared_session().get_available_regions("ec2"):
         raise ValueError(f"region {region!r:.60}: write one as us-east-1 or eu-west-2")
 
 
-def make_client(service: str, endpoint: str, region: str, agent: str | None = None) -> Any:
+def make_client(service: str, endpoint: str, region: str) -> Any:
     """A botocore client of `service` whose every request goes to `endpoint` (http://127.0.0.1:PORT), or raises
-    OutsideRequest before anything is sent. `agent` is added to the User-Agent of its requests."""
+    OutsideRequest before anything is sent."""
     check_region(region)
     # What would change the address stays off: proxies, prefixes of the host, bucket names as host names.
     config = Config(proxies={}, inject_host_prefix=False, ignore_configured_endpoint_urls=True,
@@ -75,8 +68,7 @@ def make_client(service: str, endpoint: str, region: str, agent: str | None = No
                                                             "us_east_1_regional_endpoint": "regional"},
                     retries={"total_max_attempts": 1, "mode": "standard"}, connect_timeout=CONNECT_TIMEOUT,
                     read_timeout=READ_TIMEOUT, request_checksum_calculation="when_required",
-                    response_checksum_validation="when_required", disable_request_compression=True,
-                    user_agent_extra=agent)
+                    response_checksum_validation="when_required", disable_request_compression=True)
     with _creation:
         client = _shared_session().create_client(service, region_name=region, endpoint_url=endpoint, config=config,
                                                  aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)

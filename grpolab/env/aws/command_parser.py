@@ -1,26 +1,30 @@
-"""A command line taken apart before anything else sees it: quotes as a shell reads them, and nothing else that a shell does."""
+"""A command line taken apart before anything else sees it: quotes as in a shell and nothing else that a shell does, the
+global options, and `--query` with a bound on what it may make."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+import jmespath
+from jmespath.parser import ParsedResult
+from jmespath.visitor import TreeInterpreter
+
 from grpolab.env.aws.clients import check_region
-from grpolab.env.aws.query import compile_query
 
 OUTPUTS = ("json", "text", "table")
 MAX_CHARACTERS = 16_384  # of one command; the longest policy that AWS takes is shorter
+QUERY_CHARACTERS = 4_000_000  # of JSON, that all values together may have which a query makes on its way
 
-# What XML 1.0 cannot write, and some of AWS's services answer in XML: with such a character in the account, nobody could read
-# the answers that hold it, the grader no more than the policy.
+# Characters that XML 1.0 cannot hold. Some of AWS's services answer in XML, so with one of them in the account nobody could
+# read the answers, the grader no more than the policy.
 _UNWRITABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
 _SHELL_SYNTAX = {"|": "pipes", "&": "background jobs", ";": "several commands", "<": "redirections", ">": "redirections",
                  "(": "subshells", ")": "subshells", "`": "command substitution", "$": "variables"}
-# '...', "...", a character after a backslash, what is between those, and quotes that do not end.
-_PARTS = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^'"\\]+|.""", re.DOTALL)
+_QUOTED = re.compile(r"""'[^']*'|\\.|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)  # group 1 is what stands in "..."
 
 
 class CommandRefused(Exception):
@@ -35,27 +39,18 @@ def split(line: str) -> list[str]:
     """
     if len(line) > MAX_CHARACTERS:
         raise CommandRefused(f"the command has {len(line)} characters; at most {MAX_CHARACTERS} are read")
-    line = "".join(_checked_part(part) for part in _PARTS.findall(line.strip().replace("\\\r\n", "\\\n")))
+    line = re.sub(r"\\\r?\n", "", line.strip())
     if match := re.search("[\0-\x08\n-\x1f\x7f\ud800-\udfff]", line):
         raise CommandRefused(f"character {match.start()} is {match[0]!r}: write one line of text, without control characters")
+    bare = _QUOTED.sub(lambda part: re.sub("[^$`]", "", part[1] or ""), line)  # in "..." a shell reads $ and `
+    for c in bare:
+        if c in _SHELL_SYNTAX:
+            raise CommandRefused(f"{_SHELL_SYNTAX[c]} ({c}) are not available: there is no shell; write one aws command, and "
+                                 "such characters between single quotes")
     try:
         return shlex.split(line)
     except ValueError as error:
         raise CommandRefused(str(error)) from error
-
-
-def _checked_part(part: str) -> str:
-    """A part of a line as shlex reads it like a shell: without the line breaks that a backslash takes away, and in "..."
-    without the backslash before $ and `. Raises CommandRefused for syntax of a shell."""
-    if part.startswith("'"):
-        return part
-    for c in re.sub(r"\\.", "", part, flags=re.DOTALL):
-        if c in ("$`" if part.startswith('"') else _SHELL_SYNTAX):
-            raise CommandRefused(f"{_SHELL_SYNTAX[c]} ({c}) are not available: there is no shell; write one aws command, "
-                                 "and such characters between single quotes")
-    if part.startswith('"'):
-        part = re.sub(r"\\(.)", lambda escape: escape[1] if escape[1] in "$`" else escape[0], part)
-    return re.sub(r"\\(\n|.)", lambda escape: "" if escape[1] == "\n" else escape[0], part)
 
 
 class RefusingParser(ArgumentParser):
@@ -90,3 +85,44 @@ def check_writable(value: Any) -> None:
                              "the like")
     for part in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
         check_writable(part)
+
+
+class Query(ParsedResult):
+    """A JMESPath expression, with the `search` that awscli's formatters call. Each step of one can double what it has, as in
+    `[@,@]|[@,@]|...`: ValueError where it makes more than QUERY_CHARACTERS."""
+
+    def search(self, value: Any, options: Any = None) -> Any:
+        return _BoundedInterpreter().visit(self.parsed, value)
+
+
+def compile_query(text: str) -> Query:
+    """The expression, or ValueError with what is wrong with it."""
+    try:
+        return Query(text, jmespath.compile(text).parsed)
+    except Exception as error:  # noqa: BLE001  its lexer raises more than its own errors
+        raise ValueError(f"Bad value for --query {text:.100}: {error}") from error
+
+
+class _BoundedInterpreter(TreeInterpreter):
+    """jmespath's interpreter, which counts what every node of the expression makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.budget = QUERY_CHARACTERS
+
+    def visit(self, node: dict, *args: Any, **kwargs: Any) -> Any:
+        result = super().visit(node, *args, **kwargs)
+        self.spend(len(json.dumps(result, default=str)))
+        return result
+
+    def visit_function_expression(self, node: dict, value: Any) -> Any:
+        if node["value"] == "join" and len(node["children"]) == 2:  # the one function that multiplies two lengths
+            glue, parts = (self.visit(child, value) for child in node["children"])
+            if isinstance(glue, str) and isinstance(parts, list):
+                self.spend(len(glue) * len(parts))
+        return super().visit_function_expression(node, value)
+
+    def spend(self, characters: int) -> None:
+        self.budget -= characters
+        if self.budget < 0:
+            raise ValueError(f"--query makes more than {QUERY_CHARACTERS} characters on its way; ask for less")

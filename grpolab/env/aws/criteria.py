@@ -7,11 +7,10 @@ A step of the path is a name (that entry of every mapping), a mapping (keep the 
 of mappings (keep those that have all entries of one of them), or one of STEPS, which read a text. Lists are opened at every
 step and at the end, and a list of one is the same as its item, so a single action and a list with that action are the same.
 
-`exists` and `absent` are true alone; `equals` takes a value or a list in any order; `contains` asks for one value among those
-at the end of the path, and `count` for how many there are. `allows` and `allows_only` take a request, or a list of them, and
-ask the IAM policies at the end of the path: whether these allow every request, from any network and at any time, and whether
-they allow nothing else (`policies.Request`). A criterion with `keep` holds from the start and must go on holding. An
-argument {"found": {"service", "read", "args", "path"}} is the one value that another read finds.
+`exists` and `absent` are true alone; `equals` takes a value or a list in any order, and `count` how many values there are at
+the end of the path. `allows` and `allows_only` take a request (`policies.Request`) and ask the IAM policies at the end of the
+path: whether these allow it, and whether they allow nothing else. A criterion with `keep` holds from the start and must go on
+holding. An argument {"found": {"service", "read", "args", "path"}} is the one value that another read finds.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ NOTHING_THERE: dict[str, tuple[str, ...]] = {
     "kms": ("NotFoundException", "KMSInvalidStateException"),  # the second: it waits for its deletion
     "cloudwatch": (),
 }
-COMPARISONS = ("exists", "absent", "equals", "contains", "count", "allows", "allows_only")
-# Networks and times under which a policy has to allow what is asked of it.
-SITUATIONS = tuple({"aws:SourceIp": address, "aws:CurrentTime": time, "aws:SecureTransport": "true",
-                    "aws:SourceAccount": "000000000000", "aws:RequestedRegion": "us-east-1"}
-                   for address, time in (("203.0.113.7", "2020-01-01T00:00:00Z"), ("10.1.2.3", "2040-01-01T00:00:00Z")))
+COMPARISONS = ("exists", "absent", "equals", "count", "allows", "allows_only")
 _PARTS = {"service", "read", "args", "path", "keep"}
 
 
@@ -52,10 +47,14 @@ def check_criterion(criterion: Mapping[str, Any]) -> str:
     compared = [name for name in COMPARISONS if name in criterion]
     if len(compared) != 1 or set(criterion) - _PARTS != set(compared):
         raise ValueError(f"a criterion has one of {COMPARISONS} beside {sorted(_PARTS)}: {json.dumps(criterion)[:200]}")
-    if compared[0] in ("exists", "absent") and criterion[compared[0]] is not True:
+    wanted = criterion[compared[0]]
+    if compared[0] in ("exists", "absent") and wanted is not True:
         raise ValueError(f"{compared[0]!r} is true or left out: {json.dumps(criterion)[:200]}")
     if compared[0].startswith("allows"):
-        requests(criterion[compared[0]])
+        try:
+            Request(**wanted)
+        except TypeError as error:
+            raise ValueError(f"a request has action, resource, principal and context: {json.dumps(wanted)[:200]}") from error
     _check_read(criterion)
     return compared[0]
 
@@ -74,34 +73,18 @@ def _check_read(criterion: Mapping[str, Any]) -> None:
             _check_read(value["found"])
 
 
-def requests(rows: Any) -> tuple[Request, ...]:
-    """The requests of a criterion, which are one or a list; ValueError for what is none."""
-    try:
-        return tuple(Request(**row) for row in (rows if isinstance(rows, list) else [rows]))
-    except TypeError as error:
-        raise ValueError(f"a request has action, resource, principal and context: {json.dumps(rows)[:200]}") from error
-
-
 def holds(comparison: str, wanted: Any, values: list) -> bool:
     """Whether a comparison is true of the values at the end of a path."""
     if comparison in ("exists", "absent"):
         return bool(values) == (comparison == "exists")
     if comparison == "count":
-        return _same(len(values), wanted)
-    if comparison == "contains":
-        return any(_same(value, wanted) for value in values)
+        return _canonical(len(values)) == _canonical(wanted)
     if comparison == "allows":
-        return all(allows(values, r.action, r.resource, situation | dict(r.context), r.principal)
-                   for r in requests(wanted) for situation in SITUATIONS)
+        return allows(values, Request(**wanted))
     if comparison == "allows_only":
-        return bool(values) and allows_only(values, requests(wanted))
-    unmatched = list(values)
-    for value in wanted if isinstance(wanted, list) else [wanted]:
-        place = next((i for i, other in enumerate(unmatched) if _same(other, value)), None)
-        if place is None:
-            return False
-        del unmatched[place]
-    return not unmatched
+        return bool(values) and allows_only(values, Request(**wanted))
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    return sorted(map(_canonical, values)) == sorted(map(_canonical, wanted))
 
 
 def follow(values: list, path: Any) -> list:
@@ -117,9 +100,12 @@ def _step(values: list, step: str | Mapping[str, Any] | list[Mapping[str, Any]])
     mappings = [value for value in values if isinstance(value, Mapping)]
     if isinstance(step, str):
         return _opened([value[step] for value in mappings if step in value])
+
+    def has(mapping: Mapping, entries: Mapping) -> bool:
+        return all(_canonical(wanted) in map(_canonical, _opened([mapping.get(name)])) for name, wanted in entries.items())
+
     ways = step if isinstance(step, list) else [step]
-    return [value for value in mappings
-            if any(all(holds("contains", wanted, _opened([value.get(name)])) for name, wanted in way.items()) for way in ways)]
+    return [mapping for mapping in mappings if any(has(mapping, entries) for entries in ways)]
 
 
 def _json(text: str) -> Any:
@@ -138,24 +124,14 @@ def _term(pattern: str) -> str | list:
 
 
 def _minutes(expression: str) -> int | list:
-    """The minutes between two times of a schedule expression of EventBridge: any rate(...), and cron(...) that names minutes
-    alone. Nothing for another one, and nothing where the minutes between are not always the same.
+    """The minutes between two times of a schedule expression of EventBridge: rate(...), or cron(...) that names every minute
+    or every so many of an hour. Nothing for another one, and nothing where the minutes between are not always the same.
     https://docs.aws.amazon.com/eventbridge/latest/userguide/eb-scheduled-rule-pattern.html"""
     if rate := re.fullmatch(r"rate\(([0-9]{1,9}) (minute|hour|day)s?\)", expression):
         return int(rate[1]) * {"minute": 1, "hour": 60, "day": 1440}[rate[2]]
-    cron = re.fullmatch(r"cron\(([0-9*/,]{1,200}) \* (?:\* \* \?|\? \* \*) \*\)", expression)
-    if cron is None:
-        return []
-    times: set[int] = set()
-    for part in cron[1].split(","):
-        place = re.fullmatch(r"(\*|[0-5]?[0-9])(?:/([1-9][0-9]?))?", part)
-        if place is None:
-            return []
-        first = 0 if place[1] == "*" else int(place[1])
-        every = int(place[2]) if place[2] else 1 if place[1] == "*" else 60
-        times.update(range(first, 60, every))
-    gaps = {(b - a) % 60 or 60 for a, b in zip(sorted(times), [*sorted(times)[1:], min(times)])}
-    return gaps.pop() if len(gaps) == 1 else []
+    cron = re.fullmatch(r"cron\((?:\*|[*0]/([1-9][0-9]?)) \* (?:\* \* \?|\? \* \*) \*\)", expression)
+    every = int(cron[1] or 1) if cron else 7
+    return every if 60 % every == 0 else []
 
 
 STEPS = {"@json": _json, "@minutes": _minutes, "@term": _term}
@@ -169,24 +145,16 @@ def _opened(values: list) -> list:
     return opened
 
 
-def _plain(value: Any) -> Any:
-    """A value with every list of one in it replaced by its item."""
-    if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return _plain(value[0]) if len(value) == 1 else [_plain(part) for part in value]
-    return value
+def _canonical(value: Any) -> str:
+    """A text that is the same for values that count as equal: a list of one and its item, a number and its text."""
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: plain(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return plain(value[0]) if len(value) == 1 else [plain(part) for part in value]
+        try:
+            return value if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            return value
 
-
-def _same(value: Any, wanted: Any) -> bool:
-    """Equality of plain JSON, where a number is the same as its text: services differ in how they write one."""
-    if isinstance(value, bool) or isinstance(wanted, bool):
-        return value is wanted
-    if _plain(value) == _plain(wanted):
-        return True
-    if isinstance(value, (dict, list, type(None))) or isinstance(wanted, (dict, list, type(None))):
-        return False
-    try:
-        return float(value) == float(wanted)
-    except (TypeError, ValueError, OverflowError):
-        return False
+    return json.dumps(plain(value), sort_keys=True, default=str)

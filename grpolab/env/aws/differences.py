@@ -14,17 +14,11 @@ def adapted(operation: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """The parameters to send; raises CommandRefused with AWS's error."""
     if operation == "ReceiveMessage":  # always with a wait, since a queue may have a longer one of its own
         return parameters | {"WaitTimeSeconds": min(parameters.get("WaitTimeSeconds", 0), MESSAGE_WAIT)}
-    if operation == "CreateQueue":
-        _check_fifo(parameters)
+    if operation == "CreateQueue" and str(parameters.get("QueueName")).endswith(".fifo"):  # to MiniStack always a FIFO queue
+        if parameters.get("Attributes", {}).get("FifoQueue") != "true":
+            raise CommandRefused("An error occurred (InvalidParameterValue) when calling the CreateQueue operation: a name "
+                                 "with .fifo needs the attribute FifoQueue=true")
     return _alarm(parameters) if operation == "PutMetricAlarm" else parameters
-
-
-def _check_fifo(queue: dict[str, Any]) -> None:
-    """MiniStack makes a FIFO queue of whatever ends with .fifo."""
-    if str(queue.get("QueueName")).endswith(".fifo") and queue.get("Attributes", {}).get("FifoQueue") != "true":
-        raise CommandRefused("An error occurred (InvalidParameterValue) when calling the CreateQueue operation: Can only "
-                             "include alphanumeric characters, hyphens, or underscores. 1 to 80 in length (a name with .fifo "
-                             "needs the attribute FifoQueue=true)")
 
 
 def _alarm(alarm: dict[str, Any]) -> dict[str, Any]:

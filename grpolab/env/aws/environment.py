@@ -3,7 +3,7 @@
     async with serve(AwsEnv, max_sessions=8, backends=accounts(8)) as server: ...
     python -m grpolab serve aws --max-sessions 8
 
-Reward, paid once: 1.0 for the task done, less for each hint taken, 0.0 when the turns are used up. What is typed earns nothing.
+Reward, paid once: 1.0 for the task done, 0.0 when the turns are used up. What is typed earns nothing.
 """
 
 from __future__ import annotations
@@ -12,77 +12,19 @@ import contextlib
 import json
 import random
 import re
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from grpolab.env.aws.backend import inventory, wipe
-from grpolab.env.aws.commands import Account, Call, Output
+from grpolab.env.aws.backend import wipe
+from grpolab.env.aws.commands import MOVES, Account, Output
 from grpolab.env.aws.grader import Grade, grade
-from grpolab.env.aws.tasks import TIERS, Task, load_tasks, pick_drifts, play, templates
-from grpolab.env.calculator import check_counts
+from grpolab.env.aws.options import AwsOptions
+from grpolab.env.aws.tasks import Task, load_tasks, pick_drifts, play, templates
 from grpolab.env.protocol import InvalidAction, StepResult
-
-HINT = "aws hint"  # the action that asks for one, where hints are on
-HINT_FACTOR = 0.85  # of the reward, for each hint taken
-
-# (service, operation) -> the command that destroys what it made, with the call's own parameters in the slots.
-_DELETING_COMMANDS = {
-    ("s3", "CreateBucket"): "aws s3 rb s3://{Bucket} --force",
-    ("s3", "PutObject"): "aws s3api delete-object --bucket {Bucket} --key {Key}",
-    ("dynamodb", "CreateTable"): "aws dynamodb delete-table --table-name {TableName}",
-    ("sqs", "CreateQueue"): "aws sqs delete-queue --queue-url http://localhost:4566/000000000000/{QueueName}",
-    ("sns", "CreateTopic"): "aws sns delete-topic --topic-arn arn:aws:sns:us-east-1:000000000000:{Name}",
-    ("iam", "CreateUser"): "aws iam delete-user --user-name {UserName}",
-    ("iam", "CreateGroup"): "aws iam delete-group --group-name {GroupName}",
-    ("iam", "CreateRole"): "aws iam delete-role --role-name {RoleName}",
-    ("ssm", "PutParameter"): "aws ssm delete-parameter --name {Name}",
-    ("secretsmanager", "CreateSecret"): "aws secretsmanager delete-secret --secret-id {Name} --force-delete-without-recovery",
-    ("logs", "CreateLogGroup"): "aws logs delete-log-group --log-group-name {logGroupName}",
-    ("events", "PutRule"): "aws events delete-rule --name {Name}",
-    ("cloudwatch", "PutMetricAlarm"): "aws cloudwatch delete-alarms --alarm-names {AlarmName}",
-}
 
 
 class SetupError(RuntimeError):
     """The account could not be brought to where the task begins; the episode has not started."""
-
-
-@dataclass(frozen=True)
-class AwsOptions:
-    """How episodes go.
-
-    `observation_characters`: an output is cut to so many in its middle. `tier`: of the tasks that are drawn from the seed.
-    `hints`: the action `aws hint` gives a task's next hint for a turn and HINT_FACTOR of the reward. `chaos`: the chance
-    after each turn that something which the agent has made is destroyed, unannounced. `drift`: tasks of that tier begin with
-    some of what they ask for spoilt; False leaves those as they were set up. Both draw from seeds of their own, `chaos_seed`
-    and `drift_seed`, or else from the episode's seed.
-
-    `shaping` w pays w * (gamma * P(s') - P(s)) each turn, with P the share of the criteria that hold, and 0 in the state after
-    the last turn, so that which policies are best stays as it is (Ng, Harada and Russell, 1999): with gamma 1 an episode's sum
-    is the terminal reward less w * P(s0), whatever was done in between, and stalling earns nothing.
-    """
-
-    max_turns: int = 8
-    tier: str | None = None
-    hints: bool = False
-    chaos: float = 0.0
-    drift: bool = True
-    shaping: float = 0.0
-    gamma: float = 1.0
-    chaos_seed: int | None = None
-    drift_seed: int | None = None
-    observation_characters: int = 800
-
-    def __post_init__(self):
-        check_counts(max_turns=self.max_turns, observation_characters=self.observation_characters)
-        if self.tier is not None and self.tier not in TIERS:
-            raise ValueError(f"tier={self.tier!r}: there are {', '.join(TIERS)}")
-        if not 0 <= self.chaos <= 1:
-            raise ValueError(f"chaos={self.chaos}: a probability, from 0 to 1")
-        if not 0 <= self.shaping <= 1 or not 0 < self.gamma <= 1:
-            raise ValueError(f"shaping={self.shaping}, gamma={self.gamma}: shaping is from 0 to 1, gamma above 0 and at most 1")
 
 
 class AwsEnv:
@@ -105,33 +47,24 @@ class AwsEnv:
         self.account = Account(account)
         self._grader = Account(account)  # with clients of its own, which nothing that is typed can change
         self._task: Task | None = None
-        self._begin(0)
+        self._begin()
 
-    def _begin(self, seed: int) -> None:
-        self._turn = self._hinted = 0
+    def _begin(self) -> None:
+        self._turn = 0
         self._done, self._achieved, self._progress = True, False, 0.0
-        self._protected: set[str] = set()  # commands that would destroy what the task has set up
-        self._destructible: list[str] = []  # commands that destroy what the agent has made
-        self._destroyed = 0
-        chaos_seed = self.options.chaos_seed
-        self._chaos_random = random.Random(f"chaos:{seed if chaos_seed is None else chaos_seed}")
 
     def reset(self, seed: int | None = None, task: Any = None) -> StepResult:
         """Start an episode in an account that holds the task's set-up and nothing else. Raises SetupError, AccountGone."""
         seed = random.Random().randrange(2**32) if seed is None else seed
         chosen = draw_task(seed, self.options.tier) if task is None else read_task(task)
         self._task = None
-        self._begin(seed)
+        self._begin()
         wipe(self.account.endpoint)
         self.account.close("s3")  # which may remember buckets that are gone
         self._grader.close("s3")
-        if leftovers := inventory(self.account.endpoint):
-            raise SetupError(f"the account is not empty after it was wiped: {', '.join(leftovers)}")
         self._prepare(chosen, chosen.setup)
         if self.options.drift and chosen.drifts:
-            drift_seed = self.options.drift_seed
-            drifts = pick_drifts(chosen, seed if drift_seed is None else drift_seed)
-            self._prepare(chosen, tuple(chosen.drifts[i] for i in drifts))
+            self._prepare(chosen, tuple(chosen.drifts[i] for i in pick_drifts(chosen, seed)))
         self._task = chosen
         self._progress = self._grade().progress
         self._done = False
@@ -141,8 +74,6 @@ class AwsEnv:
         for line, output in play(lines, self._run):
             if not output.ok:
                 raise SetupError(f"task {task.id}: {line!r:.200} failed: {output.stderr.strip():.200}")
-            if deleting := deleting_command(output.call):
-                self._protected.add(deleting)
 
     def step(self, action: dict) -> StepResult:
         """Carry out one command. Raises InvalidAction, and AccountGone where the account does not answer: then the episode
@@ -152,77 +83,41 @@ class AwsEnv:
             raise RuntimeError("the episode is over: reset before the next step")
         self._turn += 1
         options, before = self.options, self._progress
-        output = self._hint() if command == HINT else self._run(command)
+        output = self._run(command)
         self._after(output)
         self._done = self._achieved or self._turn >= options.max_turns
-        reward = self._terminal_reward() if self._done else 0.0 if options.shaping else None
+        reward = float(self._achieved) if self._done else 0.0 if options.shaping else None
         if options.shaping:
-            reward += options.shaping * (options.gamma * (0.0 if self._done else self._progress) - before)
+            reward += options.shaping * ((0.0 if self._done else self._progress) - before)
         observation = {"text": shorten(output, options.observation_characters), "ok": output.ok}
-        return StepResult(observation, reward, self._done, {"achieved": self._achieved, "progress": self._progress,
-                                                            "hints": self._hinted, "chaos": self._destroyed})
+        return StepResult(observation, reward, self._done, {"achieved": self._achieved, "progress": self._progress})
 
     def _after(self, output: Output) -> None:
-        """Grade the account, and destroy something of what is not done yet if it comes to that."""
+        """Grade the account where something was sent to it."""
         if output.call is not None:
             grade = self._grade()
             self._achieved, self._progress = grade.achieved, grade.progress
-            deleting = deleting_command(output.call) if output.ok else None
-            if deleting is not None and deleting not in self._protected:
-                self._destructible.append(deleting)
-        over = self._achieved or self._turn >= self.options.max_turns
-        if over or not self._destructible or self._chaos_random.random() >= self.options.chaos:
-            return
-        command = self._destructible.pop(self._chaos_random.randrange(len(self._destructible)))
-        if self._run(command).ok:
-            self._destroyed += 1
-            self._progress = self._grade().progress
 
     def _run(self, command: str) -> Output:
         output = self.account.run(command)
-        if output.call is not None and output.call.moves_bucket:
+        if output.call is not None and output.call.operation in MOVES:
             self._grader.close("s3")
         return output
 
-    def _terminal_reward(self) -> float:
-        return HINT_FACTOR**self._hinted if self._achieved else 0.0
-
     def _grade(self) -> Grade:
         return grade(self._task, self._grader.client)
-
-    def _hint(self) -> Output:
-        if not self.options.hints:
-            return Output(False, "", "there are no hints here\n")
-        if self._hinted >= len(self._task.hints):
-            return Output(False, "", "there are no more hints\n")
-        self._hinted += 1
-        return Output(True, self._task.hints[self._hinted - 1] + "\n", "")
 
     def state(self) -> dict:
         """What anybody may know of the episode, what its account holds included: neither its criteria nor its solution."""
         task, account = None, {}
         if self._task is not None:
-            task, account = self._task.shown(), inventory(self.account.endpoint)
+            task, account = self._task.shown(), self.account.inventory()
         return {"task": task, "account": account, "turn": self._turn, "max_turns": self.options.max_turns,
-                "hints": self._hinted, "chaos": self._destroyed, "progress": self._progress, "achieved": self._achieved,
-                "done": self._done}
+                "progress": self._progress, "achieved": self._achieved, "done": self._done}
 
     def close(self) -> None:
         self.account.close()
         self._grader.close()
-
-
-def deleting_command(call: Call) -> str | None:
-    """The command that destroys what this call has made; None for one that makes nothing of its own."""
-    command = _DELETING_COMMANDS.get((call.service, call.operation))
-    if command is None:
-        return None
-    values = {name: shlex.quote(str(value)) for name, value in call.parameters.items()}
-    try:
-        command = command.format_map(values)
-    except KeyError:
-        return None
-    return f"{command} --region {call.options.region}" if call.options.region else command
 
 
 def read_command(action: dict) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpolab.env.aws.tasks import TIERS, Task, Template, templates, words
@@ -68,12 +67,10 @@ class FreshTasks:
     """A curriculum of templates as the tasks of `multi_turn_grpo`: what is played is a fresh instance of each template that it
     wants, by its id, and its result is recorded in the curriculum under the template's name.
 
-    `make(template, seed)` gives the instance. It is asked with a function of `seed` and of the results so far, on which the
-    wanted templates depend too, so that a run that was interrupted asks for the same again."""
+    What is drawn depends on `seed` and the results so far, so that a run that was interrupted asks for the same again."""
 
     curriculum: Curriculum
     seed: int = 0
-    make: Callable[[str, str], Task] = instance
 
     @property
     def tier(self) -> int:
@@ -87,7 +84,7 @@ class FreshTasks:
 
     def next_tasks(self, n: int) -> list[str]:
         results = self.curriculum.results
-        return [self.make(template, f"{self.seed}:{results}:{i}").id
+        return [instance(template, f"{self.seed}:{results}:{i}").id
                 for i, template in enumerate(self.curriculum.next_tasks(n))]
 
     def record_result(self, task: str, rate: float) -> None:

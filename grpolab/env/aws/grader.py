@@ -23,22 +23,13 @@ class GradingError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Check:
-    """One criterion on one account: what was read, whether it holds, and whether it had to be kept rather than reached."""
-
-    read: str
-    holds: bool
-    keep: bool
-
-
-@dataclass(frozen=True)
 class Grade:
     """The state of an account against a task. `progress` is 1.0 exactly where `achieved`: the share of the criteria to
-    reach that hold, counted against those and against every kept one that is broken."""
+    reach that hold, counted against those and against every kept one that is broken. `holds` is of each criterion."""
 
     achieved: bool
     progress: float
-    checks: tuple[Check, ...]
+    holds: tuple[bool, ...]
 
 
 def grade(task: Task, client: Clients) -> Grade:
@@ -50,25 +41,24 @@ def grade(task: Task, client: Clients) -> Grade:
     outside the vocabulary.
     """
     answers: dict[str, list] = {}  # criteria often look at different parts of one answer
-    checks = [_check(task.id, criterion, client, answers) for criterion in task.criteria]
-    reached = [check.holds for check in checks if not check.keep]
-    lost = sum(check.keep and not check.holds for check in checks)
+    held = tuple(_holds(task.id, criterion, client, answers) for criterion in task.criteria)
+    keep = [criterion.get("keep", False) for criterion in task.criteria]
+    reached = [h for h, k in zip(held, keep) if not k]
+    lost = sum(k and not h for h, k in zip(held, keep))
     progress = sum(reached) / (len(reached) + lost)
-    return Grade(progress == 1.0, progress, tuple(checks))
+    return Grade(progress == 1.0, progress, held)
 
 
-def _check(task: str, criterion: Mapping[str, Any], client: Clients, answers: dict[str, list]) -> Check:
-    comparison, read = check_criterion(criterion), f"{criterion['service']}.{criterion['read']}"
+def _holds(task: str, criterion: Mapping[str, Any], client: Clients, answers: dict[str, list]) -> bool:
+    comparison = check_criterion(criterion)
     try:
-        held = holds(comparison, criterion[comparison], _values(criterion, client, answers))
+        return holds(comparison, criterion[comparison], _values(criterion, client, answers))
     except CONNECTION_ERRORS as error:
         raise AccountGone(f"task {task!r} could not be graded: {error}") from error
-    # readable at the start: what was typed has spoilt it
     except (ResponseParserError, exceptions.InvalidRegionError, RecursionError):
-        held = False
+        return False  # it could be read at the start: what was typed has spoilt it
     except (exceptions.BotoCoreError, exceptions.ClientError) as error:
-        raise GradingError(f"task {task!r}: {read} failed: {error}") from error
-    return Check(read, held, criterion.get("keep", False))
+        raise GradingError(f"task {task!r}: {criterion['service']}.{criterion['read']} failed: {error}") from error
 
 
 def _values(criterion: Mapping[str, Any], client: Clients, answers: dict[str, list]) -> list:

@@ -11,8 +11,9 @@ from botocore import exceptions
 from grpolab.env.aws.clients import CONNECTION_ERRORS, AccountGone, OutsideRequest, error_text
 from grpolab.env.aws.command_parser import CommandRefused
 
-_FLAGS = {"ls": {"--recursive"}, "mb": set(), "rb": {"--force"}, "rm": {"--recursive"}}
-_OPERATIONS = {"ls": "ListObjectsV2", "mb": "CreateBucket", "rb": "DeleteBucket", "rm": "DeleteObject"}
+# verb -> its option, the operation that it comes down to, and what the CLI calls its failure
+_VERBS = {"ls": ("--recursive", "ListObjectsV2", ""), "mb": ("", "CreateBucket", "make_bucket"),
+          "rb": ("--force", "DeleteBucket", "remove_bucket"), "rm": ("--recursive", "DeleteObject", "delete")}
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,29 @@ class S3Command:
 
     @property
     def operation(self) -> str:
-        """The operation that it comes down to."""
-        return _OPERATIONS[self.verb] if self.bucket else "ListBuckets"
+        return _VERBS[self.verb][1]
 
 
 def parse(words: list[str]) -> S3Command:
     """The command in the words after `aws s3`; raises CommandRefused."""
     verb, *rest = words or [""]
-    if verb not in _FLAGS:
+    if verb not in _VERBS:
         raise CommandRefused(f"aws s3 {verb:.20}: not available; use aws s3 ls, mb, rb, rm (s3://... only) or aws s3api")
-    flags = {word for word in rest if word.startswith("-")}
-    if flags - _FLAGS[verb]:
-        raise CommandRefused(f"Unknown options: {', '.join(sorted(flags - _FLAGS[verb])):.100}")
-    targets = [word for word in rest if not word.startswith("-")]
+    options = {word for word in rest if word.startswith("-")}
+    if unknown := sorted(options - {_VERBS[verb][0]}):
+        raise CommandRefused(f"Unknown options: {', '.join(unknown):.100}")
+    targets = [word for word in rest if word not in options]
     if len(targets) > 1 or (not targets and verb != "ls"):
         raise CommandRefused(f"aws s3 {verb} takes one s3://bucket, got {len(targets)}")
-    bucket, key = _location(targets[0], verb) if targets else ("", "")
-    return S3Command(verb, bucket, key, bool(flags))
+    target = targets[0] if targets else ""
+    if verb != "ls" and not target.startswith("s3://"):
+        raise CommandRefused(f"{target:.60}: local paths are not available here; write s3://bucket")
+    bucket, _, key = target.removeprefix("s3://").partition("/")
+    if targets and not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", bucket):
+        raise CommandRefused(f"{target:.60}: write s3://bucket, the name in letters, digits, dots and hyphens")
+    if key and verb in ("mb", "rb"):
+        raise CommandRefused(f"{target:.60}: aws s3 {verb} takes a bucket without a key")
+    return S3Command(verb, bucket, key, bool(options))
 
 
 def run(command: S3Command, client: Any) -> str:
@@ -52,41 +59,23 @@ def run(command: S3Command, client: Any) -> str:
     except CONNECTION_ERRORS as error:
         raise AccountGone(f"the account does not answer: {error}") from error
     except (exceptions.ClientError, exceptions.BotoCoreError, OutsideRequest) as error:
-        failed = {"mb": "make_bucket", "rb": "remove_bucket", "rm": "delete"}.get(command.verb)
-        target = f"s3://{command.bucket}" + (f"/{command.key}" if command.key else "")
+        failed, target = _VERBS[command.verb][2], f"s3://{command.bucket}/{command.key}".removesuffix("/")
         raise CommandRefused(f"{failed} failed: {target} {error_text(error)}" if failed else error_text(error)) from error
-
-
-def _location(target: str, verb: str) -> tuple[str, str]:
-    """(bucket, key) of s3://bucket/key; `ls` takes it without its s3:// too, as the CLI does."""
-    text = target.removeprefix("s3://")
-    if text == target and verb != "ls":
-        raise CommandRefused(f"{target:.60}: local paths are not available here; write s3://bucket")
-    bucket, _, key = text.partition("/")
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", bucket):
-        raise CommandRefused(f"{target:.60}: write s3://bucket, the name in letters, digits, dots and hyphens")
-    if key and verb in ("mb", "rb"):
-        raise CommandRefused(f"{target:.60}: aws s3 {verb} takes a bucket without a key")
-    return bucket, key
 
 
 def _ls(client: Any, command: S3Command) -> str:
     if not command.bucket:
         return "".join(f"{b['CreationDate']:%Y-%m-%d %H:%M:%S} {b['Name']}\n" for b in client.list_buckets().get("Buckets", []))
+    folder = "" if command.all else command.key[:command.key.rfind("/") + 1]  # left out of what is shown
     lines = []
     request = {"Bucket": command.bucket, "Prefix": command.key} | ({} if command.all else {"Delimiter": "/"})
     for page in client.get_paginator("list_objects_v2").paginate(**request):
-        lines += [f"{'PRE':>30} {_shown(p['Prefix'], command)}\n" for p in page.get("CommonPrefixes", [])]
-        lines += [f"{o['LastModified']:%Y-%m-%d %H:%M:%S} {o['Size']:>10} {_shown(o['Key'], command)}\n"
+        lines += [f"{'PRE':>30} {p['Prefix'].removeprefix(folder)}\n" for p in page.get("CommonPrefixes", [])]
+        lines += [f"{o['LastModified']:%Y-%m-%d %H:%M:%S} {o['Size']:>10} {o['Key'].removeprefix(folder)}\n"
                   for o in page.get("Contents", [])]
     if not lines and command.key:
         raise CommandRefused(f"nothing is under s3://{command.bucket}/{command.key:.100}")
     return "".join(lines)
-
-
-def _shown(name: str, command: S3Command) -> str:
-    """A key, without the folders of the prefix that was asked for unless all below it was."""
-    return name if command.all else name[command.key.rfind("/") + 1:]
 
 
 def _mb(client: Any, command: S3Command) -> str:

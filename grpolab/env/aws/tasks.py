@@ -5,8 +5,8 @@ They lie in `data/aws/TIER.jsonl`, one template a line, with `<slots>` in its te
 `data/aws/words.json`. `criteria` describes what a criterion is.
 
 A template has id, description, services, setup, criteria and solution (a reference), and `slots`: name -> [kind, value].
-A line of a solution may take an id from the JSON that an earlier line printed: `<1:Keys|0|KeyId>` is the first line's
-`Keys`, its item 0, that one's `KeyId`, and `Aliases|AliasName=alias/apple|TargetKeyId` asks for an item by an entry.
+A line of a solution may take an id from the JSON that an earlier line printed, by JMESPath: `<1:Keys[0].KeyId>` is found in the
+output of the first line.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import jmespath
+
 from grpolab.env.aws.criteria import check_criterion
+from grpolab.env.aws.options import TIERS
 from grpolab.files import data_path
 
-TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert", "drift")
 _SLOT = re.compile(r"<([a-z][a-z0-9_]*)>")
 _REFERENCE = re.compile(r"<([0-9]+):([^<>]+)>")  # to an id in an earlier output
 _NEEDS = {"id", "description", "services", "setup", "criteria", "solution", "slots"}
@@ -32,9 +34,8 @@ _NEEDS = {"id", "description", "services", "setup", "criteria", "solution", "slo
 class Task:
     """One task. `setup`, `solution` and `drifts` are `aws …` lines; `criteria` are the grader's (`grader.grade`).
 
-    `hints` tell more and more: the services, the operations, the commands with names left out. A drift task is prepared
-    by `setup`, which reaches what is asked for, and by some of `drifts` (`pick_drifts`), each of which spoils something;
-    line i of its solution repairs drift i.
+    A drift task is prepared by `setup`, which reaches what is asked for, and by some of `drifts` (`pick_drifts`), each of
+    which spoils something; line i of its solution repairs drift i.
     """
 
     id: str
@@ -42,7 +43,6 @@ class Task:
     description: str
     services: tuple[str, ...]
     setup: tuple[str, ...]
-    hints: tuple[str, ...] = field(default=(), repr=False)
     drifts: tuple[str, ...] = ()
     criteria: tuple[dict, ...] = field(default=(), repr=False, hash=False)
     solution: tuple[str, ...] = field(default=(), repr=False)
@@ -73,25 +73,12 @@ class Template:
             raise ValueError(f"template {self.id!r} has the slots {sorted(self.slots)}, got values for {sorted(values)}")
         row = _filled({k: self.row[k] for k in ("description", "setup", "criteria", "solution")}, values)
         return Task(id or f"{self.id}/{','.join(values.values())}", self.tier, row["description"], tuple(self.row["services"]),
-                    tuple(row["setup"]), hints_of(self.row["services"], self.row["solution"]),
-                    tuple(_filled(self.row.get("drifts", []), values)), tuple(row["criteria"]), tuple(row["solution"]))
+                    tuple(row["setup"]), tuple(_filled(self.row.get("drifts", []), values)), tuple(row["criteria"]),
+                    tuple(row["solution"]))
 
     def own_task(self) -> Task:
         """The task with the values that stand in the data, under the template's id."""
         return self.task({name: value for name, (_, value) in self.slots.items()}, self.id)
-
-
-def hints_of(services: Iterable[str], solution: Iterable[str]) -> tuple[str, ...]:
-    """Three hints out of a template's solution: its services, its operations, its commands with the slots in place of names."""
-    solution = [_REFERENCE.sub(lambda reference: f"<{reference[2].split('|')[-1]}>", _without_inner_slots(line))
-                for line in solution]
-    operations = dict.fromkeys(" ".join(line.split()[:3]) for line in solution)
-    return (f"Services: {', '.join(services)}.", f"Operations: {'; '.join(operations)}.", "\n".join(solution))
-
-
-def _without_inner_slots(line: str) -> str:
-    """A line without the slots that stand inside a reference, so that the reference can be read."""
-    return re.sub(r"<([0-9]+:[^<>]*)<[^<>]*>([^<>]*)>", r"<\1\2>", line)
 
 
 def _filled(value: Any, values: Mapping[str, str]) -> Any:
@@ -187,15 +174,11 @@ def play(lines: Iterable[str], run: Callable[[str], Any]) -> Iterator[tuple[str,
 
 
 def _resolve(reference: re.Match, printed: list[str]) -> str:
-    """What `<N:path>` stands for after these outputs."""
+    """What `<N:expression>` stands for after these outputs."""
     try:
-        value = json.loads(printed[int(reference[1]) - 1])
-        for step in reference[2].split("|"):
-            name, equals, wanted = step.partition("=")
-            if equals:
-                value = next(item for item in value if item.get(name) == wanted)
-            else:
-                value = value[int(step)] if isinstance(value, list) else value[step]
-        return str(value)
-    except (ValueError, LookupError, TypeError, StopIteration) as error:
-        raise ValueError(f"{reference[0]} is not in the output of line {reference[1]}: {printed[-1:]}") from error
+        value = jmespath.search(reference[2], json.loads(printed[int(reference[1]) - 1]))
+    except (ValueError, IndexError):
+        value = None
+    if value is None:
+        raise ValueError(f"{reference[0]} is not in the output of line {reference[1]}: {printed[-1:]}")
+    return str(value)
