@@ -23,13 +23,7 @@ from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.layout import Layout, distinct_parts, lay_out, micro_batches
 from grpolab.train.logps import check_lengths, rollout_logps, way_of
-from grpolab.train.loop import (
-    apply_gradient,
-    forward_passes,
-    in_thread,
-    loop,
-    off_loop,
-)
+from grpolab.train.loop import accumulate, apply_gradient, forward_passes, in_thread, loop, off_loop
 from grpolab.train.recorded import as_recorded
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
@@ -257,16 +251,17 @@ def grpo_gradient(
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
     old_logps = old_logps and [old_logps[i] for i in order]
-    parts = []
-    for part in parts_of(policy, rollouts, config):
-        batch = collate(rollouts[part], a[part])
-        old = padded(old_logps[part]) if old_logps else None
-        layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)
-        with forward_passes(policy, config):
-            loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
-        loss.backward()
-        parts.append(metrics)
-    return {k: v.item() for k, v in losses.combine(parts).items()}
+
+    def parts():
+        for part in parts_of(policy, rollouts, config):
+            batch = collate(rollouts[part], a[part])
+            old = padded(old_logps[part]) if old_logps else None
+            layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)
+            with forward_passes(policy, config):
+                loss_and_metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
+            yield loss_and_metrics
+
+    return accumulate(parts())
 
 
 def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig, old_logps=None):

@@ -8,7 +8,8 @@ also NaN, and moves nothing.
 Every loss is a sum divided by a `denominator` that the caller gives: `count` over the whole batch (all micro-batches,
 all ranks), so that no way of splitting, padding or ordering the batch can change the gradient; gradients ADD over
 micro-batches and ranks (DDP averages: multiply by the world size). Every loss returns `(loss, metrics)`. Metrics are
-detached scalars that add over micro-batches too, except the names that end in `_max` (`combine` does both).
+detached scalars that add over micro-batches too, except the names that end in `_max` (`combine` does both). The options of
+a loss are checked by `check_policy_options` and `check_dpo_options`, for a configuration too.
 """
 
 from __future__ import annotations
@@ -65,16 +66,13 @@ class _TargetLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, bias, targets, temperature, chunk, with_entropy, trained):
-        keep, parts, dlogits = trained and len(targets) <= chunk, [], None
-        for h, y in zip(hidden.split(chunk), targets.split(chunk)):
-            logits = _logits(h, head, bias)
-            parts.append(_normalise(logits, y, temperature, with_entropy, in_place=keep))
-            if keep:
-                dlogits = logits
-            del logits  # or they would live beside the next chunk's
-        ctx.save_for_backward(hidden, head, bias, targets, dlogits)
+        one_chunk = trained and len(targets) <= chunk
+        parts = [_normalise(_logits(h, head, bias), y, temperature, with_entropy, one_chunk)
+                 for h, y in zip(hidden.split(chunk), targets.split(chunk))]
+        logps, entropies, dlogits = zip(*parts)
+        ctx.save_for_backward(hidden, head, bias, targets, dlogits[0])
         ctx.temperature, ctx.chunk = temperature, chunk
-        logps, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
+        logps, entropies = torch.cat(logps), torch.cat(entropies) if with_entropy else None
         if with_entropy:
             ctx.mark_non_differentiable(entropies)
         return logps, entropies
@@ -91,8 +89,7 @@ class _TargetLogps(torch.autograd.Function):
             h, g = hidden[at], grad[at, None] / -ctx.temperature
             dlogits = saved
             if dlogits is None:
-                dlogits = _logits(h, head, bias)
-                _normalise(dlogits, targets[at], ctx.temperature, in_place=True)
+                _, _, dlogits = _normalise(_logits(h, head, bias), targets[at], ctx.temperature, with_dlogits=True)
             with torch.autocast(h.device.type, enabled=False):
                 if wants_hidden:
                     grad_hidden[at] = (dlogits @ head) * g
@@ -108,9 +105,9 @@ def _logits(hidden, head, bias):
         return F.linear(hidden, head, bias)
 
 
-def _normalise(logits, targets, temperature, with_entropy=False, in_place=False):
-    """logits (M, V), not divided by the temperature yet -> log p of the targets (M,), and entropies (M,) or None, in fp32 or
-    wider. `in_place` turns the logits into dlogits."""
+def _normalise(logits, targets, temperature, with_entropy=False, with_dlogits=False):
+    """logits (M, V), not divided by the temperature yet -> log p of the targets (M,), entropies (M,), both in fp32 or wider,
+    and dlogits (M, V), which are written over the logits; None for what is not asked for."""
     m, vocab = logits.shape
     at_once = STRIP if logits.device.type == "cpu" else 16 * STRIP
     strips = max(1, m // max(2, at_once // vocab))  # none of one row alone: its sum has another order
@@ -127,9 +124,9 @@ def _normalise(logits, targets, temperature, with_entropy=False, in_place=False)
         if with_entropy:  # log total - E[x]; what has no mass counts 0, not 0 * -inf
             x.clamp_(min=torch.finfo(dtype).min)
             entropies.append((total.log() - x.mul_(mass).sum(1, keepdim=True) / total).squeeze(1))
-        if in_place:
+        if with_dlogits:
             part.copy_(mass.div_(total).scatter_add_(1, y, at_y.new_full((), -1.0).expand_as(y)))
-    return torch.cat(logps).squeeze(1), torch.cat(entropies) if with_entropy else None
+    return torch.cat(logps).squeeze(1), torch.cat(entropies) if with_entropy else None, logits if with_dlogits else None
 
 
 def _added(total, a, b, several):
@@ -140,11 +137,9 @@ def _added(total, a, b, several):
     return (a @ b).to(dtype) if total is None else total.add_(a @ b)
 
 
-def sequence_logps(logps, mask, *, length_normalised=False) -> Tensor:
-    """Sum (or mean) of the kept tokens' logps in each row: (N, T) -> (N,); 0 for a row that keeps none."""
-    keep = _keep(mask, logps)
-    total = _fill(logps, keep).sum(1)
-    return total / keep.sum(1).clamp(min=1) if length_normalised else total
+def sequence_logps(logps, mask) -> Tensor:
+    """Sum of the kept tokens' logps in each row: (N, T) -> (N,); 0 for a row that keeps none."""
+    return _fill(logps, _keep(mask, logps)).sum(1)
 
 
 # --- aggregation ------------------------------------------------------------------------------------------------------
@@ -159,8 +154,7 @@ def count(mask, aggregation="token", *, max_new_tokens=None) -> Tensor:
     (Dr. GRPO, arXiv 2503.20783). Preference losses have one term a pair: their denominator is the number of pairs.
     """
     keep = _keep(mask)
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
+    _check_choice("aggregation", aggregation, AGGREGATIONS)
     if aggregation == "constant" and not max_new_tokens:
         raise ValueError("aggregation 'constant' divides by the token budget of a row: give max_new_tokens")
     if aggregation == "token":
@@ -170,8 +164,7 @@ def count(mask, aggregation="token", *, max_new_tokens=None) -> Tensor:
 
 def aggregate(x, mask, *, denominator, aggregation="token") -> Tensor:
     """(N, T) -> scalar: the sum over the kept tokens, for "sequence" the sum of the rows' means; over `denominator`."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
+    _check_choice("aggregation", aggregation, AGGREGATIONS)
     keep = mask.bool()
     x = _fill(x, keep)
     if aggregation == "sequence":
@@ -179,10 +172,15 @@ def aggregate(x, mask, *, denominator, aggregation="token") -> Tensor:
     return _divide(x.sum(), denominator, keep)
 
 
-def combine(metrics: list[dict]) -> dict:
+def combine(metrics: list[dict]) -> dict[str, float]:
     """Metrics of all micro-batches -> those of the batch: maxima for names that end in `_max`, sums for the rest."""
-    columns = {k: torch.stack([m[k] for m in metrics]) for k in metrics[0]}
-    return {k: v.amax() if k.endswith("_max") else v.sum() for k, v in columns.items()}
+    columns = {k: torch.tensor([float(m[k]) for m in metrics], dtype=torch.float64) for k in metrics[0]}
+    return {k: (v.amax() if k.endswith("_max") else v.sum()).item() for k, v in columns.items()}
+
+
+def _check_choice(name, value, choices):
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}")
 
 
 def _divide(total, denominator, terms):
@@ -230,10 +228,7 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
     max(0, 1 - beta delta) (RSO, arXiv 2309.06657). `lengths` = (chosen, rejected) token counts, two (P,), divides each
     sequence's logps: the length-normalised form of any kind. Denominator: the number of pairs.
     """
-    if not beta > 0:
-        raise ValueError(f"beta must be positive, got {beta}")
-    if not 0 <= label_smoothing < 0.5 or (label_smoothing and kind != "sigmoid"):
-        raise ValueError(f"label_smoothing is in [0, 0.5) and for kind 'sigmoid', got {label_smoothing} with {kind!r}")
+    check_dpo_options(beta, kind, label_smoothing)
     lengths = () if lengths is None else lengths
     _check_pairs(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, *lengths)
     chosen, rejected = chosen_logps - ref_chosen_logps.detach(), rejected_logps - ref_rejected_logps.detach()
@@ -248,13 +243,19 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
             x = x - label_smoothing * F.logsigmoid(-beta * delta)
     elif kind == "ipo":
         x = (delta - 1 / (2 * beta)) ** 2
-    elif kind == "hinge":
-        x = (1 - beta * delta).clamp(min=0)
     else:
-        raise ValueError(f"kind must be one of {DPO_KINDS}, got {kind!r}")
+        x = (1 - beta * delta).clamp(min=0)
     return _pair_loss(denominator, dpo_loss=x, accuracy=delta > 0, margin=beta * delta,
                       reward_chosen=beta * chosen, reward_rejected=beta * rejected,
                       logps_chosen=chosen_logps, logps_rejected=rejected_logps)
+
+
+def check_dpo_options(beta, kind, label_smoothing):
+    _check_choice("kind", kind, DPO_KINDS)
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    if not 0 <= label_smoothing < 0.5 or (label_smoothing and kind != "sigmoid"):
+        raise ValueError(f"label_smoothing is in [0, 0.5) and for kind 'sigmoid', got {label_smoothing} with {kind!r}")
 
 
 def bradley_terry_loss(chosen_rewards, rejected_rewards, *, denominator, margin=0.0, centering=0.0):
@@ -337,7 +338,9 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
     `logp_diff` is between logps and the sampler's; clip_low, clip_high: share of tokens without gradient.
     """
     keep = _keep(mask, logps, old_logps, *([] if sampler_logps is None else [sampler_logps]))
-    _check_policy_options(advantages, mask, objective, ratio, clip_eps, dual_clip, sampler_cap)
+    check_policy_options(objective, ratio, clip_eps, dual_clip, sampler_cap)
+    if advantages.shape not in (mask.shape[:1], mask.shape):
+        raise ValueError(f"advantages must be (N,) or (N, T) for N, T = {tuple(mask.shape)}: {tuple(advantages.shape)}")
     a = _fill(advantages if advantages.dim() == 2 else advantages[:, None], keep)
     if not bool(a.isfinite().all()):
         raise ValueError("advantages of kept tokens must be finite: give 0 to rollouts whose reward abstains")
@@ -373,20 +376,15 @@ def _exp(log_ratio):
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _check_policy_options(advantages, mask, objective, ratio, clip_eps, dual_clip, sampler_cap):
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective must be one of {tuple(OBJECTIVES)}, got {objective!r}")
-    if ratio not in RATIOS:
-        raise ValueError(f"ratio must be one of {tuple(RATIOS)}, got {ratio!r}")
-    if min(clip_eps) < 0:
-        raise ValueError(f"clip_eps (low, high) are distances from a ratio of 1 and cannot be negative, got {clip_eps}")
+def check_policy_options(objective, ratio, clip_eps, dual_clip, sampler_cap):
+    _check_choice("objective", objective, OBJECTIVES)
+    _check_choice("ratio", ratio, RATIOS)
+    if not (isinstance(clip_eps, tuple | list) and len(clip_eps) == 2 and min(clip_eps) >= 0):
+        raise ValueError(f"clip_eps must be (low, high), distances of the ratio from 1 that are not negative, got {clip_eps!r}")
     if dual_clip is not None and not (dual_clip > 1 and objective == "ppo"):
-        raise ValueError(f"dual_clip bounds the ratio of negative advantages under 'ppo' and must exceed 1, got "
-                         f"{dual_clip} with {objective!r}")
+        raise ValueError(f"dual_clip must be above 1 and is for objective 'ppo', got {dual_clip} with {objective!r}")
     if not sampler_cap >= 1:
         raise ValueError(f"sampler_cap must be at least 1, or it shrinks the on-policy tokens too, got {sampler_cap}")
-    if advantages.shape not in (mask.shape[:1], mask.shape):
-        raise ValueError(f"advantages must be (N,) or (N, T) for N, T = {tuple(mask.shape)}: {tuple(advantages.shape)}")
 
 
 # --- KL to the reference ----------------------------------------------------------------------------------------------
@@ -397,8 +395,7 @@ def kl_estimate(logps, ref_logps, kind="k3") -> Tensor:
     With d = ref_logps - logps: "k1" -d; "k2" d^2 / 2; "k3" e^d - 1 - d. k1 and k3 have the right mean.
     """
     d = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if kind not in ("k1", "k2", "k3"):
-        raise ValueError(f"kind must be 'unbiased', 'k1', 'k2' or 'k3', got {kind!r}")
+    _check_choice("kind", kind, ("k1", "k2", "k3"))
     return -d if kind == "k1" else d**2 / 2 if kind == "k2" else d.expm1() - d
 
 
