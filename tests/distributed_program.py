@@ -304,7 +304,7 @@ def faults(folder, out):
         target = Path(out) / how
         target.mkdir()
         found = forked(size, lambda: failing(folder, target, how, 5), **options)
-        return {"told": found, "kept": Run("killed", root=target / "rank-0").checkpointed()}
+        return {"ended": found, "saved": Run("killed", root=target / "rank-0").checkpointed()}
 
     found = {
         "killed": in_step("SIGKILL", 3, patience=60.0), "silent": in_step("SIGSTOP", 2, patience=3.0, stopped=(1,)),

@@ -9,7 +9,7 @@ import torch
 from loop_helpers import flat, rows_of
 
 from grpolab.arithmetic import Task, generate
-from grpolab.chat import encode_chat, prompt_ids, user
+from grpolab.chat import prompt_ids
 from grpolab.evaluate import evaluate
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Rollout
@@ -26,12 +26,8 @@ CONFIG = DistilConfig(steps=2, prompts_per_step=4, group_size=2, max_new_tokens=
 @pytest.fixture(scope="module")
 def teacher():
     policy = load_policy("tiny")
-    asyncio.run(drain(sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=30, batch_size=16, lr=1e-3))))
+    rows_of(sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=30, batch_size=16, lr=1e-3)))
     return policy
-
-
-async def drain(loop):
-    return [row async for row in loop]
 
 
 @pytest.fixture
@@ -149,14 +145,6 @@ def test_a_policy_that_knows_more_teaches_itself(student):
     assert sum(r["loss"] for r in rows[-3:]) < sum(r["loss"] for r in rows[:3])
 
 
-def test_some_steps_have_examples(student, teacher):
-    examples = [encode_chat(student.tokenizer, [*user("2 + 3?"), {"role": "assistant", "content": str(n)}]) for n in range(8)]
-    config = dataclasses.replace(CONFIG, steps=12, on_policy=0.5)
-    rows = rows_of(distil(student, teacher, PROBLEMS, config, examples=examples))
-    assert {r["off_policy"] for r in rows} == {0.0, 1.0}
-    assert all(r["completion_length"] == 2 and math.isnan(r["reverse_kl"]) for r in rows if r["off_policy"])
-
-
 def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
     config = dataclasses.replace(CONFIG, steps=4, save_every=2)
     whole, half = load_policy("tiny"), load_policy("tiny")
@@ -168,8 +156,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    ({"beta": 2.0}, "beta"), ({"on_policy": -1.0}, "on_policy"), ({"temperature": 0.0}, "temperature"),
-    ({"vocabulary": "sampled", "beta": 0.5}, "sampled form"), ({"group_size": 0}, "group_size")])
+    ({"beta": 2.0}, "beta"), ({"temperature": 0.0}, "temperature"), ({"vocabulary": "sampled", "beta": 0.5}, "sampled"),
+    ({"group_size": 0}, "group_size")])
 def test_bad_options_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(CONFIG, **change)
@@ -180,10 +168,8 @@ def test_bad_input_is_refused_before_anything_is_sampled(student, teacher):
         rows_of(distil(student, student, PROBLEMS, CONFIG))
     with pytest.raises(ValueError, match="share a model"):
         rows_of(distil(student, dataclasses.replace(student), PROBLEMS, CONFIG))
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="data set is empty"):
         rows_of(distil(student, teacher, [], CONFIG))
-    with pytest.raises(ValueError, match="needs examples"):
-        rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, on_policy=0.5)))
     with pytest.raises(ValueError, match="context"):
         rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, max_new_tokens=10_000)))
     other = load_policy("tiny")

@@ -76,12 +76,6 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
         assert error < 0.025, (parts, error)
 
 
-def test_training_moves_what_single_steps_of_bf16_could_not():
-    policy = bf16()
-    rows = rows_of(sft(policy, examples(policy), SFTConfig(steps=30, batch_size=8, lr=1e-4, warmup=0)))
-    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
-
-
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_resumed_run_is_the_uninterrupted_one_in_every_bit(tmp_path, stop):
     whole, cut = bf16(), bf16()
@@ -150,7 +144,7 @@ def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
 
 
 def test_a_plan_counts_the_master_weights():
-    wide, narrow = (plan(load_policy("tiny", dtype=d, device="cpu"), SFTConfig(batch_size=2), prompt_tokens=4,
-                         completion_tokens=4).memory for d in ("float32", "bfloat16"))
+    wide, narrow = (plan(load_policy("tiny", dtype=dtype, device="cpu"), SFTConfig(batch_size=2), prompt_tokens=4,
+                         completion_tokens=4).memory for dtype in ("float32", "bfloat16"))
     assert 2 * narrow["parameters"] == narrow["gradients"] == wide["parameters"] and "master weights" not in wide
     assert narrow["optimiser (adamw)"] == wide["optimiser (adamw)"] == 2 * narrow["master weights"]

@@ -115,7 +115,7 @@ def _all_bytes(data: bytes) -> list[bytes]:
     """The bytes of every rank, filled up with spaces."""
     here = world()
     with _noticing_loss():
-        dist.monitored_barrier(here.group, timedelta(seconds=PATIENCE))  # names who is missing
+        dist.monitored_barrier(here.group, timedelta(seconds=PATIENCE))  # its error says who is silent
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), here.group)
         padded = torch.frombuffer(bytearray(data.ljust(int(max(lengths)))), dtype=torch.uint8)
@@ -130,8 +130,8 @@ def _noticing_loss():
     try:
         yield
     except RuntimeError as fault:
-        raise _noted(RankLost(f"a rank is lost: it ended, or sent nothing for too long ({fault}); start all of them again: a "
-                              "run goes on from its last checkpoint")) from fault
+        raise _noted(RankLost("a rank is lost: it ended, or sent nothing for too long. Start all of them again: a run goes on "
+                              "from its last checkpoint")) from fault
 
 
 def same(what: str, value: str, remedy: str) -> None:
