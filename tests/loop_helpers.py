@@ -1,8 +1,18 @@
 """What the tests of training loops share."""
 
 import asyncio
+import importlib.util
 
+import pytest
 import torch
+
+from grpolab.train.optimisers import OPTIMISERS
+
+NAMES = [
+    pytest.param(name, marks=pytest.mark.skipif(name == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"),
+                                                reason="needs bitsandbytes"))
+    for name in OPTIMISERS
+]
 
 
 def rows_of(loop, n=None):

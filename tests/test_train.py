@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from loop_helpers import flat
+from loop_helpers import NAMES, flat
 from loop_helpers import rows_of as collect
 
 from grpolab.arithmetic import Problem, Task, generate
@@ -22,13 +22,12 @@ from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
 from grpolab.train.grpo import GRPOConfig, describe, grpo, grpo_gradient, grpo_update
 from grpolab.train.layout import lay_out, micro_batches
 from grpolab.train.logps import rollout_logps
-from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser
+from grpolab.train.loop import OPTIMISERS, Optimisation, epoch_batches, make_optimiser
 from grpolab.train.preferences import load_preferences
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
 from grpolab.train.rewards import finished_and_correct
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
-from grpolab.train.verify import verify_forward
 
 train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
@@ -171,12 +170,6 @@ def test_the_gradient_ignores_micro_batches_and_shared_rows(tiny, method, option
 
 
 # --- the loops --------------------------------------------------------------------------------------------------------
-
-
-def test_sft_memorises_a_few_examples(tiny):
-    rows = collect(sft(tiny, demonstrations(tiny, PROBLEMS[:4]), SFTConfig(steps=60, batch_size=4, lr=2e-3)))
-    assert rows[0]["loss"] > 3 and rows[-1]["loss"] < 0.05
-    assert [r["step"] for r in rows] == list(range(60)) and tiny.version == 60
 
 
 def taught(tiny) -> Policy:
@@ -387,41 +380,34 @@ def untimed(rows):
     return [{k: v for k, v in r.items() if k not in TIMES and not (isinstance(v, float) and math.isnan(v))} for r in rows]
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward_model", "grpo"])
-def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
-    copied = RewardModel.from_policy if method == "reward_model" else fresh
-    pairs = preferences(tiny)
-    reference = cache_logps(tiny, pairs) if method == "dpo" else None
-
-    def loop(policy, run):
-        if method == "sft":
-            return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=7, batch_size=4, save_every=2), run=run)
-        if method == "dpo":
-            return dpo(policy, reference, pairs, DPOConfig(steps=7, batch_size=4, save_every=2), run=run)
-        if method == "reward_model":
-            return reward_model(policy, pairs, RewardConfig(steps=7, batch_size=4, save_every=2), run=run)
+def resumable(method, policy, run):
+    """A loop of seven steps that saves after every second one."""
+    common = {"steps": 7, "batch_size": 4, "save_every": 2}
+    if method == "dpo":
+        return dpo(policy, cache_logps(policy, preferences(policy)), preferences(policy), DPOConfig(**common), run=run)
+    if method == "reward_model":
+        return reward_model(policy, preferences(policy), RewardConfig(**common), run=run)
+    if method == "grpo":
         config = dataclasses.replace(FAST, steps=7, save_every=2, group_size=4, inner_epochs=2, minibatches=2, refills=2)
         return grpo(policy, None, PROBLEMS, config, reward=digits, run=run)
+    optimiser = method if method in OPTIMISERS else "adamw"
+    return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(**common, optimiser=optimiser), run=run)
 
-    whole, cut, again = copied(tiny), copied(tiny), copied(tiny)
+
+@pytest.mark.parametrize("method", [*NAMES, "bfloat16", "dpo", "reward_model", "grpo"])
+def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
+    if method == "bfloat16":
+        tiny.model.bfloat16()
+    whole, cut, again = ((RewardModel.from_policy if method == "reward_model" else fresh)(tiny) for _ in range(3))
     one, two = Run("whole", root=tmp_path), Run("cut", root=tmp_path)
-    collect(loop(whole, one))
-    collect(loop(cut, two), 5)  # saved after 2 and 4 steps, and as it was left
+    collect(resumable(method, whole, one))
+    collect(resumable(method, cut, two), 5)  # saved after 2 and 4 steps, and as it was left
     assert [p.name for p in two.folder.glob("checkpoint-*")] == ["checkpoint-00000005"]
     resumed = Run("cut", root=tmp_path)
-    collect(loop(again, resumed))
+    collect(resumable(method, again, resumed))
     assert torch.equal(flat(whole), flat(again)) and whole.version == again.version
-    assert untimed(one.metrics) == untimed(resumed.metrics)
+    assert not torch.equal(flat(whole), flat(cut)) and untimed(one.metrics) == untimed(resumed.metrics)
     assert not list(resumed.folder.glob("*checkpoint*"))
-
-
-def test_a_damaged_checkpoint_is_named(tiny, tmp_path):
-    examples, config = demonstrations(tiny, PROBLEMS), SFTConfig(steps=5, save_every=2)
-    collect(sft(fresh(tiny), examples, config, run=Run("x", root=tmp_path)), 3)
-    weights = tmp_path / "x" / "checkpoint-00000003" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:500])
-    with pytest.raises(ValueError, match="checkpoint-00000003 is damaged.*delete that folder"):
-        collect(sft(fresh(tiny), examples, config, run=Run("x", root=tmp_path)))
 
 
 def test_a_cancelled_step_leaves_a_policy_that_goes_on(tiny, tmp_path):
@@ -496,14 +482,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny):
         collect(grpo(policy, None, PROBLEMS, dataclasses.replace(FAST, steps=1), reward=digits))
     handle.remove()
     assert torch.equal(flat(policy), before) and policy.version == 0
-
-
-def test_a_model_that_changes_its_logits_is_refused(tiny):
-    verify_forward(tiny, GRPOConfig(), 60)
-    policy = fresh(tiny)
-    policy.model.register_forward_hook(lambda module, args, out: out.__setitem__("logits", out.logits * 2))
-    with pytest.raises(ValueError, match="changes its logits"):
-        verify_forward(policy, GRPOConfig(), 60)
 
 
 def test_a_gradient_that_somebody_left_is_not_taken(tiny):

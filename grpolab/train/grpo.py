@@ -28,7 +28,7 @@ from grpolab.train.recorded import as_recorded
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
 from grpolab.train.several_rewards import Several
-from grpolab.train.sources import Source, Tasks, as_step_groups, content_of, distinct, sampled, tokens_of
+from grpolab.train.sources import Source, Tasks, as_step_groups, content_of, sampled, tokens_of
 from grpolab.train.verify import check_drift, verify_forward
 
 
@@ -49,18 +49,20 @@ async def grpo(
     if tasks.adaptive and config.refills:
         raise ValueError(f"refills={config.refills}: a curriculum says itself what is asked; leave it 0")
 
-    def encode():
-        known = distinct(getattr(problems, "tasks", ()) if tasks.adaptive else problems)
-        return {content_of(row): prompt_ids(policy.tokenizer, prompt_of(row)) for row in known}
-
-    prompts = await in_thread(policy, encode)
-    longest = max(map(len, prompts.values())) + config.max_new_tokens if prompts else policy.context
+    prompts = {}
 
     def ids_of(row):
-        ids = prompts.get(content_of(row))
-        return prompt_ids(policy.tokenizer, prompt_of(row)) if ids is None else ids
+        content = content_of(row)
+        if content not in prompts:
+            prompts[content] = prompt_ids(policy.tokenizer, prompt_of(row))
+        return prompts[content]
 
-    await in_thread(policy, lambda: check_lengths(policy, longest, "prompt and completion"))
+    def longest_of(rows):
+        longest = max(len(ids_of(row)) for row in rows) + config.max_new_tokens if rows else policy.context
+        check_lengths(policy, longest, "prompt and completion")
+        return longest
+
+    longest = await in_thread(policy, lambda: longest_of(getattr(problems, "tasks", ()) if tasks.adaptive else problems))
     sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
     steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)

@@ -17,7 +17,7 @@ class GRPOConfig(Optimisation):
     The losses' options are those of `losses.policy_loss` and `losses.kl_penalty`. Where trainer and sampler differ by more than
     `max_logp_diff` nats a token before the first optimiser step of a batch, the step stops with an error (`check_drift`; None:
     never). `sampler_cap` is for rollouts of another sampler's numerics: the ratio is then to the trainer's own log-probs before
-    the step (a forward pass more), and each token is weighed by `losses.sampler_weight`. `refills` is dynamic sampling (DAPO,
+    the step (a forward pass more), and each token is weighed as there. `refills` is dynamic sampling (DAPO,
     arXiv 2503.14476, eq. 11): groups without a difference in reward are replaced by groups of further questions, up to so many
     times a step.
 

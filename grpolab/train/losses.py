@@ -284,58 +284,25 @@ def _pair_loss(denominator, **terms):
 
 
 # --- policy gradient --------------------------------------------------------------------------------------------------
-#
-# A ratio of probabilities, an objective in it, and for a sampler that is not the trainer a weight; `policy_loss` puts them
-# together. r: (N, T) or (N, 1); a: (N, T) or (N, 1), the advantages; clip_eps = (low, high), where inf opens a side.
 
-
-def token_ratio(logps, old_logps, keep) -> Tensor:
-    """r_t = pi(y_t) / pi_old(y_t): (N, T) (PPO, arXiv 1707.06347, section 3)."""
-    return _exp(logps - old_logps)
-
-
-def sequence_ratio(logps, old_logps, keep) -> Tensor:
-    """s = (pi(y) / pi_old(y))^(1 / |y|), the geometric mean over the row: (N, 1) (GSPO, arXiv 2507.18071, eq. 7)."""
-    log_ratio = logps - old_logps
-    return _exp(log_ratio.sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp(min=1))
-
-
-def ppo(r, a, logps, clip_eps) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, eq. 7; high above low: DAPO, arXiv 2503.14476, eq. 10)."""
-    return -torch.minimum(r * a, _clip(r, clip_eps) * a)
-
-
-def dual_clipped(x, a, cap) -> Tensor:
-    """Where A < 0, at most -cap A: a ratio far above 1 no longer pushes without end (arXiv 1912.09729, eq. 5)."""
-    return torch.where(a < 0, torch.minimum(x, -cap * a), x)
-
-
-def cispo(r, a, logps, clip_eps) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi: a clipped token keeps a gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5,
-    which leave the lower side open: clip_eps = (1, high))."""
-    return -_clip(r, clip_eps).detach() * a * logps
-
-
-def sampler_weight(old_logps, sampler_logps, cap) -> Tensor:
-    """min(pi_old / pi_sampler, cap) at each token: truncated importance sampling (Ionides 2008, J. Comput. Graph. Stat. 17,
-    p. 295; by the step: IMPALA, arXiv 1802.01561, eq. 1). Token by token, since weights of whole sequences die with their
-    length."""
-    return (old_logps - sampler_logps).clamp(max=math.log(cap)).exp()
-
-
-RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
-OBJECTIVES = {"ppo": ppo, "cispo": cispo}
+OBJECTIVES, RATIOS = ("ppo", "cispo"), ("token", "sequence")
 
 
 def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="ppo", ratio="token", clip_eps=(0.2, 0.2),
                 dual_clip=None, aggregation="token", sampler_logps=None, sampler_cap=2.0, tokens=None):
     """The clipped policy gradient. logps, old_logps, mask: (N, T); advantages: (N,) or (N, T).
 
-    `objective` "ppo", with `dual_clip` a `dual_clipped` one, or "cispo", in the `ratio` "token" or "sequence", summed as
-    `aggregation` says (see `count`): "token" (DAPO), "sequence" (GRPO, arXiv 2402.03300, eq. 3), "constant" (Dr. GRPO).
+    `ratio`: pi / pi_old of each token, or of the "sequence" its geometric mean over the row (GSPO, arXiv 2507.18071, eq. 7).
+    `objective` "ppo": -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv 1707.06347, eq. 7; high above low: DAPO, arXiv 2503.14476,
+    eq. 10), with `dual_clip` at most -dual_clip A where A < 0 (arXiv 1912.09729, eq. 5); "cispo": -sg(clip(r)) A log pi, which
+    leaves a clipped token its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5, with clip_eps = (1, high)). An infinite
+    clip_eps opens its side. Summed as `aggregation` says (see `count`): "token" (DAPO), "sequence" (GRPO, arXiv 2402.03300,
+    eq. 3), "constant" (Dr. GRPO).
+
     sampler_logps (N, T): for a sampler that is not the trainer, whose own are then old_logps; each token is weighed by
-    `sampler_weight`. Metrics are means over `tokens`, the kept tokens of the whole batch (default: the denominator):
-    `logp_diff` is between logps and the sampler's; clip_low, clip_high: share of tokens without gradient.
+    min(pi_old / pi_sampler, sampler_cap), truncated importance sampling (Ionides 2008, J. Comput. Graph. Stat. 17, p. 295; by
+    the step: IMPALA, arXiv 1802.01561, eq. 1). Metrics are means over `tokens`, the kept tokens of the whole batch (default:
+    the denominator): `logp_diff` is between logps and the sampler's; clip_low, clip_high: share of tokens without gradient.
     """
     keep = _keep(mask, logps, old_logps, *([] if sampler_logps is None else [sampler_logps]))
     check_policy_options(objective, ratio, clip_eps, dual_clip, sampler_cap)
@@ -347,29 +314,26 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
     logps, old_logps = _fill(logps, keep), _fill(old_logps, keep).detach()
     sampled = old_logps if sampler_logps is None else _fill(sampler_logps, keep).detach()
 
-    r = RATIOS[ratio](logps, old_logps, keep)
-    x = OBJECTIVES[objective](r, a, logps, clip_eps)
-    if dual_clip is not None:
-        x = dual_clipped(x, a, dual_clip)
-    if sampler_logps is not None:
-        x = x * sampler_weight(old_logps, sampled, sampler_cap)
-    loss = aggregate(x, keep, denominator=denominator, aggregation=aggregation)
-
+    log_ratio = logps - old_logps
+    if ratio == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp(min=1)
+    r = _exp(log_ratio)
+    clipped = r.clamp(1 - clip_eps[0], 1 + clip_eps[1])
+    x = -clipped.detach() * a * logps if objective == "cispo" else -torch.minimum(r * a, clipped * a)
     means = {"ratio": r, "clip_low": (r < 1 - clip_eps[0]) & (a < 0), "clip_high": (r > 1 + clip_eps[1]) & (a > 0),
              "logp_diff": (logps - sampled).abs()}
     if dual_clip is not None:
+        x = torch.where(a < 0, torch.minimum(x, -dual_clip * a), x)
         means["clip_dual"] = (r > dual_clip) & (a < 0)
     if sampler_logps is not None:
-        means["sampler_weight"] = sampler_weight(old_logps, sampled, sampler_cap)
-        means["sampler_capped"] = old_logps - sampled > math.log(sampler_cap)
+        weight = (old_logps - sampled).clamp(max=math.log(sampler_cap)).exp()
+        x = x * weight
+        means |= {"sampler_weight": weight, "sampler_capped": old_logps - sampled > math.log(sampler_cap)}
+    loss = aggregate(x, keep, denominator=denominator, aggregation=aggregation)
     tokens = denominator if tokens is None else tokens
     values = {k: aggregate(v.to(logps.dtype), keep, denominator=tokens) for k, v in means.items()}
     maxima = {k + "_max": _fill(means[k], keep).amax() for k in ("ratio", "logp_diff")}
     return loss, {k: v.detach() for k, v in ({"policy_loss": loss} | values | maxima).items()}
-
-
-def _clip(r, clip_eps):
-    return r.clamp(1 - clip_eps[0], 1 + clip_eps[1])
 
 
 def _exp(log_ratio):
@@ -412,7 +376,7 @@ def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logp
     kl = x = kl_estimate(logps, _fill(ref_logps, keep).detach(), "k3" if kind == "unbiased" else kind)
     if kind == "unbiased":
         log_ratio = logps - (logps if old_logps is None else _fill(old_logps, keep)).detach()
-        x = kl * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        x = kl * _exp(log_ratio)
     loss, kl = (aggregate(v, keep, denominator=denominator, aggregation=aggregation) for v in (x, kl.detach()))
     return loss, {"kl": kl}
 

@@ -67,10 +67,8 @@ class RewardModel(Policy):
         except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
             raise ValueError(f"{name} is not a readable reward model: {error}") from error
         if report["missing_keys"] or model.config.num_labels != 1:
-            raise ValueError(
-                f"{name} is no reward model: it has {model.config.num_labels} labels and lacks "
-                f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy"
-            )
+            raise ValueError(f"{name} is no reward model: it has {model.config.num_labels} labels and lacks "
+                             f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy")
         refuse_gaps(report, name)
         return cls(in_own_memory(model).to(target).eval(), tokenizer, Path(name).name, (tokenizer.eos_token_id,))
 
