@@ -1,6 +1,5 @@
 """On-policy distillation: the divergences, their gradients, and a student that becomes its teacher."""
 
-import asyncio
 import dataclasses
 import math
 
@@ -10,7 +9,6 @@ from loop_helpers import flat, rows_of
 
 from grpolab.arithmetic import Task, generate
 from grpolab.chat import prompt_ids
-from grpolab.evaluate import evaluate
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
@@ -128,14 +126,15 @@ def test_the_sampled_form_has_the_gradient_of_the_full_one_on_average(student, t
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", [{}, {"vocabulary": "sampled"}, {"beta": 0.0}])
+FORMS = [{}, *(pytest.param(form, marks=pytest.mark.full) for form in ({"vocabulary": "sampled"}, {"beta": 0.0}))]
+
+
+@pytest.mark.parametrize("options", FORMS)
 def test_a_student_becomes_its_teacher(student, teacher, options):
     before, config = flat(teacher).clone(), dataclasses.replace(CONFIG, steps=25, prompts_per_step=16, **options)
     rows = rows_of(distil(student, teacher, PROBLEMS, config))
     first, last = (sum(r["reverse_kl"] for r in part) for part in (rows[:3], rows[-3:]))
     assert last < 0.3 * first and torch.equal(flat(teacher), before)
-    ours, its = (asyncio.run(evaluate(p, PROBLEMS, max_new_tokens=8)).exact.value for p in (student, teacher))
-    assert its > 0 or ours == 0
 
 
 def test_a_policy_that_knows_more_teaches_itself(student):
@@ -155,12 +154,10 @@ def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
     assert torch.equal(flat(again), flat(whole))
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ({"beta": 2.0}, "beta"), ({"temperature": 0.0}, "temperature"), ({"vocabulary": "sampled", "beta": 0.5}, "sampled"),
-    ({"group_size": 0}, "group_size")])
-def test_bad_options_are_refused(change, says):
-    with pytest.raises(ValueError, match=says):
-        dataclasses.replace(CONFIG, **change)
+@pytest.mark.parametrize("wrong", [{"beta": 2.0}, {"beta": 0.5, "vocabulary": "sampled"}, {"temperature": 0.0}])
+def test_bad_options_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(CONFIG, **wrong)
 
 
 def test_bad_input_is_refused_before_anything_is_sampled(student, teacher):

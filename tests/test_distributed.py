@@ -19,8 +19,7 @@ from grpolab.runs.run import Run
 from grpolab.train import distributed
 
 PROGRAM = Path(distributed_program.__file__)
-LONG = {"packed", "lora", "reward", "options", "at_once"}  # these in the full suite alone
-METHODS = ["sft", "dpo", "grpo", "multiturn", *LONG]
+METHODS, LONG = ["sft", "dpo", "grpo", "multiturn", "reward", "options"], {"reward", "options"}  # these in the full suite alone
 TORCHRUN = Path(sysconfig.get_path("scripts")) / "torchrun"
 ENV = os.environ | {"PYTHONPATH": str(PROGRAM.parent.parent), "OMP_NUM_THREADS": "1"}
 
@@ -75,8 +74,8 @@ def pair(base, tmp_path_factory, methods):
 
 @each(METHODS)
 def test_two_ranks_take_the_steps_of_one(alone, pair, what):
-    """In float64, so that rounding hides nothing: 5 examples, 3 pairs, 3 groups on two ranks, or one on one and none on the
-    other; packed, checkpointed, an adapter, minibatches, refills, KL, another sampler's weights, rewards that raise."""
+    """In float64, so that rounding hides nothing: 5 examples, 3 pairs, 3 groups on two ranks; with "options" minibatches,
+    refills, KL, another sampler's weights, rewards that raise."""
     (told, tensors), (ours, theirs) = alone, found(pair, 0, 2)
     gradient = tensors[f"{what} gradient"]
     assert gradient.dtype == torch.float64 and gradient.norm() > 0.01
@@ -88,7 +87,7 @@ def test_two_ranks_take_the_steps_of_one(alone, pair, what):
         assert {k: pytest.approx(v, rel=1e-4, abs=1e-6, nan_ok=True) for k, v in row.items()} == other
 
 
-@each(["grpo", "options", "at_once", "multiturn"])
+@each(["grpo", "options", "multiturn"])
 def test_a_step_draws_the_same_rollouts_whatever_the_number_of_ranks(alone, pair, what):
     """And the record of rank 0 holds those of all, in the order of one process, with the seeds of one process."""
     told, ours = alone[0][what]["rollouts"], found(pair, 0, 2)[0][what]["rollouts"]
