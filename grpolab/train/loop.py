@@ -249,19 +249,15 @@ class Training:
         self.done, self.version = step + 1, policy.version
         policy.provenance = provenance(config, self.run, self.done, self.base)
         if self.writer is not None:
-            self._write(row)
+            self.writer.log(row)
+            self.writer.keep_for_replay(self.done, config, policy, self.optimiser)
+            if self.done == config.steps and self.writer.selected.selection is None:
+                self.writer.drop_checkpoint()
+            elif self.done < config.steps and self.done % config.save_every == 0:
+                self._save()
         elif self.run is not None:
             self.run.metrics.append(row)
         return row
-
-    def _write(self, row: dict) -> None:
-        run, done, config = self.writer, self.done, self.config
-        run.log(row)
-        run.keep_for_replay(done, config, self.policy, self.optimiser)
-        if done == config.steps and run.selected.selection is None:
-            run.drop_checkpoint()
-        elif done < config.steps and done % config.save_every == 0:
-            self._save()
 
     def keep(self) -> None:
         """A checkpoint of the whole steps, where there are some that none holds."""
