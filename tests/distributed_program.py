@@ -51,11 +51,6 @@ def fallible(text, problem, rollout):
     return digits(text, problem, rollout)
 
 
-class AtOnce:
-    def batch(self, texts, problems, rollouts):
-        return [digits(*each) for each in zip(texts, problems, rollouts)]
-
-
 def ends(text, problem, rollout):
     return float(rollout.finish_reason == "eos")
 
@@ -67,9 +62,6 @@ def steps_of(what, policy, folder, run):
     match what:
         case "sft":
             return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(**COMMON, batch_size=5), run=run)
-        case "packed":
-            config = SFTConfig(**COMMON, batch_size=3, pack_width=256, checkpoint_activations=True)
-            return sft(policy, demonstrations(policy, PROBLEMS), config, run=run)
         case "dpo":
             return dpo(policy, reference(), pairs(), DPOConfig(**COMMON, batch_size=3), run=run)
         case "reward":
@@ -81,9 +73,6 @@ def steps_of(what, policy, folder, run):
             config = GRPOConfig(**COMMON | GROUPS | {"prompts_per_step": 5}, minibatches=2, refills=1, kl_coef=0.1,
                                 sampler_cap=2.0, advantage_kind="batch_standardised", aggregation="sequence")
             return grpo(policy, reference(), PROBLEMS, config, reward=fallible, run=run)
-        case "at_once":  # and a rank without a group
-            config = GRPOConfig(**COMMON | GROUPS | {"prompts_per_step": 1})
-            return grpo(policy, None, PROBLEMS, config, reward=AtOnce(), run=run)
 
 
 async def multi_turn(policy, run, told):
@@ -95,12 +84,7 @@ async def multi_turn(policy, run, told):
 
 
 def fresh(what, folder):
-    adapter = {}
-    if what == "lora":
-        from grpolab.models.lora import LoRA
-
-        adapter = {"adapter": LoRA(rank=2)}
-    policy = load_policy(folder / "policy", device="cpu", **adapter)
+    policy = load_policy(folder / "policy", device="cpu")
     policy.model.double()
     return RewardModel.from_policy(policy) if what == "reward" else policy
 
@@ -119,7 +103,7 @@ def trained(what, folder, out) -> tuple[dict, dict]:
     run = Run(what, root=out / f"rank-{distributed.world().rank}")
 
     async def follow():
-        async for row in steps_of("sft" if what == "lora" else what, policy, folder, run):
+        async for row in steps_of(what, policy, folder, run):
             told.append(row)
 
     try:
@@ -304,7 +288,7 @@ def faults(folder, out):
         target = Path(out) / how
         target.mkdir()
         found = forked(size, lambda: failing(folder, target, how, 5), **options)
-        return {"told": found, "kept": Run("killed", root=target / "rank-0").checkpointed()}
+        return {"ended": found, "saved": Run("killed", root=target / "rank-0").checkpointed()}
 
     found = {
         "killed": in_step("SIGKILL", 3, patience=60.0), "silent": in_step("SIGSTOP", 2, patience=3.0, stopped=(1,)),

@@ -2,10 +2,19 @@
 
 import asyncio
 import copy
+import importlib.util
 
+import pytest
 import torch
 
 from grpolab.models.load import Policy
+from grpolab.train.optimisers import OPTIMISERS
+
+NAMES = [
+    pytest.param(name, marks=pytest.mark.skipif(name == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"),
+                                                reason="needs bitsandbytes"))
+    for name in OPTIMISERS
+]
 
 
 def rows_of(loop, n=None):

@@ -1,6 +1,5 @@
 """On-policy distillation: the divergences, their gradients, and a student that becomes its teacher."""
 
-import asyncio
 import dataclasses
 import math
 
@@ -9,8 +8,7 @@ import torch
 from loop_helpers import flat, rows_of
 
 from grpolab.arithmetic import Task, generate
-from grpolab.chat import encode_chat, prompt_ids, user
-from grpolab.evaluate import evaluate
+from grpolab.chat import prompt_ids
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
@@ -26,12 +24,8 @@ CONFIG = DistilConfig(steps=2, prompts_per_step=4, group_size=2, max_new_tokens=
 @pytest.fixture(scope="module")
 def teacher():
     policy = load_policy("tiny")
-    asyncio.run(drain(sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=30, batch_size=16, lr=1e-3))))
+    rows_of(sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=30, batch_size=16, lr=1e-3)))
     return policy
-
-
-async def drain(loop):
-    return [row async for row in loop]
 
 
 @pytest.fixture
@@ -132,14 +126,15 @@ def test_the_sampled_form_has_the_gradient_of_the_full_one_on_average(student, t
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", [{}, {"vocabulary": "sampled"}, {"beta": 0.0}])
+FORMS = [{}, *(pytest.param(form, marks=pytest.mark.full) for form in ({"vocabulary": "sampled"}, {"beta": 0.0}))]
+
+
+@pytest.mark.parametrize("options", FORMS)
 def test_a_student_becomes_its_teacher(student, teacher, options):
     before, config = flat(teacher).clone(), dataclasses.replace(CONFIG, steps=25, prompts_per_step=16, **options)
     rows = rows_of(distil(student, teacher, PROBLEMS, config))
     first, last = (sum(r["reverse_kl"] for r in part) for part in (rows[:3], rows[-3:]))
     assert last < 0.3 * first and torch.equal(flat(teacher), before)
-    ours, its = (asyncio.run(evaluate(p, PROBLEMS, max_new_tokens=8)).exact.value for p in (student, teacher))
-    assert its > 0 or ours == 0
 
 
 def test_a_policy_that_knows_more_teaches_itself(student):
@@ -147,14 +142,6 @@ def test_a_policy_that_knows_more_teaches_itself(student):
     asked = lambda row: f"{prompt_of(row)} Say yes."  # noqa: E731
     rows = rows_of(distil(student, student, PROBLEMS[:8], dataclasses.replace(CONFIG, steps=12), teacher_prompt=asked))
     assert sum(r["loss"] for r in rows[-3:]) < sum(r["loss"] for r in rows[:3])
-
-
-def test_some_steps_have_examples(student, teacher):
-    examples = [encode_chat(student.tokenizer, [*user("2 + 3?"), {"role": "assistant", "content": str(n)}]) for n in range(8)]
-    config = dataclasses.replace(CONFIG, steps=12, on_policy=0.5)
-    rows = rows_of(distil(student, teacher, PROBLEMS, config, examples=examples))
-    assert {r["off_policy"] for r in rows} == {0.0, 1.0}
-    assert all(r["completion_length"] == 2 and math.isnan(r["reverse_kl"]) for r in rows if r["off_policy"])
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
@@ -167,12 +154,10 @@ def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
     assert torch.equal(flat(again), flat(whole))
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ({"beta": 2.0}, "beta"), ({"on_policy": -1.0}, "on_policy"), ({"temperature": 0.0}, "temperature"),
-    ({"vocabulary": "sampled", "beta": 0.5}, "sampled form"), ({"group_size": 0}, "group_size")])
-def test_bad_options_are_refused(change, says):
-    with pytest.raises(ValueError, match=says):
-        dataclasses.replace(CONFIG, **change)
+@pytest.mark.parametrize("wrong", [{"beta": 2.0}, {"beta": 0.5, "vocabulary": "sampled"}, {"temperature": 0.0}])
+def test_bad_options_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(CONFIG, **wrong)
 
 
 def test_bad_input_is_refused_before_anything_is_sampled(student, teacher):
@@ -180,10 +165,8 @@ def test_bad_input_is_refused_before_anything_is_sampled(student, teacher):
         rows_of(distil(student, student, PROBLEMS, CONFIG))
     with pytest.raises(ValueError, match="share a model"):
         rows_of(distil(student, dataclasses.replace(student), PROBLEMS, CONFIG))
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="data set is empty"):
         rows_of(distil(student, teacher, [], CONFIG))
-    with pytest.raises(ValueError, match="needs examples"):
-        rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, on_policy=0.5)))
     with pytest.raises(ValueError, match="context"):
         rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, max_new_tokens=10_000)))
     other = load_policy("tiny")

@@ -19,14 +19,13 @@ from grpolab.runs.run import Run
 from grpolab.train import distributed
 
 PROGRAM = Path(distributed_program.__file__)
-METHODS = ["sft", "packed", "lora", "dpo", "reward", "grpo", "options", "at_once", "multiturn"]
-LONG = {"packed", "lora", "reward", "options", "at_once"}  # these in the full suite alone
+METHODS, LONG = ["sft", "dpo", "grpo", "multiturn", "reward", "options"], {"reward", "options"}  # these in the full suite alone
+TORCHRUN = Path(sysconfig.get_path("scripts")) / "torchrun"
+ENV = os.environ | {"PYTHONPATH": str(PROGRAM.parent.parent), "OMP_NUM_THREADS": "1"}
 
 
 def each(methods):
     return pytest.mark.parametrize("what", [pytest.param(m, marks=pytest.mark.full) if m in LONG else m for m in methods])
-TORCHRUN = Path(sysconfig.get_path("scripts")) / "torchrun"
-ENV = os.environ | {"PYTHONPATH": str(PROGRAM.parent.parent), "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(processes, *arguments):
@@ -75,8 +74,8 @@ def pair(base, tmp_path_factory, methods):
 
 @each(METHODS)
 def test_two_ranks_take_the_steps_of_one(alone, pair, what):
-    """In float64, so that rounding hides nothing: 5 examples, 3 pairs, 3 groups on two ranks, or one on one and none on the
-    other; packed, checkpointed, an adapter, minibatches, refills, KL, another sampler's weights, rewards that raise."""
+    """In float64, so that rounding hides nothing: 5 examples, 3 pairs, 3 groups on two ranks; with "options" minibatches,
+    refills, KL, another sampler's weights, rewards that raise."""
     (told, tensors), (ours, theirs) = alone, found(pair, 0, 2)
     gradient = tensors[f"{what} gradient"]
     assert gradient.dtype == torch.float64 and gradient.norm() > 0.01
@@ -88,7 +87,7 @@ def test_two_ranks_take_the_steps_of_one(alone, pair, what):
         assert {k: pytest.approx(v, rel=1e-4, abs=1e-6, nan_ok=True) for k, v in row.items()} == other
 
 
-@each(["grpo", "options", "at_once", "multiturn"])
+@each(["grpo", "options", "multiturn"])
 def test_a_step_draws_the_same_rollouts_whatever_the_number_of_ranks(alone, pair, what):
     """And the record of rank 0 holds those of all, in the order of one process, with the seeds of one process."""
     told, ours = alone[0][what]["rollouts"], found(pair, 0, 2)[0][what]["rollouts"]
@@ -137,13 +136,12 @@ def faults(base, three):
 
 
 @pytest.mark.full
-def test_a_killed_rank_is_named_on_the_others(faults):
-    told = faults["killed"]["told"]
-    assert told["1"] is None
-    for rank in "02":
-        message, seconds = told[rank]
-        assert message.startswith("RankLost: rank 1 is lost") and seconds < 50
-    assert faults["killed"]["kept"] == 1
+@pytest.mark.parametrize(("how", "others"), [("killed", "02"), ("silent", "0")])
+def test_a_lost_rank_ends_the_others_and_rank_0_saves(faults, how, others):
+    for rank in others:
+        message, seconds = faults[how]["ended"][rank]
+        assert message.startswith("RankLost: a rank is lost") and seconds < 50
+    assert faults[how]["ended"]["1"] is None and faults[how]["saved"] == 1
 
 
 @pytest.mark.full
@@ -155,27 +153,20 @@ def test_two_ranks_go_on_where_three_were(alone, faults, three):
 
 
 @pytest.mark.full
-def test_a_silent_rank_is_given_up(faults):
-    message, seconds = faults["silent"]["told"]["0"]
-    assert message.startswith("RankLost: rank 1 is lost") and seconds < 50
-    assert faults["silent"]["kept"] == 1
-
-
-@pytest.mark.full
 def test_an_error_of_one_rank_is_told_by_all(faults):
-    told = faults["error"]["told"]
-    assert told["1"][0].startswith("TypeError: the reward 'reward' gave 'one'")
-    assert told["0"][0].startswith("RankError: rank 1 failed with TypeError: the reward 'reward' gave 'one'")
-    assert faults["error"]["kept"] == 1
+    ended = faults["error"]["ended"]
+    assert ended["1"][0].startswith("TypeError: the reward 'reward' gave 'one'")
+    assert ended["0"][0].startswith("RankError: rank 1 failed with TypeError: the reward 'reward' gave 'one'")
+    assert faults["error"]["saved"] == 1
 
 
 REFUSED = {
-    "weights": "ValueError: the weights differ between rank 0 and rank 1: load the same", "together": "",
-    "place": "RankError: the ranks are not at the same place of the program: rank 0 at 'the one', rank 1 at 'the other'",
-    "data": "ValueError: the data differ", "configuration": "ValueError: the configurations differ",
-    "tasks": "ValueError: the groups of step 0: the ranks draw different tasks",
-    "groups": "ValueError: the groups of step 0 differ between rank 0 and rank 1: a source gives every rank all groups",
-    "drift": "ValueError: the weights after step 2 differ",
+    "weights": "the weights differ between rank 0 and rank 1: load the same", "together": "",
+    "place": "the ranks are not at the same place of the program: rank 0 at 'the one', rank 1 at 'the other'",
+    "data": "the data differ", "configuration": "the configurations differ",
+    "tasks": "the groups of step 0: the tasks differ between rank 0 and rank 1",
+    "groups": "the groups of step 0 differ between rank 0 and rank 1: a source gives every rank all groups",
+    "drift": "the weights after step 2 differ",
 }
 
 
@@ -184,16 +175,16 @@ REFUSED = {
 def test_ranks_that_bring_something_else_are_refused_on_both(faults, what):
     for rank in "01":
         message = faults["refusals"][rank][0][what]
-        assert message.startswith(REFUSED[what]) if REFUSED[what] else message == ""
+        assert message.startswith(f"RankError: {REFUSED[what]}") if REFUSED[what] else message == ""
 
 
 @pytest.mark.full
 def test_gradients_and_metrics_add_also_where_a_rank_has_none(faults):
     for rank in "012":
-        told = faults["sums"][rank][0]
-        assert told["both"] == [[6.0] * 3] * 2 and told["one"] == [[0, 1, 2], [3, 4, 5]] and told["coarse"] == [9.0] * 5
-        assert told["none"] is None and told["frozen"] is None
-        assert (told["loss"], told["ratio_max"]) == (0.75, 3.0) and math.isnan(told["diff_max"])
+        sums = faults["sums"][rank][0]
+        assert sums["both"] == [[6.0] * 3] * 2 and sums["one"] == [[0, 1, 2], [3, 4, 5]] and sums["coarse"] == [9.0] * 5
+        assert sums["none"] is None and sums["frozen"] is None
+        assert (sums["loss"], sums["ratio_max"]) == (0.75, 3.0) and math.isnan(sums["diff_max"])
 
 
 # --- one process, and the GPUs of several -----------------------------------------------------------------------------

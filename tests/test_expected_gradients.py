@@ -70,12 +70,6 @@ def cosine(a, b):
     return torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
 
 
-def test_the_problem_is_complete():
-    theta = table(0)
-    assert len(ROWS) == 15 and sorted({len(r) for r in ROWS}) == [1, 2, 3] and len(PREFIXES) == 7
-    assert probabilities(theta).sum().item() == pytest.approx(1, abs=1e-14)
-
-
 def test_token_sums_have_the_true_policy_gradient_and_row_means_do_not():
     theta = table(0)
     p = probabilities(theta)

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpolab import losses
-from grpolab.train import advantages as adv
 
 N, T, D, V = 4, 7, 5, 11
 INF, NAN = float("inf"), float("nan")
@@ -183,38 +180,10 @@ def test_the_default_chunk_bounds_the_logits_at_once(monkeypatch):
         assert largest.numel == 10_000
 
 
-PEAK = """
-import torch
-from grpolab import losses
-def peak():  # of this image alone: getrusage's figure begins with that of the process that started it
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
-torch.set_num_threads(1)
-hidden, head = torch.randn(1, 2049, 64, requires_grad=True), torch.randn(49152, 64, requires_grad=True)
-ids = torch.randint(49152, (1, 2049))
-losses.target_logps(hidden[0, :8], head, ids[0, 1:9])[0].sum().backward()  # what any call loads
-before = peak()
-losses.target_logps(hidden[0, :-1], head, ids[0, 1:])[0].sum().backward()
-chunked = peak() - before
-(hidden[:, :-1] @ head.T).log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().backward()
-print(chunked, peak() - before)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-def test_peak_memory_on_a_vocabulary_of_49k():
-    """2048 tokens: all logits are 384 MiB and the plain form holds three of them at once; the chunks are of 64 MiB."""
-    out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    chunked, plain = map(float, out.split())
-    assert plain > 700 and chunked < 260, out
-
-
-def test_sequence_logps_sum_or_average_the_kept_tokens():
+def test_sequence_logps_sum_the_kept_tokens():
     logps, mask = torch.tensor([[9.0, -1.0, -2.0], [9.0, -3.0, 9.0], [9.0, 9.0, 9.0]]), torch.zeros(3, 3)
     mask[0, 1:], mask[1, 1] = 1, 1
     exactly(losses.sequence_logps(logps, mask), torch.tensor([-3.0, -3.0, 0.0]))
-    exactly(losses.sequence_logps(logps, mask, length_normalised=True), torch.tensor([-1.5, -3.0, 0.0]))
 
 
 # --- gradients: finite differences through the logits -----------------------------------------------------------------
@@ -257,63 +226,8 @@ def test_every_loss_passes_gradcheck_through_the_logits():
         assert torch.autograd.gradcheck(through_logits, (hidden, head), fast_mode=True), name
 
 
-def test_every_loss_equals_its_value_over_the_plain_logps():
-    """Chunked logps change no loss: value and gradient of every option, not only of the default."""
-    hidden, head, ids, mask = problem()
-    for name, loss in objectives(ids, mask).items():
-        ours = loss(token_logps(hidden, head, ids, mask, temperature=0.9, chunk=4))[0]
-        theirs = loss(plain_logps(hidden, head, ids, mask, temperature=0.9))[0]
-        assert ours.item() == pytest.approx(theirs.item(), abs=1e-12), name
-        for x, y in zip(gradients(ours, hidden, head), gradients(theirs, hidden, head)):
-            exactly(x, y, atol=1e-11)
-
-
-def test_metrics_are_detached_scalars_and_hold_the_loss():
-    hidden, head, ids, mask = problem()
-    for loss in objectives(ids, mask).values():
-        value, metrics = loss(token_logps(hidden, head, ids, mask))
-        assert value.requires_grad and value.dim() == 0
-        assert all(m.dim() == 0 and not m.requires_grad for m in metrics.values())
-        assert {"kl"} == set(metrics) or metrics[next(iter(metrics))] == value
-
-
 # --- the policy gradient ----------------------------------------------------------------------------------------------
 
-# dL/dlogp of one token at clip_eps = (0.2, 0.3), by advantage and ratio: below, inside on both sides, above, far above.
-RATIOS = (0.5, 0.9, 1.25, 2.0, 4.0)
-TABLE = {
-    ("ppo", None, +1): (-0.5, -0.9, -1.25, 0.0, 0.0),
-    ("ppo", None, -1): (0.0, 0.9, 1.25, 2.0, 4.0),
-    ("ppo", 3.0, +1): (-0.5, -0.9, -1.25, 0.0, 0.0),
-    ("ppo", 3.0, -1): (0.0, 0.9, 1.25, 2.0, 0.0),
-    ("cispo", None, +1): (-0.8, -0.9, -1.25, -1.3, -1.3),
-    ("cispo", None, -1): (0.8, 0.9, 1.25, 1.3, 1.3),
-}
-# the loss itself; cispo's is -weight * A * logp at logp = log ratio
-VALUES = {
-    ("ppo", None, +1): (-0.5, -0.9, -1.25, -1.3, -1.3),
-    ("ppo", None, -1): (0.8, 0.9, 1.25, 2.0, 4.0),
-    ("ppo", 3.0, +1): (-0.5, -0.9, -1.25, -1.3, -1.3),
-    ("ppo", 3.0, -1): (0.8, 0.9, 1.25, 2.0, 3.0),
-    ("cispo", None, +1): tuple(-w * math.log(r) for w, r in zip((0.8, 0.9, 1.25, 1.3, 1.3), RATIOS)),
-    ("cispo", None, -1): tuple(w * math.log(r) for w, r in zip((0.8, 0.9, 1.25, 1.3, 1.3), RATIOS)),
-}
-
-
-def test_policy_gradient_table_of_sign_and_ratio_region():
-    for (objective, dual_clip, sign), row in TABLE.items():
-        for ratio, slope, value in zip(RATIOS, row, VALUES[objective, dual_clip, sign]):
-            logps = torch.tensor([[0.0, math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-            mask, a = torch.tensor([[0, 1]]), torch.tensor([float(sign)])
-            for level in ("token", "sequence"):  # of one token: the same
-                loss, metrics = losses.policy_loss(
-                    logps, torch.zeros(1, 2, dtype=torch.float64), a, mask, denominator=1, clip_eps=(0.2, 0.3),
-                    dual_clip=dual_clip, objective=objective, ratio=level)
-                assert loss.item() == pytest.approx(value, abs=1e-12), (objective, dual_clip, sign, ratio)
-                (grad,) = gradients(loss, logps)
-                assert grad[0, 0] == 0 and grad[0, 1].item() == pytest.approx(slope, abs=1e-12)
-                assert metrics["clip_low"].item() == (sign < 0 and ratio < 0.8)
-                assert metrics["clip_high"].item() == (sign > 0 and ratio > 1.3)
 
 
 def independent_policy_loss(logps, old, a, mask, denominator, aggregation, clip_eps, dual_clip, ratio, objective,
@@ -354,7 +268,7 @@ def test_policy_loss_equals_an_independent_formula_in_every_option():
         names = "aggregation", "clip_eps", "dual_clip", "ratio", "objective", "sampler_logps", "sampler_cap"
         kwargs = dict(zip(names, options)) | {"denominator": 7.0}
         if kwargs["objective"] == "cispo" and kwargs["dual_clip"]:  # refused: it would change nothing
-            with pytest.raises(ValueError, match="dual_clip .* under 'ppo'"):
+            with pytest.raises(ValueError, match="dual_clip .* for objective 'ppo'"):
                 losses.policy_loss(logps, old, a, mask, **kwargs)
             continue
         ours, theirs = losses.policy_loss(logps, old, a, mask, **kwargs)[0], None
@@ -395,14 +309,6 @@ def test_policy_equal_to_old_gives_minus_advantage_in_every_option():
             assert loss.item() == pytest.approx(-(a[:, None] * mask).sum().item() / mask.sum().item(), abs=1e-14)
 
 
-def test_open_clip_is_plain_importance_weighting():
-    _, _, _, mask = problem()
-    logps, old, a = randn(N, T).requires_grad_(), randn(N, T, seed=1), randn(N, seed=2)
-    loss, m = losses.policy_loss(logps, old, a, mask, denominator=1, clip_eps=(INF, INF))
-    exactly(loss, -((logps - old).exp() * a[:, None] * mask).sum())
-    assert m["clip_low"] == m["clip_high"] == 0
-
-
 def test_the_defaults_are_ppo_at_a_fifth_over_the_tokens():
     logps, mask = torch.tensor([[math.log(2), math.log(2)], [math.log(0.5), 0.0]]), torch.tensor([[1, 1], [1, 0]])
     loss, _ = losses.policy_loss(logps, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, denominator=3)
@@ -439,15 +345,6 @@ def test_per_token_advantages_generalise_per_row_ones():
     only[1, 1] = 1.0
     grad = gradients(losses.policy_loss(logps, logps.detach(), only, mask, denominator=1)[0], logps)[0]
     assert grad.nonzero().tolist() == [[1, 1]]
-
-
-def test_a_group_of_one_trains_nothing():
-    _, _, _, mask = problem()
-    logps = randn(N, T).requires_grad_()
-    for kind in ("centred", "standardised", "leave_one_out", "batch_standardised"):
-        a = adv.advantages(torch.tensor([[1.0], [0.0], [0.3], [2.0]]), kind).flatten()
-        loss, _ = losses.policy_loss(logps, randn(N, T, seed=1), a, mask, denominator=3)
-        assert gradients(loss, logps)[0].eq(0).all()
 
 
 def test_counts_by_aggregation():
@@ -501,15 +398,6 @@ def test_dpo_at_initialisation_is_log_two_with_gradient_half_beta():
     loss, m = losses.dpo_loss(*logps, *logps.detach(), beta=0.1, denominator=3)
     assert loss.item() == pytest.approx(math.log(2), abs=1e-14) and m["margin"] == m["accuracy"] == 0  # a tie is no win
     exactly(*gradients(loss, logps), torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, 3) * 0.1 / 2 / 3)
-
-
-def test_dpo_without_beta_learns_nothing_and_to_first_order_beta_times_the_margin():
-    logps, ref = randn(2, 3).requires_grad_(), randn(2, 3, seed=1)
-    for beta in (1e-3, 1e-6):
-        loss = losses.dpo_loss(*logps, *ref, beta=beta, denominator=3)[0]
-        assert abs(loss.item() - math.log(2)) < 10 * beta
-        sign = torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, 3)
-        exactly(gradients(loss, logps)[0] / beta, sign / 6, atol=10 * beta)
 
 
 def test_swapping_chosen_and_rejected_flips_the_preference():
@@ -599,7 +487,8 @@ def test_bad_input_is_refused_by_name():
         (lambda: policy(lp, lp, a * NAN, mask), "finite"),
         (lambda: policy(lp, lp, a, mask * 0.5), "0 and 1"),
         (lambda: policy(clip_eps=(-0.1, 0.2)), r"\(-0.1, 0.2\)"),
-        (lambda: policy(dual_clip=1.0), "must exceed 1, got 1.0"),
+        (lambda: policy(clip_eps=0.2), "must be .low, high."),
+        (lambda: policy(dual_clip=1.0), "must be above 1"),
         (lambda: policy(sampler_cap=0.2), "at least 1"),
         (lambda: policy(ratio="row"), "'row'"),
         (lambda: policy(objective="reinforce"), "'reinforce'"),

@@ -9,6 +9,8 @@ import threading
 
 import pytest
 import torch
+from loop_helpers import NAMES, flat
+from loop_helpers import rows_of as collect
 
 from grpolab.arithmetic import Problem, Task, generate
 from grpolab.chat import Example, encode_chat, prompt_ids, user
@@ -20,51 +22,21 @@ from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
 from grpolab.train.grpo import GRPOConfig, describe, grpo, grpo_gradient, grpo_update
 from grpolab.train.layout import lay_out, micro_batches
 from grpolab.train.logps import rollout_logps
-from grpolab.train.loop import Optimisation, epoch_batches, make_optimiser, shuffled
+from grpolab.train.loop import OPTIMISERS, Optimisation, epoch_batches, make_optimiser
 from grpolab.train.preferences import load_preferences
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
-from grpolab.train.rewards import finished_and_correct, score
+from grpolab.train.rewards import finished_and_correct
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
-from grpolab.train.verify import verify_forward
 
 train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
-
-
-def collect(loop):
-    async def run():
-        return [row async for row in loop]
-
-    return asyncio.run(run())
-
-
-def flat(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
 def gradient(policy):
     out = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
     policy.model.zero_grad()
     return out
-
-
-def slopes(policy, value, step):
-    """The derivative of value() along a random direction in the space of the parameters: by its gradient, and by finite
-    differences."""
-    torch.manual_seed(0)
-    parameters = list(policy.model.parameters())
-    direction = [torch.randn_like(p) for p in parameters]
-
-    def moved(step):
-        with torch.no_grad():
-            for p, d in zip(parameters, direction):
-                p.add_(step * d)
-            return value().item()
-
-    value().backward()
-    by_gradient = (gradient(policy) * torch.cat([d.flatten() for d in direction])).sum().item()
-    return by_gradient, (moved(step) - moved(-2 * step)) / (2 * step)
 
 
 def digits(text, problem, rollout):
@@ -118,43 +90,6 @@ def test_the_layout_scores_every_chosen_token_where_it_stands(tiny):
     assert logps[2, 1:].abs().max() == 0 and logps[2, 0] < 0
 
 
-def test_a_micro_batch_of_empty_completions_adds_nothing(tiny):
-    empty, full = (Rollout((5, 6), t, (1,) * len(t), (-1.0,) * len(t), (-1.0,) * len(t), "eos") for t in ((), (7,) * 28))
-    advantages, found = torch.tensor([1.0, -1.0, 1.0]), []
-    for budget in (30, 10**4):
-        tiny.model.zero_grad()
-        config = GRPOConfig(steps=1, token_budget=budget)
-        grpo_gradient(tiny, None, [empty, dataclasses.replace(empty, prompt=(5, 7)), dataclasses.replace(full, prompt=(8, 9))],
-                      advantages, config)
-        found.append(gradient(tiny))
-    assert found[0].norm() > 0 and (found[0] - found[1]).norm() < 1e-5 * found[0].norm()
-
-
-@pytest.mark.parametrize("change", [{"token_budget": 40}, {"row_width": 0}, {"token_budget": 100, "row_width": 0}])
-def test_the_grpo_gradient_ignores_micro_batches_and_layout(tiny, change):
-    tiny.model.double()
-    groups = rollouts_of(tiny, PROBLEMS[:5])
-    rollouts = [r for g in groups for r in g]
-    a = advantages(reward_tensor([g.rewards for g in groups])).flatten()
-    config = GRPOConfig(clip_eps=(10.0, 10.0))
-    whole = grpo_gradient(tiny, None, rollouts, a, config)
-    expected = gradient(tiny)
-    cut = grpo_gradient(tiny, None, rollouts, a, dataclasses.replace(config, **change))
-    assert expected.abs().max() > 1e-3
-    assert (gradient(tiny) - expected).abs().max() < 1e-8
-    assert {k: pytest.approx(v, rel=1e-5, abs=1e-7) for k, v in whole.items()} == cut
-
-
-@pytest.mark.parametrize("change", [{"token_budget": 60}, {"pack_width": 120}])
-def test_the_sft_gradient_ignores_micro_batches_and_packing(tiny, change):
-    tiny.model.double()
-    examples = demonstrations(tiny, PROBLEMS[:9])
-    sft_gradient(tiny, examples, SFTConfig())
-    expected = gradient(tiny)
-    sft_gradient(tiny, examples, SFTConfig(**change))
-    assert expected.abs().max() > 1e-3 and (gradient(tiny) - expected).abs().max() < 1e-10
-
-
 def test_uninformative_groups_change_nothing(tiny):
     mixed, equal = rollouts_of(tiny, PROBLEMS[:2]), rollouts_of(tiny, PROBLEMS[2:5], rewards=(1.0, 1.0, 1.0))
     config = GRPOConfig(clip_eps=(10.0, 10.0), max_logp_diff=None)  # the logps are made up
@@ -185,81 +120,11 @@ def test_the_steps_walk_through_everything_before_they_repeat():
     assert [batch_of(s) for s in (7, 0, 3, 7)] == [epoch_batches(range(10), 3, 1)(s) for s in (7, 0, 3, 7)]  # in any order
 
 
-@pytest.mark.parametrize("n", [1, 5, 6, 1000])
-def test_a_permutation_is_the_one_that_random_makes(n):
-    """Stored runs drew by it."""
-    assert list(shuffled(n, "3/0")) == random.Random("3/0").sample(range(n), n)
-
-
-class Counted:
-    """A million items that count who looks at them."""
-
-    def __init__(self):
-        self.looked = 0
-
-    def __len__(self):
-        return 1_000_000
-
-    def __getitem__(self, i):
-        self.looked += 1
-        return i
-
-
-def test_a_step_costs_its_batch_and_not_the_data_set(tiny, monkeypatch):
-    drawn = 0
-
-    class Random(random.Random):
-        def randrange(self, *a):
-            nonlocal drawn
-            drawn += 1
-            return super().randrange(*a)
-
-        def sample(self, population, k):
-            nonlocal drawn
-            drawn += len(population)
-            return super().sample(population, k)
-
-    monkeypatch.setattr(random, "Random", Random)
-    items = Counted()
-    batch_of = epoch_batches(items, 8, 0)
-    assert len({i for step in range(50) for i in batch_of(step)}) == 400
-    assert items.looked == drawn == 400
-
-
 def preferences(policy, problems=PROBLEMS[:9]):
     """Right against wrong answers of several lengths; a number may end after its first digit."""
     rows = [{"prompt": p.question, "chosen": p.target, "rejected": f"{p.answer + k} or so" * (1 + k % 3)}
             for k, p in enumerate(problems)]
     return load_preferences(rows, policy.tokenizer)
-
-
-CUTS = [{"token_budget": 100}, {"row_width": 0}, {"token_budget": 1, "row_width": 60}]
-
-
-@pytest.mark.parametrize("change", CUTS)
-@pytest.mark.parametrize("kind", [{}, {"kind": "ipo"}, {"kind": "hinge"}, {"length_normalised": True}])
-def test_the_dpo_gradient_ignores_micro_batches_and_shared_prompts(tiny, change, kind):
-    tiny.model.double()
-    pairs = preferences(tiny)
-    ref_logps = cache_logps(tiny, pairs).values + torch.linspace(-2, 3, 18).view(9, 2)
-    config = DPOConfig(**kind)
-    whole = dpo_gradient(tiny, pairs, ref_logps, config)
-    expected = gradient(tiny)
-    cut = dpo_gradient(tiny, pairs, ref_logps, dataclasses.replace(config, **change))
-    assert expected.norm() > 1e-3 and (gradient(tiny) - expected).norm() < 1e-6 * expected.norm()
-    assert {k: pytest.approx(v, rel=1e-5, abs=1e-6) for k, v in whole.items()} == cut
-
-
-@pytest.mark.parametrize("change", [{"token_budget": 100}, {"token_budget": 1}])
-def test_the_reward_gradient_ignores_micro_batches(tiny, change):
-    model = trained_scorer(tiny)
-    model.model.double()
-    config = RewardConfig(margin=0.5, centering=0.01)
-    whole = reward_gradient(model, preferences(tiny), config)
-    expected = gradient(model)
-    cut = reward_gradient(model, preferences(tiny), dataclasses.replace(config, **change))
-    assert expected.norm() > 1e-3 and (gradient(model) - expected).norm() < 1e-5 * expected.norm()
-    assert {k: pytest.approx(v, rel=1e-5, abs=1e-6) for k, v in whole.items()} == cut
 
 
 def trained_scorer(tiny):
@@ -269,13 +134,42 @@ def trained_scorer(tiny):
     return model
 
 
+def work_of(method, tiny):
+    """The model that a method trains, and its gradient's metrics as a function of options."""
+    tiny.model.double()
+    if method == "sft":
+        examples = demonstrations(tiny, PROBLEMS[:9])
+        return tiny, lambda **options: sft_gradient(tiny, examples, SFTConfig(**options))
+    if method == "grpo":
+        groups = rollouts_of(tiny, PROBLEMS[:5])
+        rollouts, a = [r for g in groups for r in g], advantages(reward_tensor([g.rewards for g in groups])).flatten()
+        return tiny, lambda **options: grpo_gradient(tiny, None, rollouts, a, GRPOConfig(clip_eps=(10.0, 10.0), **options))
+    pairs = preferences(tiny)
+    if method == "dpo":
+        ref_logps = cache_logps(tiny, pairs).values + torch.linspace(-2, 3, 18).view(9, 2)
+        return tiny, lambda **options: dpo_gradient(tiny, pairs, ref_logps, DPOConfig(**options))
+    model = trained_scorer(tiny)
+    return model, lambda **options: reward_gradient(model, pairs, RewardConfig(margin=0.5, centering=0.01, **options))
+
+
+SMALL = {"token_budget": 1}
+CUTS = [("sft", {}, {"token_budget": 60}), ("sft", {}, {"pack_width": 120}),
+        *[("grpo", {}, change) for change in ({"token_budget": 40}, {"row_width": 0}, {"token_budget": 100, "row_width": 0})],
+        *[("dpo", kind, change) for change in ({"token_budget": 100}, {"row_width": 0}, SMALL | {"row_width": 60})
+          for kind in ({}, {"kind": "ipo"}, {"kind": "hinge"}, {"length_normalised": True})],
+        ("reward_model", {}, {"token_budget": 100}), ("reward_model", {}, SMALL)]
+
+
+@pytest.mark.parametrize(("method", "options", "change"), CUTS)
+def test_the_gradient_ignores_micro_batches_and_shared_rows(tiny, method, options, change):
+    model, work = work_of(method, tiny)
+    whole, expected = work(**options), gradient(model)
+    cut = work(**options | change)
+    assert expected.norm() > 1e-3 and (gradient(model) - expected).norm() < 1e-5 * expected.norm()
+    assert {k: pytest.approx(v, rel=1e-5, abs=1e-6) for k, v in whole.items()} == cut
+
+
 # --- the loops --------------------------------------------------------------------------------------------------------
-
-
-def test_sft_memorises_a_few_examples(tiny):
-    rows = collect(sft(tiny, demonstrations(tiny, PROBLEMS[:4]), SFTConfig(steps=60, batch_size=4, lr=2e-3)))
-    assert rows[0]["loss"] > 3 and rows[-1]["loss"] < 0.05
-    assert [r["step"] for r in rows] == list(range(60)) and tiny.version == 60
 
 
 def taught(tiny) -> Policy:
@@ -305,7 +199,7 @@ class Shuffled:
 def test_grpo_reaches_the_optimum_and_shuffled_rewards_do_not(tiny):
     """The learning gate with its control. A shuffled group has the same mean, so both rewards are the true rate."""
     start = taught(tiny)
-    control = fresh_copy(start)
+    control = fresh(start)
     right = [r["reward"] for r in collect(grpo(start, None, PROBLEMS[:4], FAST))]
     shuffled = [r["reward"] for r in collect(grpo(control, None, PROBLEMS[:4], FAST, reward=Shuffled()))]
     assert right[0] == shuffled[0] < 0.6
@@ -331,9 +225,9 @@ def sometimes(text, problem, rollout):
 
 def test_refills_replace_groups_without_signal_and_report_their_cost(tiny):
     config = dataclasses.replace(FAST, steps=2, prompts_per_step=8, group_size=4, max_new_tokens=6)
-    plain = collect(grpo(fresh_copy(tiny), None, PROBLEMS, config, reward=sometimes))
+    plain = collect(grpo(fresh(tiny), None, PROBLEMS, config, reward=sometimes))
     assert all(r["trained_groups"] < 8 and "refill_prompts" not in r for r in plain)
-    rows = collect(grpo(fresh_copy(tiny), None, PROBLEMS, dataclasses.replace(config, refills=6), reward=sometimes))
+    rows = collect(grpo(fresh(tiny), None, PROBLEMS, dataclasses.replace(config, refills=6), reward=sometimes))
     assert [r["trained_groups"] for r in rows] == [8, 8]
     for row in rows:
         assert row["refill_prompts"] > 0 and row["discarded_groups"] == row["refill_prompts"]  # 8 were drawn and 8 trained
@@ -367,34 +261,6 @@ def test_a_row_tells_lengths_health_and_speed(tiny):
     assert row["logp_diff_max"] < 1e-4 < abs(row["ratio"] - 1)  # the sampler's, not the second pass's
 
 
-def test_without_a_kl_penalty_the_reference_changes_nothing(tiny):
-    one, two = fresh_copy(tiny), fresh_copy(tiny)
-    config = dataclasses.replace(FAST, steps=2)
-    collect(grpo(one, None, PROBLEMS[:4], config, reward=digits))
-    collect(grpo(two, fresh_copy(tiny), PROBLEMS[:4], config, reward=digits))
-    assert torch.equal(flat(one), flat(two)) and not torch.equal(flat(one), flat(tiny))
-
-
-@pytest.mark.parametrize("change", [{"objective": "cispo", "clip_eps": (1.0, 4.0)}, {"ratio": "sequence"}, {"dual_clip": 1.01}])
-def test_the_objective_reaches_the_loss(tiny, change):
-    """Each option, in the second pass over a batch, moves the parameters elsewhere."""
-    ends = []
-    for options in ({}, change):
-        policy = fresh_copy(tiny)
-        config = dataclasses.replace(FAST, steps=1, inner_epochs=4, lr=2e-3, **options)
-        collect(grpo(policy, None, PROBLEMS[:4], config, reward=digits))
-        ends.append(flat(policy))
-    assert ends[0].isfinite().all() and not torch.equal(*ends)
-
-
-def test_a_reward_needs_the_end_token(tiny):
-    p = Problem(1, "+", 2)
-    rollout = rollouts_of(tiny, [p])[0][0]
-    assert finished_and_correct(p.target, p, rollout) == 1.0
-    assert finished_and_correct(p.target, p, dataclasses.replace(rollout, finish_reason="length")) == 0.0
-    assert finished_and_correct("\\boxed{4}", p, rollout) == 0.0
-
-
 def test_dpo_starts_at_log_two_and_learns_the_preference(tiny):
     pairs, config = preferences(tiny), DPOConfig(steps=30, batch_size=9, lr=3e-4)
     reference = cache_logps(tiny, pairs)
@@ -405,17 +271,6 @@ def test_dpo_starts_at_log_two_and_learns_the_preference(tiny):
     rewards, logps = implicit_rewards(tiny, reference, pairs, config)
     assert rewards == pytest.approx((logps - reference.values) * config.beta, abs=1e-5)
     assert (rewards[:, 0] - rewards[:, 1]).mean() >= rows[-1]["margin"] - 0.5
-
-
-def test_a_swapped_preference_turns_the_first_step_around(tiny):
-    tiny.model.double()
-    pairs = preferences(tiny)
-    swapped = [dataclasses.replace(p, chosen=p.rejected, rejected=p.chosen) for p in pairs]
-    reference = cache_logps(tiny, pairs).values
-    dpo_gradient(tiny, pairs, reference, DPOConfig())
-    first = gradient(tiny)
-    dpo_gradient(tiny, swapped, reference.flip(1), DPOConfig())
-    assert first.norm() > 1e-3 and (gradient(tiny) + first).norm() < 1e-4 * first.norm()  # RMSNorm computes in fp32
 
 
 def test_the_reward_model_learns_the_preference_and_shuffled_pairs_teach_it_none(tiny):
@@ -432,25 +287,6 @@ def test_the_reward_model_learns_the_preference_and_shuffled_pairs_teach_it_none
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[-1]["loss"] < 0.1 and accuracy == 1
     swap = lambda p: dataclasses.replace(p, chosen=p.rejected, rejected=p.chosen)  # noqa: E731
     assert held_out([swap(p) for p in train])[1] == 0
-
-
-def test_margin_and_centering_reach_the_loss(tiny):
-    """By hand from the scores: softplus(margin - gap) + centering * sum^2, the mean over the pairs."""
-    model, pairs = trained_scorer(tiny), preferences(tiny)
-    scores = model.score([r.prompt + r.tokens for p in pairs for r in p.sides])
-    for margin, centering in ((0.0, 0.0), (1.5, 0.0), (0.0, 0.3), (1.5, 0.3)):
-        terms = [math.log1p(math.exp(margin - (a - b))) + centering * (a + b) ** 2 for a, b in zip(scores[::2], scores[1::2])]
-        loss = reward_gradient(model, pairs, RewardConfig(margin=margin, centering=centering))["loss"]
-        assert loss == pytest.approx(sum(terms) / len(terms), abs=1e-5)
-
-
-def test_a_pair_may_bring_its_own_margin(tiny):
-    model, pairs = trained_scorer(tiny), preferences(tiny)
-    own = [dataclasses.replace(p, meta={"margin": 2.0}) for p in pairs]
-    twice = reward_gradient(model, pairs, RewardConfig(margin=2.0))["loss"]
-    assert reward_gradient(model, own, RewardConfig(margin=1.0))["loss"] == pytest.approx(twice)
-    assert reward_gradient(model, own, RewardConfig())["loss"] < twice - 0.1
-    model.model.zero_grad()
 
 
 def test_grpo_takes_a_learned_reward_and_watches_the_rule(tiny):
@@ -527,37 +363,15 @@ def test_a_step_that_waits_for_a_step_is_refused(tiny):
         collect(grpo(tiny, None, PROBLEMS[:2], ONE_STEP, reward=inner))
 
 
-def test_a_batch_of_rewards_lands_where_each_belongs(tiny):
-    groups, model = rollouts_of(tiny, PROBLEMS[:3]), trained_scorer(tiny)
-    together = score(tiny, PROBLEMS[:3], groups, model)
-    alone = score(tiny, PROBLEMS[:3], groups, lambda text, problem, rollout: model(text, problem, rollout))
-    assert [r for g in together for r in g.rewards] == pytest.approx([r for g in alone for r in g.rewards], abs=1e-5)
-    assert len({round(r, 4) for g in together for r in g.rewards}) > 3
-
-
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
-def start(loop, steps):
-    """Take some rows and walk away, as an interrupt does."""
-
-    async def run():
-        async for row in loop:
-            if row["step"] + 1 == steps:
-                break
-        await loop.aclose()
-
-    asyncio.run(run())
-
-
-def fresh_copy(tiny):
+def fresh(tiny):
     copy = Policy(type(tiny.model)(tiny.model.config), tiny.tokenizer, "copy", tiny.eos_ids)
     copy.model.load_state_dict(tiny.model.state_dict())
     copy.model.eval()
     return copy
 
-
-fresh, fresh_scorer = fresh_copy, RewardModel.from_policy
 
 TIMES = {"seconds", "tokens_per_s", "pairs_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s"}
 
@@ -566,62 +380,34 @@ def untimed(rows):
     return [{k: v for k, v in r.items() if k not in TIMES and not (isinstance(v, float) and math.isnan(v))} for r in rows]
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward_model", "grpo"])
-def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
-    fresh = fresh_scorer if method == "reward_model" else fresh_copy
-    pairs = preferences(tiny)
-    reference = cache_logps(tiny, pairs) if method == "dpo" else None
-
-    def loop(policy, run):
-        if method == "sft":
-            return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(steps=7, batch_size=4, save_every=2), run=run)
-        if method == "dpo":
-            return dpo(policy, reference, pairs, DPOConfig(steps=7, batch_size=4, save_every=2), run=run)
-        if method == "reward_model":
-            return reward_model(policy, pairs, RewardConfig(steps=7, batch_size=4, save_every=2), run=run)
+def resumable(method, policy, run):
+    """A loop of seven steps that saves after every second one."""
+    common = {"steps": 7, "batch_size": 4, "save_every": 2}
+    if method == "dpo":
+        return dpo(policy, cache_logps(policy, preferences(policy)), preferences(policy), DPOConfig(**common), run=run)
+    if method == "reward_model":
+        return reward_model(policy, preferences(policy), RewardConfig(**common), run=run)
+    if method == "grpo":
         config = dataclasses.replace(FAST, steps=7, save_every=2, group_size=4, inner_epochs=2, minibatches=2, refills=2)
         return grpo(policy, None, PROBLEMS, config, reward=digits, run=run)
+    optimiser = method if method in OPTIMISERS else "adamw"
+    return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(**common, optimiser=optimiser), run=run)
 
-    whole, cut = fresh(tiny), fresh(tiny)
+
+@pytest.mark.parametrize("method", [*NAMES, "bfloat16", "dpo", "reward_model", "grpo"])
+def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
+    if method == "bfloat16":
+        tiny.model.bfloat16()
+    whole, cut, again = ((RewardModel.from_policy if method == "reward_model" else fresh)(tiny) for _ in range(3))
     one, two = Run("whole", root=tmp_path), Run("cut", root=tmp_path)
-    collect(loop(whole, one))
-    start(loop(cut, two), steps=5)  # saved after 2 and 4 steps, and as it was left
+    collect(resumable(method, whole, one))
+    collect(resumable(method, cut, two), 5)  # saved after 2 and 4 steps, and as it was left
     assert [p.name for p in two.folder.glob("checkpoint-*")] == ["checkpoint-00000005"]
-    again, resumed = fresh(tiny), Run("cut", root=tmp_path)
-    collect(loop(again, resumed))
+    resumed = Run("cut", root=tmp_path)
+    collect(resumable(method, again, resumed))
     assert torch.equal(flat(whole), flat(again)) and whole.version == again.version
-    assert untimed(one.metrics) == untimed(resumed.metrics)
+    assert not torch.equal(flat(whole), flat(cut)) and untimed(one.metrics) == untimed(resumed.metrics)
     assert not list(resumed.folder.glob("*checkpoint*"))
-
-
-def test_another_configuration_starts_over(tiny, tmp_path):
-    examples = demonstrations(tiny, PROBLEMS)
-    start(sft(fresh(tiny), examples, SFTConfig(steps=5, save_every=2), run=Run("x", root=tmp_path)), steps=3)
-    rows = collect(sft(fresh(tiny), examples, SFTConfig(steps=5, save_every=2, lr=1e-5), run=Run("x", root=tmp_path)))
-    assert len(rows) == 5
-
-
-def test_a_damaged_checkpoint_is_named(tiny, tmp_path):
-    examples, config = demonstrations(tiny, PROBLEMS), SFTConfig(steps=5, save_every=2)
-    start(sft(fresh(tiny), examples, config, run=Run("x", root=tmp_path)), steps=3)
-    weights = tmp_path / "x" / "checkpoint-00000003" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:500])
-    with pytest.raises(ValueError, match="checkpoint-00000003 is damaged.*delete that folder"):
-        collect(sft(fresh(tiny), examples, config, run=Run("x", root=tmp_path)))
-
-
-def test_a_save_that_fails_keeps_the_last_checkpoint(tiny, tmp_path, monkeypatch):
-    run, optimiser = Run("x", root=tmp_path), make_optimiser(tiny, Optimisation())
-    run.save_checkpoint(2, Optimisation(), tiny, optimiser)
-    import safetensors.torch
-
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        run.save_checkpoint(4, Optimisation(), tiny, optimiser)
-    assert [p.name for p in run.folder.iterdir()] == ["checkpoint-00000002"]
 
 
 def test_a_cancelled_step_leaves_a_policy_that_goes_on(tiny, tmp_path):
@@ -688,20 +474,6 @@ def test_bad_input_is_refused(tiny):
     assert tiny.version == 0
 
 
-@pytest.mark.parametrize(
-    ("config", "bad"),
-    [
-        (DPOConfig, {"beta": 0}), (DPOConfig, {"kind": "sigmoidal"}), (RewardConfig, {"centering": -1}),
-        (GRPOConfig, {"group_size": 0}), (GRPOConfig, {"minibatches": 65}), (GRPOConfig, {"refills": -1}),
-        (SFTConfig, {"lr": 0}),
-        (SFTConfig, {"schedule": "step"}),
-    ],
-)
-def test_impossible_configurations_are_refused(config, bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        config(**bad)
-
-
 def test_a_gradient_that_is_not_finite_changes_nothing(tiny):
     before = flat(tiny)
     policy = fresh(tiny)
@@ -712,21 +484,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny):
     assert torch.equal(flat(policy), before) and policy.version == 0
 
 
-def test_a_model_that_changes_its_logits_is_refused(tiny):
-    verify_forward(tiny, GRPOConfig(), 60)
-    policy = fresh(tiny)
-    policy.model.register_forward_hook(lambda module, args, out: out.__setitem__("logits", out.logits * 2))
-    with pytest.raises(ValueError, match="changes its logits"):
-        verify_forward(policy, GRPOConfig(), 60)
-
-
-def test_what_the_policy_did_not_end_counts_as_truncated():
-    reasons = {"eos": 1, "stop_string": 2, "length": 3, "context": 4, "cancelled": 5, "lost": 0}
-    rollouts = [Rollout((1,), (7,) * n, (1,) * n, (0.0,) * n, (0.0,) * n, why, reward=1.0) for why, n in reasons.items()]
-    row = describe([Group(tuple(rollouts))])
-    assert (row["truncated"], row["truncated_length"], row["ended_length"]) == (3 / 5, 4.0, 1.5)
-
-
 def test_a_gradient_that_somebody_left_is_not_taken(tiny):
     examples, config = demonstrations(tiny, PROBLEMS), SFTConfig(steps=1, batch_size=4)
     start = flat(tiny)
@@ -735,13 +492,6 @@ def test_a_gradient_that_somebody_left_is_not_taken(tiny):
     ids = torch.tensor([examples[0].ids])
     (50 * tiny.model(ids, labels=ids).loss).backward()
     assert collect(sft(tiny, examples, config))[0]["grad_norm"] == clean
-
-
-@pytest.mark.parametrize("wrong", [{"max_grad_norm": -1.0}, {"max_grad_norm": 0.0}, {"max_grad_norm": float("nan")},
-                                   {"lr": float("inf")}, {"warmup": -1}, {"weight_decay": -1.0}, {"batch_size": 0}])
-def test_a_number_that_would_train_nothing_or_wrongly_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        SFTConfig(**wrong)
 
 
 def test_two_loops_on_one_policy_are_an_error(tiny):
@@ -775,25 +525,42 @@ def test_an_example_without_a_token_to_train_on_is_named(tiny, wrong):
         collect(sft(tiny, good + [wrong], SFTConfig(steps=1)))
 
 
-def test_a_group_of_one_without_a_kl_penalty_is_refused():
-    with pytest.raises(ValueError, match="group_size=1 never trains.*at least 2"):
-        GRPOConfig(group_size=1)
-    assert GRPOConfig(group_size=1, kl_coef=0.1).group_size == 1
+def test_a_micro_batch_of_empty_completions_adds_nothing(tiny):
+    empty, full = (Rollout((5, 6), t, (1,) * len(t), (-1.0,) * len(t), (-1.0,) * len(t), "eos") for t in ((), (7,) * 28))
+    advantages, found = torch.tensor([1.0, -1.0, 1.0]), []
+    for budget in (30, 10**4):
+        tiny.model.zero_grad()
+        config = GRPOConfig(steps=1, token_budget=budget)
+        grpo_gradient(tiny, None, [empty, dataclasses.replace(empty, prompt=(5, 7)), dataclasses.replace(full, prompt=(8, 9))],
+                      advantages, config)
+        found.append(gradient(tiny))
+    assert found[0].norm() > 0 and (found[0] - found[1]).norm() < 1e-5 * found[0].norm()
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_a_reward_that_is_text_is_refused_by_name(tiny, batch):
-    def spelled(text, problem, rollout):
-        return "0.5"
+def test_a_reward_needs_the_end_token(tiny):
+    p = Problem(1, "+", 2)
+    rollout = rollouts_of(tiny, [p])[0][0]
+    assert finished_and_correct(p.target, p, rollout) == 1.0
+    assert finished_and_correct(p.target, p, dataclasses.replace(rollout, finish_reason="length")) == 0.0
+    assert finished_and_correct("\\boxed{4}", p, rollout) == 0.0
 
-    class Spelled:
-        def batch(self, texts, problems, rollouts):
-            return ["0.5"] * len(texts)
 
-    config = GRPOConfig(steps=1, prompts_per_step=2, group_size=2, max_new_tokens=3)
+def test_a_save_that_fails_keeps_the_last_checkpoint(tiny, tmp_path, monkeypatch):
+    run, optimiser = Run("x", root=tmp_path), make_optimiser(tiny, Optimisation())
+    run.save_checkpoint(2, Optimisation(), tiny, optimiser)
+    import safetensors.torch
 
-    async def first():
-        return [row async for row in grpo(tiny, None, PROBLEMS, config, reward=Spelled() if batch else spelled)]
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
 
-    with pytest.raises(TypeError, match="the reward '[sS]pelled' gave '0.5', of type str"):
-        asyncio.run(first())
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        run.save_checkpoint(4, Optimisation(), tiny, optimiser)
+    assert [p.name for p in run.folder.iterdir()] == ["checkpoint-00000002"]
+
+
+def test_what_the_policy_did_not_end_counts_as_truncated():
+    reasons = {"eos": 1, "stop_string": 2, "length": 3, "context": 4, "cancelled": 5, "lost": 0}
+    rollouts = [Rollout((1,), (7,) * n, (1,) * n, (0.0,) * n, (0.0,) * n, why, reward=1.0) for why, n in reasons.items()]
+    row = describe([Group(tuple(rollouts))])
+    assert (row["truncated"], row["truncated_length"], row["ended_length"]) == (3 / 5, 4.0, 1.5)

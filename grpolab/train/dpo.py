@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,8 +12,8 @@ from grpolab.models.load import Policy, evaluating
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.train import losses
-from grpolab.train.loop import Optimisation, autocast, in_thread, over_batches
-from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths, pairs_per_s
+from grpolab.train.loop import Optimisation, accumulate, autocast, over_batches
+from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths
 from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_key, reference_values
 from grpolab.train.verify import verify_forward
 
@@ -33,14 +32,12 @@ class DPOConfig(Optimisation):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.batch_size < 1 or not self.beta > 0:
-            raise ValueError(f"batch_size must be at least 1 and beta positive, got {self}")
-        if not 0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.kind != "sigmoid"):
-            raise ValueError(f"label_smoothing is in [0, 0.5) and for kind 'sigmoid', got {self.label_smoothing} with "
-                             f"{self.kind!r}")
+        self.check_at_least(1, "batch_size")
+        self.check_at_least(0, "row_width")
+        losses.check_dpo_options(self.beta, self.kind, self.label_smoothing)
 
 
-async def dpo(
+def dpo(
     policy: Policy, reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: DPOConfig, *, run: Run | None = None
 ) -> AsyncIterator[dict]:
     """Direct preference optimisation (arXiv 2305.18290): raise the chosen completions against the rejected ones, both
@@ -51,25 +48,19 @@ async def dpo(
     """
     if reference is policy:
         raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
+    reference_at = reference_values(reference, pairs, config)
 
-    def start():
+    def check():
         check_pairs(policy, pairs)
         verify_forward(policy, config, max((p.longest for p in pairs), default=0))
         if isinstance(reference, Policy):
             prove_reference(reference, pairs, config)
-        return reference_values(reference, pairs, config)
 
-    reference_at = await in_thread(policy, start)
+    def gradient(indices, denominator):
+        return dpo_gradient(policy, [pairs[i] for i in indices], reference_at(indices), config, denominator=denominator)
 
-    def gradient(share, batch):
-        return dpo_gradient(policy, [pairs[i] for i in share], reference_at(share), config, denominator=len(batch))
-
-    def data():
-        return f"{data_hash(pairs)} {reference_key(reference)}"
-
-    async with aclosing(over_batches(policy, range(len(pairs)), gradient, pairs_per_s, config, run, data)) as rows:
-        async for row in rows:
-            yield row
+    return over_batches(policy, range(len(pairs)), config, run, check=check, gradient=gradient,
+                        data=lambda: f"{data_hash(pairs)} {reference_key(reference)}")
 
 
 def dpo_gradient(
@@ -77,19 +68,20 @@ def dpo_gradient(
 ) -> dict:
     """Accumulate the gradient of the batch's mean pair loss, whatever the micro-batches; returns the metrics.
     ref_logps: (P, 2), chosen and rejected. Where `pairs` are a part, the `denominator` counts all."""
-    denominator, parts = len(pairs) if denominator is None else denominator, []
+    metrics = accumulate(_losses(policy, pairs, ref_logps, config, len(pairs) if denominator is None else denominator))
+    return {"loss": metrics.pop("dpo_loss")} | metrics
+
+
+def _losses(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig, denominator: int) -> Iterator:
+    """`losses.dpo_loss` of each micro-batch."""
     for indices in pair_batches(pairs, config):
         part = [pairs[i] for i in indices]
         with autocast(policy, config):
             logps = pair_logps(policy, part, config.row_width, checkpointed=config.checkpoint_activations)
-        loss, metrics = losses.dpo_loss(
+        yield losses.dpo_loss(
             *logps.T, *ref_logps[indices].to(logps.device).T, beta=config.beta, denominator=denominator, kind=config.kind,
             label_smoothing=config.label_smoothing, lengths=pair_lengths(part, logps) if config.length_normalised else None,
         )
-        loss.backward()
-        parts.append(metrics)
-    metrics = {k: v.item() for k, v in losses.combine(parts).items()}
-    return {"loss": metrics.pop("dpo_loss")} | metrics
 
 
 def implicit_rewards(

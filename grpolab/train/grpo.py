@@ -23,26 +23,11 @@ from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.layout import Layout, distinct_parts, lay_out, micro_batches
 from grpolab.train.logps import check_lengths, rollout_logps, way_of
-from grpolab.train.loop import (
-    apply_gradient,
-    autocast,
-    in_thread,
-    loop,
-    off_loop,
-)
+from grpolab.train.loop import accumulate, apply_gradient, autocast, in_thread, loop, off_loop
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
 from grpolab.train.several_rewards import Several
-from grpolab.train.sources import (
-    Source,
-    Tasks,
-    as_recorded,
-    as_step_groups,
-    content_of,
-    distinct,
-    sampled,
-    tokens_of,
-)
+from grpolab.train.sources import Source, Tasks, as_recorded, as_step_groups, content_of, sampled, tokens_of
 from grpolab.train.verify import check_drift, verify_forward
 
 
@@ -63,18 +48,20 @@ async def grpo(
     if tasks.adaptive and config.refills:
         raise ValueError(f"refills={config.refills}: a curriculum says itself what is asked; leave it 0")
 
-    def encode():
-        known = distinct(getattr(problems, "tasks", ()) if tasks.adaptive else problems)
-        return {content_of(row): prompt_ids(policy.tokenizer, prompt_of(row)) for row in known}
-
-    prompts = await in_thread(policy, encode)
-    longest = max(map(len, prompts.values())) + config.max_new_tokens if prompts else policy.context
+    prompts = {}
 
     def ids_of(row):
-        ids = prompts.get(content_of(row))
-        return prompt_ids(policy.tokenizer, prompt_of(row)) if ids is None else ids
+        content = content_of(row)
+        if content not in prompts:
+            prompts[content] = prompt_ids(policy.tokenizer, prompt_of(row))
+        return prompts[content]
 
-    await in_thread(policy, lambda: check_lengths(policy, longest, "prompt and completion"))
+    def longest_of(rows):
+        longest = max(len(ids_of(row)) for row in rows) + config.max_new_tokens if rows else policy.context
+        check_lengths(policy, longest, "prompt and completion")
+        return longest
+
+    longest = await in_thread(policy, lambda: longest_of(getattr(problems, "tasks", ()) if tasks.adaptive else problems))
     sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
     steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
@@ -266,16 +253,17 @@ def grpo_gradient(
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, a = [rollouts[i] for i in order], a[order]
     old_logps = old_logps and [old_logps[i] for i in order]
-    parts = []
-    for part in parts_of(policy, rollouts, config):
-        batch = collate(rollouts[part], a[part])
-        old = padded(old_logps[part]) if old_logps else None
-        layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)
-        with autocast(policy, config):
-            loss, metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
-        loss.backward()
-        parts.append(metrics)
-    return {k: v.item() for k, v in losses.combine(parts).items()}
+
+    def parts():
+        for part in parts_of(policy, rollouts, config):
+            batch = collate(rollouts[part], a[part])
+            old = padded(old_logps[part]) if old_logps else None
+            layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)
+            with autocast(policy, config):
+                loss_and_metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
+            yield loss_and_metrics
+
+    return accumulate(parts())
 
 
 def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig, old_logps=None):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from grpolab.train import losses
 from grpolab.train.loop import Optimisation
 
 
@@ -14,24 +14,16 @@ class GRPOConfig(Optimisation):
     """One step: `prompts_per_step` questions, `group_size` rollouts each, `inner_epochs` passes over them in `minibatches`
     optimiser steps a pass, each on nearly equally many whole groups (in fewer steps where fewer groups have a signal).
 
-    The advantage is centred in the group (`advantage_kind`), the loss a sum over all kept tokens divided by their count
-    (`aggregation`), the ratio clipped by `clip_eps` = (low, high), the KL penalty is `kl_coef` times the KL to the reference
-    (`kl_kind`; a coefficient of 0 needs no reference). `objective`, `ratio` and `dual_clip` as in `losses.policy_loss`;
-    `max_grad_norm`, `lr` and the rest as in Optimisation.
+    The losses' options are those of `losses.policy_loss` and `losses.kl_penalty`. Where trainer and sampler differ by more than
+    `max_logp_diff` nats a token before the first optimiser step of a batch, the step stops with an error (`check_drift`; None:
+    never). `sampler_cap` is for rollouts of another sampler's numerics: the ratio is then to the trainer's own log-probs before
+    the step (a forward pass more), and each token is weighed as there. `refills` is dynamic sampling (DAPO,
+    arXiv 2503.14476, eq. 11): groups without a difference in reward are replaced by groups of further questions, up to so many
+    times a step.
 
-    `max_logp_diff` = (mean, largest) bounds by how many nats a token the trainer may differ from the sampler before the first
-    optimiser step of a batch; beyond it the step stops with an error (`check_drift`). None asks for nothing. `sampler_cap` is
-    for rollouts of another sampler's numerics: the ratio is then to the trainer's own log-probs before the step (a forward
-    pass more), and each token is weighed by `losses.sampler_weight`.
-
-    `refills` is dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): up to so many times a step, groups without a difference
-    in reward are replaced by groups of further questions. What that costs stands in the row.
-
-    `row_width` > 0 lets rollouts of one prompt share it in rows of so many tokens.
-
-    `exact` samples with the attention that the trainer computes with (`Sampler(exact=True)`), and trains on one rollout a row,
-    since behind a shared prompt the keys of a token are added in another order: so the first ratio of a step is 1 in every
-    bit. That needs a processor and bf16 parameters; elsewhere the sampler's probe refuses it.
+    `exact` samples with the trainer's attention (`Sampler(exact=True)`) and trains on one rollout a row, since behind a shared
+    prompt the keys of a token are added in another order: so the first ratio of a step is 1 in every bit. That needs a
+    processor and bf16 parameters.
     """
 
     prompts_per_step: int = 64  # questions a step
@@ -56,31 +48,17 @@ class GRPOConfig(Optimisation):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.sampler_cap is not None and not self.sampler_cap >= 1:
-            raise ValueError(f"sampler_cap must be None or at least 1, got {self.sampler_cap}")
+        self.check_at_least(1, "prompts_per_step", "group_size", "inner_epochs", "max_new_tokens", "minibatches")
+        self.check_at_least(0, "refills", "kl_coef", "row_width")
+        self.check_positive("temperature")
+        cap = 1.0 if self.sampler_cap is None else self.sampler_cap
+        losses.check_policy_options(self.objective, self.ratio, self.clip_eps, self.dual_clip, cap)
         if self.max_logp_diff is not None and not min(self.max_logp_diff) > 0:
             raise ValueError(f"max_logp_diff must be None or (mean, largest), both positive, got {self.max_logp_diff}")
-        eps = self.clip_eps
-        if not (isinstance(eps, tuple | list) and len(eps) == 2 and all(isinstance(x, int | float) and x >= 0 for x in eps)):
-            raise ValueError(f"clip_eps must be (low, high), distances of the ratio from 1 that are not negative, got {eps!r}")
-        if self.dual_clip is not None and not (self.dual_clip > 1 and self.objective == "ppo"):
-            raise ValueError(f"dual_clip must be None or above 1, and is for objective 'ppo', got {self.dual_clip} with "
-                             f"{self.objective!r}")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be positive and finite, got {self.temperature}: rollouts of a group that are "
-                             "greedy are all equal, and at infinity they are noise")
-        for name in ("group_size", "prompts_per_step", "inner_epochs", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.group_size == 1 and not self.kl_coef:
             raise ValueError("group_size=1 never trains: an advantage compares with others of the group. Take at least 2")
-        if not 0 <= self.kl_coef < math.inf:
-            raise ValueError("kl_coef weighs the distance to the reference and must be finite and not negative, got "
-                             f"{self.kl_coef}")
-        if self.refills < 0:
-            raise ValueError(f"refills must be 0 (off) or more rounds of sampling, got {self.refills}")
-        if not 1 <= self.minibatches <= self.prompts_per_step:
-            raise ValueError(f"minibatches={self.minibatches} must lie between 1 and prompts_per_step={self.prompts_per_step}")
+        if self.minibatches > self.prompts_per_step:
+            raise ValueError(f"minibatches={self.minibatches} must not exceed prompts_per_step={self.prompts_per_step}")
 
     @property
     def packed_width(self) -> int:

@@ -1,10 +1,8 @@
 """What every training loop shares: the configuration of the optimiser, one step of it, and the loop over steps.
 
 A step has two halves. `gather(step)` collects what the step needs and changes nothing, so it may be cancelled anywhere; the
-update that it returns is run by `loop` alone, in the thread of the steps, which holds `policy.lock`: this is the one place
-where training changes weights, and the event loop keeps answering meanwhile. A loop draws everything that it draws from
-(config.seed, step), so parameters and optimiser are all there is to save; given a Run it writes its metrics there and goes
-on where an interrupted run of the same configuration stopped.
+update that it returns runs in the thread of the steps, which holds `policy.lock`: the one place where training changes weights.
+A loop draws from (config.seed, step) alone, so parameters and optimiser are all there is to save.
 """
 
 from __future__ import annotations
@@ -15,20 +13,19 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import islice
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run, origin, provenance
 from grpolab.sync import rest_threads, set_own_threads
-from grpolab.train import distributed
+from grpolab.train import distributed, losses
 from grpolab.train.optimisers import OPTIMISERS, Masters, make_optimiser
 
 T = TypeVar("T")
@@ -36,14 +33,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Optimisation:
-    """An optimiser by name (`OPTIMISERS`; the two AdamWs with `BETAS`) with linear warm-up over `warmup` steps, then
-    constant or cosine to zero; the gradient's norm is clipped at `max_grad_norm`, and `seed` and the step's number decide
-    everything that is drawn. `save_every` so many steps a Run keeps a checkpoint.
-
-    These change memory and speed but not the objective: `token_budget`, the most tokens (padding counted) in one forward
-    pass; `checkpoint_activations`, which keeps only the inputs of the layers and makes the rest again in the backward;
-    `autocast`, a lower dtype for the matrix products of the update ("bfloat16"), with parameters, logits and losses as
-    they are."""
+    """The optimiser (`OPTIMISERS`; the two AdamWs with `BETAS`) and its schedule. `token_budget`, `checkpoint_activations` and
+    `autocast` change memory and speed but not the objective; under autocast parameters, logits and losses stay as they are."""
 
     steps: int = 100  # training steps
     lr: float = 1e-4  # learning rate after the warm-up
@@ -59,24 +50,28 @@ class Optimisation:
     seed: int = 0  # decides everything that is drawn
 
     def __post_init__(self):
-        if self.schedule not in ("constant", "cosine"):
-            raise ValueError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
         if self.optimiser not in OPTIMISERS:
             raise ValueError(f"optimiser must be one of {tuple(OPTIMISERS)}, got {self.optimiser!r}")
         if self.autocast not in (None, "bfloat16"):
             raise ValueError(f"autocast must be None or 'bfloat16' (float16 would need loss scaling), got {self.autocast!r}")
-        if self.steps < 1 or self.lr <= 0 or self.token_budget < 1 or self.save_every < 1:
-            raise ValueError(f"steps, lr, token_budget and save_every must be positive, got {self}")
-        if not math.isfinite(self.lr):
-            raise ValueError(f"lr must be a finite number, got {self.lr}")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {self.max_grad_norm}; float('inf') clips nothing")
-        if self.warmup < 0 or not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"warmup and weight_decay must be at least 0, got {self.warmup} and {self.weight_decay}")
-
         for name, hint in get_type_hints(type(self)).items():
             if name != "optimiser" and get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ValueError(f"{name} must be one of {get_args(hint)}, got {getattr(self, name)!r}")
+        self.check_at_least(1, "steps", "token_budget", "save_every")
+        self.check_at_least(0, "warmup", "weight_decay")
+        self.check_positive("lr")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {self.max_grad_norm}; float('inf') clips nothing")
+
+    def check_at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and at least {least}, got {getattr(self, name)}")
+
+    def check_positive(self, *names: str) -> None:
+        for name in names:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and positive, got {getattr(self, name)}")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step 0, 1, ..., steps - 1."""
@@ -85,7 +80,6 @@ class Optimisation:
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
-
 
 STEPS = "grpolab-steps"  # the name of the thread
 
@@ -130,36 +124,28 @@ def _steps(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, STEPS)
 
 
-def shuffled(n: int, seed: str) -> Iterator[int]:
-    """0, ..., n - 1 in the order of `random.Random(seed).sample(range(n), n)`, at the cost of what is taken of it."""
-    below, moved = random.Random(seed).randrange, {}
-    for left in range(n, 0, -1):
-        i = below(left)
-        yield moved.get(i, i)
-        moved[i] = moved.pop(left - 1, left - 1)
-
-
 def epoch_batches(items: Sequence[T], size: int, seed: int) -> Callable[[int], list[T]]:
     """step -> its `size` items: the steps walk through a fresh permutation of `items` every epoch. A function of (seed,
-    step) alone; the permutations are kept only as far as they were walked, which saves time."""
+    step) alone."""
     if not items:
         raise ValueError("there is nothing to train on: the data set is empty")
-    order = lru_cache(maxsize=2)(lambda epoch: ([], shuffled(len(items), f"{seed}/{epoch}")))
-
-    def batch(step: int) -> list[T]:
-        out = []
-        for epoch, place in (divmod(k, len(items)) for k in range(step * size, (step + 1) * size)):
-            walked, ahead = order(epoch)
-            walked.extend(islice(ahead, max(0, place + 1 - len(walked))))
-            out.append(items[walked[place]])
-        return out
-
-    return batch
+    n = len(items)
+    order = lru_cache(maxsize=2)(lambda epoch: random.Random(f"{seed}/{epoch}").sample(range(n), n))
+    return lambda step: [items[order(k // n)[k % n]] for k in range(step * size, (step + 1) * size)]
 
 
 def autocast(policy: Policy, config: Optimisation):
     """The precision of the products in a forward pass."""
     return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.autocast is not None)
+
+
+def accumulate(parts: Iterable[tuple[torch.Tensor, dict]]) -> dict:
+    """Add up the gradients of the micro-batches, (loss, metrics) each; returns the metrics of them all."""
+    found = []
+    for loss, metrics in parts:
+        loss.backward()
+        found.append(metrics)
+    return losses.combine(found)
 
 
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
@@ -207,9 +193,8 @@ Update = Callable[[torch.optim.Optimizer], dict]
 
 
 class Training:
-    """What a loop trains, and how far it is. `begin`, `step` and `keep` compute, so they run in the thread of the steps.
-
-    `done` steps are whole, the newest checkpoint holds `saved` of them, and `version` is the policy's after the last one."""
+    """What a loop trains: `done` steps are whole, the newest checkpoint holds `saved` of them, and `version` is the policy's
+    after the last one. `begin`, `step` and `keep` run in the thread of the steps."""
 
     def __init__(self, policy: Policy, config: Optimisation, run: Run | None, data: Callable[[], str]):
         self.policy, self.config, self.run, self.data = policy, config, run, data
@@ -245,19 +230,15 @@ class Training:
         self.done, self.version = step + 1, policy.version
         policy.provenance = provenance(config, self.run, self.done, self.base)
         if self.writer is not None:
-            self._write(row)
+            self.writer.log(row)
+            self.writer.keep_for_replay(self.done, config, policy, self.optimiser)
+            if self.done == config.steps and self.writer.selected.selection is None:
+                self.writer.drop_checkpoint()
+            elif self.done < config.steps and self.done % config.save_every == 0:
+                self._save()
         elif self.run is not None:
             self.run.metrics.append(row)
         return row
-
-    def _write(self, row: dict) -> None:
-        run, done, config = self.writer, self.done, self.config
-        run.log(row)
-        run.keep_for_replay(done, config, self.policy, self.optimiser)
-        if done == config.steps and run.selected.selection is None:
-            run.drop_checkpoint()
-        elif done < config.steps and done % config.save_every == 0:
-            self._save()
 
     def keep(self) -> None:
         """A checkpoint of the whole steps, where there are some that none holds."""
@@ -277,10 +258,8 @@ async def loop(
     returns takes the optimiser, changes the weights and returns the step's row. `data()` is a hash of what is trained on, by
     which a Run refuses to go on with something else.
 
-    An interrupt, a cancel, an error or a consumer that leaves: a step whose update has begun is finished by its thread, and
-    with a Run what is whole is kept as a checkpoint. An update that failed half-way leaves the checkpoint before it.
-
-    Under several processes (`distributed`) the first one writes, and all end with an error where one of them does.
+    After an interrupt, a cancel, an error or a consumer that leaves, an update that has begun is finished, and a Run gets a
+    checkpoint of the whole steps. Of several processes the first one writes, and all end with an error where one does.
     """
     if run is None and policy.version and distributed.first():
         print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there")
@@ -307,13 +286,16 @@ async def loop(
         raise
 
 
-def over_batches(
-    policy: Policy, items: Sequence, gradient, done, config: Optimisation, run: Run | None, data: Callable[[], str],
-    before: Callable[[int], dict] = lambda step: {},
+async def over_batches(
+    policy: Policy, items: Sequence[T], config: Optimisation, run: Run | None, *, check: Callable[[], Any],
+    gradient: Callable[[Sequence[T], int], dict], data: Callable[[], str], before: Callable[[int], dict] = lambda step: {},
+    counts: Callable[[Sequence[T]], tuple[int, dict]] = lambda batch: (len(batch), {"pairs_per_s": len(batch)}),
 ) -> AsyncIterator[dict]:
-    """The loop of steps on `config.batch_size` items each: gradient(share, batch) accumulates that of this process's share of
-    the batch and returns its part of the metrics, done(batch) names what the step did as a rate and counts it; before(step)
-    is what was looked at before it."""
+    """The loop of steps on `config.batch_size` items each; `check()` runs once before it, before(step) is measured before each.
+
+    counts(batch) gives the denominator of the whole batch, and numbers that become rates. gradient(part, denominator)
+    accumulates the gradient of this process's part and returns its share of the metrics. `data` as in `loop`."""
+    await in_thread(policy, check)
     batch_of = epoch_batches(items, config.batch_size, config.seed)
 
     async def gather(step):
@@ -321,13 +303,14 @@ def over_batches(
             seen = before(step)
             began = time.perf_counter()
             batch = batch_of(step)
-            share = distributed.shard(batch)
-            row = distributed.add_up(policy.model, gradient(share, batch) if share else {}, f"step {step}")
-            row |= seen
-            row |= apply_gradient(policy, optimiser, config, step)
+            part, (denominator, numbers) = distributed.shard(batch), counts(batch)
+            row = distributed.add_up(policy.model, gradient(part, denominator) if part else {}, f"step {step}")
+            row |= seen | apply_gradient(policy, optimiser, config, step)
             seconds = time.perf_counter() - began
-            return row | {name: count / seconds for name, count in done(batch).items()} | {"seconds": seconds}
+            return row | {name: number / seconds for name, number in numbers.items()} | {"seconds": seconds}
 
         return update
 
-    return loop(policy, config, run, gather, data)
+    async with aclosing(loop(policy, config, run, gather, data)) as rows:
+        async for row in rows:
+            yield row

@@ -8,7 +8,8 @@ also NaN, and moves nothing.
 Every loss is a sum divided by a `denominator` that the caller gives: `count` over the whole batch (all micro-batches,
 all ranks), so that no way of splitting, padding or ordering the batch can change the gradient; gradients ADD over
 micro-batches and ranks (DDP averages: multiply by the world size). Every loss returns `(loss, metrics)`. Metrics are
-detached scalars that add over micro-batches too, except the names that end in `_max` (`combine` does both).
+detached scalars that add over micro-batches too, except the names that end in `_max` (`combine` does both). The options of
+a loss are checked by `check_policy_options` and `check_dpo_options`, for a configuration too.
 """
 
 from __future__ import annotations
@@ -65,16 +66,13 @@ class _TargetLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, bias, targets, temperature, chunk, with_entropy, trained):
-        keep, parts, dlogits = trained and len(targets) <= chunk, [], None
-        for h, y in zip(hidden.split(chunk), targets.split(chunk)):
-            logits = _logits(h, head, bias)
-            parts.append(_normalise(logits, y, temperature, with_entropy, in_place=keep))
-            if keep:
-                dlogits = logits
-            del logits  # or they would live beside the next chunk's
-        ctx.save_for_backward(hidden, head, bias, targets, dlogits)
+        one_chunk = trained and len(targets) <= chunk
+        parts = [_normalise(_logits(h, head, bias), y, temperature, with_entropy, one_chunk)
+                 for h, y in zip(hidden.split(chunk), targets.split(chunk))]
+        logps, entropies, dlogits = zip(*parts)
+        ctx.save_for_backward(hidden, head, bias, targets, dlogits[0])
         ctx.temperature, ctx.chunk = temperature, chunk
-        logps, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
+        logps, entropies = torch.cat(logps), torch.cat(entropies) if with_entropy else None
         if with_entropy:
             ctx.mark_non_differentiable(entropies)
         return logps, entropies
@@ -91,8 +89,7 @@ class _TargetLogps(torch.autograd.Function):
             h, g = hidden[at], grad[at, None] / -ctx.temperature
             dlogits = saved
             if dlogits is None:
-                dlogits = _logits(h, head, bias)
-                _normalise(dlogits, targets[at], ctx.temperature, in_place=True)
+                _, _, dlogits = _normalise(_logits(h, head, bias), targets[at], ctx.temperature, with_dlogits=True)
             with torch.autocast(h.device.type, enabled=False):
                 if wants_hidden:
                     grad_hidden[at] = (dlogits @ head) * g
@@ -108,9 +105,9 @@ def _logits(hidden, head, bias):
         return F.linear(hidden, head, bias)
 
 
-def _normalise(logits, targets, temperature, with_entropy=False, in_place=False):
-    """logits (M, V), not divided by the temperature yet -> log p of the targets (M,), and entropies (M,) or None, in fp32 or
-    wider. `in_place` turns the logits into dlogits."""
+def _normalise(logits, targets, temperature, with_entropy=False, with_dlogits=False):
+    """logits (M, V), not divided by the temperature yet -> log p of the targets (M,), entropies (M,), both in fp32 or wider,
+    and dlogits (M, V), which are written over the logits; None for what is not asked for."""
     m, vocab = logits.shape
     at_once = STRIP if logits.device.type == "cpu" else 16 * STRIP
     strips = max(1, m // max(2, at_once // vocab))  # none of one row alone: its sum has another order
@@ -127,9 +124,9 @@ def _normalise(logits, targets, temperature, with_entropy=False, in_place=False)
         if with_entropy:  # log total - E[x]; what has no mass counts 0, not 0 * -inf
             x.clamp_(min=torch.finfo(dtype).min)
             entropies.append((total.log() - x.mul_(mass).sum(1, keepdim=True) / total).squeeze(1))
-        if in_place:
+        if with_dlogits:
             part.copy_(mass.div_(total).scatter_add_(1, y, at_y.new_full((), -1.0).expand_as(y)))
-    return torch.cat(logps).squeeze(1), torch.cat(entropies) if with_entropy else None
+    return torch.cat(logps).squeeze(1), torch.cat(entropies) if with_entropy else None, logits if with_dlogits else None
 
 
 def _added(total, a, b, several):
@@ -140,11 +137,9 @@ def _added(total, a, b, several):
     return (a @ b).to(dtype) if total is None else total.add_(a @ b)
 
 
-def sequence_logps(logps, mask, *, length_normalised=False) -> Tensor:
-    """Sum (or mean) of the kept tokens' logps in each row: (N, T) -> (N,); 0 for a row that keeps none."""
-    keep = _keep(mask, logps)
-    total = _fill(logps, keep).sum(1)
-    return total / keep.sum(1).clamp(min=1) if length_normalised else total
+def sequence_logps(logps, mask) -> Tensor:
+    """Sum of the kept tokens' logps in each row: (N, T) -> (N,); 0 for a row that keeps none."""
+    return _fill(logps, _keep(mask, logps)).sum(1)
 
 
 # --- aggregation ------------------------------------------------------------------------------------------------------
@@ -159,8 +154,7 @@ def count(mask, aggregation="token", *, max_new_tokens=None) -> Tensor:
     (Dr. GRPO, arXiv 2503.20783). Preference losses have one term a pair: their denominator is the number of pairs.
     """
     keep = _keep(mask)
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
+    _check_choice("aggregation", aggregation, AGGREGATIONS)
     if aggregation == "constant" and not max_new_tokens:
         raise ValueError("aggregation 'constant' divides by the token budget of a row: give max_new_tokens")
     if aggregation == "token":
@@ -170,8 +164,7 @@ def count(mask, aggregation="token", *, max_new_tokens=None) -> Tensor:
 
 def aggregate(x, mask, *, denominator, aggregation="token") -> Tensor:
     """(N, T) -> scalar: the sum over the kept tokens, for "sequence" the sum of the rows' means; over `denominator`."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
+    _check_choice("aggregation", aggregation, AGGREGATIONS)
     keep = mask.bool()
     x = _fill(x, keep)
     if aggregation == "sequence":
@@ -179,10 +172,15 @@ def aggregate(x, mask, *, denominator, aggregation="token") -> Tensor:
     return _divide(x.sum(), denominator, keep)
 
 
-def combine(metrics: list[dict]) -> dict:
+def combine(metrics: list[dict]) -> dict[str, float]:
     """Metrics of all micro-batches -> those of the batch: maxima for names that end in `_max`, sums for the rest."""
-    columns = {k: torch.stack([m[k] for m in metrics]) for k in metrics[0]}
-    return {k: v.amax() if k.endswith("_max") else v.sum() for k, v in columns.items()}
+    columns = {k: torch.tensor([float(m[k]) for m in metrics], dtype=torch.float64) for k in metrics[0]}
+    return {k: (v.amax() if k.endswith("_max") else v.sum()).item() for k, v in columns.items()}
+
+
+def _check_choice(name, value, choices):
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}")
 
 
 def _divide(total, denominator, terms):
@@ -230,10 +228,7 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
     max(0, 1 - beta delta) (RSO, arXiv 2309.06657). `lengths` = (chosen, rejected) token counts, two (P,), divides each
     sequence's logps: the length-normalised form of any kind. Denominator: the number of pairs.
     """
-    if not beta > 0:
-        raise ValueError(f"beta must be positive, got {beta}")
-    if not 0 <= label_smoothing < 0.5 or (label_smoothing and kind != "sigmoid"):
-        raise ValueError(f"label_smoothing is in [0, 0.5) and for kind 'sigmoid', got {label_smoothing} with {kind!r}")
+    check_dpo_options(beta, kind, label_smoothing)
     lengths = () if lengths is None else lengths
     _check_pairs(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, *lengths)
     chosen, rejected = chosen_logps - ref_chosen_logps.detach(), rejected_logps - ref_rejected_logps.detach()
@@ -248,13 +243,19 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
             x = x - label_smoothing * F.logsigmoid(-beta * delta)
     elif kind == "ipo":
         x = (delta - 1 / (2 * beta)) ** 2
-    elif kind == "hinge":
-        x = (1 - beta * delta).clamp(min=0)
     else:
-        raise ValueError(f"kind must be one of {DPO_KINDS}, got {kind!r}")
+        x = (1 - beta * delta).clamp(min=0)
     return _pair_loss(denominator, dpo_loss=x, accuracy=delta > 0, margin=beta * delta,
                       reward_chosen=beta * chosen, reward_rejected=beta * rejected,
                       logps_chosen=chosen_logps, logps_rejected=rejected_logps)
+
+
+def check_dpo_options(beta, kind, label_smoothing):
+    _check_choice("kind", kind, DPO_KINDS)
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    if not 0 <= label_smoothing < 0.5 or (label_smoothing and kind != "sigmoid"):
+        raise ValueError(f"label_smoothing is in [0, 0.5) and for kind 'sigmoid', got {label_smoothing} with {kind!r}")
 
 
 def bradley_terry_loss(chosen_rewards, rejected_rewards, *, denominator, margin=0.0, centering=0.0):
@@ -283,110 +284,71 @@ def _pair_loss(denominator, **terms):
 
 
 # --- policy gradient --------------------------------------------------------------------------------------------------
-#
-# A ratio of probabilities, an objective in it, and for a sampler that is not the trainer a weight; `policy_loss` puts them
-# together. r: (N, T) or (N, 1); a: (N, T) or (N, 1), the advantages; clip_eps = (low, high), where inf opens a side.
 
-
-def token_ratio(logps, old_logps, keep) -> Tensor:
-    """r_t = pi(y_t) / pi_old(y_t): (N, T) (PPO, arXiv 1707.06347, section 3)."""
-    return _exp(logps - old_logps)
-
-
-def sequence_ratio(logps, old_logps, keep) -> Tensor:
-    """s = (pi(y) / pi_old(y))^(1 / |y|), the geometric mean over the row: (N, 1) (GSPO, arXiv 2507.18071, eq. 7)."""
-    log_ratio = logps - old_logps
-    return _exp(log_ratio.sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp(min=1))
-
-
-def ppo(r, a, logps, clip_eps) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, eq. 7; high above low: DAPO, arXiv 2503.14476, eq. 10)."""
-    return -torch.minimum(r * a, _clip(r, clip_eps) * a)
-
-
-def dual_clipped(x, a, cap) -> Tensor:
-    """Where A < 0, at most -cap A: a ratio far above 1 no longer pushes without end (arXiv 1912.09729, eq. 5)."""
-    return torch.where(a < 0, torch.minimum(x, -cap * a), x)
-
-
-def cispo(r, a, logps, clip_eps) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi: a clipped token keeps a gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5,
-    which leave the lower side open: clip_eps = (1, high))."""
-    return -_clip(r, clip_eps).detach() * a * logps
-
-
-def sampler_weight(old_logps, sampler_logps, cap) -> Tensor:
-    """min(pi_old / pi_sampler, cap) at each token: truncated importance sampling (Ionides 2008, J. Comput. Graph. Stat. 17,
-    p. 295; by the step: IMPALA, arXiv 1802.01561, eq. 1). Token by token, since weights of whole sequences die with their
-    length."""
-    return (old_logps - sampler_logps).clamp(max=math.log(cap)).exp()
-
-
-RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
-OBJECTIVES = {"ppo": ppo, "cispo": cispo}
+OBJECTIVES, RATIOS = ("ppo", "cispo"), ("token", "sequence")
 
 
 def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="ppo", ratio="token", clip_eps=(0.2, 0.2),
                 dual_clip=None, aggregation="token", sampler_logps=None, sampler_cap=2.0, tokens=None):
     """The clipped policy gradient. logps, old_logps, mask: (N, T); advantages: (N,) or (N, T).
 
-    `objective` "ppo", with `dual_clip` a `dual_clipped` one, or "cispo", in the `ratio` "token" or "sequence", summed as
-    `aggregation` says (see `count`): "token" (DAPO), "sequence" (GRPO, arXiv 2402.03300, eq. 3), "constant" (Dr. GRPO).
+    `ratio`: pi / pi_old of each token, or of the "sequence" its geometric mean over the row (GSPO, arXiv 2507.18071, eq. 7).
+    `objective` "ppo": -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv 1707.06347, eq. 7; high above low: DAPO, arXiv 2503.14476,
+    eq. 10), with `dual_clip` at most -dual_clip A where A < 0 (arXiv 1912.09729, eq. 5); "cispo": -sg(clip(r)) A log pi, which
+    leaves a clipped token its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5, with clip_eps = (1, high)). An infinite
+    clip_eps opens its side. Summed as `aggregation` says (see `count`): "token" (DAPO), "sequence" (GRPO, arXiv 2402.03300,
+    eq. 3), "constant" (Dr. GRPO).
+
     sampler_logps (N, T): for a sampler that is not the trainer, whose own are then old_logps; each token is weighed by
-    `sampler_weight`. Metrics are means over `tokens`, the kept tokens of the whole batch (default: the denominator):
-    `logp_diff` is between logps and the sampler's; clip_low, clip_high: share of tokens without gradient.
+    min(pi_old / pi_sampler, sampler_cap), truncated importance sampling (Ionides 2008, J. Comput. Graph. Stat. 17, p. 295; by
+    the step: IMPALA, arXiv 1802.01561, eq. 1). Metrics are means over `tokens`, the kept tokens of the whole batch (default:
+    the denominator): `logp_diff` is between logps and the sampler's; clip_low, clip_high: share of tokens without gradient.
     """
     keep = _keep(mask, logps, old_logps, *([] if sampler_logps is None else [sampler_logps]))
-    _check_policy_options(advantages, mask, objective, ratio, clip_eps, dual_clip, sampler_cap)
+    check_policy_options(objective, ratio, clip_eps, dual_clip, sampler_cap)
+    if advantages.shape not in (mask.shape[:1], mask.shape):
+        raise ValueError(f"advantages must be (N,) or (N, T) for N, T = {tuple(mask.shape)}: {tuple(advantages.shape)}")
     a = _fill(advantages if advantages.dim() == 2 else advantages[:, None], keep)
     if not bool(a.isfinite().all()):
         raise ValueError("advantages of kept tokens must be finite: give 0 to rollouts whose reward abstains")
     logps, old_logps = _fill(logps, keep), _fill(old_logps, keep).detach()
     sampled = old_logps if sampler_logps is None else _fill(sampler_logps, keep).detach()
 
-    r = RATIOS[ratio](logps, old_logps, keep)
-    x = OBJECTIVES[objective](r, a, logps, clip_eps)
-    if dual_clip is not None:
-        x = dual_clipped(x, a, dual_clip)
-    if sampler_logps is not None:
-        x = x * sampler_weight(old_logps, sampled, sampler_cap)
-    loss = aggregate(x, keep, denominator=denominator, aggregation=aggregation)
-
+    log_ratio = logps - old_logps
+    if ratio == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp(min=1)
+    r = _exp(log_ratio)
+    clipped = r.clamp(1 - clip_eps[0], 1 + clip_eps[1])
+    x = -clipped.detach() * a * logps if objective == "cispo" else -torch.minimum(r * a, clipped * a)
     means = {"ratio": r, "clip_low": (r < 1 - clip_eps[0]) & (a < 0), "clip_high": (r > 1 + clip_eps[1]) & (a > 0),
              "logp_diff": (logps - sampled).abs()}
     if dual_clip is not None:
+        x = torch.where(a < 0, torch.minimum(x, -dual_clip * a), x)
         means["clip_dual"] = (r > dual_clip) & (a < 0)
     if sampler_logps is not None:
-        means["sampler_weight"] = sampler_weight(old_logps, sampled, sampler_cap)
-        means["sampler_capped"] = old_logps - sampled > math.log(sampler_cap)
+        weight = (old_logps - sampled).clamp(max=math.log(sampler_cap)).exp()
+        x = x * weight
+        means |= {"sampler_weight": weight, "sampler_capped": old_logps - sampled > math.log(sampler_cap)}
+    loss = aggregate(x, keep, denominator=denominator, aggregation=aggregation)
     tokens = denominator if tokens is None else tokens
     values = {k: aggregate(v.to(logps.dtype), keep, denominator=tokens) for k, v in means.items()}
     maxima = {k + "_max": _fill(means[k], keep).amax() for k in ("ratio", "logp_diff")}
     return loss, {k: v.detach() for k, v in ({"policy_loss": loss} | values | maxima).items()}
 
 
-def _clip(r, clip_eps):
-    return r.clamp(1 - clip_eps[0], 1 + clip_eps[1])
-
-
 def _exp(log_ratio):
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _check_policy_options(advantages, mask, objective, ratio, clip_eps, dual_clip, sampler_cap):
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective must be one of {tuple(OBJECTIVES)}, got {objective!r}")
-    if ratio not in RATIOS:
-        raise ValueError(f"ratio must be one of {tuple(RATIOS)}, got {ratio!r}")
-    if min(clip_eps) < 0:
-        raise ValueError(f"clip_eps (low, high) are distances from a ratio of 1 and cannot be negative, got {clip_eps}")
+def check_policy_options(objective, ratio, clip_eps, dual_clip, sampler_cap):
+    _check_choice("objective", objective, OBJECTIVES)
+    _check_choice("ratio", ratio, RATIOS)
+    if not (isinstance(clip_eps, tuple | list) and len(clip_eps) == 2 and min(clip_eps) >= 0):
+        raise ValueError(f"clip_eps must be (low, high), distances of the ratio from 1 that are not negative, got {clip_eps!r}")
     if dual_clip is not None and not (dual_clip > 1 and objective == "ppo"):
-        raise ValueError(f"dual_clip bounds the ratio of negative advantages under 'ppo' and must exceed 1, got "
-                         f"{dual_clip} with {objective!r}")
+        raise ValueError(f"dual_clip must be above 1 and is for objective 'ppo', got {dual_clip} with {objective!r}")
     if not sampler_cap >= 1:
         raise ValueError(f"sampler_cap must be at least 1, or it shrinks the on-policy tokens too, got {sampler_cap}")
-    if advantages.shape not in (mask.shape[:1], mask.shape):
-        raise ValueError(f"advantages must be (N,) or (N, T) for N, T = {tuple(mask.shape)}: {tuple(advantages.shape)}")
 
 
 # --- KL to the reference ----------------------------------------------------------------------------------------------
@@ -397,8 +359,7 @@ def kl_estimate(logps, ref_logps, kind="k3") -> Tensor:
     With d = ref_logps - logps: "k1" -d; "k2" d^2 / 2; "k3" e^d - 1 - d. k1 and k3 have the right mean.
     """
     d = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if kind not in ("k1", "k2", "k3"):
-        raise ValueError(f"kind must be 'unbiased', 'k1', 'k2' or 'k3', got {kind!r}")
+    _check_choice("kind", kind, ("k1", "k2", "k3"))
     return -d if kind == "k1" else d**2 / 2 if kind == "k2" else d.expm1() - d
 
 
@@ -415,7 +376,7 @@ def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logp
     kl = x = kl_estimate(logps, _fill(ref_logps, keep).detach(), "k3" if kind == "unbiased" else kind)
     if kind == "unbiased":
         log_ratio = logps - (logps if old_logps is None else _fill(old_logps, keep)).detach()
-        x = kl * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        x = kl * _exp(log_ratio)
     loss, kl = (aggregate(v, keep, denominator=denominator, aggregation=aggregation) for v in (x, kl.detach()))
     return loss, {"kl": kl}
 

@@ -1,4 +1,4 @@
-"""Memory and hours before a run: what is counted, what a short probe of the model itself measures, and what came of it.
+"""Memory and hours before a run: what can be counted, what a short probe of the model measures, and what came of it.
 
     print(plan(policy, config, reference=reference, prompt_tokens=60))      # a table; nothing is trained
 """
@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,27 +25,18 @@ from grpolab.train.sft import SFTConfig, sft_gradient
 PROBE_TOKENS = 512  # of the probe's forward and backward at most
 PROBE_ROWS = 32  # of the probe's decode batch at most
 PROBE_STEPS = 12  # tokens that each of them writes
-
-# Bytes of optimiser state for each parameter of `itemsize` bytes; that of a bf16 parameter is its fp32 master weight's.
-STATE = {
-    "adamw": lambda itemsize: 2 * itemsize,  # two moments in the parameter's dtype
-    "adamw_8bit": lambda itemsize: 2 + 2 * 4 / 256,  # two bytes, and a scale for each block of 256
-    "adafactor": lambda itemsize: 0.02 * itemsize,  # rows and columns of each matrix, next to nothing
-}
+STATE = {"adamw": 8.0, "adamw_8bit": 2.04, "adafactor": 0.08}  # bytes of optimiser state for each parameter
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is expected to take: `memory` in bytes by kind, tokens a second by kind, hours in all.
-
-    The memory beside parameters is an upper bound where completions may end early; so are the hours. `notes` say what was
-    assumed. `str()` is the table; `compare` puts what was measured beside it.
-    """
+    """What a run is expected to take: `memory` in bytes by kind, tokens a second by kind, hours in all, and what was assumed.
+    Memory and hours are upper bounds where completions end early. `str()` is the table."""
 
     memory: dict[str, int]
     tokens_per_s: dict[str, float]
     hours: float
-    notes: tuple[str, ...] = field(default=())
+    assumed: str = ""
 
     @property
     def total(self) -> int:
@@ -52,10 +44,9 @@ class Plan:
         return sum(self.memory.values())
 
     def __str__(self) -> str:
-        lines = [f"{name:<22}{_size(n):>12}" for name, n in self.memory.items()] + [f"{'in all':<22}{_size(self.total):>12}"]
+        lines = [f"{name:<22}{_size(n):>12}" for name, n in (*self.memory.items(), ("in all", self.total))]
         lines += [f"{name + ' tokens/s':<22}{rate:>12,.0f}" for name, rate in self.tokens_per_s.items()]
-        lines += [f"{'time of the run':<22}{_time(self.hours):>12}"]
-        return "\n".join(lines + [f"({note})" for note in self.notes])
+        return "\n".join([*lines, f"{'time of the run':<22}{_time(self.hours):>12}", f"({self.assumed})"])
 
     def compare(self, table, peak: int | None = None):
         """A DataFrame of plan and measurement. `table`: the run's rows (`run.table()`); `peak`: bytes, by default the
@@ -80,7 +71,7 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
 
     prompt_tokens, completion_tokens: of a typical row (default for completions: `config.max_new_tokens`, else 32). A
     `reference` counts where it is a model of its own. SFT, DPO and reward configurations are probed by SFT's forward and
-    backward on as many rows. Call it before the loop, outside a running event loop's thread or in one (it blocks it).
+    backward on as many rows.
     """
     completion = getattr(config, "max_new_tokens", 32) if completion_tokens is None else completion_tokens
     length = prompt_tokens + completion
@@ -88,34 +79,34 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
         raise ValueError(f"a row of {prompt_tokens} + {completion} tokens does not fit the context of {policy.context}: both "
                          "are at least 1; say prompt_tokens= and completion_tokens=")
     grpo = isinstance(config, GRPOConfig)
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
     sides = 1 if isinstance(config, SFTConfig) else 2
     rows = config.prompts_per_step * config.group_size if grpo else config.batch_size * sides
-    size = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-    state = STATE[config.optimiser]
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    count, size = sum(p.numel() for p in trained), _bytes(policy)
     memory = {
-        "process": max(0, _resident() - size),
+        "process": max(0, peak_memory() - size),
         "parameters": size,
-        "gradients": sum(p.numel() * max(4, p.element_size()) for p in trained),
-        f"optimiser ({config.optimiser})": int(sum(p.numel() * state(max(4, p.element_size())) for p in trained)),
+        "gradients": 4 * count,
+        f"optimiser ({config.optimiser})": int(STATE[config.optimiser] * count),
     }
     if any(p.dtype == torch.bfloat16 for p in trained):  # optimisers.Masters
-        memory["master weights"] = sum(p.numel() * 4 for p in trained)
+        memory["master weights"] = 4 * count
     if reference is not None and reference.model is not policy.model:
-        memory["reference"] = sum(p.numel() * p.element_size() for p in reference.model.parameters())
-    rates, notes = {}, [f"rows of {prompt_tokens} + {completion} tokens, {rows} a step; completions may end earlier"]
-    hours = 0.0
+        memory["reference"] = _bytes(reference)
+    rates, hours = {}, 0.0
     if grpo:
-        cache, packed, rates["sampled"] = _probe_sampler(policy, rows, prompt_tokens, completion)
-        memory["KV cache"] = cache
-        memory["sampler's packed weights"] = packed
+        memory["KV cache"], memory["sampler's packed weights"], rates["sampled"] = _probe_sampler(
+            policy, rows, prompt_tokens, completion)
         hours += config.steps * rows * completion / rates["sampled"] / 3600
-    saved, rates["updated"] = _probe_update(policy, reference, config, rows, prompt_tokens, completion)
-    memory["activations"] = saved
-    passes = config.inner_epochs if grpo else 1
-    updated = completion if grpo else length  # what each loop counts as a token that it trained on
-    hours += config.steps * passes * rows * updated / rates["updated"] / 3600
-    return Plan(memory, rates, hours, tuple(notes))
+    memory["activations"], rates["updated"] = _probe_update(policy, reference, config, rows, prompt_tokens, completion)
+    updated = config.inner_epochs * completion if grpo else length  # what each loop counts as a token that it trained on
+    hours += config.steps * rows * updated / rates["updated"] / 3600
+    return Plan(memory, rates, hours,
+                f"rows of {prompt_tokens} + {completion} tokens, {rows} a step; completions may end earlier")
+
+
+def _bytes(policy: Policy) -> int:
+    return sum(p.numel() * p.element_size() for p in policy.model.parameters())
 
 
 def _probe_sampler(policy: Policy, rows: int, prompt: int, completion: int) -> tuple[int, int, float]:
@@ -134,45 +125,46 @@ def _probe_sampler(policy: Policy, rows: int, prompt: int, completion: int) -> t
 
 
 def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, prompt: int, completion: int):
-    """(bytes that a full forward pass keeps for its backward, tokens a second of forward and backward)."""
+    """(bytes that a full forward pass keeps for its backward, tokens a second of forward and backward). The probe's bytes are
+    scaled to a full pass; its logits are counted, since beyond KEPT_BYTES they are computed again."""
     length = prompt + completion
     n = max(1, min(rows, PROBE_TOKENS // length))
-    one_pass = replace(config, token_budget=n * length)  # a second pass would take the first one's memory and hide in it
-    kept: dict[bool, dict[int, int]] = {False: {}, True: {}}  # bytes by address, of logits apart
     vocab = policy.model.get_output_embeddings().weight.shape[0]
-    own = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+    kept: dict[int, int] = {}  # bytes by address
 
-    def count(t):
+    def keep(t):
         storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[t.dim() == 2 and t.shape[1] == vocab][storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameters and not (t.dim() == 2 and t.shape[1] == vocab):
+            kept[storage.data_ptr()] = storage.nbytes()
         return t
 
-    def once():
-        if isinstance(config, GRPOConfig):
-            rollouts = [_rollout(policy, prompt, completion, i) for i in range(n)]
-            signs = torch.tensor([1.0, -1.0] * n)[:n]
-            grpo_gradient(policy, reference, rollouts, signs, one_pass)
-            return n * completion
-        ids = [_random_ids(policy, length, i) for i in range(n)]
-        mask = (0,) * prompt + (1,) * completion
-        sft_gradient(policy, [Example(tuple(i), mask) for i in ids], SFTConfig(token_budget=n * length))
-        return n * length
+    def once() -> int:
+        """One forward and backward; the tokens that it trains on."""
+        ids = [tuple(_random_ids(policy, length, i)) for i in range(n)]
+        if not isinstance(config, GRPOConfig):
+            mask = (0,) * prompt + (1,) * completion
+            sft_gradient(policy, [Example(i, mask) for i in ids], SFTConfig(token_budget=n * length))
+            return n * length
+        zeros, ones = (0.0,) * completion, (1,) * completion
+        rollouts = [Rollout(i[:prompt], i[prompt:], ones, zeros, zeros, "length") for i in ids]
+        grpo_gradient(policy, reference, rollouts, torch.arange(n) % 2 * 2 - 1.0, replace(config, token_budget=n * length))
+        return n * completion
 
     with policy.lock:
-        began = [p.grad for p in policy.model.parameters()]
+        gradients = [p.grad for p in policy.model.parameters()]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 once()
-            start = time.perf_counter()
+            began = time.perf_counter()
             tokens = once()
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - began
         finally:
-            for p, grad in zip(policy.model.parameters(), began):
+            for p, grad in zip(policy.model.parameters(), gradients):
                 p.grad = grad
     full = min(rows * length, max(config.token_budget, length))
-    states, logits = (sum(kept[of_logits].values()) * full / (n * length) for of_logits in (False, True))
-    return int(states + min(logits, losses.KEPT_BYTES)), tokens / seconds  # more logits than that would be made again
+    logits = min(full * completion // length * vocab * policy.dtype.itemsize, losses.KEPT_BYTES)
+    return sum(kept.values()) * full // (n * length) + logits, tokens / seconds
 
 
 def _random_ids(policy: Policy, n: int, seed: int) -> list[int]:
@@ -180,32 +172,14 @@ def _random_ids(policy: Policy, n: int, seed: int) -> list[int]:
     return torch.randint(len(policy.model.get_input_embeddings().weight), (n,), generator=generator).tolist()
 
 
-def _rollout(policy: Policy, prompt: int, completion: int, seed: int) -> Rollout:
-    ids = _random_ids(policy, prompt + completion, seed)
-    zeros = (0.0,) * completion
-    return Rollout(tuple(ids[:prompt]), tuple(ids[prompt:]), (1,) * completion, zeros, zeros, "length")
-
-
 def peak_memory() -> int:
     """Bytes: the most that this process has held so far (on CUDA, of the GPU)."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     import resource
-    import sys
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _resident() -> int:
-    """Bytes that this process holds now; on CUDA those of the GPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.memory_allocated()
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * 4096
-    except OSError:  # not Linux: the largest so far bounds it
-        return peak_memory()
 
 
 def _size(n: float) -> str:

@@ -255,14 +255,6 @@ def _encode(tokenizer, prompt: list[Message], completion: list[Message]) -> tupl
     return whole.ids[:cut], Example(whole.ids[cut:], whole.mask[cut:])
 
 
-# --- in training ------------------------------------------------------------------------------------------------------
-
-
-def pairs_per_s(batch: Sequence) -> dict:
-    """What a step on pairs did, for `over_batches`."""
-    return {"pairs_per_s": len(batch)}
-
-
 def pair_batches(pairs: Sequence[Pair], config: Optimisation) -> Iterator[list[int]]:
     """The indices of the pairs of each micro-batch, pairs of similar length together; a pair counts as two rows."""
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i].longest, pairs[i].prompt))

@@ -1,16 +1,16 @@
-"""The frozen reference of preference learning: its log-probs from a resident model, or computed once and kept on disk.
+"""The frozen reference of preference learning: its log-probs from a resident model, or computed once and cached on disk.
 
-What the reference thinks of a pair never changes. A forward pass takes BLOCK neighbours of the data at a time and nothing
-else, so every bit of a value depends on weights and data alone: when it was computed cannot change a training run.
+A forward pass takes BLOCK neighbours of the data at a time and nothing else, so every bit of a value depends on weights and
+data alone: when it was computed cannot change a training run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import safetensors.torch
@@ -30,6 +30,7 @@ from grpolab.train.verify import verify_forward
 BLOCK = 8
 FORWARD = 3  # counts changes of what a forward computes: a file of an earlier one is not found
 SHARED = 512  # a row of so many tokens holds a prompt once and its two completions
+UNRELATED = ("_name_or_path", "transformers_version", "architectures")  # entries of a model's configuration
 
 
 def pair_logps(policy: Policy, pairs: Sequence[Pair], row_width: int = 0, checkpointed: bool = False) -> torch.Tensor:
@@ -57,8 +58,8 @@ class ReferenceLogps:
 def cache_logps(
     reference: Policy, pairs: Sequence[Pair], folder: str | Path | None = None, *, config: Optimisation | None = None
 ) -> ReferenceLogps:
-    """The log-probs of all pairs, computed once. With a `folder` they are kept there in a file named by the content of
-    weights and pairs, and read again by whoever comes with the same: a file of other weights or pairs is never found.
+    """The log-probs of all pairs, computed once. With a `folder` they are stored there in a file named by the content of
+    weights and pairs, which is read where both are the same.
 
     The reference may be the policy itself before its first step; then no second model exists at all. `config` is the
     training's, for its autocast. Raises ValueError for a damaged file.
@@ -66,45 +67,28 @@ def cache_logps(
     config, data, weights = config or Optimisation(), content_key(pairs), weights_hash(reference)
     if folder is None:
         return ReferenceLogps(_compute(reference, pairs, config), data, weights)
-    key = hashlib.sha256(json.dumps([weights_key(reference), data, config.autocast, FORWARD]).encode()).hexdigest()
-    path = Path(folder) / f"reference-{key[:32]}.safetensors"
-    if path.exists():
-        return ReferenceLogps(_read(path, key, len(pairs)), data, weights)
-    values = _compute(reference, pairs, config)
-    atomic_write(path, safetensors.torch.save({"logps": values.contiguous()}, {"key": key}))
-    return ReferenceLogps(values, data, weights)
-
-
-def weights_key(policy: Policy) -> str:
-    """A hash of everything that the model's log-probs depend on: parameters, buffers, configuration, dtype and device."""
-    ours = ("_name_or_path", "transformers_version", "architectures")
-    config = {k: v for k, v in policy.model.config.to_dict().items() if k not in ours}
-    digest = hashlib.sha256(json.dumps([config, policy.device.type], sort_keys=True, default=str).encode())
-    with policy.lock:
-        for name, x in sorted([*policy.model.named_parameters(), *policy.model.named_buffers()]):
-            x = x.detach().cpu().contiguous()
-            digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-            digest.update(x.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    model = {k: v for k, v in reference.model.config.to_dict().items() if k not in UNRELATED}
+    key = json.dumps([weights, data, model, reference.device.type, config.autocast, FORWARD], sort_keys=True, default=str)
+    path = Path(folder) / f"reference-{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+    if not path.exists():
+        atomic_write(path, safetensors.torch.save({"logps": _compute(reference, pairs, config).contiguous()}))
+    try:
+        return ReferenceLogps(safetensors.torch.load_file(path)["logps"], data, weights)
+    except Exception as error:  # safetensors has types of its own for every kind of damage
+        raise ValueError(f"{path} is damaged ({error}): delete it, and it will be computed again") from error
 
 
 def reference_values(
     reference: Policy | ReferenceLogps, pairs: Sequence[Pair], config: Optimisation
 ) -> Callable[[Sequence[int]], torch.Tensor]:
-    """The function from indices of `pairs` to the reference's log-probs of those, (n, 2). A resident model scores a block when
-    one of its pairs is first asked for, and keeps the answers."""
+    """The function from indices of `pairs` to the reference's log-probs of those, (n, 2). A resident model scores a block once,
+    when one of its pairs comes up."""
     if isinstance(reference, ReferenceLogps):
         if reference.data != content_key(pairs) or len(reference.values) != len(pairs):
             raise ValueError("the cached reference log-probs are of other pairs: call cache_logps with these")
         return lambda indices: reference.values[list(indices)]
-    known: dict[int, torch.Tensor] = {}
-
-    def resident(indices: Sequence[int]) -> torch.Tensor:
-        for block in {i // BLOCK for i in indices} - known.keys():
-            known[block] = _score_block(reference, pairs, block, config)
-        return torch.stack([known[i // BLOCK][i % BLOCK] for i in indices])
-
-    return resident
+    score = cache(lambda block: _score_block(reference, pairs, block, config))
+    return lambda indices: torch.stack([score(i // BLOCK)[i % BLOCK] for i in indices])
 
 
 def reference_key(reference: Policy | ReferenceLogps) -> str:
@@ -132,15 +116,4 @@ def _compute(reference: Policy, pairs: Sequence[Pair], config: Optimisation) -> 
     if not pairs:
         raise ValueError("there are no pairs to score")
     prove_reference(reference, pairs, config)
-    return torch.cat([_score_block(reference, pairs, b, config) for b in range(math.ceil(len(pairs) / BLOCK))])
-
-
-def _read(path: Path, key: str, n: int) -> torch.Tensor:
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            values, written = file.get_tensor("logps"), (file.metadata() or {}).get("key")
-    except Exception as error:  # safetensors has types of its own for every kind of damage
-        raise ValueError(f"{path} is damaged ({error}): delete it, and it will be computed again") from error
-    if written != key or values.shape != (n, 2):
-        raise ValueError(f"{path} holds {tuple(values.shape)} log-probs of something else: delete it")
-    return values
+    return reference_values(reference, pairs, config)(range(len(pairs)))

@@ -7,7 +7,7 @@
 
 The log-probs of the record are those of the policy that sampled. Where the policy has moved away from it, the ratio to them
 corrects as far as `clip_eps` lets it; with `sampler_cap` each token is weighed by min(pi / pi_sampled, cap) instead
-(`losses.sampler_weight`), and `max_logp_diff` must admit the distance. At the weights that sampled, a step is the recorded
+(`sampler_weight`), and `max_logp_diff` must admit the distance. At the weights that sampled, a step is the recorded
 run's own in every bit.
 """
 

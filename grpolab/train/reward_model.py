@@ -7,8 +7,7 @@ the hub serves as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from grpolab.runs.run import Run
 from grpolab.train import losses
 from grpolab.train.layout import micro_batches
 from grpolab.train.logps import decoder_states, way_of
-from grpolab.train.loop import Optimisation, autocast, in_thread, off_loop, over_batches
-from grpolab.train.preferences import Pair, check_pairs, pair_batches, pairs_per_s
+from grpolab.train.loop import Optimisation, accumulate, autocast, off_loop, over_batches
+from grpolab.train.preferences import Pair, check_pairs, pair_batches
 from grpolab.train.verify import verify_forward
 
 
@@ -68,10 +67,8 @@ class RewardModel(Policy):
         except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
             raise ValueError(f"{name} is not a readable reward model: {error}") from error
         if report["missing_keys"] or model.config.num_labels != 1:
-            raise ValueError(
-                f"{name} is no reward model: it has {model.config.num_labels} labels and lacks "
-                f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy"
-            )
+            raise ValueError(f"{name} is no reward model: it has {model.config.num_labels} labels and lacks "
+                             f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy")
         refuse_gaps(report, name)
         return cls(in_own_memory(model).to(target).eval(), tokenizer, Path(name).name, (tokenizer.eos_token_id,))
 
@@ -140,30 +137,41 @@ class RewardConfig(Optimisation):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.batch_size < 1 or self.centering < 0:
-            raise ValueError(f"batch_size must be at least 1 and centering at least 0, got {self}")
+        self.check_at_least(1, "batch_size")
+        self.check_at_least(0, "centering")
 
 
-async def reward_model(
+def reward_model(
     model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, run: Run | None = None
 ) -> AsyncIterator[dict]:
     """Train a reward model to score chosen above rejected (Bradley–Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
 
-    def start():
+    def check():
         check_pairs(model, pairs)
         verify_forward(model, config, max((p.longest for p in pairs), default=0), "rewards")
 
-    await in_thread(model, start)
+    return over_batches(model, pairs, config, run, check=check, data=lambda: data_hash(pairs),
+                        gradient=lambda part, denominator: reward_gradient(model, part, config, denominator=denominator))
 
-    def gradient(share, batch):
-        return reward_gradient(model, [pairs[i] for i in share], config, denominator=len(batch))
 
-    def data():
-        return data_hash(pairs)
+def reward_gradient(
+    model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, denominator: int | None = None
+) -> dict:
+    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics. Where
+    `pairs` are a part, the `denominator` counts all."""
+    metrics = accumulate(_losses(model, pairs, config, len(pairs) if denominator is None else denominator))
+    return {"loss": metrics.pop("bradley_terry_loss")} | metrics
 
-    async with aclosing(over_batches(model, range(len(pairs)), gradient, pairs_per_s, config, run, data)) as rows:
-        async for row in rows:
-            yield row
+
+def _losses(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, denominator: int) -> Iterator[tuple]:
+    """`losses.bradley_terry_loss` of each micro-batch."""
+    for indices in pair_batches(pairs, config):
+        part = [pairs[i] for i in indices]
+        with autocast(model, config):
+            sequences = [r.prompt + r.tokens for p in part for r in p.sides]
+            rewards = model.read(sequences, checkpointed=config.checkpoint_activations)[1].view(-1, 2)
+        margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
+        yield losses.bradley_terry_loss(*rewards.T, denominator=denominator, margin=margin, centering=config.centering)
 
 
 def held_out_accuracy(pairs: Sequence[Pair]) -> Callable[[RewardModel], Awaitable[float]]:
@@ -176,24 +184,3 @@ def held_out_accuracy(pairs: Sequence[Pair]) -> Callable[[RewardModel], Awaitabl
         return sum(chosen > rejected for chosen, rejected in zip(scores[::2], scores[1::2])) / len(pairs)
 
     return measure
-
-
-def reward_gradient(
-    model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, *, denominator: int | None = None
-) -> dict:
-    """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics. Where
-    `pairs` are a part, the `denominator` counts all."""
-    denominator, parts = len(pairs) if denominator is None else denominator, []
-    for indices in pair_batches(pairs, config):
-        part = [pairs[i] for i in indices]
-        with autocast(model, config):
-            sequences = [r.prompt + r.tokens for p in part for r in p.sides]
-            rewards = model.read(sequences, checkpointed=config.checkpoint_activations)[1].view(-1, 2)
-        margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
-        loss, metrics = losses.bradley_terry_loss(
-            *rewards.T, denominator=denominator, margin=margin, centering=config.centering
-        )
-        loss.backward()
-        parts.append(metrics)
-    metrics = {k: v.item() for k, v in losses.combine(parts).items()}
-    return {"loss": metrics.pop("bradley_terry_loss")} | metrics

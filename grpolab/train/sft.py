@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from grpolab.tasks import demonstration_of
 from grpolab.train import losses
 from grpolab.train.layout import micro_batches
 from grpolab.train.logps import can_pack, check_lengths, masked_logps
-from grpolab.train.loop import Optimisation, autocast, in_thread, over_batches
+from grpolab.train.loop import Optimisation, accumulate, autocast, over_batches
 from grpolab.train.verify import verify_forward
 
 
@@ -32,8 +31,8 @@ class SFTConfig(Optimisation):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.batch_size < 1 or self.pack_width < 0 or self.held_out_every < 1:
-            raise ValueError(f"batch_size and held_out_every must be at least 1 and pack_width at least 0, got {self}")
+        self.check_at_least(1, "batch_size", "held_out_every")
+        self.check_at_least(0, "pack_width")
 
 
 def demonstrations(policy: Policy, rows: Sequence[Any]) -> list[Example]:
@@ -43,7 +42,7 @@ def demonstrations(policy: Policy, rows: Sequence[Any]) -> list[Example]:
             for row in rows]
 
 
-async def sft(
+def sft(
     policy: Policy, examples: Sequence[Example], config: SFTConfig, *, held_out: Sequence[Example] = (), run: Run | None = None
 ) -> AsyncIterator[dict]:
     """Supervised fine-tuning: maximise the log-likelihood of the assistant's tokens, end tokens included.
@@ -57,23 +56,15 @@ async def sft(
         check_lengths(policy, longest, "example")
         verify_forward(policy, config, longest, "examples")
 
-    def gradient(share, batch):
-        return sft_gradient(policy, share, config, denominator=targets_of(batch))
-
-    def tokens(batch):
-        return {"tokens_per_s": sum(len(e.ids) for e in batch)}
-
     def before(step):
         due = step % config.held_out_every == 0 or step == config.steps - 1
         return {"held_out_loss": sft_value(policy, held_out, config)} if held_out and due else {}
 
-    def data():
-        return data_hash(examples)
-
-    await in_thread(policy, check)
-    async with aclosing(over_batches(policy, examples, gradient, tokens, config, run, data, before)) as rows:
-        async for row in rows:
-            yield row
+    return over_batches(
+        policy, examples, config, run, check=check, before=before, data=lambda: data_hash(examples),
+        gradient=lambda part, denominator: sft_gradient(policy, part, config, denominator=denominator),
+        counts=lambda batch: (targets_of(batch), {"tokens_per_s": sum(len(e.ids) for e in batch)}),
+    )
 
 
 def check_examples(examples: Sequence[Example], name: str = "example") -> None:
@@ -88,11 +79,8 @@ def check_examples(examples: Sequence[Example], name: str = "example") -> None:
 def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig, *, denominator: int | None = None) -> dict:
     """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics. Where `batch`
     is a part, the `denominator` counts the whole (`targets_of`)."""
-    parts = []
-    for loss, metrics in _losses(policy, batch, config, targets_of(batch) if denominator is None else denominator):
-        loss.backward()
-        parts.append(metrics)
-    return {"loss": losses.combine(parts)["sft_loss"].item(), "tokens": targets_of(batch)}
+    metrics = accumulate(_losses(policy, batch, config, targets_of(batch) if denominator is None else denominator))
+    return {"loss": metrics["sft_loss"], "tokens": targets_of(batch)}
 
 
 @torch.no_grad()
@@ -100,7 +88,7 @@ def sft_value(policy: Policy, examples: Sequence[Example], config: SFTConfig) ->
     """The mean token loss of the examples, in nats, without dropout."""
     with policy.lock, evaluating(policy.model):
         parts = [metrics for _, metrics in _losses(policy, examples, config, targets_of(examples))]
-    return losses.combine(parts)["sft_loss"].item()
+    return losses.combine(parts)["sft_loss"]
 
 
 def targets_of(examples: Sequence[Example]) -> int:

@@ -10,6 +10,7 @@ function of the step and of its seed, so that an interrupted run draws the same 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,7 +26,7 @@ from grpolab.runs.run import Run
 from grpolab.train import distributed
 from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
-from grpolab.train.loop import epoch_batches, off_loop, shuffled
+from grpolab.train.loop import epoch_batches, off_loop
 from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_and_score, watched
 from grpolab.train.several_rewards import Several, part_of
 
@@ -152,7 +153,8 @@ async def refill(sample, first_rows: Sequence[Any], first: Sequence[Group], rows
     `gate` names the part of the reward whose differences count, where that is not the whole.
     """
     used = set(map(content_of, first_rows))
-    unused = (r for r in (rows[i] for i in shuffled(len(rows), f"{config.seed}/{step}/refill")) if content_of(r) not in used)
+    order = random.Random(f"{config.seed}/{step}/refill").sample(rows, len(rows))
+    unused = (r for r in order if content_of(r) not in used)
     further, teaching = [], with_signal(first, gate)
     for extra in range(config.refills):
         more = list(islice(unused, max(0, config.prompts_per_step - len(teaching))))
