@@ -19,7 +19,7 @@ from grpolab.runs.run import Run
 from grpolab.train import loop as optimise
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.grpo import GRPOConfig, grpo
-from grpolab.train.loop import OPTIMISERS, Optimisation, forward_passes, make_optimiser
+from grpolab.train.loop import OPTIMISERS, Optimisation, make_optimiser
 from grpolab.train.preferences import load_preferences
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_model
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
@@ -107,30 +107,6 @@ def test_checkpointed_activations_change_no_gradient_and_keep_less(tiny):
     (plain, expected), (less, gradient) = found
     assert expected.abs().max() > 1e-3 and torch.equal(expected, gradient)
     assert less < plain  # the recomputation saves again, but a layer at a time; the peak is what the next test measures
-
-
-def test_only_the_inputs_of_the_layers_live_until_the_backward(tiny):
-    """Bytes alive between forward and backward."""
-    ids = torch.randint(5, 30, (8, 64))
-    alive = {}
-    for on in (False, True):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
-            with forward_passes(tiny, dataclasses.replace(CONFIG, checkpoint_activations=on)):
-                out = tiny.model.get_decoder()(ids, use_cache=False).last_hidden_state
-        parameters = {p.data_ptr() for p in tiny.model.parameters()}
-        storages = [x.untyped_storage() for x in kept if x.data_ptr() not in parameters]
-        alive[on] = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-        assert out.requires_grad
-    assert alive[True] < alive[False] / 4
-    assert all("forward" not in vars(m) for m in tiny.model.modules())  # the model is left as it was
-
-
-def test_a_model_without_such_layers_is_refused(tiny):
-    tiny.model = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="checkpoint_activations=False"):
-        with forward_passes(tiny, Optimisation(checkpoint_activations=True)):
-            pass
 
 
 # --- the event loop keeps answering -----------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def distil_gradient(policy: Policy, teacher: BasePolicy, rollouts: Sequence[Roll
     totals = torch.zeros(2, dtype=torch.float64)
     for part in parts_of(policy, rollouts, config):
         shape = (len(rollouts[part]), max(len(r.tokens) for r in rollouts[part]))
-        layouts = [lay_out(members[part], width=config.row_width, pad_id=policy.pad_id) for members in (rollouts, theirs)]
+        layouts = [lay_out(members[part], share=config.row_width > 0, pad_id=policy.pad_id) for members in (rollouts, theirs)]
         compare = _of_distributions if config.vocabulary == "full" else _of_sampled_tokens
         mask = padded([r.mask for r in rollouts[part]]).to(policy.device)
         loss, reverse_kl = compare(policy, teacher, layouts, shape, mask, config)
@@ -184,13 +184,10 @@ def _of_sampled_tokens(policy, teacher, layouts, shape, mask, config):
 
 def _of_distributions(policy, teacher, layouts, shape, mask, config):
     with autocast(policy, config):
-        hidden, layout = rollout_states(policy, layouts[0], checkpointed=config.checkpoint_activations)
+        hidden = rollout_states(policy, layouts[0], checkpointed=config.checkpoint_activations)
     with torch.no_grad(), teacher.acting(), autocast(teacher, config):
-        wanted, other = rollout_states(teacher, layouts[1])
-    chosen = layout.chosen, other.chosen  # both are put in one order, token by token
-    first, second = (torch.argsort(x.row * shape[1] + x.column) for x in chosen)
-    target = layout.chosen.target[first].to(policy.device)
-    hidden, wanted = hidden[first.to(hidden.device)], wanted[second.to(wanted.device)].to(hidden.device)
+        wanted = rollout_states(teacher, layouts[1]).to(hidden.device)
+    target = layouts[0].target.to(hidden.device)  # both have the chosen tokens in one order
     heads = [{k: None if x is None else x.to(hidden.device) for k, x in head_of(p).items()} for p in (policy, teacher)]
     size = max(1, CHUNK // heads[0]["head"].shape[0])
 
