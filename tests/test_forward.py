@@ -66,16 +66,18 @@ def test_value_and_gradient_are_the_models_own(name, dense):
     ids, positions = torch.randint(0, 61, (3, 14)), torch.arange(14).expand(3, 14)
     mask = torch.rand(3, 1, 14, 14).lt(0.6).logical_or(torch.eye(14).bool()).tril() if dense else None
     pull, results = torch.randn(3, 14, 32, dtype=torch.float64), []
-    for way in ("unpadded", "packed"):
-        hidden = decoder_states(policy, ids, positions, mask, way=way)
+    added = None if mask is None else torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
+    decoder = policy.model.get_decoder()
+    for hidden in (decoder_states(policy, ids, positions, mask, way="unpadded"),
+                   decoder(ids, position_ids=positions, attention_mask=added, use_cache=False).last_hidden_state):
         (hidden * pull).sum().backward()
         results.append((hidden.detach(), gradients(policy)))
     assert_same(*results)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("width", [0, 20, 64])
-def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width):
+@pytest.mark.parametrize("share", [False, True])
+def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share):
     """Groups of 3, 1 and 3 with completions of all lengths, also none, and tokens of an environment."""
     policy, rollouts = policy_of(CONFIGS[name]), []
     for prompt, lengths in (((5, 6, 7, 8), (3, 9, 1)), ((9,), (4,)), ((10, 11), (0, 2, 5))):
@@ -83,8 +85,8 @@ def test_shared_prompts_without_padding_equal_the_models_own_rows(name, width):
             mask = tuple(int(i != 1) for i in range(n))
             rollouts.append(Rollout(prompt, tuple(range(20, 20 + n)), mask, (-1.0,) * n, (-1.0,) * n, "eos"))
     shape, results = collate(rollouts, torch.zeros(7)).mask.shape, []
-    for way in ("unpadded", "packed", "rows", "alone"):
-        logps, _ = rollout_logps(policy, lay_out(rollouts, width=width), shape, 0.7, way=way)
+    for way in ("unpadded", "rows", "alone"):
+        logps, _ = rollout_logps(policy, lay_out(rollouts, share=share), shape, 0.7, way=way)
         (logps * torch.linspace(-1, 1, logps.numel(), dtype=torch.float64).view(shape)).sum().backward()
         results.append((logps.detach(), gradients(policy)))
     for found in results[:-1]:
@@ -98,9 +100,9 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     rollouts.append(Rollout((9,), (7,) * 8, (1, 0, 1, 1, 0, 0, 0, 0), (-1.0,) * 8, (-1.0,) * 8, "eos"))
     rollouts.append(Rollout((8, 8), (7,) * 5, (0,) * 5, (-1.0,) * 5, (-1.0,) * 5, "eos"))
     layout = lay_out(rollouts)
-    assert layout.ids.shape == (3, 2 + 29 + 1) and len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
+    assert len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
     assert layout.tokens.lone.shape == (3, 2) and layout.tokens.completions.shape == (4, 29)
-    assert layout.apart.ids.shape == (7, 31) and len(layout.chosen.target) == 30 + 1 + 2 + 1 + 2 + 3
+    assert layout.rows.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
 
 
 @pytest.mark.parametrize("prompt", [64, 700])
@@ -145,7 +147,7 @@ def test_a_token_that_nothing_comes_before_has_no_logp():
     with pytest.raises(ValueError, match="empty prompt"):
         lay_out([other, first])
     for mask, kept in (((0, 1), 1), ((0, 0), 0)):
-        for way in ("unpadded", "packed", "rows", "alone"):
+        for way in ("unpadded", "rows", "alone"):
             layout = lay_out([dataclasses.replace(first, mask=mask)])
             assert rollout_logps(policy, layout, (1, 2), 1.0, way=way)[0].count_nonzero() == kept
 
@@ -165,6 +167,14 @@ def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny
     (all_of_it, plain), (inputs, again) = found
     assert torch.equal(plain, again) and plain.abs().max() > 0
     assert inputs < all_of_it / 4
+
+
+def test_a_model_whose_layers_cannot_be_checkpointed_is_refused(tiny):
+    ids = torch.ones(1, 3, dtype=torch.long)
+    tiny.model.get_decoder = lambda: None
+    tiny.model.modules = lambda: iter([tiny.model.lm_head])
+    with pytest.raises(ValueError, match="checkpoint_activations=False"):
+        decoder_states(tiny, ids, ids, None, way="rows", checkpointed=True)
 
 
 @pytest.mark.parametrize("how", ["autocast", "bf16 parameters"])

@@ -149,21 +149,14 @@ def _losses(policy, teacher, rollouts, theirs, config) -> Iterator[tuple]:
     """Each micro-batch's share of the mean divergence."""
     count = kept_tokens(rollouts)
     for part in parts_of(policy, rollouts, config):
-        own, its = (lay_out(members[part], width=config.row_width, pad_id=policy.pad_id) for members in (rollouts, theirs))
+        own, its = (lay_out(members[part], share=config.row_width > 0, pad_id=policy.pad_id) for members in (rollouts, theirs))
         with autocast(policy, config):
-            hidden, target = _states_by_token(policy, own, config.checkpoint_activations)
+            hidden = rollout_states(policy, own, checkpointed=config.checkpoint_activations)
         with torch.no_grad(), teacher.acting(), autocast(teacher, config):
-            wanted, _ = _states_by_token(teacher, its)
-        loss, reverse_kl = _divergence(policy, teacher, hidden, wanted.to(hidden.device), target, config)
+            wanted = rollout_states(teacher, its).to(hidden.device)
+        target = own.target.to(hidden.device)  # both have the chosen tokens in one order
+        loss, reverse_kl = _divergence(policy, teacher, hidden, wanted, target, config)
         yield loss / count, {"loss": loss.detach() / count, "reverse_kl": reverse_kl / count}
-
-
-def _states_by_token(policy, layout, checkpointed=False):
-    """The final hidden states that predict the chosen tokens (K, D) and those tokens (K,), rollout by rollout."""
-    hidden, layout = rollout_states(policy, layout, checkpointed=checkpointed)
-    chosen = layout.chosen
-    order = torch.argsort(chosen.row * (1 + chosen.column.amax()) + chosen.column)
-    return hidden[order.to(hidden.device)], chosen.target[order].to(hidden.device)
 
 
 def _divergence(policy, teacher, hidden, wanted, target, config):

@@ -1,7 +1,6 @@
-"""The decoder of Llama-shaped models as training wants it: tokens without rows, (M, D), and attention apart from the rest.
+"""The decoder of Llama-shaped models for training: tokens without rows, (M, D), and attention apart from the rest.
 
-It reads the module's parameters and computes what its own forward does, in fewer passes over memory: norm, rotation and
-gate have their own backward, which keeps the inputs alone. Shapes: M tokens, D hidden size, H heads, d head size.
+It calls the model's own modules in the order of its own forward. Shapes: M tokens, D hidden size, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -34,11 +31,11 @@ def states(
     """ids, positions: (M,) -> final hidden states (M, D), or those of the tokens `at` (K,) alone: (K, D). `checkpointed`: the
     backward keeps the inputs of the layers alone, and computes the rest again."""
     x = _embedded(decoder.embed_tokens, ids)
-    cos, sin = (t[0, :, None, : t.shape[-1] // 2] for t in decoder.rotary_emb(x[None], positions[None]))
+    rotation = tuple(t[0, :, None] for t in decoder.rotary_emb(x[None], positions[None]))
     layer_step = partial(checkpoint, _layer, use_reentrant=False) if checkpointed else _layer
     for layer in decoder.layers:
-        x = layer_step(layer, x, cos, sin, attend, at if layer is decoder.layers[-1] else None)
-    return norm(x, decoder.norm, products=False)
+        x = layer_step(layer, x, rotation, attend, at if layer is decoder.layers[-1] else None)
+    return decoder.norm(x)
 
 
 def pick(x: Tensor, at: Tensor) -> Tensor:
@@ -55,20 +52,24 @@ def _embedded(embedding, ids: Tensor) -> Tensor:
     return embedding(ids)
 
 
-def _layer(layer, x, cos, sin, attend, at):
-    """One layer; the last one goes on after its attention with the tokens `at` only, since nobody asks for the others."""
-    a, m = layer.self_attn, layer.mlp
-    h = norm(x, layer.input_layernorm)
+def _layer(layer, x, rotation, attend, at):
+    """One layer; the last one goes on after its attention with the tokens `at` only, since the others are not needed."""
+    a = layer.self_attn
+    h = layer.input_layernorm(x)
     q, k, v = (p(h).unflatten(-1, (-1, a.head_dim)) for p in (a.q_proj, a.k_proj, a.v_proj))
     if hasattr(a, "q_norm"):
-        q, k = norm(q, a.q_norm), norm(k, a.k_norm)
-    mixed = attend(_Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin), v, a.scaling).flatten(1)
+        q, k = a.q_norm(q), a.k_norm(k)
+    mixed = attend(_rotated(q, *rotation), _rotated(k, *rotation), v, a.scaling).flatten(1)
     if at is not None:
         x, mixed = pick(x, at), pick(mixed, at)
     x = x + a.o_proj(mixed)
-    h = norm(x, layer.post_attention_layernorm)
-    gate, up = m.gate_proj(h), m.up_proj(h)
-    return x + m.down_proj(_Gate.apply(gate, up) if a.config.hidden_act == "silu" else m.act_fn(gate) * up)
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x_i, x_{i + d/2}) turned by its angle. x: (M, H, d); cos, sin: (M, 1, d)."""
+    a, b = x.chunk(2, -1)
+    return (x * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -120,71 +121,3 @@ def with_prefixes(tokens: Tokens) -> Attend:
         return pick(torch.cat(out), place)
 
     return attend
-
-
-# --- norm, rotation, gate ---------------------------------------------------------------------------------------------
-
-
-def norm(x: Tensor, module, products: bool = True) -> Tensor:
-    """RMSNorm over the last dimension, in the dtype of the products that follow, if any."""
-    dtype = torch.promote_types(x.dtype, module.weight.dtype)
-    if products and torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-    return _Norm.apply(x, module.weight, module.variance_epsilon, dtype)
-
-
-class _Norm(Function):
-    """y = w n with n = r x and r = (mean x^2 + eps)^-1/2; then dx = r (w dy - n mean(w dy n))."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps, dtype):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, r)
-        return (wide * r).mul_(weight).to(dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight, r = ctx.saved_tensors
-        n, w = x * r, weight.to(r.dtype)
-        grad = grad.to(r.dtype)
-        pulled = grad * n
-        grad_x = (grad * w).addcmul_(n, (pulled @ w)[..., None].div_(-x.shape[-1])).mul_(r)
-        return grad_x.to(x.dtype), pulled.flatten(0, -2).sum(0).to(weight.dtype), None, None
-
-
-class _Rotation(Function):
-    """Each pair (x_i, x_{i + d/2}) turned by its angle; back by the opposite one. x: (M, H, d); cos, sin: (M, 1, d/2)."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        return _turned(x, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin).to(ctx.dtype), None, None
-
-
-def _turned(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1)
-
-
-class _Gate(Function):
-    """silu(gate) up."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

@@ -231,7 +231,7 @@ def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfi
     for part in parts_of(policy, rollouts, config):
         members = rollouts[part]
         shape = (len(members), max(len(r.tokens) for r in members))
-        layout = lay_out(members, width=config.packed_width, pad_id=policy.pad_id)
+        layout = lay_out(members, share=config.packed_width > 0, pad_id=policy.pad_id)
         with autocast(policy, config):
             logps, _ = rollout_logps(policy, layout, shape, config.temperature)
         out += [line[: len(r.tokens)].tolist() for line, r in zip(logps, members)]
@@ -258,7 +258,7 @@ def grpo_gradient(
         for part in parts_of(policy, rollouts, config):
             batch = collate(rollouts[part], a[part])
             old = padded(old_logps[part]) if old_logps else None
-            layout = lay_out(rollouts[part], width=config.packed_width, pad_id=policy.pad_id)
+            layout = lay_out(rollouts[part], share=config.packed_width > 0, pad_id=policy.pad_id)
             with autocast(policy, config):
                 loss_and_metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
             yield loss_and_metrics

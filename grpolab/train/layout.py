@@ -1,18 +1,13 @@
-"""Where rollouts lie in a forward pass: a shared prompt once, its completions side by side.
+"""How rollouts lie in a forward pass: padded rows of one rollout each, or one line of tokens with a shared prompt once.
 
-A Layout is built once, of segments: runs of tokens that see themselves and, a completion, the prompt that it continues. What
-a forward pass reads follows from them: padded rows, or one line of tokens without rows.
-Shapes: R rows of W tokens, M tokens in a line, K chosen tokens, N rollouts, T tokens of the longest completion.
+Shapes: N rollouts, W tokens of the longest row, M tokens in a line, T tokens of the longest completion, K chosen tokens.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -23,109 +18,13 @@ COPIES = 8  # times the budget of tokens: of keys and values that a pass without
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Tokens side by side in a row, at the positions `start`, `start` + 1, ...; each sees those before it in its segment
-    and, where `prompt` is the number of another segment, all of that."""
+class Rows:
+    """ids and positions (N, W), one rollout a row, padded at the right; `predictor` (K,): the flat index of the hidden state
+    that predicts each chosen token."""
 
-    ids: tuple[int, ...]
-    start: int = 0
-    prompt: int | None = None
-
-
-class Chosen(NamedTuple):
-    """The K chosen tokens, (K,) each: `segment` and `offset` of the token whose hidden state predicts it, its id `target`, and
-    its place `row`, `column` in the (N, T) of the Batch."""
-
-    segment: torch.Tensor
-    offset: torch.Tensor
-    target: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Segments, and the numbers of those in each row: one rollout's tokens, or a prompt and after it several completions,
-    each at the positions that it would have alone. `limit` is the most tokens of a shared row; 0: none is shared.
-
-    """
-
-    rollouts: tuple[Rollout, ...]
-    limit: int
-    pad_id: int
-    segments: tuple[Segment, ...]
-    rows: tuple[tuple[int, ...], ...]
-    chosen: Chosen
-
-    @cached_property
-    def width(self) -> int:
-        """W, the tokens of the longest row."""
-        return max(sum(len(self.segments[s].ids) for s in row) for row in self.rows)
-
-    @cached_property
-    def _begins(self) -> torch.Tensor:
-        """The flat index in (R, W) of each segment's first token."""
-        begins = (
-            r * self.width + sum(len(self.segments[before].ids) for before in row[:k])
-            for r, row in enumerate(self.rows) for k in range(len(row))
-        )
-        return torch.tensor(list(begins))
-
-    @property
-    def predictor(self) -> torch.Tensor:
-        """The flat index in (R, W) of the hidden state that predicts each chosen token: (K,)."""
-        return self._begins[self.chosen.segment] + self.chosen.offset
-
-    @property
-    def ids(self) -> torch.Tensor:
-        """(R, W), padded at the right."""
-        return self._in_rows((s.ids for s in self.segments), self.pad_id)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """(R, W), 0 on padding."""
-        return self._in_rows((range(s.start, s.start + len(s.ids)) for s in self.segments), 0)
-
-    @property
-    def attention(self) -> torch.Tensor | None:
-        """(R, 1, W, W), True where a query may look, or None where causal attention is enough."""
-        if all(len(row) == 1 for row in self.rows):
-            return None
-        own = self._in_rows(([s] * len(x.ids) for s, x in enumerate(self.segments)), -1)
-        prompt = self._in_rows(([-2 if x.prompt is None else x.prompt] * len(x.ids) for x in self.segments), -2)
-        causal = torch.ones(self.width, self.width, dtype=torch.bool).tril()
-        same, before = own[:, :, None] == own[:, None, :], prompt[:, :, None] == own[:, None, :]
-        return ((same | before) & causal)[:, None]
-
-    @cached_property
-    def apart(self) -> Layout:
-        """The same rollouts, one a row."""
-        return lay_out(self.rollouts, width=0, pad_id=self.pad_id)
-
-    @cached_property
-    def together(self) -> Layout:
-        """The same rollouts, a shared prompt once however long it is: for a forward that has no rows."""
-        return lay_out(self.rollouts, width=sys.maxsize, pad_id=self.pad_id) if 0 < self.limit < sys.maxsize else self
-
-    @cached_property
-    def tokens(self) -> Tokens:
-        """The same without rows and padding."""
-        ends = list(accumulate(len(s.ids) for s in self.segments))
-        line = [torch.arange(end - len(s.ids), end) for s, end in zip(self.segments, ends)]
-        ids = torch.tensor([i for s in self.segments for i in s.ids])
-        positions = torch.cat([torch.arange(s.start, s.start + len(s.ids)) for s in self.segments])
-        predictor = torch.tensor([0, *ends])[self.chosen.segment] + self.chosen.offset
-        lone = [x for x, s in zip(line, self.segments) if s.prompt is None]
-        completions = [(line[s.prompt], x) for x, s in zip(line, self.segments) if s.prompt is not None]
-        prompts, completions = zip(*completions) if completions else ((), ())
-        return Tokens(ids, positions, predictor, *_table(lone), *_table(prompts), *_table(completions))
-
-    def _in_rows(self, values: Iterable[Iterable[int]], filler: int) -> torch.Tensor:
-        """One value a token of each segment -> (R, W)."""
-        table = torch.full((len(self.rows) * self.width,), filler)
-        for begin, x in zip(self._begins.tolist(), map(list, values)):
-            table[begin : begin + len(x)] = torch.tensor(x, dtype=torch.long)
-        return table.view(len(self.rows), self.width)
+    ids: torch.Tensor
+    positions: torch.Tensor
+    predictor: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -145,7 +44,77 @@ class Tokens:
     completions_real: torch.Tensor
 
     def to(self, device) -> Tokens:
-        return Tokens(**{name: x.to(device) for name, x in vars(self).items()})
+        return Tokens(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rollouts, and for each of their K chosen tokens its id `target` and its place `row`, `column` in the (N, T) of the Batch.
+    A rollout's last chosen token and what follows it are not read, since nothing that is needed comes after them."""
+
+    rollouts: tuple[Rollout, ...]
+    share: bool
+    pad_id: int
+    target: torch.Tensor
+    row: torch.Tensor
+    column: torch.Tensor
+
+    @cached_property
+    def _read(self) -> list[tuple[int, ...]]:
+        """The tokens of each completion that predict a chosen one."""
+        last = torch.zeros(len(self.rollouts), dtype=torch.long).scatter_reduce(0, self.row, self.column, "amax")
+        return [r.tokens[:n] for r, n in zip(self.rollouts, last.tolist())]
+
+    @cached_property
+    def rows(self) -> Rows:
+        sequences = [torch.tensor(r.prompt + tokens or (self.pad_id,)) for r, tokens in zip(self.rollouts, self._read)]
+        ids = pad_sequence(sequences, batch_first=True, padding_value=self.pad_id)
+        lengths = torch.tensor([len(r.prompt) for r in self.rollouts])
+        predictor = self.row * ids.shape[1] + lengths[self.row] + self.column - 1
+        return Rows(ids, torch.arange(ids.shape[1]).expand_as(ids), predictor)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """Neighbours of one prompt share it, with `share`."""
+        ids, positions, lone, prompts, completions = [], [], [], [], []
+        end_of_prompt, first = ([0] * len(self.rollouts) for _ in range(2))  # where the last and the next token stand
+
+        def line(tokens: Sequence[int], start: int = 0) -> torch.Tensor:
+            ids.extend(tokens)
+            positions.extend(range(start, start + len(tokens)))
+            return torch.arange(len(ids) - len(tokens), len(ids))
+
+        for members in self._families():
+            prompt = self.rollouts[members[0]].prompt
+            if len(members) > 1:
+                shared = line(prompt)
+                lone.append(shared)
+            for i in members:
+                if len(members) > 1:
+                    own = line(self._read[i], len(prompt))
+                    end_of_prompt[i], first[i] = int(shared[-1]), len(ids) - len(own)
+                    if len(own):
+                        prompts.append(shared)
+                        completions.append(own)
+                else:
+                    lone.append(line(prompt + self._read[i] or (self.pad_id,)))
+                    first[i] = int(lone[-1][0]) + len(prompt)
+                    end_of_prompt[i] = first[i] - 1
+        ends, firsts = torch.tensor(end_of_prompt)[self.row], torch.tensor(first)[self.row]
+        predictor = torch.where(self.column == 0, ends, firsts + self.column - 1)
+        return Tokens(torch.tensor(ids), torch.tensor(positions), predictor, *_table(lone), *_table(prompts),
+                      *_table(completions))
+
+    def _families(self) -> list[list[int]]:
+        """The numbers of neighbouring rollouts that share a prompt."""
+        families: list[list[int]] = []
+        for i, r in enumerate(self.rollouts):
+            before = families and self.rollouts[families[-1][0]]
+            if self.share and before and r.prompt and before.prompt == r.prompt:
+                families[-1].append(i)
+            else:
+                families.append([i])
+        return families
 
 
 def _table(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,34 +125,16 @@ def _table(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return table, torch.arange(table.shape[1]) < torch.tensor([[len(row)] for row in rows])
 
 
-def lay_out(rollouts: Sequence[Rollout], *, width: int = 512, pad_id: int = 0) -> Layout:
-    """Rollouts -> Layout with rows of at most `width` tokens (a single rollout may be longer); `width=0` gives one rollout
-    a row. Neighbouring rollouts of the same prompt share it. A rollout's last chosen token and what follows it are not read,
-    since nothing that is needed comes after them. ValueError where nothing comes before a chosen token."""
-    segments: list[Segment] = []
-    rows, chosen = [], []
-    for members in _families(rollouts, width):
-        prompt, first = rollouts[members[0]].prompt, len(segments)
-        columns = {i: torch.tensor(rollouts[i].mask).nonzero().squeeze(1) for i in members}
-        read = {i: rollouts[i].tokens[: c[-1]] for i, c in columns.items() if len(c)}  # what predicts the chosen tokens
-        if read and not prompt and any(columns[i][0] == 0 for i in read):
-            raise ValueError("a rollout with an empty prompt asks for the log-prob of its first token, which nothing predicts: "
-                             "give it a prompt of at least one token, or set mask[0] to 0")
-        shared = len(read) > 1
-        segments.append(Segment(prompt if shared else prompt + sum(read.values(), ()) or (pad_id,)))
-        for i, tokens in read.items():
-            column = columns[i]
-            if shared and tokens:
-                segments.append(Segment(tokens, len(prompt), first))
-            after_prompt = shared & (column == 0)  # what a prompt's last token predicts
-            chosen.append(Chosen(
-                segment=torch.where(after_prompt, first, len(segments) - 1),
-                offset=torch.where(after_prompt, len(prompt) - 1, column - 1 + (0 if shared else len(prompt))),
-                target=torch.tensor(rollouts[i].tokens)[column], row=torch.full_like(column, i), column=column))
-        rows.append(tuple(range(first, len(segments))))
-    nothing = torch.zeros(0, dtype=torch.long)
-    joined = (torch.cat([nothing, *fields]) for fields in zip(*chosen)) if chosen else [nothing] * len(Chosen._fields)
-    return Layout(tuple(rollouts), width, pad_id, tuple(segments), tuple(rows), Chosen(*joined))
+def lay_out(rollouts: Sequence[Rollout], *, share: bool = True, pad_id: int = 0) -> Layout:
+    """Rollouts -> Layout. ValueError where nothing comes before a chosen token."""
+    width = max(len(r.mask) for r in rollouts)
+    mask = torch.tensor([r.mask + (0,) * (width - len(r.mask)) for r in rollouts])
+    row, column = mask.nonzero(as_tuple=True)
+    if any(not r.prompt and r.mask[:1] == (1,) for r in rollouts):
+        raise ValueError("a rollout with an empty prompt asks for the log-prob of its first token, which nothing predicts: "
+                         "give it a prompt of at least one token, or set mask[0] to 0")
+    ids = torch.tensor([r.tokens + (0,) * (width - len(r.tokens)) for r in rollouts], dtype=torch.long)
+    return Layout(tuple(rollouts), share, pad_id, ids[row, column], row, column)
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
@@ -211,17 +162,3 @@ def distinct_parts(rollouts: Sequence[Rollout], budget: int) -> Iterator[slice]:
         distinct, copied = distinct + new, copied + whole
     if rollouts:
         yield slice(start, len(rollouts))
-
-
-def _families(rollouts: Sequence[Rollout], width: int) -> list[list[int]]:
-    """The numbers of neighbouring rollouts of one prompt that fit a row together."""
-    families: list[list[int]] = []
-    used = 0
-    for i, r in enumerate(rollouts):
-        if families and rollouts[families[-1][0]].prompt == r.prompt and used + len(r.tokens) <= width:
-            families[-1].append(i)
-            used += len(r.tokens)
-        else:
-            families.append([i])
-            used = len(r.prompt) + len(r.tokens)
-    return families

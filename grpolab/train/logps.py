@@ -1,9 +1,9 @@
 """A policy's log-probabilities with gradient: the decoder, then the head only where the mask asks.
 
-A forward can be taken in four ways, and all of them must give what the model's own plain forward gives on one sequence:
-"unpadded", `train.forward`, for Llama-shaped models; "packed", the model's own decoder on rows that several sequences share,
-under masks that keep them apart; "rows", one sequence a row, padded at the right; "alone", one sequence a pass.
-`train.verify` finds the first that is right; a model that nobody verified gets no packed rows.
+A forward can be taken in three ways, and all of them must give what the model's own plain forward gives on one sequence:
+"unpadded", `train.forward`, for Llama-shaped models, where several sequences may share a prompt or a row; and through the
+model's own decoder "rows", one sequence a row, padded at the right, and "alone", one sequence a pass. `train.verify` finds the
+first that is right.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from grpolab.train.layout import Layout
 
 
 def way_of(policy: Policy, what: str) -> str:
-    """The way in which this model's forward is taken for `what` ("rollouts", "examples", "rewards"): the verified one, else one
-    that packs nothing."""
+    """The way in which this model's forward is taken for `what` ("rollouts", "examples", "rewards"): the verified one, else the
+    first that may be right."""
     verified = verified_of(policy).get(("way", what, policy.model.training))
     return verified or ("unpadded" if forward.readable(policy.model) else "rows")
 
 
 def can_pack(policy: Policy) -> bool:
     """Whether examples may share a row."""
-    return way_of(policy, "examples") in ("unpadded", "packed")
+    return way_of(policy, "examples") == "unpadded"
 
 
 def decoder_states(policy: Policy, ids, positions, attention, at=None, *, way: str, checkpointed: bool = False) -> Tensor:
@@ -42,22 +42,17 @@ def decoder_states(policy: Policy, ids, positions, attention, at=None, *, way: s
     attention: (R, 1, W, W), True where a query may look, or None where causal attention is enough. `checkpointed`: the
     backward computes the layers again instead of keeping what they computed."""
     d = policy.device
-    ids, positions, seen = ids.to(d), positions.to(d), None if attention is None else attention.to(d)
-    decoder = policy.model.get_decoder()
+    ids, positions, decoder = ids.to(d), positions.to(d), policy.model.get_decoder()
     if way == "unpadded":
-        attend = forward.in_rows(len(ids), seen)
+        attend = forward.in_rows(len(ids), None if attention is None else attention.to(d))
         hidden = forward.states(decoder, ids.flatten(), positions.flatten(), attend, at, checkpointed)
         return hidden if at is not None else hidden.unflatten(0, ids.shape)
-    if seen is not None and way != "packed":
-        raise ValueError(
-            f"rows shared by several sequences are not verified for {policy.name!r}: let train.verify.verify_forward try them, "
-            "or give each sequence a row of its own (chat.pad)"
-        )
+    if attention is not None:
+        raise ValueError(f"sequences cannot share rows in the forward of {policy.name!r}: give each a row (chat.pad)")
     with _checkpointing(policy) if checkpointed else nullcontext():
         if way == "alone" and at is not None:
             return _alone(decoder, ids, positions, at)
-        mask = None if seen is None else masks(policy.model.config, seen, positions, policy.dtype)
-        hidden = decoder(ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+        hidden = decoder(ids, position_ids=positions, use_cache=False).last_hidden_state
     return hidden if at is None else pick(hidden.flatten(0, 1), at)
 
 
@@ -87,25 +82,6 @@ def _alone(decoder, ids, positions, at):
     return torch.cat(out) if out else decoder(ids[:1, :1], use_cache=False).last_hidden_state[0, :0]
 
 
-def masks(config, seen: Tensor, positions: Tensor, dtype) -> Tensor | dict[str, Tensor]:
-    """What a decoder adds to its scores, 0 or the dtype's least number, (R, 1, W, W): one mask, or one for each kind of its
-    layers. Windows and chunks are counted in positions, which in a shared row are not the columns."""
-    config = config.get_text_config()
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    query, key = positions[:, None, :, None], positions[:, None, None, :]
-
-    def mask(kind):
-        visible = seen
-        if kind == "sliding_attention" and window:
-            visible = visible & (query - key < window)
-        if kind == "chunked_attention" and chunk:
-            visible = visible & (query // chunk == key // chunk)
-        return torch.zeros(visible.shape, dtype=dtype, device=seen.device).masked_fill_(~visible, torch.finfo(dtype).min)
-
-    return {kind: mask(kind) for kind in kinds} if len(kinds) > 1 else mask(*kinds)
-
-
 def head_of(policy: Policy) -> dict:
     """The output head as `target_logps` takes it."""
     head = policy.model.get_output_embeddings()
@@ -125,19 +101,16 @@ def masked_logps(
     return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape), mask
 
 
-def rollout_states(
-    policy: Policy, layout: Layout, *, way: str | None = None, checkpointed: bool = False
-) -> tuple[Tensor, Layout]:
-    """The final hidden states that predict the chosen tokens: (K, D); and the layout in whose order they are."""
-    d, way = policy.device, way or way_of(policy, "rollouts")
+def rollout_states(policy: Policy, layout: Layout, *, way: str | None = None, checkpointed: bool = False) -> Tensor:
+    """The final hidden states that predict the chosen tokens: (K, D)."""
+    way = way or way_of(policy, "rollouts")
     if way == "unpadded":
-        layout = layout.together
-        tokens = layout.tokens.to(d)
+        tokens = layout.tokens.to(policy.device)
         decoder, attend = policy.model.get_decoder(), forward.with_prefixes(tokens)
-        return forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor, checkpointed), layout
-    layout = layout.apart if way in ("rows", "alone") else layout
-    places = layout.ids, layout.positions, layout.attention, layout.predictor.to(d)
-    return decoder_states(policy, *places, way=way, checkpointed=checkpointed), layout
+        return forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor, checkpointed)
+    rows = layout.rows
+    places = rows.ids, rows.positions, None, rows.predictor.to(policy.device)
+    return decoder_states(policy, *places, way=way, checkpointed=checkpointed)
 
 
 def rollout_logps(
@@ -145,10 +118,10 @@ def rollout_logps(
     checkpointed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
-    d, (hidden, layout) = policy.device, rollout_states(policy, layout, way=way, checkpointed=checkpointed)
+    d, hidden = policy.device, rollout_states(policy, layout, way=way, checkpointed=checkpointed)
     options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
-    values = losses.target_logps(hidden, targets=layout.chosen.target.to(d), **options)
-    place = (layout.chosen.row.to(d), layout.chosen.column.to(d))
+    values = losses.target_logps(hidden, targets=layout.target.to(d), **options)
+    place = (layout.row.to(d), layout.column.to(d))
     return tuple(None if v is None else v.new_zeros(shape).index_put(place, v) for v in values)
 
 

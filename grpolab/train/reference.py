@@ -40,7 +40,7 @@ def pair_logps(policy: Policy, pairs: Sequence[Pair], row_width: int = 0, checkp
     """
     sides = [side for p in pairs for side in p.sides]
     mask = collate(sides, torch.zeros(len(sides))).mask.to(policy.device)
-    layout = lay_out(sides, width=row_width, pad_id=policy.pad_id)
+    layout = lay_out(sides, share=row_width > 0, pad_id=policy.pad_id)
     logps, _ = rollout_logps(policy, layout, mask.shape, 1.0, checkpointed=checkpointed)
     return losses.sequence_logps(logps, mask).view(-1, 2)
 

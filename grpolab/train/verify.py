@@ -52,17 +52,12 @@ def verify_forward(
 
 
 def _first_right(policy: Policy, config: Optimisation, longest: int, what: str, width: int) -> str:
-    ways = ["unpadded"] * forward.readable(policy.model) + ["packed"] * (width > 0) + ["rows", "alone"]
+    ways = ["unpadded"] * forward.readable(policy.model) + ["rows", "alone"]
     with evaluating(policy.model), without_tf32():
         if what != "rewards":
             _check_head(policy)
         task, checkpointed = TASKS[what](policy, width, longest), config.checkpoint_activations
-        comparison = Comparison(policy, task, policy.dtype, checkpointed)
-
-        def failure(way: str) -> str | None:
-            return way == "packed" and _unfit_for_packing(policy, width) or comparison.failure(way)
-
-        way, wrong = first_right(ways, failure)
+        way, wrong = first_right(ways, Comparison(policy, task, policy.dtype, checkpointed).failure)
         if config.autocast and way is not None:
             with autocast(policy, config), torch.no_grad():
                 if why := Comparison(policy, task, torch.bfloat16, checkpointed).failure(way):
@@ -73,23 +68,6 @@ def _first_right(policy: Policy, config: Optimisation, longest: int, what: str, 
     if wrong:
         log.warning("%s is trained by the forward %r, since others are not its own (%s)", policy.name, way, reasons)
     return way
-
-
-@torch.no_grad()
-def _unfit_for_packing(policy: Policy, width: int) -> str | None:
-    """Why sequences may not share a row through the model's own layers, or None. Seen by what must not change at all, so that
-    no bound for rounding can hide it: the second sequence of a row when another stands before it."""
-    if "local" in (getattr(policy.model.config, "attention_layers", None) or ()):
-        return "its local attention counts the columns of a row, not positions"
-    draw, seen = _tokens(policy), []
-    n = max(2, min(width, 64) // 2)
-    second = draw(n)
-    for _ in range(2):
-        examples = [Example(draw(n), (0,) * n), Example(second, (0,) + (1,) * (n - 1))]
-        logps, mask = masked_logps(policy, pack(examples, 2 * n, policy.pad_id), way="packed")
-        seen.append(logps[mask.bool()])
-    moved = float(gap(*seen).amax())
-    return f"what stands before a sequence in its row moves it by {moved:.1e} nats" if moved > EXACT else None
 
 
 @torch.no_grad()
@@ -152,7 +130,7 @@ def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
         first = draw((n + 1) // 2)
         pieces += [(first, draw(n // 2)), (first, draw(max(1, n // 4)))]
     rollouts = [Rollout(p, t, (1,) * len(t), (0.0,) * len(t), (0.0,) * len(t), "probe") for p, t in pieces]
-    layout = lay_out(rollouts, width=width, pad_id=policy.pad_id)
+    layout = lay_out(rollouts, share=width > 0, pad_id=policy.pad_id)
     written = torch.arange(max(len(t) for _, t in pieces)) < torch.tensor([[len(t)] for _, t in pieces])
 
     def ours(**how):
@@ -172,7 +150,7 @@ def examples_task(policy: Policy, width: int, longest: int) -> Task:
     examples = [examples[i] for i in names.ids[names.mask.bool()].unique_consecutive().tolist()]  # as `pack` lays them
 
     def ours(**how):
-        shared = width and how["way"] in ("unpadded", "packed")
+        shared = width and how["way"] == "unpadded"
         batch = pack(examples, width, policy.pad_id) if shared else pad(examples, policy.pad_id)
         logps, mask = masked_logps(policy, batch, **how)
         return logps[mask.bool()]
