@@ -314,7 +314,8 @@ def test_an_adapter_is_trained_beside_its_reference(tmp_path, monkeypatch):
 EPISODES = [*SHORT, "--pool-size", "4", "--max-turns", "2", "--max-total-tokens", "64"]
 
 
-@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3"], pytest.param(["--env", "guess"], marks=pytest.mark.full),
+@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3"],
+                                   pytest.param(["--env", "guess"], marks=pytest.mark.full),
                                    ["--env", "own_env:Echo", "--data", "words.jsonl", "--curriculum", "level"]])
 def test_episodes_in_an_environment(tmp_path, monkeypatch, capsys, flags):
     (tmp_path / "own_env.py").write_text(ECHO)
