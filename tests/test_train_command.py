@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import gc
 import json
-import os
 import re
 import sys
 import types
@@ -18,7 +17,6 @@ from grpolab.cli import recipe
 from grpolab.cli import train as commands
 from grpolab.cli.rollout_options import load_object
 from grpolab.models.load import load_policy
-from grpolab.runs import run as lab_run
 
 OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
@@ -117,6 +115,7 @@ def test_a_reward_is_a_function_of_a_file(tmp_path):
         load_object(f"{tmp_path}/other.py:one", "--reward")
 
 
+@pytest.mark.full
 def test_bf16_parameters_are_trained_and_saved_as_such(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = ["sft", "tiny", "--dtype", "bfloat16", "--steps", "1", "--batch-size", "4", "--problems", "8"]
@@ -204,19 +203,6 @@ def test_the_default_number_of_problems_fits_a_small_task():
         command("grpo", "--ops", "+", "--max-operand", "9", "--problems", "90").read()
 
 
-def test_a_run_of_other_options_is_moved_beside(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    asked, folder = ["sft", "tiny", "--steps", "2", "--batch-size", "4", "--problems", "20"], tmp_path / "runs" / "cli_sft"
-    assert main(asked) == 0 and main(asked) == 0  # the same run, done again
-    before = (folder / "tiny" / "metrics.csv").read_text()
-    for path in folder.rglob("*"):
-        os.utime(path, (0, 0))
-    lab_run._begun.clear()  # as in a process of its own
-    assert main([*asked, "--lr", "0.01"]) == 0 and "lr 0.0001 -> 0.01" in capsys.readouterr().out
-    assert (folder / "tiny.1" / "metrics.csv").read_text() == before and (folder / "tiny.1" / "policy").exists()
-    assert (folder / "tiny" / "metrics.csv").read_text() != before
-
-
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
@@ -292,16 +278,26 @@ SHORT = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-
          "--max-operand", "9"]
 
 
-def test_exports_a_recipe_and_a_sample(tmp_path, monkeypatch, capsys):
+def test_exports_a_recipe_a_sample_and_rows_for_trackers(tmp_path, monkeypatch, capsys):
+    module = types.SimpleNamespace(rows=[], ended=0)
+    module.init = lambda project, name: types.SimpleNamespace(
+        log=lambda row, step: module.rows.append((project, name, step, row["reward"])))
+    module.finish = lambda: setattr(module, "ended", module.ended + 1)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.chdir(tmp_path)
-    assert main(["grpo", "tiny", *SHORT, "--export-every", "1", "--keep-last", "2", "--show-every", "2", "--out", "kept",
-                 "--report-to", "tensorboard"]) == 0
+    flags = [*SHORT, "--export-every", "1", "--keep-last", "2", "--show-every", "2", "--out", "kept", "--report-to",
+             "tensorboard", "wandb"]
+    assert main(["grpo", "tiny", *flags]) == 0
     folder, out = tmp_path / "kept" / "cli_grpo" / "tiny", capsys.readouterr().out
     assert sorted(p.name for p in folder.glob("policy-*")) == ["policy-000002", "policy-000003"]
     assert load_policy(str(folder / "policy-000002")).provenance["steps"] == 2
-    assert train(str(folder / "recipe.toml")) == command("grpo", *SHORT, "--export-every", "1", "--keep-last", "2",
-                                                         "--show-every", "2", "--out", "kept", "--report-to", "tensorboard")
+    assert train(str(folder / "recipe.toml")) == command("grpo", *flags)
     assert out.count("→") == 1 and "0 s left" in out and list((folder / "tensorboard").iterdir())
+    assert module.rows == [("mine", "cli_grpo-tiny", step, 0.0) for step in range(3)] and module.ended == 1
+    assert main(["grpo", "tiny", *SHORT, "--report-to", "trackio"]) == 1
+    assert "pip install trackio" in capsys.readouterr().err
 
 
 def test_an_adapter_is_trained_beside_its_reference(tmp_path, monkeypatch):
@@ -313,28 +309,13 @@ def test_an_adapter_is_trained_beside_its_reference(tmp_path, monkeypatch):
     assert main(["reward", "tiny", "--data", "x.jsonl", "--lora-rank", "2"]) == 2
 
 
-def test_trackers_are_told_and_ended(tmp_path, monkeypatch, capsys):
-    module = types.SimpleNamespace(rows=[], ended=0)
-    module.init = lambda project, name: types.SimpleNamespace(
-        log=lambda row, step: module.rows.append((project, name, step, row)))
-    module.finish = lambda: setattr(module, "ended", module.ended + 1)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    monkeypatch.chdir(tmp_path)
-    assert main(["grpo", "tiny", *SHORT, "--report-to", "wandb"]) == 0
-    assert [row[:3] for row in module.rows] == [("mine", "cli_grpo-tiny", step) for step in range(3)] and module.ended == 1
-    assert module.rows[0][3]["reward"] == 0.0
-    assert main(["grpo", "tiny", *SHORT, "--report-to", "trackio"]) == 1
-    assert "pip install trackio" in capsys.readouterr().err
-
-
 # --- where rollouts come from -----------------------------------------------------------------------------------------
 
 EPISODES = [*SHORT, "--pool-size", "4", "--max-turns", "2", "--max-total-tokens", "64"]
 
 
-@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3"], ["--env", "guess"],
+@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3"],
+                                   pytest.param(["--env", "guess"], marks=pytest.mark.full),
                                    ["--env", "own_env:Echo", "--data", "words.jsonl", "--curriculum", "level"]])
 def test_episodes_in_an_environment(tmp_path, monkeypatch, capsys, flags):
     (tmp_path / "own_env.py").write_text(ECHO)
