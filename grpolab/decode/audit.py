@@ -110,7 +110,7 @@ def sabotage(sampler, fault: str):
     def swapped(tokens, start, last, cache, window):
         if tokens.shape[1] == 1:
             rows = range(sampler._scheduler.rows.n)  # without a row of padding
-            sampler._scheduler.store.move(rows, [*rows[-1:], *rows[:-1]], window)
+            cache.put(rows, cache, [*rows[-1:], *rows[:-1]], window)
         return forward(tokens, start, last, cache, window)
 
     patches = dict(zip(FAULTS, (
