@@ -3,14 +3,9 @@
 And nothing that is masked may be felt, while every token that the policy chose must be, the end token first of all.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_losses import token_logps
 
 from grpolab import losses
@@ -133,52 +128,6 @@ def test_an_empty_micro_batch_adds_exactly_nothing():
     empty = rows(b, slice(0, 2)) | {"mask": torch.zeros(2, T)}
     for kind in set(KINDS) - {"dpo", "rm"}:
         assert_same(gradient(kind, [b]), gradient(kind, [b, empty]), kind)
-
-
-RANK = """
-import sys
-import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
-from test_invariance import KINDS, denominators_of, loss_of, make_batch, make_parameters, rows
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-b = rows(make_batch(), slice(0, 2) if rank == 0 else slice(2, 8))  # uneven: 13 tokens and 19
-denominators = denominators_of(b)
-for d in denominators.values():
-    dist.all_reduce(d)
-gradients = {}
-for kind in KINDS:
-    parameters = make_parameters()
-    loss_of(kind, parameters, b, denominators)[0].backward()
-    gradients[kind] = torch.stack([p.grad for p in parameters])
-    dist.all_reduce(gradients[kind])
-if rank == 0:
-    save_file(gradients, f"{folder}/gradients.safetensors")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.full
-def test_the_gradient_does_not_know_the_ranks(tmp_path):
-    """Two gloo processes with 2 and 6 rows sum to the gradient of one process with 8."""
-    here = Path(__file__).parent
-    path = f"{here.parent}{os.pathsep}{here}"
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(i), str(tmp_path)], env=env, stderr=subprocess.PIPE)
-             for i in range(2)]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=120)
-            assert rank.returncode == 0, errors.decode()[-2000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for kind, grad in load_file(tmp_path / "gradients.safetensors").items():
-        one = gradient(kind, [make_batch()])[0]
-        assert one.abs().max() > 1e-3
-        torch.testing.assert_close(grad, one, atol=1e-10, rtol=0)
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_a_bf16_engine_is_judged_by_what_rounding_does_to_the_plain_forward(name
 
 def test_a_window_too_long_to_probe_ends_the_context(monkeypatch, caplog):
     policy = make("mistral window")  # 24 positions
-    monkeypatch.setattr(verify, "affordable", lambda *_: 20)
+    monkeypatch.setitem(verify.MOST, "cpu", 20)
     with caplog.at_level(logging.WARNING), Sampler(policy, slots=4) as sampler:
         rollout = sampler.sample_sync([[3] * 10], params=SamplingParams(greedy=True, max_new_tokens=99))[0][0]
         assert len(rollout.tokens) == 14 and rollout.finish_reason == "context"
@@ -137,24 +137,12 @@ def test_dependence_on_the_batch_is_seen(fault, monkeypatch):
 def test_where_transformers_does_not_name_the_attention_it_is_set(monkeypatch):
     """transformers has no public way to ask for it."""
     expected = rollouts_of(make("gemma3"), 40)[0]
-    for module in (load, hf, verify):
+    for module in (load, hf):
         monkeypatch.setattr(module, "attention_of", lambda model: None)
     assert rollouts_of(make("gemma3"), 40)[0] == expected
     model = make("gpt_neo").model
     attention.set_common(model)
     assert model.config._attn_implementation == "eager"  # it has no torch attention
-
-
-def test_the_probe_of_a_large_model_stays_small():
-    """By arithmetic alone: 7 billion weights on a processor and on a GPU."""
-
-    class Large:
-        config = AutoConfig.for_model("mistral", attn_implementation="sdpa")
-
-        def parameters(self):
-            return iter([torch.empty(7 * 10**9, device="meta")])
-
-    assert 100 < verify.affordable(Large(), "cpu") < 200 < 4096 < verify.affordable(Large(), "cuda")
 
 
 def test_longrope_ends_where_its_frequencies_change(caplog):

@@ -24,7 +24,7 @@ from grpolab.decode.engines.attention import restore_attention, share_attention
 from grpolab.decode.engines.hf import HFEngine, takes
 from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.decode.snapshot import Snapshot, update, verified_of
-from grpolab.models.load import attention_of, core, evaluating, llama_obstacle, steady_context, text_config
+from grpolab.models.load import core, evaluating, llama_obstacle, steady_context, text_config
 
 T, U = TypeVar("T"), TypeVar("U")
 log = logging.getLogger(__name__)
@@ -33,8 +33,7 @@ EXACT = 1e-4  # fp32: bound on the largest difference, as a share of the largest
 ROUNDING = 1.5  # lower precision: bound on the mean difference, in what the plain forward moves by with its inputs
 STEPS = 3  # that a probe decodes after each of its prompts
 LONG = 160  # positions that a probe goes to even where the configuration names no length
-FLOPS = {"cpu": 2e12, "cuda": 4e14}  # that one forward of the probe may take: some ten seconds on a laptop
-SCORES = 2**30  # bytes that the attention of one forward of the probe may take
+MOST = {"cpu": 2048, "cuda": 16384}  # positions that a probe of an engine goes to at most, for its time
 THRESHOLD = re.compile("window|sliding|chunk|local|original_max_position|floor_scale")  # names of lengths in configurations
 CANDIDATES = {"auto": ("llama", "hf", "hf shifted"), "llama": ("llama",), "hf": ("hf", "hf shifted")}
 
@@ -157,18 +156,7 @@ def reach(config, limit: int, usual: int, most: float = math.inf) -> tuple[int, 
 
 
 def _engine_reach(model, engine) -> tuple[int, int | None]:
-    return reach(model.config, steady_context(model.config), LONG, affordable(model, engine.device))
-
-
-def affordable(model, device) -> int:
-    """The longest row that the probe may compute: by the products, by the attention, and by its memory."""
-    config, weights = text_config(model), sum(p.numel() for p in model.parameters())
-    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    layers, width, heads = (getattr(config, name, None) or 1 for name in sizes)
-    flops, square = FLOPS.get(torch.device(device).type, FLOPS["cpu"]), 4 * layers * width
-    by_time = (((2 * weights) ** 2 + 4 * square * flops) ** 0.5 - 2 * weights) / (2 * square)  # 2 w P + square P^2 = flops
-    matrices = 3 if attention_of(model) == "sdpa" else 3 * heads  # torch's own attention holds the masks alone
-    return max(64, int(min(by_time, (SCORES / (4 * matrices)) ** 0.5)))
+    return reach(model.config, steady_context(model.config), LONG, MOST.get(engine.device.type, MOST["cpu"]))
 
 
 # --- what counts as a difference --------------------------------------------------------------------------------------
@@ -237,7 +225,7 @@ def without_tf32() -> Iterator[None]:
 @torch.no_grad()
 def disagreement(engine, model) -> str | None:
     """None when prompts of several lengths and 3 ragged steps give the logits of the model's own uncached forward, as
-    `difference` judges. The longest goes past every threshold of the configuration that can be afforded (`reach`)."""
+    `difference` judges. The longest goes past every threshold of the configuration below MOST (`reach`)."""
     engine.verified = True
     generator, positions = torch.Generator().manual_seed(0), _engine_reach(model, engine)[0]
     for lengths in (_probe_lengths(model), [max(1, min(100, positions // 2)), max(1, positions - STEPS)]):

@@ -162,7 +162,7 @@ def load_policy(
     if name == "tiny":
         source = str(data_path("tiny"))
     elif name == "smollm2-135m":
-        source = smollm2_source(refuse_gaps)
+        source = smollm2_source()
     else:
         source = name
     folder = Path(source).expanduser()
@@ -172,7 +172,7 @@ def load_policy(
     if saved:
         whole = load_policy(lora.base_of(folder), device=device, dtype=dtype)
         model, tokenizer = whole.model, whole.tokenizer
-        lora.load(model, folder)
+        lora.exchange(model, folder)
     else:
         model, tokenizer = _load(source, dtype)
     if tokenizer.chat_template is None:
@@ -199,8 +199,8 @@ def read_provenance(name: str, source: str) -> dict:
 
 
 def in_own_memory(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with its parameters moved out of the mapped checkpoint, where each lies as it happened to fall: a product
-    may sum in another order there, and a model saved and loaded would differ from itself in the last bit."""
+    """The model with its parameters moved out of the mapped checkpoint: a product may sum in another order at an unaligned
+    address, and a model saved and loaded would differ from itself in the last bit."""
     for p in model.parameters():
         p.data = p.data.clone()
     return model
@@ -208,17 +208,16 @@ def in_own_memory(model: torch.nn.Module) -> torch.nn.Module:
 
 def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
     """Every id that ends a turn, the tokenizer's first: a model may stop on several."""
-    found = [tokenizer.eos_token_id]
-    for config in (model.generation_config, model.config):
-        ids = getattr(config, "eos_token_id", None)
-        found += ids if isinstance(ids, list | tuple) else [ids]
-    ids = tuple(dict.fromkeys(i for i in found if i is not None))
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{name!r} has no end token, so its completions could never end: "
             "set tokenizer.eos_token to one of its tokens, save_pretrained, and load that folder"
         )
-    return ids
+    all_ids = [tokenizer.eos_token_id]
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        all_ids += ids if isinstance(ids, list | tuple) else [ids]
+    return tuple(dict.fromkeys(i for i in all_ids if i is not None))
 
 
 def _load(source: str, dtype: torch.dtype):

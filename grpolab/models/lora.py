@@ -138,30 +138,24 @@ def base_of(folder: Path) -> str:
         raise ValueError(f"{folder / CONFIG} does not say which model the adapter is for (base_model_name_or_path)") from error
 
 
-def load(model: nn.Module, folder: Path) -> None:
-    """Put a saved adapter into its model; ValueError, by name, for tensors that are missing, unexpected or of another shape."""
-    config, saved = _read(folder)
-    _put(_peft(), config, model)
-    _fill(model, saved, folder)
-
-
 def exchange(model: nn.Module, folder: Path) -> None:
-    """Put a saved adapter in the place of the one that the model has, if any. ValueError as of `load`, and the model is as it
-    was. An adapter of the same form only has its numbers written over, so that no module changes."""
-    config, saved = _read(folder)
+    """Put a saved adapter in the place of the one that the model has, if any. ValueError, by name, for tensors that are
+    missing, unexpected or of another shape, and the model is as it was. An adapter of the same form only has its numbers
+    written over, so that no module changes."""
+    peft, (config, saved) = _peft(), _read(folder)
     before = (model.peft_config["default"], {n: t.clone() for n, t in _state(model).items()}) if layers(model) else None
     if before and _form(before[0]) == _form(config):
         return _fill(model, saved, folder)
     training = model.training
     take_out(model)
     try:
-        _put(_peft(), config, model)
+        _put(peft, config, model)
         _fill(model, saved, folder)
     except Exception as error:  # peft raises types of its own for targets that the model lacks
         take_out(model)
         if before:
-            _put(_peft(), before[0], model)
-            _peft().set_peft_model_state_dict(model, before[1])
+            _put(peft, before[0], model)
+            peft.set_peft_model_state_dict(model, before[1])
         raise error if isinstance(error, ValueError) else ValueError(f"the adapter {folder} does not fit: {error}") from error
     finally:
         model.train(training)
@@ -192,10 +186,9 @@ def _fill(model: nn.Module, saved: dict[str, torch.Tensor], folder: Path) -> Non
     wanted = _state(model)
     wrong = {"lacks": wanted.keys() - saved.keys(), "also holds": saved.keys() - wanted.keys(),
              "has in another shape": {n for n in wanted.keys() & saved.keys() if wanted[n].shape != saved[n].shape}}
-    found = "; it ".join(f"{verb} {sorted(names)[:4]}" for verb, names in wrong.items() if names)
-    if found:
-        raise ValueError(f"the adapter {folder} is not for this model: of tensors, it {found}. Load it with the model that it "
-                         "was trained on")
+    if parts := [f"{verb} {sorted(names)[:4]}" for verb, names in wrong.items() if names]:
+        raise ValueError(f"the adapter {folder} is not for this model: of tensors, it {'; it '.join(parts)}. Load it with the "
+                         "model that it was trained on")
     _peft().set_peft_model_state_dict(model, saved)
 
 

