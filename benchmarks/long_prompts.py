@@ -27,7 +27,7 @@ from grpolab.train.verify import verify_forward
 RESULTS = Path(__file__).parent / "results" / "long_prompts.json"
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/long_prompts.py"
 PROMPTS, GROUPS, SIZE, COMPLETION, ROUNDS = (64, 460, 1000, 2000), 4, 8, 50, 3
-WAYS = {"once a group": GRPOConfig(), "once a rollout": GRPOConfig(row_width=0)}
+WAYS = {"once a group": GRPOConfig(), "once a rollout": GRPOConfig(share_prompts=False)}
 
 
 def untrained() -> Policy:

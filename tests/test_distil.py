@@ -107,7 +107,7 @@ def test_micro_batches_and_rows_do_not_change_it(student, teacher):
     rollouts = rollouts_of(student)
     for options in ({}, {"vocabulary": "sampled"}):
         whole = gradient(student, teacher, rollouts, **options)
-        for other in ({"token_budget": 1}, {"row_width": 0}):
+        for other in ({"token_budget": 1}, {"share_prompts": False}):
             row, again = gradient(student, teacher, rollouts, **options, **other)
             assert (again - whole[1]).norm() < 1e-4 * whole[1].norm()
             assert row["loss"] == pytest.approx(whole[0]["loss"], rel=1e-4)

@@ -113,7 +113,7 @@ def test_a_long_prompt_is_computed_once_a_group(prompt, monkeypatch):
     texts = [tuple(range(5, 55)) * 20, tuple(range(6, 56)) * 20]
     rollouts = [Rollout(text[:prompt], (7, 8, 9 + g, 10), (1,) * 4, (-1.0,) * 4, (-1.0,) * 4, "eos")
                 for text in texts for g in range(8)]
-    config = GRPOConfig(row_width=32, token_budget=prompt + 8 * 4)
+    config = GRPOConfig(token_budget=prompt + 8 * 4)
 
     def counted(decoder, ids, *rest):
         seen.append(len(ids))
@@ -121,7 +121,7 @@ def test_a_long_prompt_is_computed_once_a_group(prompt, monkeypatch):
 
     monkeypatch.setattr(forward, "states", counted)
     found = []
-    for narrow in (config, dataclasses.replace(config, row_width=0, token_budget=10**6)):
+    for narrow in (config, dataclasses.replace(config, share_prompts=False, token_budget=10**6)):
         grpo_gradient(policy, None, rollouts, torch.linspace(-1, 1, 16), narrow)
         found.append(gradients(policy))
     assert seen == [prompt + 8 * 3] * 2 + [16 * (prompt + 3)]  # the last chosen token predicts nothing

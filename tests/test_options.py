@@ -90,7 +90,7 @@ CASES = {
         "kind": [case(kind="ipo", also={"lr": 0.01}), case(kind="hinge", also={"beta": 0.02})],
         "label_smoothing": [case(label_smoothing=0.2)],
         "length_normalised": [case(length_normalised=True), case(length_normalised=True, also={"kind": "ipo", "lr": 0.01})],
-        "row_width": [case(lambda new, base: new.tokens > base.tokens, row_width=0)],
+        "share_prompts": [case(lambda new, base: new.tokens > base.tokens, share_prompts=False)],
     },
     RewardConfig: OPTIMISATION | {
         "batch_size": [case(batch_size=3)],
@@ -121,7 +121,7 @@ CASES = {
         "kl_coef": [case(kl_coef=0.5)],
         "kl_kind": [case(kl_kind=k, also={"kl_coef": 0.5}) for k in ("k1", "k3")]
                    + [case(kl_kind=k, also=MOVED | {"kl_coef": 0.5, "lr": 0.5}) for k in ("k2", "k3")],
-        "row_width": [case(lambda new, base: new.tokens > base.tokens, row_width=0)],
+        "share_prompts": [case(lambda new, base: new.tokens > base.tokens, share_prompts=False)],
         "exact": [case(lambda new, base: new.attention == EXACT != base.attention, exact=True)],
     },
 }

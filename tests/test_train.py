@@ -152,10 +152,10 @@ def work_of(method, tiny):
     return model, lambda **options: reward_gradient(model, pairs, RewardConfig(margin=0.5, centering=0.01, **options))
 
 
-SMALL = {"token_budget": 1}
+SMALL, APART = {"token_budget": 1}, {"share_prompts": False}
 CUTS = [("sft", {}, {"token_budget": 60}), ("sft", {}, {"pack_width": 120}),
-        *[("grpo", {}, change) for change in ({"token_budget": 40}, {"row_width": 0}, {"token_budget": 100, "row_width": 0})],
-        *[("dpo", kind, change) for change in ({"token_budget": 100}, {"row_width": 0}, SMALL | {"row_width": 60})
+        *[("grpo", {}, change) for change in ({"token_budget": 40}, APART, APART | {"token_budget": 100})],
+        *[("dpo", kind, change) for change in ({"token_budget": 100}, APART, SMALL)
           for kind in ({}, {"kind": "ipo"}, {"kind": "hinge"}, {"length_normalised": True})],
         ("reward_model", {}, {"token_budget": 100}), ("reward_model", {}, SMALL)]
 

@@ -117,11 +117,11 @@ def check_sft(policy, bound):
 def check_dpo(policy, bound):
     draw = draws()
     pairs = [Pair(draw(p), *(Example(draw(n), (1,) * n) for n in ns)) for p, *ns in ((9, 20, 31), (22, 15, 18), (3, 4, 3))]
-    verify_forward(policy, DPOConfig(row_width=110), 40)
+    verify_forward(policy, DPOConfig(), 40)
     sums = torch.stack([plain_logps(policy, p.prompt, s.ids).sum() for p in pairs for s in (p.chosen, p.rejected)]).view(-1, 2)
     losses.dpo_loss(*sums.T, *sums.detach().T, beta=0.1, denominator=3)[0].backward()
     own = gradient(policy)
-    dpo_gradient(policy, pairs, sums.detach(), DPOConfig(row_width=110))
+    dpo_gradient(policy, pairs, sums.detach(), DPOConfig())
     assert_gradient(policy, own, bound)
 
 
@@ -129,14 +129,14 @@ def check_grpo(policy, bound):
     draw = draws()
     pieces = [(p, draw(n)) for p, ns in ((draw(21), (24, 30, 17, 26)), (draw(4), (3, 40, 5))) for n in ns]
     a, tokens = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -0.5, -0.5]), sum(len(t) for _, t in pieces)
-    verify_forward(policy, GRPOConfig(row_width=120), 51)
+    verify_forward(policy, GRPOConfig(), 51)
     rollouts = []
     for (p, t), advantage in zip(pieces, a):
         logps = plain_logps(policy, p, t)
         (-advantage * (logps - logps.detach()).exp().sum() / tokens).backward()
         rollouts.append(Rollout(p, t, (1,) * len(t), tuple(logps.tolist()), tuple(logps.tolist()), "eos"))
     own = gradient(policy)
-    metrics = grpo_gradient(policy, None, rollouts, a, GRPOConfig(row_width=120))
+    metrics = grpo_gradient(policy, None, rollouts, a, GRPOConfig())
     assert_gradient(policy, own, bound)
     assert bound > 0.01 or metrics["logp_diff_max"] < 1e-3
 
@@ -211,10 +211,10 @@ def test_the_probe_goes_past_windows_and_scaling_and_no_further_than_the_data(ti
     seen = []
     policy = policy_of(tiny, "longrope")
     policy.model.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
-    verify_forward(policy, GRPOConfig(row_width=0), 64)
+    verify_forward(policy, GRPOConfig(share_prompts=False), 64)
     assert max(seen) > 20
     seen.clear()
-    verify_forward(policy, GRPOConfig(row_width=0), 18)
+    verify_forward(policy, GRPOConfig(share_prompts=False), 18)
     assert max(seen) <= 18 and way_of(policy, "rollouts") == "rows"
 
 
@@ -237,7 +237,7 @@ def test_the_same_proof_of_the_same_model_is_not_made_twice(tiny):
         verify_forward(policy, GRPOConfig(), 60)
         made.append(len(forwards))
     assert 0 < made[0] == made[1] < made[2]
-    verify_forward(policy, GRPOConfig(row_width=90), 60)
+    verify_forward(policy, GRPOConfig(), 60)
     assert len(forwards) > made[2]
 
 

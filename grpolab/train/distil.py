@@ -55,19 +55,14 @@ class DistilConfig(Optimisation):
     max_new_tokens: int = 32  # longest completion
     beta: float = 1.0  # 1: reverse KL(student || teacher); 0: forward KL; between: Jensen-Shannon
     vocabulary: Literal["full", "sampled"] = "full"  # what is compared: whole distributions, or the sampled tokens
-    row_width: int = 512  # completions of one prompt share rows of so many tokens; 0: one a row
+    share_prompts: bool = True  # compute a prompt once for its completions (Llama-shaped models)
 
     def __post_init__(self):
         super().__post_init__()
         self.check_at_least(1, "prompts_per_step", "group_size", "max_new_tokens")
-        self.check_at_least(0, "row_width")
         self.check_positive("temperature")
         if not 0 <= self.beta <= 1 or self.vocabulary == "sampled" and self.beta != 1:
             raise ValueError(f"beta lies between 0 and 1, and is 1 for sampled tokens (the reverse KL), got {self.beta}")
-
-    @property
-    def packed_width(self) -> int:
-        return self.row_width
 
 
 async def distil(
@@ -149,7 +144,7 @@ def _losses(policy, teacher, rollouts, theirs, config) -> Iterator[tuple]:
     """Each micro-batch's share of the mean divergence."""
     count = kept_tokens(rollouts)
     for part in parts_of(policy, rollouts, config):
-        own, its = (lay_out(members[part], share=config.row_width > 0, pad_id=policy.pad_id) for members in (rollouts, theirs))
+        own, its = (lay_out(members[part], share=config.share_prompts, pad_id=policy.pad_id) for members in (rollouts, theirs))
         with autocast(policy, config):
             hidden = rollout_states(policy, own, checkpointed=config.checkpoint_activations)
         with torch.no_grad(), teacher.acting(), autocast(teacher, config):

@@ -21,19 +21,18 @@ from grpolab.train.verify import verify_forward
 @dataclass(frozen=True)
 class DPOConfig(Optimisation):
     """`batch_size` pairs a step; `beta`, `kind` and `label_smoothing` as in `losses.dpo_loss`, `length_normalised` divides
-    each completion's log-prob by its kept tokens. `row_width` > 0 lets chosen and rejected share their prompt."""
+    each completion's log-prob by its kept tokens."""
 
     batch_size: int = 32  # pairs a step
     beta: float = 0.1  # strength of the tie to the reference
     kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # the loss
     label_smoothing: float = 0.0  # probability that a pair's sides are mislabelled
     length_normalised: bool = False  # divide each log-prob by the completion's length
-    row_width: int = 512  # chosen and rejected share rows of so many tokens; 0: one completion a row
+    share_prompts: bool = True  # compute a prompt once for its completions (Llama-shaped models)
 
     def __post_init__(self):
         super().__post_init__()
         self.check_at_least(1, "batch_size")
-        self.check_at_least(0, "row_width")
         losses.check_dpo_options(self.beta, self.kind, self.label_smoothing)
 
 
@@ -77,7 +76,7 @@ def _losses(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, conf
     for indices in pair_batches(pairs, config):
         part = [pairs[i] for i in indices]
         with autocast(policy, config):
-            logps = pair_logps(policy, part, config.row_width, checkpointed=config.checkpoint_activations)
+            logps = pair_logps(policy, part, config.share_prompts, checkpointed=config.checkpoint_activations)
         yield losses.dpo_loss(
             *logps.T, *ref_logps[indices].to(logps.device).T, beta=config.beta, denominator=denominator, kind=config.kind,
             label_smoothing=config.label_smoothing, lengths=pair_lengths(part, logps) if config.length_normalised else None,
@@ -92,6 +91,6 @@ def implicit_rewards(
     ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
     with torch.no_grad(), policy.lock, evaluating(policy.model), autocast(policy, config):
         for indices in pair_batches(pairs, config):
-            logps[indices] = pair_logps(policy, [pairs[i] for i in indices], config.row_width).cpu()
+            logps[indices] = pair_logps(policy, [pairs[i] for i in indices], config.share_prompts).cpu()
     scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0
     return config.beta * (logps - ref_logps) / scale, logps

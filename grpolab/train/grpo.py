@@ -139,10 +139,10 @@ def check_names(reward: Reward, watch: Iterable[str]) -> None:
 
 def verify_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
-    verify_forward(policy, config, longest, width=config.packed_width)
+    verify_forward(policy, config, longest)
     if config.kl_coef and not isinstance(reference, BasePolicy):  # that is the policy's own forward
         with reference.acting():  # as its log-probs are taken
-            verify_forward(reference, config, longest, width=config.packed_width)
+            verify_forward(reference, config, longest)
 
 
 def grpo_update(
@@ -219,7 +219,7 @@ def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Ten
 
 def parts_of(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> Iterator[slice]:
     """Slices of the rollouts for a forward pass each, within `config.token_budget`: of the tokens that are computed."""
-    if config.packed_width and way_of(policy, "rollouts") == "unpadded":
+    if config.share_prompts and way_of(policy, "rollouts") == "unpadded":
         return distinct_parts(rollouts, config.token_budget)
     return micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget)
 
@@ -231,7 +231,7 @@ def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfi
     for part in parts_of(policy, rollouts, config):
         members = rollouts[part]
         shape = (len(members), max(len(r.tokens) for r in members))
-        layout = lay_out(members, share=config.packed_width > 0, pad_id=policy.pad_id)
+        layout = lay_out(members, share=config.share_prompts, pad_id=policy.pad_id)
         with autocast(policy, config):
             logps, _ = rollout_logps(policy, layout, shape, config.temperature)
         out += [line[: len(r.tokens)].tolist() for line, r in zip(logps, members)]
@@ -258,7 +258,7 @@ def grpo_gradient(
         for part in parts_of(policy, rollouts, config):
             batch = collate(rollouts[part], a[part])
             old = padded(old_logps[part]) if old_logps else None
-            layout = lay_out(rollouts[part], share=config.packed_width > 0, pad_id=policy.pad_id)
+            layout = lay_out(rollouts[part], share=config.share_prompts, pad_id=policy.pad_id)
             with autocast(policy, config):
                 loss_and_metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
             yield loss_and_metrics

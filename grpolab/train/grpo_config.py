@@ -41,7 +41,7 @@ class GRPOConfig(Optimisation):
     refills: int = 0  # times a step that groups without a difference in reward are replaced
     kl_coef: float = 0.0  # coefficient of the KL penalty; 0 needs no reference
     kl_kind: Literal["k1", "k2", "k3", "unbiased"] = "unbiased"  # estimator of the KL divergence
-    row_width: int = 512  # rollouts of one prompt share rows of so many tokens; 0: one rollout a row
+    share_prompts: bool = True  # compute a prompt once for its completions (Llama-shaped models)
     max_logp_diff: tuple[float, float] | None = (0.1, 5.0)  # allowed difference of trainer and sampler: mean, largest
     sampler_cap: float | None = None  # bound of the weights that correct for another sampler
     exact: bool = False  # sample with the trainer's attention (bf16 on a CPU): the first ratio is exactly 1
@@ -49,7 +49,7 @@ class GRPOConfig(Optimisation):
     def __post_init__(self):
         super().__post_init__()
         self.check_at_least(1, "prompts_per_step", "group_size", "inner_epochs", "max_new_tokens", "minibatches")
-        self.check_at_least(0, "refills", "kl_coef", "row_width")
+        self.check_at_least(0, "refills", "kl_coef")
         self.check_positive("temperature")
         cap = 1.0 if self.sampler_cap is None else self.sampler_cap
         losses.check_policy_options(self.objective, self.ratio, self.clip_eps, self.dual_clip, cap)
@@ -59,8 +59,3 @@ class GRPOConfig(Optimisation):
             raise ValueError("group_size=1 never trains: an advantage compares with others of the group. Take at least 2")
         if self.minibatches > self.prompts_per_step:
             raise ValueError(f"minibatches={self.minibatches} must not exceed prompts_per_step={self.prompts_per_step}")
-
-    @property
-    def packed_width(self) -> int:
-        """Tokens of the rows of a forward pass; 0: one rollout a row."""
-        return 0 if self.exact else self.row_width

@@ -29,18 +29,17 @@ from grpolab.train.verify import verify_forward
 
 BLOCK = 8
 FORWARD = 3  # counts changes of what a forward computes: a file of an earlier one is not found
-SHARED = 512  # a row of so many tokens holds a prompt once and its two completions
 UNRELATED = ("_name_or_path", "transformers_version", "architectures")  # entries of a model's configuration
 
 
-def pair_logps(policy: Policy, pairs: Sequence[Pair], row_width: int = 0, checkpointed: bool = False) -> torch.Tensor:
+def pair_logps(policy: Policy, pairs: Sequence[Pair], share: bool = True, checkpointed: bool = False) -> torch.Tensor:
     """log p of each pair's chosen and rejected completion, summed over its kept tokens: (P, 2).
 
-    `row_width` lets the two share a row and their prompt (0: one sequence a row).
+    `share`: the two share their prompt, where the forward allows it.
     """
     sides = [side for p in pairs for side in p.sides]
     mask = collate(sides, torch.zeros(len(sides))).mask.to(policy.device)
-    layout = lay_out(sides, share=row_width > 0, pad_id=policy.pad_id)
+    layout = lay_out(sides, share=share, pad_id=policy.pad_id)
     logps, _ = rollout_logps(policy, layout, mask.shape, 1.0, checkpointed=checkpointed)
     return losses.sequence_logps(logps, mask).view(-1, 2)
 
@@ -103,13 +102,13 @@ def prove_reference(reference: Policy, pairs: Sequence[Pair], config: Optimisati
     if isinstance(reference, BasePolicy):  # the policy's own forward, which is proved
         return
     with reference.acting():  # as its log-probs are taken
-        verify_forward(reference, config, max((p.longest for p in pairs), default=0), width=SHARED)
+        verify_forward(reference, config, max((p.longest for p in pairs), default=0))
 
 
 def _score_block(reference: Policy, pairs: Sequence[Pair], block: int, config: Optimisation) -> torch.Tensor:
     """(up to BLOCK, 2) on the CPU."""
     with torch.no_grad(), reference.lock, reference.acting(), autocast(reference, config):
-        return pair_logps(reference, pairs[block * BLOCK : (block + 1) * BLOCK], SHARED).cpu()
+        return pair_logps(reference, pairs[block * BLOCK : (block + 1) * BLOCK]).cpu()
 
 
 def _compute(reference: Policy, pairs: Sequence[Pair], config: Optimisation) -> torch.Tensor:

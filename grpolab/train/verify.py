@@ -31,19 +31,16 @@ SHORT = 8  # tokens of the shortest sequence, below any window
 SAMPLE = 4096  # entries of each parameter's gradient that are compared
 
 
-def verify_forward(
-    policy: Policy, config: Optimisation, longest: int, what: str = "rollouts", *, width: int | None = None
-) -> str:
+def verify_forward(policy: Policy, config: Optimisation, longest: int, what: str = "rollouts") -> str:
     """The way in which the forward is right for sequences of up to `longest` tokens: returned, and remembered for the model.
 
-    `what` the loop trains on: "rollouts", "examples", or the "rewards" of a RewardModel; `width`, of the rows that they share
-    (default: the configuration's `row_width` or `pack_width`). Logs a warning where the first way is wrong; ValueError where
-    all are. Leaves no gradient, and the model as it is. It computes for a moment, unless the same was verified before, and
-    takes the policy's lock, so call it in the thread of the steps.
+    `what` the loop trains on: "rollouts", "examples" (in rows of `config.pack_width` tokens), or the "rewards" of a
+    RewardModel. Logs a warning where the first way is wrong; ValueError where all are. Leaves no gradient, and the model as it
+    is. It computes for a moment, unless the same was verified before, and takes the policy's lock, so call it in the thread
+    of the steps.
     """
     with policy.lock:
-        width = getattr(config, "row_width", getattr(config, "pack_width", 0)) if width is None else width
-        verified, training = verified_of(policy), policy.model.training
+        verified, training, width = verified_of(policy), policy.model.training, getattr(config, "pack_width", 0)
         key = (what, width, longest, config.autocast, config.checkpoint_activations, training)
         if key not in verified:
             verified[key] = _first_right(policy, config, longest, what, width)
@@ -118,19 +115,13 @@ class Task:
 
 
 def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
-    """Completions that share a prompt in a row of `width` tokens, a long rollout and a short one: their logps."""
-    draw, row = _tokens(policy), _positions(policy, width or min(longest, 64), least=6)
-    prompt = draw(max(1, min(row // 3, longest // 2)))
-    each = max(1, min(longest - len(prompt), (row - len(prompt)) // 2))
-    sizes = [each] * max(2, (row - len(prompt)) // each)
-    if (rest := row - len(prompt) - sum(sizes)) > 0:
-        sizes.append(rest)
-    pieces = [(prompt, draw(n)) for n in sizes]
-    for n in (_positions(policy, longest), max(2, min(SHORT, longest))):  # and a long prompt of two, shared without rows too
-        first = draw((n + 1) // 2)
-        pieces += [(first, draw(n // 2)), (first, draw(max(1, n // 4)))]
+    """Completions that share a prompt, of the longest rollouts and of short ones: their logps."""
+    draw, pieces = _tokens(policy), []
+    for n in (_positions(policy, longest), max(2, min(SHORT, longest))):
+        prompt = draw((n + 1) // 2)
+        pieces += [(prompt, draw(size)) for size in (n // 2, max(1, n // 4), max(1, n // 3))]
     rollouts = [Rollout(p, t, (1,) * len(t), (0.0,) * len(t), (0.0,) * len(t), "probe") for p, t in pieces]
-    layout = lay_out(rollouts, share=width > 0, pad_id=policy.pad_id)
+    layout = lay_out(rollouts, pad_id=policy.pad_id)
     written = torch.arange(max(len(t) for _, t in pieces)) < torch.tensor([[len(t)] for _, t in pieces])
 
     def ours(**how):
