@@ -227,7 +227,7 @@ def test_a_reward_model_is_proved_too(tiny, monkeypatch):
 
 
 def test_the_same_proof_of_the_same_model_is_not_made_twice(tiny):
-    """Another width, or a changed module, is proved anew."""
+    """Other lengths, or a changed module, are proved anew."""
     policy, forwards = copied(tiny), []
     count = policy.model.forward
     policy.model.forward = lambda *args, **options: forwards.append(1) or count(*args, **options)
@@ -237,7 +237,7 @@ def test_the_same_proof_of_the_same_model_is_not_made_twice(tiny):
         verify_forward(policy, GRPOConfig(), 60)
         made.append(len(forwards))
     assert 0 < made[0] == made[1] < made[2]
-    verify_forward(policy, GRPOConfig(), 60)
+    verify_forward(policy, GRPOConfig(), 70)
     assert len(forwards) > made[2]
 
 
