@@ -10,8 +10,9 @@ from test_losses import token_logps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from grpolab.decode.audit import audit
-from grpolab.decode.engines import attention, llama
+from grpolab.decode.engines import attention
 from grpolab.decode.engines.hf import HFEngine
+from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.decode.verify import choose_engine
@@ -51,8 +52,8 @@ def test_models_without_such_a_cache_are_refused_by_name_and_remedy(name):
 
 
 def test_auto_takes_the_hf_engine_when_the_check_fails(monkeypatch, caplog):
-    rotate = llama._rotate
-    monkeypatch.setattr(llama, "_rotate", lambda x, *rotation: (rotate(x, *rotation), x.mul_(1.01)))
+    rotate = LlamaEngine._rotate
+    monkeypatch.setattr(LlamaEngine, "_rotate", lambda self, h, rotation: (rotate(self, h, rotation), h.mul_(1.01)))
     with caplog.at_level(logging.WARNING):
         assert isinstance(choose_engine(tiny_policy()), HFEngine)
     assert "logits differ by" in caplog.text

@@ -192,7 +192,7 @@ def scale_the_attention_of_fp32(monkeypatch):
 
     def crooked(self, *args):
         honest(self, *args)
-        self.scaling *= 1.02 if self.dtype == torch.float32 else 1
+        self.scaling *= 1.02 if self.fp32 else 1
 
     monkeypatch.setattr("grpolab.decode.verify.disagreement", lambda *_: None)  # it would choose another
     monkeypatch.setattr(llama.LlamaEngine, "__init__", crooked)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,14 +10,15 @@ from grpolab.models.lora import effective_weight
 
 
 class PackedLinear:
-    """y = x W^T + b for stacked weights, copied from the live parameters by `refresh`; order: a permutation of the output rows.
+    """y = (x * scale) W^T + b for stacked weights, copied from the live parameters by `refresh`.
 
-    `packed` in oneDNN's blocked layout: MKL is weak at few rows on some machines, and oneDNN gives a row the same bits at every
-    row count.
+    norm   the norm before it, whose weight is the scale, or None; order: a permutation of the output rows, or None.
+    packed  in oneDNN's blocked layout: MKL is weak at few rows on some machines, and oneDNN gives a row the same bits at every
+            row count
     """
 
-    def __init__(self, modules: Sequence[nn.Linear], packed: bool = True, order: torch.Tensor | None = None):
-        self.modules, self.pack, self.order = modules, packed, order
+    def __init__(self, modules: list[nn.Linear], packed: bool = True, norm: nn.Module | None = None, order=None):
+        self.modules, self.pack, self.norm, self.order = modules, packed, norm, order
         self.refresh()
 
     @torch.no_grad()
@@ -29,13 +28,15 @@ class PackedLinear:
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
         if self.order is not None:
             weight, bias = weight[self.order], None if bias is None else bias[self.order]
+        if self.norm is not None:
+            weight = weight * self.norm.weight
         self.bias, self.packed = bias, _pack(weight) if self.pack else None
         self.weight = weight if self.packed is None else None
 
     @property
     def bytes(self) -> int:
         """What the copy takes beside the parameters; 0 where it is the one parameter itself."""
-        copied = self.packed is not None or len(self.modules) > 1 or self.order is not None
+        copied = self.packed is not None or len(self.modules) > 1 or self.order is not None or self.norm is not None
         return sum(m.weight.numel() * m.weight.element_size() for m in self.modules) if copied else 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -22,42 +22,50 @@ class LlamaEngine:
     """Llama-shaped models (RMSNorm, rotary positions, grouped queries, gated MLP) read straight from their parameters.
 
     Fused QKV and gate/up products. Keys are stored transposed, (L, slots, H, D, T), so that a step's scores are one batched
-    product over contiguous time. It rounds as transformers does, in the same order, which is what makes exact mode possible.
-    `single`: a batch of one row, for which calls matter more than throughput; otherwise one row is computed as two, since
-    alone it takes kernels with other last bits.
+    product over contiguous time. In fp32 norm weights are folded into the products and the two halves of a head are
+    interleaved, so that a rotation is one complex product. In bf16 and fp16 it rounds as transformers does, in the same order,
+    which is what makes exact mode possible. `single`: a batch of one row, for which calls matter more than throughput;
+    otherwise one row is computed as two, since alone it takes kernels with other last bits.
     """
 
     name, verified = "llama", False
 
     def __init__(self, model, single: bool = False):
         self.model, config, base = model, model.config, model.model
-        self.context, self.single = steady_context(config), single
+        self.context = steady_context(config)
         weight = base.embed_tokens.weight
         self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
         self.min_rows = 1 if single else 2
-        self.layers, self.heads = list(base.layers), config.num_key_value_heads
-        self.size, self.scaling = self.layers[0].self_attn.head_dim, self.layers[0].self_attn.scaling
+        self.layers, self.fp32 = list(base.layers), weight.dtype == torch.float32
+        self.heads = config.num_key_value_heads
+        self.size = self.layers[0].self_attn.head_dim
         self.groups = config.num_attention_heads // self.heads
+        self.eps = torch.tensor(base.norm.variance_epsilon, device=self.device)
+        self.scaling = self.layers[0].self_attn.scaling
         self.normed = hasattr(self.layers[0].self_attn, "q_norm")
         self.act = F.silu if config.hidden_act in ("silu", "swish") else self.layers[0].mlp.act_fn
-        self.table = None
+        self.halves = torch.arange(self.size, device=self.device).view(2, -1).t().reshape(-1)  # interleaves them
+        self.table, self._single = None, single
         self.layer_products = [self._layer_products(layer) for layer in self.layers]
-        self.head = self._product(model.lm_head)
+        self.head = self._product([model.lm_head], base.norm)
 
-    def _product(self, *modules, order=None) -> PackedLinear:
-        return PackedLinear(modules, not self.single or modules[0].weight.numel() >= SMALL, order)
+    def _product(self, modules, norm=None, order=None) -> PackedLinear:
+        packed = not self._single or modules[0].weight.numel() >= SMALL
+        return PackedLinear(modules, packed, norm if self.fp32 else None, order)
 
     def _layer_products(self, layer) -> list[PackedLinear]:
         a, m = layer.self_attn, layer.mlp
-        return [self._product(a.q_proj, a.k_proj, a.v_proj, order=self._qkv_order()), self._product(a.o_proj),
-                self._product(m.gate_proj, m.up_proj), self._product(m.down_proj)]
+        return [self._product([a.q_proj, a.k_proj, a.v_proj], layer.input_layernorm, self._qkv_order()),
+                self._product([a.o_proj]),
+                self._product([m.gate_proj, m.up_proj], layer.post_attention_layernorm), self._product([m.down_proj])]
 
     def _qkv_order(self) -> torch.Tensor:
         """Rows of the stacked q, k, v weights so that each key/value head has its g queries, its key and its value."""
-        heads, groups = self.heads, self.groups
-        rows = torch.arange(heads * (groups + 2) * self.size, device=self.device).view(-1, self.size)
-        queries, keys, values = rows.split([heads * groups, heads, heads])
-        return torch.cat((queries.view(heads, groups, -1), keys[:, None], values[:, None]), 1).view(-1)
+        heads, groups, size = self.heads, self.groups, self.size
+        rows = torch.arange(heads * (groups + 2) * size, device=self.device).view(-1, size)
+        turned = rows[:, self.halves] if self.fp32 else rows
+        q, k = turned[: heads * groups].view(heads, groups, size), turned[heads * groups: heads * (groups + 1), None]
+        return torch.cat((q, k, rows[heads * (groups + 1):, None]), 1).view(-1)
 
     def products(self) -> list[PackedLinear]:
         return [*(product for layer in self.layer_products for product in layer), self.head]
@@ -97,22 +105,22 @@ class LlamaEngine:
         if width > 1:
             positions = positions + torch.arange(width, device=self.device)
         rotation = [t.index_select(0, positions.reshape(-1)) for t in self._rotations(window)]
-        attend = self._attention(cache, positions, attention.mask_bias(positions, window, self.dtype))
+        bias = attention.mask_bias(positions, window, self.dtype)
+        attend = self._attention(cache, positions, bias)
         x = F.embedding(tokens.reshape(-1), self.model.model.embed_tokens.weight)
         for i, (layer, (qkv, out, gate_up, down)) in enumerate(zip(self.layers, self.layer_products)):
-            h = qkv(_norm(x, layer.input_layernorm)).view(n * width, self.heads, self.groups + 2, self.size)
-            if self.normed:  # Qwen3: each query and key
-                h[:, :, : self.groups] = _norm(h[:, :, : self.groups], layer.self_attn.q_norm)
-                h[:, :, self.groups] = _norm(h[:, :, self.groups], layer.self_attn.k_norm)
-            _rotate(h[:, :, :-1], *rotation)
+            h = qkv(self._norm(x, layer.input_layernorm)).view(n * width, self.heads, self.groups + 2, self.size)
+            if self.normed:
+                self._norm_heads(h, layer.self_attn)
+            self._rotate(h, rotation)
             x.add_(out(attend(i, h)))
-            gate, up = gate_up(_norm(x, layer.post_attention_layernorm)).chunk(2, -1)
+            gate, up = gate_up(self._norm(x, layer.post_attention_layernorm)).chunk(2, -1)
             x.add_(down(self.act(gate).mul_(up)))
         if width > 1:
             x = x.view(n, width, -1)[torch.arange(n, device=self.device), last]
         if n < self.min_rows:
             x = x.expand(self.min_rows, -1).contiguous()
-        return self.head(_norm(x, self.model.model.norm))[:n].float()
+        return self.head(self._norm(x, self.model.model.norm))[:n].float()
 
     def _attention(self, cache: SlotCache, positions: torch.Tensor, bias: torch.Tensor):
         """The attention of layer i over slots 0..n-1, after writing its keys and values: h (n*W, H, g + 2, D) of queries,
@@ -128,12 +136,7 @@ class LlamaEngine:
             q, k, v = self._by_head(h, n, width)
             all_keys.index_put_(write_at, k)
             all_values.index_put_(write_at, v)
-            if width == 1:
-                weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
-                return torch.bmm(weights, values).view(n, -1)
-            keys, values = keys.unflatten(0, (n, -1)), values.unflatten(0, (n, -1))
-            mixed = matmul_attention(q.flatten(1, 2), keys, values, bias[:, None], self.scaling)
-            return mixed.transpose(1, 2).reshape(n * width, -1)
+            return self._attend(q, keys, values, bias, n, width)
 
         return attend
 
@@ -147,6 +150,45 @@ class LlamaEngine:
             cache.views = (n, window), torch.arange(rows, device=self.device)[:, None], layers
         return cache.views[1:]
 
+    def _norm(self, x: torch.Tensor, module) -> torch.Tensor:
+        """RMSNorm; in fp32 without the weight, which the next product carries."""
+        if self.fp32:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x * torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        wide = x.float()
+        wide.mul_(wide.pow(2).mean(-1, keepdim=True).add_(module.variance_epsilon).rsqrt_())
+        return wide.to(x.dtype).mul_(module.weight)
+
+    def _norm_heads(self, h: torch.Tensor, attention) -> None:
+        """Qwen3's norms over each query and key of h (m, H, g + 2, D), in place."""
+        queries, keys = h[:, :, : self.groups], h[:, :, self.groups]
+        for part, module in ((queries, attention.q_norm), (keys, attention.k_norm)):
+            normed = self._norm(part, module)
+            part.copy_(normed * module.weight[self.halves] if self.fp32 else normed)
+
+    def _rotations(self, width: int) -> tuple[torch.Tensor, ...]:
+        """fp32: cos + i sin, (T, 1, 1, D/2). Else cos and sin with rotate_half's sign folded in, each (T, 1, 1, D)."""
+        if self.table is None or self.table[0].shape[0] < width:
+            self.table = self._table(round_up(width, 256))
+        return self.table
+
+    def _table(self, width: int) -> tuple[torch.Tensor, ...]:
+        positions, half = torch.arange(width, device=self.device)[None], self.size // 2
+        rotary = self.model.model.rotary_emb
+        cos, sin = (t[0, :, None, None] for t in rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions))
+        if self.fp32:
+            return (torch.complex(cos[..., :half], sin[..., :half]),)
+        return cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+    def _rotate(self, h: torch.Tensor, rotation) -> None:
+        """Turn the queries and keys of h (m, H, g + 2, D) by their positions, in place."""
+        if self.fp32:
+            torch.view_as_complex(h.view(*h.shape[:3], -1, 2))[:, :, :-1].mul_(rotation[0])
+        else:
+            (cos, sin), turned = rotation, h[:, :, :-1]
+            across = turned.roll(self.size // 2, -1).mul_(sin)
+            turned.mul_(cos).add_(across)
+
     def _by_head(self, h: torch.Tensor, n: int, width: int) -> tuple[torch.Tensor, ...]:
         """h (n*W, H, g + 2, D) -> queries, which a step keeps as (n*H, g, D), else (n, H, g, W, D); k, v (n*H, W, D)."""
         if width == 1:
@@ -155,24 +197,13 @@ class LlamaEngine:
         h = h.view(n, width, self.heads, self.groups + 2, self.size).permute(0, 2, 3, 1, 4)
         return h[:, :, :-2], h[:, :, -2].flatten(0, 1), h[:, :, -1].flatten(0, 1)
 
-    def _rotations(self, width: int) -> tuple[torch.Tensor, ...]:
-        """cos, and sin with rotate_half's sign folded in, by position: (T, 1, 1, D) each."""
-        if self.table is None or self.table[0].shape[0] < width:
-            positions, empty = torch.arange(round_up(width, 256), device=self.device)[None], torch.empty(0, dtype=self.dtype)
-            cos, sin = (t[0, :, None, None] for t in self.model.model.rotary_emb(empty.to(self.device), positions))
-            a, b = sin.chunk(2, -1)
-            self.table = cos.contiguous(), torch.cat((-a, b), -1)
-        return self.table
-
-
-def _norm(x: torch.Tensor, module) -> torch.Tensor:
-    """RMSNorm over the last dimension, in fp32."""
-    wide = x.float()
-    wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(module.variance_epsilon).rsqrt_()
-    return wide.to(x.dtype).mul_(module.weight)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn queries and keys x (m, H, g + 1, D) by their positions, in place."""
-    across = x.roll(x.shape[-1] // 2, -1).mul_(sin)
-    x.mul_(cos).add_(across)
+    def _attend(self, q, keys, values, bias, n: int, width: int) -> torch.Tensor:
+        """Queries of `_by_head`, keys (n*H, D, T), values (n*H, T, D) -> (n*W, q_heads*D)."""
+        if width > 1:
+            q, keys, values = q.flatten(1, 2), keys.unflatten(0, (n, -1)), values.unflatten(0, (n, -1))
+            return matmul_attention(q, keys, values, bias[:, None], self.scaling).transpose(1, 2).reshape(n * width, -1)
+        if self.fp32:
+            weights = torch.baddbmm(bias, q, keys, alpha=self.scaling).softmax(-1)
+        else:
+            weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
+        return torch.bmm(weights, values).view(n, -1)
