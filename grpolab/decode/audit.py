@@ -110,7 +110,7 @@ def sabotage(sampler, fault: str):
     def swapped(tokens, start, last, cache, window):
         if tokens.shape[1] == 1:
             rows = range(sampler._scheduler.rows.n)  # without a row of padding
-            cache.put(rows, cache, [*rows[-1:], *rows[:-1]], window)
+            sampler._scheduler.store.move(rows, [*rows[-1:], *rows[:-1]], window)
         return forward(tokens, start, last, cache, window)
 
     patches = dict(zip(FAULTS, (

@@ -62,9 +62,9 @@ def prefill_batches(prompts: Sequence[Pending], epoch: int) -> list[tuple[list[P
     return batches
 
 
-def prefill(engine, prompts: list[Pending], width: int, behind: int, epoch: int) -> tuple[float, int]:
+def prefill(engine, prompts: list[Pending], width: int, behind: int, epoch: int, unit: int) -> tuple[float, int]:
     """Feed prompts, except the positions that their conversation has cached: up to `width` columns after up to `behind` cached
-    ones. They get their cache and their logits. Returns seconds, and the tokens fed."""
+    ones. They get their cache, whose width is a multiple of `unit`, and their logits. Returns seconds, and the tokens fed."""
     started, device = time.perf_counter(), engine.device
     cached = [p.cached(epoch) for p in prompts]
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -72,7 +72,7 @@ def prefill(engine, prompts: list[Pending], width: int, behind: int, epoch: int)
         tokens[i, : len(p.ids) - cached[i]] = torch.tensor(p.ids[cached[i]:])
     tokens, start = tokens.to(device), torch.tensor(cached, device=device)
     last = torch.tensor([len(p.ids) - 1 for p in prompts], device=device) - start
-    cache = engine.allocate(len(prompts), round_up(behind + width, WINDOW))
+    cache = engine.allocate(len(prompts), round_up(behind + width, unit))
     for i, p in enumerate(prompts):
         if cached[i]:
             cache.put([i], p.request.prefix.cache, [0], cached[i])

@@ -2,7 +2,8 @@
 
 A rollout in progress is a row; the rows in progress are always 0..n-1: the last row moves into the gap of a finished one
 (compaction), waiting rollouts are appended (refill). Each row has its own position, so rows of any length share a batch.
-Which prompts enter, and how they are fed, is decided in `prefill.py`. No threads here: one caller at a time.
+Where their keys and values are is decided in `cache.py`; which prompts enter, and how they are fed, in `prefill.py`. No
+threads here: one caller at a time.
 
 An error of a callback, of a tokenizer or from NaN logits fails its own request; one of the model fails the requests that were
 in that prefill or step. The others go on.
@@ -16,14 +17,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from grpolab.decode.batch import Batch
-from grpolab.decode.cache import WINDOW, SlotCache, grown, round_up
+from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
 from grpolab.decode.requests import Owner, Pending, Prefix, Request, Stats, no_room, settle
 from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed, uniforms_on
 from grpolab.decode.snapshot import update
 from grpolab.rollouts import Rollout
+
+BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looking is free and it is 1
 
 
 class Scheduler:
@@ -37,13 +41,14 @@ class Scheduler:
         self.cache_bytes = free_bytes(self.device) // 5
         fitting = self.cache_bytes // (engine.bytes_per_token() * min(policy.context, 1024))
         self.slots = slots or 1 << (max(8, min(512, fitting)).bit_length() - 1)
+        self.block = BLOCK if self.device.type == "cuda" else 1
         self.requests: list[Request] = []  # that have unfinished rollouts
         self.waiting: deque[Pending] = deque()
         self._clear_rows()
 
     def _clear_rows(self) -> None:
         self.rows, self.owners = Batch(self.slots + self.engine.min_rows), []
-        self.cache: SlotCache | None = None
+        self.store = store_for(self.engine, self.slots)
         self._rows_changed()
 
     def _rows_changed(self) -> None:
@@ -77,7 +82,7 @@ class Scheduler:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Admit what fits, then one decode step for every row."""
+        """Admit what fits, then one decode step (a block of them on a GPU) for every row."""
         may_admit = self._refresh()
         self._drop_ended()
         if may_admit:
@@ -98,7 +103,7 @@ class Scheduler:
         self._clear_rows()
 
     def _fail_rows(self, error: BaseException) -> None:
-        """As `fail_all` for the rows alone. Their cache may be half written: it is made anew."""
+        """As `fail_all` for the rows alone. Their store may be half written: it is made anew."""
         for owner in self.owners:
             settle(owner.request.future, error=error)
         self._clear_rows()
@@ -148,13 +153,14 @@ class Scheduler:
         """Fill free rows with waiting rollouts; prompts are prefilled together, at most one stays partly admitted."""
         if not self.waiting or self.rows.n >= self.slots:
             return
-        wanted = ((round_up(len(p.ids) + p.limit(self.context), WINDOW), len(p.samples)) for p in self.waiting)
-        memory, longest = self.cache_bytes // self.engine.bytes_per_token(), round_up(self.rows.longest(), WINDOW)
-        counts = admit(wanted, self.rows.n, longest, self.slots, memory)
+        room, context = self.store.room, self.context
+        wanted = ((room(len(p.ids) + p.limit(context)), len(p.samples)) for p in self.waiting)
+        memory = self.cache_bytes // self.engine.bytes_per_token()
+        counts = admit(wanted, self.rows.n, room(self.rows.longest()), self.slots, memory)
         chosen = [(p, count) for p, count in zip(self.waiting, counts) if count]
         for batch, *widths in prefill_batches([p for p, _ in chosen if p.cache is None], self.epoch):
             try:
-                seconds, fed = prefill(self.engine, batch, *widths, self.epoch)
+                seconds, fed = prefill(self.engine, batch, *widths, self.epoch, self.store.unit)
                 self.stats.prefill_seconds += seconds
                 self.stats.prefill_tokens += fed
             except BaseException as error:
@@ -185,54 +191,57 @@ class Scheduler:
             ends = request.eos.union(request.params.stop_ids)
             rows.append(len(p.ids), p.limit(self.context), request.seeds[p.index][g], sorted(ends))
         self._rows_changed()
-        self._fit(rows.n, max(len(p.ids) for p, _ in entering))
-        by_cache: dict[int, list[tuple[int, Pending]]] = {}
-        for row, (p, _) in enumerate(entering, first):
-            by_cache.setdefault(id(p.cache), []).append((row, p))
-        for members in by_cache.values():
-            slots, prompts = zip(*members)
-            self.cache.put(slots, prompts[0].cache, [p.row for p in prompts], max(len(p.ids) for p in prompts))
+        self.store.enter(first, [Prefilled(p.cache, p.row, len(p.ids)) for p, _ in entering], rows.longest())
         logits = torch.stack([p.logits for p, _ in entering])
         u = uniforms_on(self.device, rows.uniforms(first, 1)[0])
-        self._record(first, draw_mixed(logits, u, kinds_of(self.owners[first:], self.device)))
-
-    def _fit(self, rows: int, width: int) -> None:
-        """Make room for so many rows of so many positions."""
-        most = self.slots + self.engine.min_rows
-        self.cache = grown(self.cache, self.engine, most, rows, width, self.rows.longest())
+        self._record(first, [draw_mixed(logits, u, kinds_of(self.owners[first:], self.device))])
 
     # -------------------------------------------------------------- decode
 
     def _decode(self) -> None:
-        rows, n, started = self.rows, self.rows.n, time.perf_counter()
+        rows, n = self.rows, self.rows.n
         padded = self.engine.rows(n)
         rows.token[n:padded] = rows.position[n:padded] = 0
-        window = round_up(int(rows.position[:n].max()) + 1, WINDOW)
-        self._fit(padded, window)
+        steps = 1 if self.with_strings else min(self.block, int((rows.limit - rows.count)[:n].min()))
+        window = round_up(int(rows.position[:n].max()) + steps, self.store.unit)
+        self.store.fit(rows.position[:n], padded, steps, rows.longest())
+        u, kinds = uniforms_on(self.device, rows.uniforms(0, steps)), self.kinds
         tokens, start = (torch.from_numpy(a[:padded]).to(self.device) for a in (rows.token, rows.position))
-        logits = self.engine.forward(tokens[:, None], start, None, self.cache, window)[:n]
+        drawn, forward_seconds, started = [], 0.0, time.perf_counter()
+        for i in range(steps):
+            before = time.perf_counter()
+            logits = self.engine.forward(tokens[:, None], start, None, self.store.cache, window)[:n]
+            forward_seconds += time.perf_counter() - before
+            drawn.append(draw_mixed(logits, u[i], kinds))
+            if i + 1 < steps:
+                tokens, start = F.pad(drawn[-1].tokens, (0, padded - n)), start + 1
         synchronize(self.device)
-        forwarded = time.perf_counter()
-        drawn = draw_mixed(logits, uniforms_on(self.device, rows.uniforms(0, 1)[0]), self.kinds)
-        synchronize(self.device)
-        self.stats.steps += 1
-        self.stats.row_steps += n
-        self.stats.decode_seconds += forwarded - started
-        self.stats.sample_seconds += time.perf_counter() - forwarded
+        seconds = time.perf_counter() - started
+        if self.device.type == "cuda":  # the clock sees launches only, the block is counted as forward as a whole
+            forward_seconds = seconds
+        self.stats.steps += steps
+        self.stats.row_steps += n * steps
+        self.stats.decode_seconds += forward_seconds
+        self.stats.sample_seconds += seconds - forward_seconds
         self._record(0, drawn)
 
-    def _record(self, first: int, drawn: Draw) -> None:
-        """Append a drawn token to each of the rows first.. and finish those that are done."""
-        rows, alive = self.rows, np.arange(first, self.rows.n)
-        columns = (drawn.tokens, drawn.logps, drawn.raw_logps, drawn.kept_mass)
-        rows.extend(alive, *(None if t is None else t.cpu().numpy() for t in columns))
-        self.stats.new_tokens += len(alive)
-        done = self._ended(alive)
+    def _record(self, first: int, drawn: list[Draw]) -> None:
+        """Append drawn tokens, one Draw a step, to rows first.. and finish those that are done."""
+        rows, alive, done = self.rows, np.arange(first, self.rows.n), {}
+        counted = rows.count[first : rows.n].copy() if self.streamed else None
+        for step in drawn:
+            columns = [None if t is None else t.cpu().numpy()[alive - first]
+                       for t in (step.tokens, step.logps, step.raw_logps, step.kept_mass)]
+            rows.extend(alive, *columns)
+            self.stats.new_tokens += len(alive)
+            ended = self._ended(alive)
+            done |= ended
+            alive = np.array([i for i in alive if i not in ended], dtype=np.int64) if ended else alive
         for i in self.streamed:
             if i >= first and not isinstance(done.get(i), BaseException):
-                owner, (tokens, logps, *_) = self.owners[i], rows.drawn(i)
+                owner, new = self.owners[i], slice(int(counted[i - first]), None)
                 try:
-                    owner.request.on_tokens(owner.index, owner.sample, tokens[-1:].tolist(), logps[-1:].tolist())
+                    owner.request.on_tokens(owner.index, owner.sample, *(a[new].tolist() for a in rows.drawn(i)[:2]))
                 except BaseException as error:  # it fails its own request alone
                     settle(owner.request.future, error=error)
         self._finish(done)
@@ -284,18 +293,16 @@ class Scheduler:
             elif not request.future.done():
                 if request.prefix is not None:
                     length, epoch = int(rows.position[i]), self.epoch if owner.epoch == self.epoch else -1
-                    request.prefix = Prefix(self.cache.copy(i, length), length, epoch)
+                    request.prefix = Prefix(self.store.take(i, length), length, epoch)
                 tokens, logps, raw_logps, mass = (tuple(a.tolist()) for a in rows.drawn(i))
                 finished.append((owner, Rollout(
                     request.prompts[owner.index], tokens, (1,) * len(tokens), logps, raw_logps, done[i],
                     request.seeds[owner.index][owner.sample], owner.version,
                     kept_mass=mass if request.params.truncates else ())))
-            if broken:
-                self.cache.clear(i)  # it may hold NaN
+            self.store.release(i, broken)
         moves = rows.compact(order)
         if moves:
-            to, of = zip(*moves)
-            self.cache.put(to, self.cache, of, int(rows.position[: rows.n].max()))
+            self.store.move(*zip(*moves), int(rows.position[: rows.n].max()))
         for to, of in moves:
             self.owners[to] = self.owners[of]
         del self.owners[rows.n:]

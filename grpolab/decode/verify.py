@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grpolab.decode.cache import WINDOW, SlotCache, round_up
+from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
 from grpolab.decode.engines.attention import restore_attention, share_attention
 from grpolab.decode.engines.hf import HFEngine, takes
 from grpolab.decode.engines.llama import LlamaEngine
@@ -245,7 +245,7 @@ def disagreement(engine, model) -> str | None:
 
 def _probe_lengths(model) -> list[int]:
     room = min(steady_context(model.config), 64) - STEPS
-    return [max(1, min(length, room)) for length in (13, 5, 2 * WINDOW - 1)]  # the last one's steps widen the window
+    return [max(1, min(length, room)) for length in (13, 5, PAGE - 1)]  # the last one's steps cross into a second page
 
 
 def _own_logits(model, ids, lengths, steps) -> Tensor:
@@ -258,20 +258,26 @@ def _own_logits(model, ids, lengths, steps) -> Tensor:
 def cached_logits(engine, ids: Tensor, lengths: list[int], steps: int) -> Tensor:
     """Logits (n, steps + 1, V) after each of the last positions: ids (n, .), prefill to lengths, then `steps` steps."""
     ends = torch.tensor(lengths, device=engine.device)
-    window = round_up(max(lengths) + steps, WINDOW)
-    cache = engine.allocate(engine.rows(len(lengths)), window)
+    window = round_up(max(lengths) + steps, store_for(engine, 1).unit)
+    cache = engine.allocate(len(lengths), window)
     first = engine.forward(ids[:, : max(lengths)], torch.zeros_like(ends), ends - 1, cache, window)
-    return torch.stack([first, *stepped(engine, ids, cache, lengths, steps)], 1)
+    prompts = [Prefilled(cache, i, length) for i, length in enumerate(lengths)]
+    return torch.stack([first, *stepped(engine, ids, prompts, steps)], 1)
 
 
-def stepped(engine, ids: Tensor, cache: SlotCache, lengths: list[int], steps: int) -> list[Tensor]:
-    """Logits (n, V) of each of the steps that follow the prompts ids[i, :lengths[i]] in row i of the cache."""
-    ends, more = torch.tensor(lengths, device=ids.device), engine.rows(len(lengths)) - len(lengths)
-    out = []
+def stepped(engine, ids: Tensor, prompts: list[Prefilled], steps: int) -> list[Tensor]:
+    """Logits (n, V) of each of the steps that follow these prompts, which are ids[i, :length]."""
+    n, lengths = len(prompts), np.array([p.length for p in prompts])
+    store, rows, out = store_for(engine, n), engine.rows(n), []
+    longest = int(lengths.max()) + steps
+    window = round_up(longest, store.unit)
+    store.enter(0, prompts, longest)
+    store.fit(lengths, rows, steps, longest)
+    ends = torch.from_numpy(lengths).to(ids.device)
     for t in range(steps):
-        tokens, start = F.pad(ids.gather(1, (ends + t)[:, None]), (0, 0, 0, more)), F.pad(ends + t, (0, more))
-        window = round_up(max(lengths) + t + 1, WINDOW)
-        out.append(engine.forward(tokens, start, None, cache, window)[: len(lengths)])
+        tokens, start = ids.gather(1, (ends + t)[:, None]), ends + t
+        tokens, start = F.pad(tokens, (0, 0, 0, rows - n)), F.pad(start, (0, rows - n))
+        out.append(engine.forward(tokens, start, None, store.cache, window)[:n])
     return out
 
 
@@ -289,15 +295,12 @@ def batch_dependence(engine, rows: int = 7, steps: int = 2) -> float:
     prompts = []
     for row, length in zip(ids, lengths):  # a prompt's columns are padded by its own length alone, as the scheduler does
         width = round_up(length, 8)
-        cache, end = engine.allocate(1, round_up(width, WINDOW)), torch.tensor([length - 1], device=engine.device)
+        cache, end = engine.allocate(1, round_up(width, PAGE)), torch.tensor([length - 1], device=engine.device)
         engine.forward(F.pad(row[None, :length], (0, width - length)), torch.zeros_like(end), end, cache, width)
-        prompts.append(cache)
+        prompts.append(Prefilled(cache, 0, length))
 
     def together(order: list[int]) -> dict[int, Tensor]:
-        cache = engine.allocate(engine.rows(len(order)), round_up(max(lengths[i] for i in order) + steps, WINDOW))
-        for place, i in enumerate(order):
-            cache.put([place], prompts[i], [0], lengths[i])
-        out = stepped(engine, ids[order], cache, [lengths[i] for i in order], steps)
+        out = stepped(engine, ids[order], [prompts[i] for i in order], steps)
         return {row: torch.stack([logits[place] for logits in out]) for place, row in enumerate(order)}
 
     whole = together(list(range(rows)))

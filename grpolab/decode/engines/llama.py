@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from grpolab.decode.cache import SlotCache, round_up
+from grpolab.decode.cache import PAGE, Pages, SlotCache, round_up
 from grpolab.decode.engines import attention
-from grpolab.decode.engines.attention import matmul_attention
+from grpolab.decode.engines.attention import EXACT, matmul_attention
 from grpolab.decode.packed_weights import PackedLinear
-from grpolab.models.load import steady_context
+from grpolab.models.load import attention_of, steady_context
 
 SMALL = 2**17  # for one row, weights with fewer entries than this are read faster than a packed product is called
 
@@ -21,11 +21,12 @@ SMALL = 2**17  # for one row, weights with fewer entries than this are read fast
 class LlamaEngine:
     """Llama-shaped models (RMSNorm, rotary positions, grouped queries, gated MLP) read straight from their parameters.
 
-    Fused QKV and gate/up products. Keys are stored transposed, (L, slots, H, D, T), so that a step's scores are one batched
-    product over contiguous time. In fp32 norm weights are folded into the products and the two halves of a head are
-    interleaved, so that a rotation is one complex product. In bf16 and fp16 it rounds as transformers does, in the same order,
-    which is what makes exact mode possible. `single`: a batch of one row, for which calls matter more than throughput;
-    otherwise one row is computed as two, since alone it takes kernels with other last bits.
+    Fused QKV and gate/up products. A step reads pages on a processor with AVX (`_paged`), else slots whose keys are stored
+    transposed, (L, slots, H, D, T), so that the scores are one batched product over contiguous time. In fp32 norm weights
+    are folded into the products and the two halves of a head are interleaved, so that a rotation is one complex product.
+    In bf16 and fp16 slots round as transformers does, in the same order, which is what makes exact mode possible.
+    `single`: a batch of one row, for which calls matter more than throughput; otherwise one row is computed as two, since
+    alone it takes kernels with other last bits.
     """
 
     name, verified = "llama", False
@@ -45,7 +46,11 @@ class LlamaEngine:
         self.normed = hasattr(self.layers[0].self_attn, "q_norm")
         self.act = F.silu if config.hidden_act in ("silu", "swish") else self.layers[0].mlp.act_fn
         self.halves = torch.arange(self.size, device=self.device).view(2, -1).t().reshape(-1)  # interleaves them
+        self.shape = len(self.layers), self.heads, self.size
         self.table, self._single = None, single
+        # where a weighted sum of table rows is a kernel of its own; exact mode has the kernels of the trainer instead
+        summing = self.device.type == "cpu" and "AVX" in torch.backends.cpu.get_cpu_capability()
+        self.paged = summing and attention_of(model) != EXACT and not (single and self.fp32)
         self.layer_products = [self._layer_products(layer) for layer in self.layers]
         self.head = self._product([model.lm_head], base.norm)
 
@@ -93,7 +98,7 @@ class LlamaEngine:
         return SlotCache([keys, values], [-1, -2])
 
     @torch.inference_mode()
-    def forward(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor | None, cache: SlotCache,
+    def forward(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor | None, cache: SlotCache | Pages,
                 window: int) -> torch.Tensor:
         """Feed tokens (n, W) at positions start (n,) .. start + W - 1 into slots 0..n-1; extend their keys and values.
 
@@ -106,7 +111,7 @@ class LlamaEngine:
             positions = positions + torch.arange(width, device=self.device)
         rotation = [t.index_select(0, positions.reshape(-1)) for t in self._rotations(window)]
         bias = attention.mask_bias(positions, window, self.dtype)
-        attend = self._attention(cache, positions, bias)
+        attend = self._paged(cache, start, bias) if isinstance(cache, Pages) else self._slotted(cache, positions, bias)
         x = F.embedding(tokens.reshape(-1), self.model.model.embed_tokens.weight)
         for i, (layer, (qkv, out, gate_up, down)) in enumerate(zip(self.layers, self.layer_products)):
             h = qkv(self._norm(x, layer.input_layernorm)).view(n * width, self.heads, self.groups + 2, self.size)
@@ -122,7 +127,7 @@ class LlamaEngine:
             x = x.expand(self.min_rows, -1).contiguous()
         return self.head(self._norm(x, self.model.model.norm))[:n].float()
 
-    def _attention(self, cache: SlotCache, positions: torch.Tensor, bias: torch.Tensor):
+    def _slotted(self, cache: SlotCache, positions: torch.Tensor, bias: torch.Tensor):
         """The attention of layer i over slots 0..n-1, after writing its keys and values: h (n*W, H, g + 2, D) of queries,
         key and value to (n*W, q_heads*D)."""
         (n, width), window, heads = positions.shape, bias.shape[-1], self.heads
@@ -137,6 +142,28 @@ class LlamaEngine:
             all_keys.index_put_(write_at, k)
             all_values.index_put_(write_at, v)
             return self._attend(q, keys, values, bias, n, width)
+
+        return attend
+
+    def _paged(self, pages: Pages, start: torch.Tensor, bias: torch.Tensor):
+        """As `_slotted` for one new token a row, on pages, as weighted sums of table rows: a page's scores are the rows of
+        its transposed keys weighted by a query, the result is the rows of values weighted by the softmax. A small matrix
+        product for each row and head is mostly call, and reads a shared prompt once for each sample."""
+        n, _, window = bias.shape
+        at, blocks = pages.locate(start), window // PAGE
+        key_rows, key_bags, value_rows, value_bags = pages.reading(n, blocks, self.groups)
+
+        def attend(i: int, h: torch.Tensor) -> torch.Tensor:
+            all_keys, key_table, all_values, value_table = pages.layers[i]
+            all_keys.index_put_(at, h[:, :, -2])
+            all_values.index_put_(at, h[:, :, -1])
+            q = h[:, :, :-2, None].expand(-1, -1, -1, blocks, -1).reshape(-1)
+            scores = weighted_sums(key_table, key_rows, key_bags, q).view(n, -1, window)
+            if self.fp32:
+                weights = torch.add(bias, scores, alpha=self.scaling).softmax(-1)
+            else:
+                weights = scores.mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
+            return weighted_sums(value_table, value_rows, value_bags, weights.view(-1)).view(n, -1)
 
         return attend
 
@@ -207,3 +234,8 @@ class LlamaEngine:
         else:
             weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
         return torch.bmm(weights, values).view(n, -1)
+
+
+def weighted_sums(table: torch.Tensor, members: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """For each bag the sum of its table rows times their weights: `members` lists rows, `bags` where each begins in it."""
+    return torch.embedding_bag(table, members, bags, False, 0, False, weights)[0]

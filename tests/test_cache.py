@@ -1,0 +1,136 @@
+"""Where rows keep their keys and values: pages and slots against each other, and what becomes of pages."""
+
+import numpy as np
+import pytest
+import torch
+from decode_helpers import flat, ragged_prompts, tiny_policy
+
+from grpolab.decode.cache import FIRST, PAGE, Pages, Prefilled, Slots, store_for
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.decode.verify import choose_engine
+
+KINDS = {"pages": Pages, "slots": Slots}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_any_processor():
+    """Pages and strips work without AVX too; only their speed asks for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return choose_engine(tiny_policy())
+
+
+def prefilled(engine, lengths, seed=0):
+    """Prompts of these lengths in one cache of random keys and values."""
+    torch.manual_seed(seed)
+    cache = engine.allocate(len(lengths), 4 * PAGE)
+    for t in cache.tensors:
+        t.normal_()
+    return cache, [Prefilled(cache, i, length) for i, length in enumerate(lengths)]
+
+
+def holds(store, row, prompt):
+    """Whether a row's keys and values are the prompt's, to the bit."""
+    taken = store.take(row, prompt.length)
+    return all(torch.equal(t.narrow(time, 0, prompt.length)[..., 0, :, :, :],
+                           of.narrow(time, 0, prompt.length)[..., prompt.row, :, :, :])
+               for t, of, time in zip(taken.tensors, prompt.cache.tensors, taken.times))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_hold_their_prompts_also_after_moves(engine, kind):
+    store = KINDS[kind](engine, 8)
+    _, prompts = prefilled(engine, [5, PAGE, 2 * PAGE + 7])
+    order = [2, 0, 1, 2, 2, 1]
+    store.enter(0, [prompts[i] for i in order[:4]], 4 * PAGE)
+    store.enter(4, [prompts[i] for i in order[4:]], 4 * PAGE)
+    assert all(holds(store, row, prompts[i]) for row, i in enumerate(order))
+    store.release(1, broken=False)
+    store.move([1], [5], 3 * PAGE)
+    assert holds(store, 1, prompts[1])
+    store.move([0, 1, 2], [1, 2, 0], 3 * PAGE)  # at once, not one after the other
+    assert [holds(store, row, prompts[i]) for row, i in ((0, 1), (1, 1), (2, 2))] == [True] * 3
+
+
+def test_a_moved_row_is_read_where_it_came_and_leaves_nothing_behind(engine):
+    store = Pages(engine, 4)
+    _, (gone, prompt) = prefilled(engine, [2 * PAGE, PAGE + 9])
+    store.enter(0, [gone, prompt], 4 * PAGE)
+    pages = store.table[1, :2].tolist()
+    store.release(0, broken=False)
+    assert store.reading(1, 2, 1)[0].max() < FIRST * engine.shape[1] * engine.shape[2], "an empty row reads zeros"
+    store.move([0], [1], 2 * PAGE)
+    read = store.reading(1, 2, 1)[0] // (engine.shape[1] * engine.shape[2])
+    assert read.unique().tolist() == sorted(pages)
+    assert not store.table[1].any()
+
+
+def test_samples_of_a_prompt_share_its_full_pages_and_give_all_back(engine):
+    store = Pages(engine, 16)
+    _, (prompt, other) = prefilled(engine, [2 * PAGE + 7, PAGE])
+    store.enter(0, [prompt] * 8 + [other], 4 * PAGE)
+    assert (store.users >= 1).sum() == 2 + 8 + 1 and sorted(store.users)[-2:] == [8, 8]
+    assert len({tuple(row[:2]) for row in store.table[:8]}) == 1 and len(set(store.table[:8, 2])) == 8
+    store.fit(np.array([prompt.length] * 8 + [PAGE]), 10, 1, 4 * PAGE)
+    assert store.table[8, 1] >= FIRST and store.users[store.table[8, 1]] == 1, "a row at a page's end gets the next"
+    for row in range(9):
+        store.release(row, broken=False)
+    assert not store.users.any() and len(set(store.free)) == len(store.free) == len(store.users) - FIRST
+
+
+def test_pages_of_a_broken_row_are_zeroed_once_nobody_reads_them(engine):
+    store = Pages(engine, 4)
+    cache, (prompt,) = prefilled(engine, [PAGE + 3])
+    for t in cache.tensors:
+        t.fill_(torch.nan)
+    store.enter(0, [prompt] * 2, 2 * PAGE)
+    shared, own = store.table[0, :2]
+    store.release(0, broken=True)
+    assert torch.isnan(store.keys[:, shared]).any() and not store.keys[:, own].any()
+    store.release(1, broken=True)
+    assert not store.keys.any() and not store.values.any()
+
+
+def test_the_page_of_zeros_is_never_written(engine):
+    policy = tiny_policy()
+    with Sampler(policy, slots=5) as sampler:
+        store = sampler._scheduler.store
+        sampler.sample_sync(ragged_prompts(7, 3, 70), group_size=3, params=SamplingParams(max_new_tokens=60, seed=0))
+        assert isinstance(store, Pages) and len(store.users) > 15
+        assert not store.keys[:, 0].any() and not store.values[:, 0].any()
+        assert not store.users.any(), "a page was not given back"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_and_slots_give_the_same_rollouts(dtype, monkeypatch):
+    policy = tiny_policy(eos=(3, 14, 15), dtype=dtype)
+    prompts, params = ragged_prompts(9, 3, 80), SamplingParams(max_new_tokens=70, seed=3)
+    with Sampler(policy, slots=6) as paged:
+        assert isinstance(paged._scheduler.store, Pages)
+        ours = flat(paged.sample_sync(prompts, group_size=4, params=params))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    with Sampler(tiny_policy(eos=(3, 14, 15), dtype=dtype), slots=6) as slotted:
+        assert isinstance(slotted._scheduler.store, Slots)
+        theirs = flat(slotted.sample_sync(prompts, group_size=4, params=params))
+    same = [(r, s) for r, s in zip(ours, theirs) if r.tokens == s.tokens]  # else a draw fell between the two roundings
+    least, bound = (0.9, 1e-4) if dtype == torch.float32 else (0.25, 0.5)
+    assert len(same) > least * len(ours)
+    assert max(abs(a - b) for r, s in same for a, b in zip(r.logps, s.logps)) < bound
+
+
+def test_exact_mode_keeps_the_kernels_of_the_trainer():
+    with Sampler(tiny_policy(dtype=torch.bfloat16), slots=4, exact=True) as sampler:
+        assert isinstance(store_for(sampler.engine, 4), Slots)
+
+
+def test_a_sampler_of_one_row_gives_the_same_tokens():
+    policy, params = tiny_policy(eos=(3,), attention_bias=True), SamplingParams(greedy=True, max_new_tokens=60)
+    with Sampler(policy, slots=1) as one, Sampler(policy, slots=4) as four:
+        found, expected = (flat(s.sample_sync(ragged_prompts(4), params=params)) for s in (one, four))
+    assert [r.tokens for r in found] == [r.tokens for r in expected]
