@@ -41,7 +41,7 @@ def another_torch(request, monkeypatch):
 def test_the_fallback_is_the_same_product(another_torch, bias):
     torch.manual_seed(0)
     module, x = nn.Linear(32, 48, bias=bias), torch.randn(5, 32)
-    product = PackedLinear([module])
+    product = PackedLinear([module], "onednn")
     assert product.packed is None
     torch.testing.assert_close(product(x), module(x))
 

@@ -12,10 +12,8 @@ from torch.nn import functional as F
 from grpolab.decode.cache import PAGE, Pages, SlotCache, round_up
 from grpolab.decode.engines import attention
 from grpolab.decode.engines.attention import EXACT, matmul_attention
-from grpolab.decode.packed_weights import PackedLinear
+from grpolab.decode.packed_weights import SMALL, STRIP_BYTES, PackedLinear, weighted_sums
 from grpolab.models.load import attention_of, steady_context
-
-SMALL = 2**17  # for one row, weights with fewer entries than this are read faster than a packed product is called
 
 
 class LlamaEngine:
@@ -50,13 +48,20 @@ class LlamaEngine:
         self.table, self._single = None, single
         # where a weighted sum of table rows is a kernel of its own; exact mode has the kernels of the trainer instead
         summing = self.device.type == "cpu" and "AVX" in torch.backends.cpu.get_cpu_capability()
-        self.paged = summing and attention_of(model) != EXACT and not (single and self.fp32)
+        self.summing = summing and attention_of(model) != EXACT
+        self.paged = self.summing and not (single and self.fp32)
         self.layer_products = [self._layer_products(layer) for layer in self.layers]
         self.head = self._product([model.lm_head], base.norm)
 
     def _product(self, modules, norm=None, order=None) -> PackedLinear:
-        packed = not self._single or modules[0].weight.numel() >= SMALL
-        return PackedLinear(modules, packed, norm if self.fp32 else None, order)
+        outputs, strip = sum(m.out_features for m in modules), STRIP_BYTES // self.dtype.itemsize
+        if not self._single:
+            layout = "onednn"
+        elif modules[0].weight.numel() < SMALL:
+            layout = None
+        else:
+            layout = "strips" if self.summing and outputs % strip == 0 else "onednn"
+        return PackedLinear(modules, layout, norm if self.fp32 else None, order)
 
     def _layer_products(self, layer) -> list[PackedLinear]:
         a, m = layer.self_attn, layer.mlp
@@ -234,8 +239,3 @@ class LlamaEngine:
         else:
             weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
         return torch.bmm(weights, values).view(n, -1)
-
-
-def weighted_sums(table: torch.Tensor, members: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """For each bag the sum of its table rows times their weights: `members` lists rows, `bags` where each begins in it."""
-    return torch.embedding_bag(table, members, bags, False, 0, False, weights)[0]
