@@ -26,8 +26,9 @@ from grpolab.train.loop import Optimisation, autocast
 
 log = logging.getLogger(__name__)
 
-GRADIENT = 3.0  # lower precision: bound on a gradient's error, in what the plain one moves by with its inputs
+GRADIENT = 1.5  # lower precision: bound on a gradient's error, in what the plain one moves by with its inputs
 SHORT = 8  # tokens of the shortest sequence, below any window
+GROUP = 512  # tokens of the group of rollouts with many completions
 SAMPLE = 4096  # entries of each parameter's gradient that are compared
 
 
@@ -115,11 +116,15 @@ class Task:
 
 
 def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
-    """Completions that share a prompt, of the longest rollouts and of short ones: their logps."""
-    draw, pieces = _tokens(policy), []
+    """Completions that share a prompt, of the longest rollouts and of short ones: their logps. Of some there are many, so that
+    rounding hides no gradient."""
+    draw, group = _tokens(policy), _positions(policy, GROUP, least=6)
+    prompt = draw(max(1, min(group // 3, longest // 2)))
+    each = max(1, min(longest - len(prompt), (group - len(prompt)) // 2))
+    pieces = [(prompt, draw(each)) for _ in range(max(2, (group - len(prompt)) // each))]
     for n in (_positions(policy, longest), max(2, min(SHORT, longest))):
         prompt = draw((n + 1) // 2)
-        pieces += [(prompt, draw(max(1, n // of))) for of in (2, 2, 2, 2, 3, 4)]  # many, so that rounding hides no gradient
+        pieces += [(prompt, draw(n // 2)), (prompt, draw(max(1, n // 4)))]
     rollouts = [Rollout(p, t, (1,) * len(t), (0.0,) * len(t), (0.0,) * len(t), "probe") for p, t in pieces]
     layout = lay_out(rollouts, pad_id=policy.pad_id)
     written = torch.arange(max(len(t) for _, t in pieces)) < torch.tensor([[len(t)] for _, t in pieces])
