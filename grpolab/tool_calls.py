@@ -6,12 +6,16 @@ repaired or guessed. A call is data: its name is looked up among the tools that 
     hermes    <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>      Hermes, Qwen, the embedded model
     llama     {"name": "add", "parameters": {"a": 1}}, alone or after <|python_tag|>   Llama 3.1 and later
     mistral   [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]                     Mistral
+    pythonic  [add(a=1), add(a=2)]                                                     Llama 3.2 and 4, as literals alone
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import re
+import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -143,11 +147,11 @@ def _whole(text: str, form: Form) -> ParsedTurn:
     bare = form.bare and text.lstrip()[:1] in ("{", "[")
     for content, calls in [("", text)] * bare + [(before, body)] * bool(mark):  # bare first: the mark may stand in a string
         with suppress(ValueError):
-            return ParsedTurn(content.rstrip(), _json_calls(calls.strip()))
-    meant = '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
-    return ParsedTurn(text, (), int(bool(mark) or bare and meant))
+            return ParsedTurn(content.rstrip(), form.read(calls.strip()))
+    return ParsedTurn(text, (), int(bool(mark) or bare and _MEANT.search(text) is not None))
 
 
+_MEANT = re.compile(r'\A\s*\[\s*[\w.-]+\(|\A(?=.*"name").*"(parameters|arguments)"', re.DOTALL)  # as calls, though it is none
 _BETWEEN = re.compile(r"[;\s]*")
 
 
@@ -165,24 +169,58 @@ def _json_calls(body: str) -> tuple[ToolCall, ...]:
     return tuple(map(call_of, values))
 
 
+MAX_PYTHON = 100_000  # characters that Python's parser is given
+
+
+def _pythonic_calls(body: str) -> tuple[ToolCall, ...]:
+    """[f(a=1), g(b="x")]: names and literal keyword arguments, read by `ast` and not evaluated."""
+    try:
+        body = body.removesuffix("<|python_end|>")
+        tree = ast.parse(body if len(body) <= MAX_PYTHON else "", mode="eval").body
+        whole = ast.get_source_segment(body, tree) == body and isinstance(tree, ast.List)  # not in parentheses
+        if not whole or any(t.type == tokenize.COMMENT for t in tokenize.generate_tokens(io.StringIO(body).readline)):
+            raise ValueError("no list of calls alone")
+        if not 1 <= len(tree.elts) <= MAX_CALLS:
+            raise ValueError("no call, or too many")
+        return tuple(map(_pythonic_call, tree.elts))
+    except (SyntaxError, TypeError, MemoryError, RecursionError, tokenize.TokenError) as error:
+        raise ValueError(f"no list of calls: {error}") from None
+
+
+def _pythonic_call(node: ast.expr) -> ToolCall:
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) or node.args or any(k.arg is None for k in node.keywords):
+        raise ValueError("a call is name(argument=literal, ...)")
+    arguments = _object([(k.arg, ast.literal_eval(k.value)) for k in node.keywords])
+    check_json(arguments)
+    return call_of({"name": name, "arguments": _loads(json.dumps(arguments))})
+
+
+def _in_python(call: ToolCall) -> str:
+    return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
+
+
 def _written(call: ToolCall, arguments: str = "arguments") -> str:
     return json.dumps({"name": call.name, arguments: call.arguments}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write calls: what begins them, and how they are written. With `bare`, a turn that is nothing but calls may
-    leave the beginning out."""
+    """One form: what begins calls, how they are written and read. With `bare`, a turn that is nothing but calls may leave the
+    beginning out."""
 
     mark: str
     write: Callable[[Sequence[ToolCall]], str]
     bare: bool = False
+    read: Callable[[str], tuple[ToolCall, ...]] = _json_calls
 
 
 FORMS = {
     "hermes": Form("<tool_call>", lambda calls: "".join(f"<tool_call>\n{_written(c)}\n</tool_call>" for c in calls)),
     "llama": Form("<|python_tag|>", lambda calls: "; ".join(_written(c, "parameters") for c in calls), bare=True),
     "mistral": Form("[TOOL_CALLS]", lambda calls: f"[TOOL_CALLS][{', '.join(map(_written, calls))}]"),
+    "pythonic": Form("<|python_start|>", lambda calls: f"[{', '.join(map(_in_python, calls))}]", bare=True,
+                     read=_pythonic_calls),
 }
 
 

@@ -296,7 +296,8 @@ def test_an_earlier_run_is_opened_done_again_or_moved_aside(tiny, earlier, tmp_p
     assert untimed(Run("x.1", root=tmp_path).table().to_dict("records")) == earlier
     assert (run.folder / "figures" / "before.png").exists() and (run.folder / "below" / "figures").exists()
     train(fresh(tiny), run, replace(CONFIG, lr=3e-3))  # the cell again, changed: this process may replace what it wrote
-    assert not (tmp_path / "x.2").exists()
+    assert not (tmp_path / "x.2").exists() and "x held a run of another configuration (lr 0.002 -> 0.003): this" in (
+        capsys.readouterr().out)
 
 
 def test_another_seed_has_a_folder_of_its_own(tmp_path):

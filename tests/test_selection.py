@@ -268,3 +268,11 @@ def test_the_held_out_reward_is_the_mean_of_what_the_policy_earns():
     with pytest.raises(ValueError, match="no held-out rows"):
         held_out_reward([])
     assert math.isnan(asyncio.run(held_out_reward(rows, lambda *_: None)(policy)))
+
+
+def test_nan_selects_nothing_and_says_so(tmp_path):
+    measure, seen = scripted({0: 0.1, 6: float("nan")})
+    run = Run("x", root=tmp_path, select=Selection(measure, every=6))
+    with pytest.warns(UserWarning, match="nan for 'score' after 6 steps"):
+        train(load_policy("tiny"), run)
+    assert torch.equal(weights(run.best()), seen[0])

@@ -64,7 +64,8 @@ class Run:
     - a policy that this run has trained goes back to that start, or to a checkpoint of the same configuration, whatever
       was done with it since;
     - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same. Where they
-      differ, what an earlier process left in the folder is moved into a folder beside it, `tiny.1`.
+      differ, what an earlier process left in the folder is moved into a folder beside it, `tiny.1`, and what this process has
+      made there is replaced.
     Printed lines say so. Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is
     interrupted or fails. One that was trained on other data or against another reference is refused (that a reward is another
     function is not noticed), and so is a second loop at the same time, in this process or another.
@@ -243,9 +244,12 @@ class Run:
         name, plain, key = str(self.folder.resolve()), plain_config(config), weights_hash(policy)
         path = self.folder / "run.json"  # what the last loop wrote about itself
         note = json.loads(path.read_text()) if path.exists() else {}
-        if name not in _begun and (other := _difference(note, plain, key)):
+        other = _difference(note, plain, key)
+        if other and name not in _begun:
             self._set_aside(other)
             note = {}
+        elif other and note.get("config") != plain:
+            print(f"{self.shown(self.folder)} held {other}: this one takes its place")
         _begun.add(name)
         starts = _starts.get(policy.model, {})
         start = starts.get(name)

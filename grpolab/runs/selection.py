@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -79,6 +80,8 @@ class Selected:
         """Note what was measured after so many steps, and keep the policy where it is the best so far."""
         self.rows[steps] = {"steps": steps, **numbers}
         best, by = self.best(), self.selection.by
+        if by is not None and numbers[by] != numbers[by]:
+            warnings.warn(f"the measure gave nan for {by!r} after {steps} steps: this policy is not selected", stacklevel=2)
         if by is not None and numbers[by] > (best["value"] if best else -math.inf):
             target = self.folder / f"best-{steps:08d}"
             with atomic_folder(target) as folder:
