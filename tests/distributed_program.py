@@ -116,7 +116,8 @@ def trained(what, folder, out) -> tuple[dict, dict]:
         "rows": [{k: v for k, v in row.items() if k not in TIMES} for row in told], "metrics": len(run.metrics),
         "rollouts": None if recorded is None else
         [[r.step, r.group, r.prompt, list(r.tokens), int(r.seed), r.reward, r.used] for r in recorded.itertuples()],
-        "files": sorted(p.name for p in run.folder.iterdir()), "version": policy.version,
+        "files": sorted(".start" if p.name.startswith(".start-") else p.name for p in run.folder.iterdir()),
+        "version": policy.version,
     }
 
 

@@ -218,7 +218,9 @@ class Trial:
     def watch(self, patch):
         trial, begin = self, Run.begin
 
-        class Counted(torch.nn.Embedding):  # no hook: a model with hooks takes another path through the package
+        class Counted(torch.nn.Embedding):  # no hook: a model with hooks or classes not torch's takes another path
+            __module__ = torch.nn.Embedding.__module__
+
             def forward(self, ids):
                 if torch.is_grad_enabled():
                     trial.passes, trial.tokens = trial.passes + 1, trial.tokens + ids.numel()
