@@ -92,7 +92,7 @@ def _value_at(text: str, at: int = 0) -> tuple[Any, int]:
         raise ValueError("nested too deeply") from None
 
 
-def _loads(text: str) -> Any:
+def loads(text: str) -> Any:
     """The JSON value that the text is; ValueError where it is none."""
     value, end = _value_at(text.strip())
     if end != len(text.strip()):
@@ -107,7 +107,7 @@ def call_of(value: Any) -> ToolCall:
         raise ValueError('a call is {"name": "...", "arguments": {...}}')
     arguments = next((value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {})
     try:
-        arguments = _loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+        arguments = loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
         check_json([value["name"], arguments])
     except ValueError as error:
         raise ValueError(f"the arguments of {value['name']!r:.60} are no JSON object: {error}") from error
@@ -157,7 +157,7 @@ _BETWEEN = re.compile(r"[;\s]*")
 
 def _json_calls(body: str) -> tuple[ToolCall, ...]:
     """The calls of a JSON list, or of objects joined by semicolons; ValueError for anything else."""
-    values, at = (_loads(body), len(body)) if body.startswith("[") else ([], 0)
+    values, at = (loads(body), len(body)) if body.startswith("[") else ([], 0)
     while at < len(body):  # a semicolon may stand inside a string, too
         value, at = _value_at(body, at)
         values.append(value)

@@ -30,7 +30,9 @@ from grpolab.serve.weight_sync import write_weights
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 IDS = {"return_token_ids": True}
-NOTHING = {"repetition_penalty": 1.0, "logit_bias": {}, "presence_penalty": 0.0, "parallel_tool_calls": True}  # is changed
+NOTHING = {"repetition_penalty": 1.0, "logit_bias": {}, "presence_penalty": 0.0, "frequency_penalty": 0, "length_penalty": 1.0,
+           "min_tokens": 0, "use_beam_search": False, "parallel_tool_calls": False, "response_format": {"type": "text"},
+           "top_p": 1, "top_k": -1, "min_p": 0, "stop": []}  # is changed
 
 
 @asynccontextmanager
@@ -172,10 +174,10 @@ async def test_the_same_cell_again_and_two_services_at_once(tiny):
 
 BAD = [
     (dict(tools=[{"type": "function"}]), 400, "tools"),
-    (dict(response_format={"type": "json_object"}), 400, "response_format"),
+    (dict(response_format={"type": "grammar"}), 400, "response_format"),
+    (dict(logit_bias={"5": 100}), 400, "does not support 'logit_bias'"),
     (dict(logprobs=True, top_logprobs=3), 400, "top_logprobs"),
     (dict(presence_penalty=0.5), 400, "presence_penalty"),
-    (dict(parallel_tool_calls=False), 400, "parallel_tool_calls"),
     ({"\U0001f600": 1}, 400, "\U0001f600"),
     (dict(model="gpt-4"), 404, "gpt-4"),
     (dict(messages=[]), 400, "messages"),

@@ -47,8 +47,8 @@ def caller(_caller):
 
 
 async def ask(client, messages, **options):
-    return await client.chat.completions.create(model="tiny", messages=messages, extra_body={"return_token_ids": True},
-                                                **{"tools": [ROOM], "max_tokens": 100, "temperature": 0.3} | options)
+    return await client.chat.completions.create(model="tiny", messages=messages, **{
+        "tools": [ROOM], "max_tokens": 100, "temperature": 0.3, "extra_body": {"return_token_ids": True}} | options)
 
 
 async def test_a_loop_over_a_tool_is_one_rollout_of_exact_ids(caller):
@@ -112,6 +112,23 @@ async def test_a_call_that_is_required_is_begun_for_the_policy(caller, choice, g
             assert given + caller.decode(rollout.tokens) == GOOD.replace("Ann", "Eve") and all(rollout.mask)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_parallel_calls_the_first_ends_the_turn(caller, stream):
+    """By a stop, which the record has: nothing that was sampled is left out."""
+    async with in_session(caller) as (service, session, client):
+        answer = await ask(client, user("Where is Tom?"), parallel_tool_calls=False, stream=stream)
+        last = [chunk async for chunk in answer][-1].choices[0] if stream else answer.choices[0]
+        (call,) = last.delta.tool_calls if stream else last.message.tool_calls
+        assert call.function.name == "room" and last.finish_reason == "tool_calls"
+        assert last.grpolab["finish_reason"] == "stop_string" and last.grpolab["unparsed_calls"] == 0
+        await ask(client, [*user("Where is Tom?"), {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]},
+                           {"role": "tool", "tool_call_id": call.id, "content": "12"}], parallel_tool_calls=False)
+        rollout = service.rollout(session)
+        sampled = [t for t, m in zip(rollout.tokens, rollout.mask) if m]
+        assert caller.decode(sampled) == GOOD.replace("Ann", "Tom") + "12"
+        assert sum(t in caller.eos_ids for t in sampled) == 1 and sum(t in caller.eos_ids for t in rollout.tokens) == 2
+
+
 async def test_a_stream_says_what_the_whole_answer_says(caller):
     async with in_session(caller) as (_, _, client):
         for messages in (user("Where is Tom?"), [*user("Where is Tom?"), {"role": "assistant", "tool_calls": [CALL]},
@@ -132,6 +149,31 @@ async def test_calls_that_cannot_be_read_are_text_and_counted(caller):
         assert cut.message.tool_calls is None and cut.finish_reason == "length" and cut.grpolab["unparsed_calls"] == 1
         none = (await ask(client, user("Where is Ann?"), tool_choice="none")).choices[0]
         assert none.message.content == GOOD and service.status()["unparsed_calls"] == 1
+
+
+@pytest.mark.parametrize(("wanted", "error"), [
+    ({"type": "text"}, "nothing is said"),
+    ({"type": "json_object"}, "is not of type 'object'"),
+    ({"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "integer"}}}, None),
+    ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"maximum": 11}}}, "greater than the maximum of 11"),
+])
+async def test_an_answer_is_checked_for_the_format_that_was_asked_for(caller, wanted, error):
+    """And told in each way that answers go out; what is sampled is the same."""
+    async with in_session(caller) as (service, session, client):
+        heard = [*user("Where is Bob?"), {"role": "assistant", "tool_calls": [CALL]},
+                 {"role": "tool", "tool_call_id": "c1", "content": "12"}]
+        plain = await ask(client, heard)
+        for ids in (True, False):
+            options = dict(response_format=wanted, extra_body={"return_token_ids": ids})
+            whole = (await ask(client, heard, **options)).choices[0]
+            streamed = [chunk async for chunk in await ask(client, heard, stream=True, **options)][-1].choices[0]
+            assert whole.message.content == "12" == plain.choices[0].message.content
+            for told in (getattr(whole, "grpolab", {}), getattr(streamed, "grpolab", {})):
+                assert error in ("nothing is said", told.get("format_error")) or error in told["format_error"]
+                assert ("format_error" in told) == (error != "nothing is said") and ("logps" in told) == ids
+        call = (await ask(client, user("Where is Bob?"), response_format=wanted)).choices[0]  # a call is no answer
+        assert call.message.tool_calls and call.grpolab.get("format_error") is None
+        assert service.status()["format_errors"] == (4 if error and error != "nothing is said" else 0)
 
 
 async def test_what_agents_write_in_their_own_way_is_taken(caller):

@@ -263,11 +263,16 @@ async def test_sessions_over_http(tiny):
                 with pytest.raises(openai.BadRequestError, match="temperature"):
                     await say(client, ASK, temperature=1.0)
         assert replies[0].choices[0].token_ids == replies[1].choices[0].token_ids
+        mine, _ = (await caller.ask("GET", "/sessions"))["sessions"]
+        assert (mine["id"], mine["url"], mine["turns"], mine["open_requests"]) == ("mine", opened["url"], 1, 0)
         for method in ("GET", "DELETE"):
             (rollout,) = (await caller.ask(method, "/sessions/mine"))["rollouts"]
             assert (rollout["prompt"], rollout["tokens"]) == (replies[0].prompt_token_ids, replies[0].choices[0].token_ids)
             assert rollout["logps"] == replies[0].choices[0].grpolab["logps"] and rollout["mask"] == [1] * len(rollout["logps"])
-        assert len(service.sessions) == 1
+        (other,) = (await caller.ask("GET", "/sessions"))["sessions"]
+        assert other["id"] == "other" and len(service.sessions) == 1
+        with pytest.raises(RemoteError, match="401"):
+            await Caller(service.url).ask("GET", "/sessions")
         for method, path, status in (("GET", "mine", 410), ("DELETE", "none", 404)):
             with pytest.raises(RemoteError, match=str(status)):
                 await caller.ask(method, f"/sessions/{path}")

@@ -23,6 +23,8 @@ from grpolab.serve.sessions import Prompt, Session
 from grpolab.serve.state import Service
 from grpolab.tool_calls import ParsedTurn, certain, parse_calls
 
+END_OF_CALL = "</tool_call>"  # of the form hermes
+
 
 class CompletionResponse:
     """An ASGI response that samples what a request asks for."""
@@ -31,6 +33,8 @@ class CompletionResponse:
         self.service, self.policy, self.request = service, service.policy, request
         self.recorded, self.session = session is not None, session or Session("", "", 0)
         self.params = self._sampling_params()
+        if request.calls and not request.parallel_tool_calls:
+            self.params = replace(self.params, stop_strings=(*self.params.stop_strings, END_OF_CALL))
         self.id = request.id_prefix + secrets.token_hex(12)
         self.prompts: list[Prompt] = []
         self.form = ""  # in which the answer's calls are written
@@ -82,8 +86,9 @@ class CompletionResponse:
             if not isinstance(request, ChatRequest):
                 return [session.prompt_of_completion(tokenizer, prompt) for prompt in request.prompt]
             self.form = call_form(tokenizer) if request.calls else ""
-            if request.call_prefix and self.form != "hermes":
-                raise ValueError(f"this model writes calls in the form {self.form!r}, for which tool_choice cannot be kept")
+            if self.form not in ("hermes", "") and (request.call_prefix or not request.parallel_tool_calls):
+                raise ValueError(f"this model writes calls in the form {self.form!r}, for which tool_choice and "
+                                 "parallel_tool_calls cannot be kept: leave them out")
             return [session.prompt_of_chat(tokenizer, request.messages, request.tools, request.call_prefix)]
 
         try:
@@ -132,22 +137,32 @@ class CompletionResponse:
         self.job.future.add_done_callback(lambda _: put())
         return events
 
-    def _record(self, index: int, text: str, rollout: Rollout) -> ParsedTurn:
-        """The text of an answer, read for calls where its request has tools. It is recorded before its caller has it, whose
-        next request looks for it there. Refused for a rollout that was ended from here."""
+    async def _record(self, index: int, text: str, rollout: Rollout) -> tuple[ParsedTurn, str | None]:
+        """The text of an answer, read for calls where its request has tools, and what is not in the format that was asked for.
+        It is recorded before its caller has it, whose next request looks for it there. Refused for a rollout that was ended
+        from here."""
         session, request = self.session, self.request
         if rollout.finish_reason == "cancelled" and session.closed:
             raise Refused(410, f"the session {session.id!r} was collected while this was being sampled")
         if rollout.finish_reason == "cancelled":
             raise Refused(503, "the service is shutting down")
+        if request.calls and rollout.finish_reason == "stop_string" and self._ended_by_call(text, rollout):
+            text += END_OF_CALL  # a stop, which a text leaves out
         turn = parse_calls(request.call_prefix + text, self.form) if request.calls else ParsedTurn(text)
+        checked = request.response_format and not turn.calls
+        error = await asyncio.to_thread(request.response_format, turn.content) if checked else None
+        self.service.counts["format_errors"] += error is not None
         self.service.counts["unparsed_calls"] += turn.unparsed
         self.answered += 1
         if self.recorded:
             recorded = session.record(self.prompts[index], rollout, turn, rollout.tokens[-1] in self.policy.eos_ids)
             if recorded and self.job.prefix is not None:
                 self.service.sessions.caches.keep(recorded, self.job.prefix)
-        return turn
+        return turn, error
+
+    def _ended_by_call(self, text: str, rollout: Rollout) -> bool:
+        """Whether the stop that ended it is the end of a call."""
+        return not self.request.parallel_tool_calls and self.policy.decode(rollout.tokens)[len(text) :].startswith(END_OF_CALL)
 
     def _rollouts(self) -> list[Rollout]:
         """What was sampled; Refused for what the sampler raised."""
@@ -172,10 +187,11 @@ class CompletionResponse:
         await events.get()
         rollouts, choices = self._rollouts(), []
         for i, rollout in enumerate(rollouts):
-            turn = self._record(i // self.request.n, text_of(self.policy, rollout, self.params.stop_strings), rollout)
+            text = text_of(self.policy, rollout, self.params.stop_strings)
+            turn, error = await self._record(i // self.request.n, text, rollout)
             choices.append(openai_schema.choice(
                 self.request, i, self.request.content(turn), rollout.tokens, rollout.logps, self._pieces(rollout.tokens),
-                rollout=rollout, prompt=rollout.prompt, turn=turn))
+                rollout=rollout, prompt=rollout.prompt, turn=turn, format_error=error))
         body = self._body(min(r.policy_version for r in rollouts), choices) | self._usage(rollouts)
         await JSONResponse(body)(scope, receive, send)
 
@@ -199,9 +215,9 @@ class CompletionResponse:
                 index, text = i * request.n + g, texts[i * request.n + g]
                 prompt = self.prompts[i].ids if text.first else ()
                 if isinstance(new, Rollout):
-                    turn = self._record(i, text.end(new), new)
+                    turn, error = await self._record(i, text.end(new), new)
                     delta = request.delta(turn.content[text.sent :], text.first, turn.calls)
-                    chunk = openai_schema.choice(request, index, delta, (), (), (), 0, new, prompt, turn)
+                    chunk = openai_schema.choice(request, index, delta, (), (), (), 0, new, prompt, turn, error)
                 else:
                     content, pieces = request.call_prefix + text.add(new), self._pieces(new)
                     end = certain(content, self.form) if request.calls else len(content)

@@ -24,6 +24,7 @@ from pydantic import (
 
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
+from grpolab.serve.answer_format import answer_check
 from grpolab.tool_calls import ParsedTurn, ToolCall, tools_of
 
 COMPLETION_TOKENS = 16  # of /v1/completions where the request says nothing, as OpenAI's
@@ -31,7 +32,7 @@ ENDED = ("eos", "stop_id", "stop_string")  # finish reasons that OpenAI calls "s
 
 # What clients send to say that they do not want something that is not there anyway; null says it too.
 NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "top_logprobs": 0,
-           "response_format": {"type": "text"}, "functions": [], "function_call": "none", "parallel_tool_calls": True,
+           "min_tokens": 0, "length_penalty": 1, "use_beam_search": False, "functions": [], "function_call": "none",
            "echo": False, "best_of": 1, "store": False, "metadata": {}, "modalities": ["text"], "suffix": ""}
 
 
@@ -163,6 +164,8 @@ class ChatRequest(CompletionRequest):
     logprobs: bool = False
     tools: Annotated[list[dict], AfterValidator(tools_of)] = []
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True  # else a turn ends with its first call
+    response_format: Annotated[Any, AfterValidator(answer_check)] = None  # what is wrong with an answer's text, as a function
 
     @model_validator(mode="after")
     def with_tools(self) -> ChatRequest:
@@ -212,6 +215,8 @@ class TextRequest(CompletionRequest):
 
     calls: ClassVar[bool] = False
     call_prefix: ClassVar[str] = ""
+    parallel_tool_calls: ClassVar[bool] = True
+    response_format: ClassVar[None] = None
 
     def content(self, turn: ParsedTurn) -> dict:
         return {"text": turn.content}
@@ -265,9 +270,10 @@ def sampled_as(rollout: Rollout) -> dict:
 
 def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequence[int], logps: Sequence[float],
            pieces: Sequence[str], offset: int = 0, rollout: Rollout | None = None, prompt: Sequence[int] = (),
-           turn: ParsedTurn | None = None) -> dict:
+           turn: ParsedTurn | None = None, format_error: str | None = None) -> dict:
     """A choice of an answer or of a chunk: its text (`content`), its new tokens with their own texts (`pieces`, from character
-    `offset` on; none where log-probs are not wanted), and once it is finished its rollout, read for calls as `turn`."""
+    `offset` on; none where log-probs are not wanted), and once it is finished its rollout, read for calls as `turn`, and
+    what of its text is not in the format that was asked for."""
     finish = rollout and ("tool_calls" if turn.calls else "stop" if rollout.finish_reason in ENDED else "length")
     body = {"index": index, **content, "finish_reason": finish,
             "logprobs": request.logprobs_of(pieces, logps, offset) if pieces else None}
@@ -275,4 +281,6 @@ def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequen
         body["token_ids"] = list(tokens)
         body |= {"prompt_token_ids": list(prompt)} if prompt else {}
         body |= {"grpolab": sampled_as(rollout) | {"unparsed_calls": turn.unparsed}} if rollout else {}
+    if request.response_format and rollout:
+        body["grpolab"] = body.get("grpolab", {}) | {"format_error": format_error}
     return body

@@ -15,6 +15,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -108,6 +109,13 @@ async def open_session(request: Request):
     return JSONResponse({"id": session.id, "url": session.url}, 201)
 
 
+async def list_sessions(request: Request):
+    sessions = request.app.state.service.sessions.all()
+    return JSONResponse({"sessions": [
+        {"id": s.id, "url": s.url, "turns": len(s.turns), "cancelled": s.cancelled, "open_requests": len(s.open),
+         "idle_s": round(time.monotonic() - s.used, 3)} for s in sessions]})
+
+
 async def session(request: Request):
     """What was sampled in a session; DELETE collects it."""
     sessions, id = request.app.state.service.sessions, request.path_params["session"]
@@ -173,6 +181,7 @@ def application(service: Service):
     routes = [
         Route("/health", health), Route("/status", status), Route("/weights", load_weights, methods=["POST"]),
         Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]), Route("/sessions", open_session, methods=["POST"]),
+        Route("/sessions", list_sessions, methods=["GET"]),
         Route("/sessions/{session}", session, methods=["GET", "DELETE"])]
     for prefix in ("/v1", "/sessions/{session}/v1"):
         routes += [

@@ -228,6 +228,9 @@ class Sessions:
             session = self._by_id[id] = Session(id, f"{self.url}/sessions/{quote(id, safe='')}/v1", seed, **options)
             return session
 
+    def all(self) -> list[Session]:
+        return list(self._by_id.values())
+
     def get(self, id: str, create: bool = False) -> Session:
         """The session; with `create`, a first request opens it."""
         with self._lock:
@@ -251,11 +254,11 @@ class Sessions:
         return session
 
     def close(self) -> None:
-        for session in list(self._by_id.values()):
+        for session in self.all():
             session.close()
 
     def _end_idle(self) -> None:
-        for session in list(self._by_id.values()):
+        for session in self.all():
             if not session.open and time.monotonic() - session.used > self.idle_s:
                 self.end(session.id)
 

@@ -18,8 +18,9 @@ from grpolab.serve.sessions import Session, Sessions
 
 DRAIN_ROWS = 120.0  # s; how long completions in progress may hold up new weights
 
-# Requests, those refused, cancelled and failed, and places in answers that began a tool call and could not be read.
-COUNTS = ("requests", "refused", "cancelled", "failed", "unparsed_calls")
+# Requests, those refused, cancelled and failed, places in answers that began a tool call and could not be read, and answers
+# that are not in the format that was asked for.
+COUNTS = ("requests", "refused", "cancelled", "failed", "unparsed_calls", "format_errors")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,109 @@
+"""Whether an answer is what its request's `response_format` asks for: JSON, or JSON of a schema (draft 2020-12).
+
+Nothing constrains what is sampled. The check fetches nothing and takes at most `SECONDS`, whatever schema a client sends.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import regex
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.validators import extend
+from jsonschema_specifications import REGISTRY
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from grpolab.tool_calls import check_json, loads
+
+SECONDS = 0.25  # of a check, which holds up the service's other answers
+MOST_CHARACTERS, MOST_OBJECTS = 64 * 2**10, 500  # of a schema, which is itself checked once, a millisecond an object
+
+_until: ContextVar[float] = ContextVar("until")
+
+
+def _in_time(check: Callable) -> Callable:
+    """A keyword's check, which ends at the time that is set."""
+    def bounded(*arguments: Any) -> Iterator[ValidationError]:
+        if time.monotonic() > _until.get():
+            raise TimeoutError
+        yield from check(*arguments) or ()
+
+    return bounded
+
+
+def _pattern(_, pattern: str, instance: Any, __) -> Iterator[ValidationError]:
+    if isinstance(instance, str) and not regex.search(pattern, instance, timeout=max(1e-3, _until.get() - time.monotonic())):
+        yield ValidationError(f"{instance!r:.60} does not match {pattern!r:.60}")
+
+
+_Validator = extend(Draft202012Validator, {
+    keyword: _in_time(check) for keyword, check in {**Draft202012Validator.VALIDATORS, "pattern": _pattern}.items()})
+
+
+def _error(schema: Any, value: Any) -> str | None:
+    """What is wrong with a value, the first thing."""
+    _until.set(time.monotonic() + SECONDS)
+    try:
+        error = next(_Validator(schema, registry=REGISTRY).iter_errors(value), None)
+    except (TimeoutError, RecursionError):
+        return f"it was not checked within {SECONDS} s: take a simpler schema"
+    return error and f"{error.json_path}: {error.message}"[:300]
+
+
+def _check_parts(schema: Any, lookup: Callable[[str], Any]) -> None:
+    """ValueError for a part of a schema that leads elsewhere or cannot be checked in a bounded time."""
+    for key, part in schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ():
+        try:
+            if key in ("$ref", "$dynamicRef") and isinstance(part, str):
+                if not part.startswith("#"):
+                    raise ValueError(f"{key} {part!r:.60} leads out of the schema; write what it means under $defs")
+                lookup(part)
+            if key == "patternProperties" or key in ("$id", "$schema") and isinstance(part, str):
+                raise ValueError(f"this service does not support {key!r}; leave it out")  # no bound; another validator
+            if key == "pattern" and isinstance(part, str):
+                regex.compile(part)
+        except Unresolvable:
+            raise ValueError(f"{key} {part!r:.60} leads nowhere") from None
+        except (regex.error, RecursionError) as error:
+            raise ValueError(f"pattern {part!r:.60}: {error}") from None
+        _check_parts(part, lookup)
+
+
+@lru_cache(64)
+def _checked(text: str) -> Any:
+    """A schema of its JSON; ValueError for one that cannot be checked."""
+    if len(text) > MOST_CHARACTERS or text.count("{") > MOST_OBJECTS:
+        raise ValueError(f"the schema has {len(text)} characters and {text.count('{')} objects; this service takes "
+                         f"{MOST_CHARACTERS} and {MOST_OBJECTS}")
+    schema = json.loads(text)
+    if error := next(Draft202012Validator(Draft202012Validator.META_SCHEMA, registry=REGISTRY).iter_errors(schema), None):
+        raise ValueError(f"the schema is none: {error.json_path}: {error.message}"[:300])
+    _check_parts(schema, REGISTRY.resolver_with_root(DRAFT202012.create_resource(schema)).lookup)
+    return schema
+
+
+def answer_check(wanted: Any) -> Callable[[str], str | None] | None:
+    """A function of an answer's text: what is wrong with it, or None; None for a format that asks for nothing. ValueError for
+    what is no `response_format`, and for a schema that cannot be checked."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    about = wanted.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    if kind not in ("text", "json_object", "json_schema") or not isinstance(about, dict) or "schema" not in about:
+        raise ValueError('it is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
+                         '{"name": ..., "schema": {...}}}')
+    check_json(about["schema"])
+    schema = _checked(json.dumps(about["schema"]))
+
+    def check(text: str) -> str | None:
+        try:
+            value = loads(text)
+        except ValueError as error:
+            return f"not JSON: {error}"[:300]
+        return _error(schema, value)
+
+    return None if kind == "text" else check

@@ -1,0 +1,78 @@
+"""What `response_format` asks for, checked without a network and in a bounded time."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from grpolab.serve.answer_format import SECONDS, answer_check
+
+
+def schema_check(schema):
+    return answer_check({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+
+
+PERSON = {"$defs": {"age": {"type": "integer", "minimum": 0}}, "type": "object", "required": ["name"],
+          "properties": {"name": {"type": "string", "pattern": "^[A-Z]"}, "age": {"$ref": "#/$defs/age"}, "$id": True},
+          "additionalProperties": False}
+
+
+@pytest.mark.parametrize(("text", "wrong"), [
+    ('{"name": "Ann", "age": 3, "$id": "x"}', None), ('{"name": "ann"}', "does not match"), ('{"name": 5}', "'string'"),
+    ('{"name": "Ann", "age": -1}', "$.age: -1 is less"), ("{}", "required"), ('{"name": "Ann", "x": 1}', "unexpected"),
+    ("[]", "'object'"), ("", "not JSON"), ('{"name": "Ann"', "not JSON"), ('{"name": "Ann"} {}', "not JSON"),
+    ('{"name": NaN}', "not JSON"), ('{"name": "A", "name": "B"}', "twice"), ("[" * 99_999, "not JSON"), ("9" * 9999, "not JSON"),
+])
+def test_an_answer_and_a_schema(text, wrong):
+    told = schema_check(PERSON)(text)
+    assert told == wrong or wrong in told
+
+
+def test_any_object_and_anything():
+    some_object = answer_check({"type": "json_object"})
+    assert some_object('{"a": [1]}') is None and "'object'" in some_object("[1]") and answer_check({"type": "text"}) is None
+
+
+DOUBLED = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)} | {"a40": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(("schema", "text"), [
+    ({"$defs": DOUBLED, "$ref": "#/$defs/a0"}, "1"),
+    ({"$ref": "#"}, "1"),
+    ({"pattern": "(a|aa)+$"}, json.dumps("a" * 60 + "!")),
+    ({"allOf": [{"items": {"$ref": "#"}}] * 200}, "[[1, [2]]]"),
+], ids=["doubles", "itself", "backtracks", "wide"])
+def test_a_check_has_an_end(schema, text):
+    check, began = schema_check(schema), time.monotonic()
+    assert "not checked within" in check(text)
+    assert time.monotonic() - began < 40 * SECONDS
+
+
+@pytest.mark.parametrize(("schema", "why"), [
+    ({"type": 5}, r"\$.type"), (3, "the schema is none"), ({"$ref": "#/nope"}, "leads nowhere"), ({"pattern": "("}, "pattern"),
+    ({"pattern": "(" * 9000}, "pattern"), ({"$defs": {"a": {"$ref": "other.json"}}}, "leads out"), ({"$id": "http://a/b"}, "id"),
+    ({"patternProperties": {"^x": {}}}, "patternProperties"), ({"$schema": "http://json-schema.org/draft-07/schema#"}, "schema"),
+    ({"enum": ["x" * 70_000]}, "characters"), ({"anyOf": [{}] * 501}, "objects"), ({"const": float("nan")}, "NaN|range"),
+    (json.loads('{"not":' * 99 + "{}" + "}" * 99), "nested"),
+])
+def test_a_schema_that_cannot_be_checked_is_refused(schema, why):
+    with pytest.raises(ValueError, match=why):
+        schema_check(schema)
+
+
+@pytest.mark.parametrize("wanted", [5, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}])
+def test_what_is_no_format_is_refused(wanted):
+    with pytest.raises(ValueError, match="json_object"):
+        answer_check(wanted)
+
+
+def test_a_schema_fetches_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.3)
+        address = "http://127.0.0.1:%d/schema.json" % elsewhere.getsockname()[1]
+        for key in ("$ref", "$dynamicRef", "$schema", "$id"):
+            with pytest.raises(ValueError):
+                schema_check({"properties": {"a": {key: address}}})
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()
