@@ -191,6 +191,22 @@ async def client(url):
     print(json.dumps(said))
 
 
+async def caller(url):
+    """Its client at an environment with tools."""
+    from openenv.core.generic_client import GenericEnvClient
+
+    said = {}
+    async with GenericEnvClient(base_url=url) as env:
+        await env.reset(task={"prompt": "Where is Ann?"})
+        said["tools"] = (await env.step({"type": "list_tools"})).observation["tools"]
+        for name, tool in (("called", "room"), ("unknown", "nothing")):
+            action = {"type": "call_tool", "tool_name": tool, "arguments": {"name": "Ann"}}
+            said[name] = (await env.step(action)).observation
+        last = await env.step({"text": "12"})
+        said["last"] = [last.done, last.reward]
+    print(json.dumps(said))
+
+
 async def bench(url, *sizes):
     print(json.dumps([await measure(url, *map(int, size.split(":"))) for size in sizes]))
 
@@ -220,5 +236,6 @@ async def measure(url, sessions, steps):
 
 if __name__ == "__main__":
     what = {"server": server, "typed": typed, "tools": tools, "client": lambda *a: asyncio.run(client(*a)),
+            "caller": lambda *a: asyncio.run(caller(*a)),
             "bench": lambda *a: asyncio.run(bench(*a))}
     what[sys.argv[1]](*sys.argv[2:])

@@ -12,9 +12,11 @@ import sys
 import pytest
 from env_harness import ROOT, server_process, start_process
 
+from grpolab.env.action_format import MCP
 from grpolab.env.client import EnvSession
 from grpolab.env.pool import GrpoPool
 from grpolab.env.protocol import CapacityError, ServerError, SessionLost
+from grpolab.env.server import serve
 
 PEER = str(ROOT / "tests" / "openenv_peer.py")
 
@@ -124,3 +126,34 @@ async def test_at_last_their_server_dies(their_server):
         process.kill()
         with pytest.raises(SessionLost):
             await pool.run_group_step([{}] * 2)
+
+
+@pytest.mark.parametrize("isolate", ["thread", "process"])
+def test_their_client_calls_the_tools_of_our_server(python, isolate):
+    """`Tools` over the wire: listed and called by OpenEnv's own client, by MCP's messages, and seen by the reward."""
+    async def main():
+        async with serve("tool_envs:ROOMS", isolate=isolate) as server:
+            asked = await asyncio.create_subprocess_exec(python, PEER, "caller", server.url.replace("ws://", "http://"),
+                                                         stdout=asyncio.subprocess.PIPE)
+            said = json.loads((await asked.communicate())[0])
+            assert [tool["name"] for tool in said["tools"]] == ["room", "hang"]
+            assert said["called"]["result"]["content"][0]["text"] == "12" and said["called"]["error"] is None
+            assert said["unknown"]["error"]["message"].startswith("there is no tool 'nothing'")
+            assert said["last"] == [True, 1.0]
+            async with EnvSession(server.url) as session:
+                await session.reset(seed=1, task={"prompt": "Where is Ann?"})
+                (tool, _) = (await session.mcp("tools/list"))["tools"]
+                assert tool["inputSchema"]["required"] == ["name"] and tool["description"] == "The room of a person."
+                called = await session.mcp("tools/call", {"name": "room", "arguments": {"name": "Ann"}})
+                assert called == {"content": [{"type": "text", "text": "12"}], "isError": False}
+                wrong = await session.mcp("tools/call", {"name": "room", "arguments": {"nam": 1}})
+                assert wrong["isError"] and "Missing required argument" in wrong["content"][0]["text"]
+                late = await session.mcp("tools/call", {"name": "hang"})
+                assert late["isError"] and "longer than 0.3 s" in late["content"][0]["text"]
+                assert MCP.texts(await MCP.act(session, '{"name": "room", "arguments": {"name": "Ann"}}')) == ["12"]
+                for method, params, code in (("tools/nothing", {}, -32601), ("tools/call", {"name": 5}, -32602)):
+                    with pytest.raises(ServerError, match=str(code)):
+                        await session.mcp(method, params)
+                assert (await session.step({"text": "12"})).reward == 2.0  # two calls that were answered
+
+    run(main())

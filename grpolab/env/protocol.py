@@ -63,6 +63,8 @@ class Environment(Protocol):
 
     `reset` may declare any of the keyword arguments `seed`, `episode_id` and `task`, or others that clients send; the rest is
     dropped. `step` raises `InvalidAction` for an action that it cannot read. `state` is public. `close` frees what it holds.
+    One with tools may have `list_tools()` and `call_tool(name, arguments)` beside these, whose results are MCP's `tools/list`
+    and `tools/call`.
     """
 
     def reset(self, **options: Any) -> StepResult: ...
@@ -150,7 +152,7 @@ class InvalidAction(ServerError, ValueError):
 
 # What a client raises for an error frame whose code ends the session; every other code leaves it usable: a ServerError.
 ENDING = {"CAPACITY_REACHED": CapacityError, "FACTORY_ERROR": FactoryError, "SESSION_ERROR": SessionLost,
-          "RESET_TIMEOUT": SessionLost, "STEP_TIMEOUT": SessionLost, "STATE_TIMEOUT": SessionLost}
+          "RESET_TIMEOUT": SessionLost, "STEP_TIMEOUT": SessionLost, "STATE_TIMEOUT": SessionLost, "MCP_TIMEOUT": SessionLost}
 
 
 class InvalidRequest(Exception):

@@ -189,9 +189,6 @@ class Session:
             if kind == "close":
                 self._over = True
                 return None
-            if kind == "mcp":
-                fault = {"code": -32603, "message": "Environment does not support MCP", "data": None}
-                return protocol.message("mcp", {"jsonrpc": "2.0", "id": data.get("id"), "error": fault})
             if kind == "reset":
                 self.episode_id, self.steps = data.get("episode_id"), 0
             if kind == "step":
@@ -199,7 +196,7 @@ class Session:
             if kind == "state":
                 data = {"episode_id": self.episode_id, "step_count": self.steps}
             seconds = self.options.reset_timeout if kind == "reset" else self.options.step_timeout
-            reply, fault = await self._call(kind, seconds, data)
+            reply, fault = await self._call(kind, seconds, data)  # of mcp: within a step's time
             self._over = fault == "ProcessEnded"
             return reply
         except InvalidRequest as refused:

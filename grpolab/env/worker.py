@@ -26,6 +26,15 @@ log = logging.getLogger("grpolab.env.worker")
 SHIPPED = {"calculator": "grpolab.env.calculator:CalculatorEnv", "guess": "grpolab.env.guess:GuessEnv",
            "aws": "grpolab.env.aws.environment:AwsEnv"}
 METHODS = ("reset", "step", "state", "close")
+TOOLS = ("list_tools", "call_tool")  # of an environment that serves MCP
+
+
+class _Fault(Exception):
+    """What a JSON-RPC request is refused with."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(message)
+        self.code = code
 
 
 def load_factory(name: str) -> Callable[..., Any]:
@@ -45,7 +54,7 @@ class Worker:
     """`submit` calls from any thread; `run` is the whole life of the environment's own.
 
     Calls: `create` (the factory, first), `reset` (data: its options), `step` (the action), `state` (the fields that the
-    environment's own are added to), `close`, and `stop`, which ends `run`.
+    environment's own are added to), `mcp` (a JSON-RPC request), `close`, and `stop`, which ends `run`.
     """
 
     def __init__(self, make: Callable[[], Any], name: str):
@@ -95,7 +104,7 @@ class Worker:
                 value = self._runner.run(self._awaited(kind, value))
             return self._reply(kind, data, value), ""
         except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
-            return self._refusal(kind, raised), type(raised).__name__[:100]
+            return self._refusal(kind, data, raised), type(raised).__name__[:100]
 
     async def _awaited(self, kind: str, value: Any) -> Any:
         self._task = None if kind == "close" else asyncio.current_task()
@@ -118,7 +127,22 @@ class Worker:
             raise RuntimeError(f"{self._name} is not there: it was closed, or never made")
         if kind == "reset":
             return env.reset(**protocol.declared(env.reset, data))
+        if kind == "mcp":
+            return self._mcp(data)
         return env.step(data) if kind == "step" else env.state()
+
+    def _mcp(self, request: dict) -> Any:
+        """The tools of an environment that has them, or what one of them returns; `_Fault` for what it cannot do."""
+        method, params = request.get("method"), request.get("params") or {}
+        if not all(hasattr(self._env, name) for name in TOOLS):
+            raise _Fault(-32603, "Environment does not support MCP")
+        if method == "tools/list":
+            return self._env.list_tools()
+        if method != "tools/call":
+            raise _Fault(-32601, f"Method not found: {method!r:.80}")
+        if not isinstance(params, dict) or not isinstance(params.get("name"), str):
+            raise _Fault(-32602, "tools/call takes a name and arguments")
+        return self._env.call_tool(params["name"], params.get("arguments") or {})
 
     def _create(self) -> None:
         env = self._make()
@@ -126,7 +150,7 @@ class Worker:
             raise TypeError(f"{self._name} made a {type(env).__name__} without {', '.join(missing)}: "
                             f"an environment has {', '.join(METHODS)}")
         self._env = env
-        if any(inspect.iscoroutinefunction(getattr(env, method)) for method in METHODS):
+        if any(inspect.iscoroutinefunction(getattr(env, method, None)) for method in METHODS + TOOLS):
             self._wake = asyncio.Event()
             self._loop = self._runner.get_loop()
 
@@ -134,6 +158,9 @@ class Worker:
         """The reply's text; raises TypeError or ValueError where the environment returned what cannot be sent."""
         if kind in ("create", "close", "stop"):
             return ""
+        if kind == "mcp":
+            result = {"tools": value} if data["method"] == "tools/list" else value
+            return protocol.message("mcp", {"jsonrpc": "2.0", "id": data.get("id"), "result": result})
         right = dict if kind == "state" else StepResult
         if not isinstance(value, right):
             raise TypeError(f"{self._name} returned a {type(value).__name__} from a {kind}; it is a {right.__name__}")
@@ -142,12 +169,16 @@ class Worker:
         except (TypeError, ValueError, RecursionError) as fault:
             raise ValueError(f"{self._name} returned from a {kind} what JSON cannot hold: {fault}") from fault
 
-    def _refusal(self, kind: str, raised: BaseException) -> str:
+    def _refusal(self, kind: str, data: Any, raised: BaseException) -> str:
         """The reply to a request that the environment did not fulfil; the session goes on."""
         reason = "".join(traceback.format_exception_only(raised)).strip()  # `KeyError: 'a key'`
         if kind in ("create", "close"):
             log.error("%s of %s failed", kind, self._name, exc_info=raised)
             return reason
+        if kind == "mcp":
+            code, why = (raised.code, str(raised)) if isinstance(raised, _Fault) else (-32603, reason)
+            fault = {"code": code, "message": why, "data": None}
+            return protocol.message("mcp", {"jsonrpc": "2.0", "id": data.get("id"), "error": fault})
         if isinstance(raised, InvalidAction):
             return protocol.invalid("value_error", ["data"], str(raised)).reply
         log.info("%s of %s raised %s", kind, self._name, reason)

@@ -191,11 +191,33 @@ class ToolEnvironment:
             self._functions = {function.__name__: function for function in functions_of(self._object)}
         return StepResult({"text": prompt})
 
-    async def step(self, action: dict) -> StepResult:
-        calls = [call_of(call) for call in action.get("calls", [])]
+    def list_tools(self) -> list[dict]:
+        """The tools as MCP lists them."""
+        return [{"name": f["name"], "description": f["description"], "inputSchema": f["parameters"]}
+                for f in (tool["function"] for tool in self._tools.schemas)]
+
+    async def call_tool(self, name: str, arguments: dict) -> dict:
+        """A call in MCP's form; the reward sees it, as it does those of a step."""
+        (result,) = await self._made([ToolCall(name, arguments)])
+        return {"content": [{"type": "text", "text": result.text}], "isError": result.failed}
+
+    async def _made(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         until = asyncio.get_running_loop().time() + self._tools.deadline
         results = [await self._call(call, until) for call in calls]
         self._calls += results
+        return results
+
+    async def step(self, action: dict) -> StepResult:
+        """Calls as `Tools.action_format` has them, the answer, or one of OpenEnv's actions `list_tools` and `call_tool`."""
+        if action.get("type") == "list_tools":
+            return StepResult({"tools": self.list_tools()})
+        if action.get("type") == "call_tool":
+            call = call_of({"name": action.get("tool_name"), "arguments": action.get("arguments")})
+            (result,) = await self._made([call])
+            error = {"error_type": "execution_error", "message": result.text.removeprefix("error: ")} if result.failed else None
+            return StepResult({"tool_name": call.name, "error": error,
+                               "result": {"content": [{"type": "text", "text": result.text}], "is_error": result.failed}})
+        results = await self._made([call_of(call) for call in action.get("calls", [])])
         counts = {"calls": sum(not r.failed for r in self._calls), "tool_errors": sum(r.failed for r in self._calls)}
         if results:
             return StepResult({"results": [r.text for r in results]}, metadata=counts)
