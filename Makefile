@@ -5,7 +5,7 @@ FLAGS := --quiet --disable-pip-version-check
 PIP := $(PY) -m pip install $(FLAGS)
 PIP_INTO = $(PY) -m pip --python $(@D)/bin/python install $(FLAGS)
 
-.PHONY: install lab openenv atropos agents vllm run environments test test-full test-lowest results notebooks badges lint clean
+.PHONY: install lab openenv atropos agents verifiers vllm run environments test test-full test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -44,6 +44,13 @@ atropos: .venv/atropos/installed
 	@touch $@
 
 agents: .venv/agents/installed
+
+# Environments of verifiers, for their test.
+.venv/verifiers/installed: tests/verifiers.txt .venv/installed
+	$(PIP) --no-deps --upgrade --target $(@D) -r $<
+	@touch $@
+
+verifiers: .venv/verifiers/installed
 
 # vLLM's server on processors, for its test and benchmarks/bridges.py: 2 GB in an environment of its own, since it asks for an
 # older transformers. The build of torch without CUDA is in PyTorch's own index.
@@ -94,11 +101,11 @@ NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:pyth
 ORDER := 01 07 04 05 11 03 10 09 08
 FIRST = $(foreach n,$(ORDER),$(wildcard notebooks/$(n)_*.ipynb))
 NOTEBOOKS = $(FIRST) $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
-REQUIRED = REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 REQUIRE_AGENTS=1
+REQUIRED = REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 REQUIRE_AGENTS=1 REQUIRE_VERIFIERS=1
 
 # What the tests need beside .venv/installed, two at a time.
 environments: .venv/installed
-	$(MAKE) --no-print-directory -j 2 .venv/smollm2 .venv/gym openenv atropos agents
+	$(MAKE) --no-print-directory -j 2 .venv/smollm2 .venv/gym openenv atropos agents verifiers
 
 # One fault a gate, and the long notebooks with their quick setting (GRPOLAB_QUICK).
 test: export OMP_NUM_THREADS = 1
