@@ -193,7 +193,7 @@ def _pythonic_call(node: ast.expr) -> ToolCall:
         raise ValueError("a call is name(argument=literal, ...)")
     arguments = _object([(k.arg, ast.literal_eval(k.value)) for k in node.keywords])
     check_json(arguments)
-    return call_of({"name": name, "arguments": _loads(json.dumps(arguments))})
+    return call_of({"name": name, "arguments": loads(json.dumps(arguments))})
 
 
 def _in_python(call: ToolCall) -> str:

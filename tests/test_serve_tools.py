@@ -8,11 +8,14 @@ import openai
 import pytest
 from test_sessions import in_session
 from test_tool_calls import CALL, GOOD, ROOM
+from test_tools import call, turns_of
 
 from grpolab.chat import encode_chat, prompt_ids, user
 from grpolab.decode.audit import audit
 from grpolab.models.load import Policy
+from grpolab.serve.service import serve_policy
 from grpolab.train.sft import SFTConfig, sft
+from grpolab.train.tools import Tools
 
 NAMES = ("Ann", "Bob", "Eve", "Tom")
 
@@ -29,7 +32,7 @@ def trained_caller(tiny):
 
     async def train():
         shown = [example(policy.tokenizer, name) for name in NAMES]
-        rows = [row async for row in sft(policy, shown, SFTConfig(steps=130, batch_size=4, lr=2e-3))]
+        rows = [row async for row in sft(policy, shown, SFTConfig(steps=160, batch_size=4, lr=2e-3))]
         assert rows[-1]["loss"] < 0.02
 
     asyncio.run(train())
@@ -174,6 +177,21 @@ async def test_an_answer_is_checked_for_the_format_that_was_asked_for(caller, wa
         call = (await ask(client, user("Where is Bob?"), response_format=wanted)).choices[0]  # a call is no answer
         assert call.message.tool_calls and call.grpolab.get("format_error") is None
         assert service.status()["format_errors"] == (4 if error and error != "nothing is said" else 0)
+
+
+async def test_a_tool_may_ask_the_policy_that_called_it(caller):
+    """Nobody waits for the other; what it samples is in the record as a rollout of its own."""
+    async with serve_policy(caller) as service:
+        session = service.open_session(max_tokens=5)
+
+        def ask_it(question: str) -> str:
+            with openai.OpenAI(base_url=session.url, api_key="-", max_retries=0) as client:
+                return client.chat.completions.create(model="tiny", messages=user(question)).choices[0].message.content
+
+        tools = Tools([ask_it], lambda run: len(run.calls))
+        (told, last), form = await turns_of(tools, caller.tokenizer, call("ask_it", question="Where?"), "12")
+        rollout = service.rollout(session)
+    assert form.texts(told) == [caller.decode(rollout.tokens) or "(empty)"] and last.reward == 1.0
 
 
 async def test_what_agents_write_in_their_own_way_is_taken(caller):
