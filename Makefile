@@ -101,11 +101,11 @@ NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:pyth
 ORDER := 01 07 04 05 11 03 10 09 08
 FIRST = $(foreach n,$(ORDER),$(wildcard notebooks/$(n)_*.ipynb))
 NOTEBOOKS = $(FIRST) $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
-REQUIRED = REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 REQUIRE_AGENTS=1 REQUIRE_VERIFIERS=1
+REQUIRED = REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 REQUIRE_AGENTS=1
 
 # What the tests need beside .venv/installed, two at a time.
 environments: .venv/installed
-	$(MAKE) --no-print-directory -j 2 .venv/smollm2 .venv/gym openenv atropos agents verifiers
+	$(MAKE) --no-print-directory -j 2 .venv/smollm2 .venv/gym openenv atropos agents
 
 # One fault a gate, and the long notebooks with their quick setting (GRPOLAB_QUICK).
 test: export OMP_NUM_THREADS = 1
@@ -115,9 +115,9 @@ test: environments
 
 # Everything: all faults, the notebooks at full length, the fast tests on the minimum dependency versions.
 test-full: export OMP_NUM_THREADS = 1
-test-full: environments
+test-full: environments verifiers
 	$(MAKE) --no-print-directory test-lowest
-	$(REQUIRED) $(UNITS) $(TESTS)
+	$(REQUIRED) REQUIRE_VERIFIERS=1 $(UNITS) $(TESTS)
 	$(NBVAL) $(NOTEBOOKS)
 
 # The fast tests on the minimum dependency versions of pyproject.toml, in an environment of their own.

@@ -12,6 +12,7 @@ from grpolab.serve.agents import agent_grpo
 from grpolab.serve.service import serve_policy
 from grpolab.train.grpo import GRPOConfig
 
+pytestmark = pytest.mark.full  # its packages weigh some hundreds of MB
 NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
 
 
