@@ -502,6 +502,11 @@ def readme_table(results: Path) -> str:
             rows[f"the same by rejection sampling, as many rollouts: {kind}"] = f"{sft.value:.1%} → {kept}"
     if turns := stored.get("07"):
         rows["multi-turn GRPO: success with the calculator"] = f"{rate(turns['before'])} → {rate(turns['after'])}"
+    if tools := stored.get("14"):
+        sft, learned, kept = (rate(tools[f"{name}: right answers, sampled"])
+                              for name in ("warm-up", "GRPO", "rejection sampling"))
+        rows["which of three tools to ask, right answers, sampled: best SFT → GRPO (rejection sampling)"] = (
+            f"{sft} → {learned} ({kept})")
     if game := stored.get("08"):
         rows["guessing game, guesses a game: imitation → GRPO, and the best strategy"] = (
             f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"
