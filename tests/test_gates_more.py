@@ -1,4 +1,4 @@
-"""The gates of notebooks 08 and 09 under sabotage."""
+"""The gates of notebooks 00, 08, 09 and 13 under sabotage."""
 
 from types import SimpleNamespace
 
@@ -95,3 +95,29 @@ def test_the_quickstart_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatc
     """Its own cells up to the training."""
     learned = {"gain": Interval(0.18, 0.13, 0.23), "first": 0.5, "last": 0.7}
     assert failures_under(sabotage, "00_quickstart", "live = Dashboard(", learned, tmp_path, monkeypatch) == names
+
+
+# --- 13 rejection sampling --------------------------------------------------------------------------------------------
+
+NOTHING = Interval(0.0, -0.1, 0.1)
+LOOP = {"gain": NOTHING, "after_rejection": Answers(0.8, 9)}
+BOTH_LEARNED = {
+    "rollouts_of": {"rejection sampling": 64, "GRPO": 64}, "tokens_of": {}, "after_grpo": Answers(0.8, 9), "apart": {},
+    "lead": 0.0, "pass_at": {"SFT": [NOTHING], "rejection sampling": [NOTHING]}, "over_seeds": {"greedy": NOTHING},
+    "spread": {"grpo": 0.04, "rejection": 0.01},
+}
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    one_fault([
+        (None, set()),
+        (report_logps_of_another_temperature, {"gradient of imitation − policy gradient with rewards, of its length"}),
+        (forget_the_mean, {"advantages of a group sum to"}),
+    ]),
+)
+def test_the_rejection_sampling_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    """The cells up to the run of GRPO, without the loop; the claims are not judged."""
+    failed = failures_under(sabotage, "13_rejection_sampling", "policy = load_policy(str(saved))", BOTH_LEARNED, tmp_path,
+                            monkeypatch, {"policy, own": LOOP}, quick=True)
+    assert failed == names
