@@ -103,7 +103,7 @@ NOTHING = Interval(0.0, -0.1, 0.1)
 LOOP = {"gain": NOTHING, "after_rejection": Answers(0.8, 9)}
 BOTH_LEARNED = {
     "rollouts_of": {"rejection sampling": 64, "GRPO": 64}, "tokens_of": {}, "after_grpo": Answers(0.8, 9), "apart": {},
-    "lead": 0.0, "pass_at": {"SFT": [NOTHING], "rejection sampling": [NOTHING]}, "over_seeds": {"greedy": NOTHING},
+    "pass_at": {"SFT": [NOTHING], "rejection sampling": [NOTHING], "GRPO": [NOTHING]}, "over_seeds": {"greedy": NOTHING},
     "spread": {"grpo": 0.04, "rejection": 0.01},
 }
 
