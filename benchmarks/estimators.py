@@ -25,6 +25,7 @@ import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 from typing import NamedTuple
@@ -100,6 +101,9 @@ def logps_of(table: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     return table.gather(-1, tokens.expand(table.shape[:-1])[..., None]).squeeze(-1).masked_fill(mask == 0, 0)
 
 
+exact_norm = partial(torch.nn.RMSNorm, eps=1e-6, dtype=torch.float64)
+
+
 def successor(seed: int = 0, shown: int = 2, updates: int = 16, lr: float = 3e-4) -> Problem:
     """The prompts `0` and `1` ask for the next number in binary. Right are `1.` and `01.`, and `10.`; three tokens without the
     end are wrong. An untrained Llama has made `shown` steps of SFT on right answers and `updates` of Adam at `lr` along
@@ -117,12 +121,15 @@ def successor(seed: int = 0, shown: int = 2, updates: int = 16, lr: float = 3e-4
             vocab_size=3, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=2, max_position_embeddings=5, initializer_range=0.3, bos_token_id=None, eos_token_id=0,
             pad_token_id=None)).double().eval()
+    for layer in model.model.layers:  # the library's norm rounds to float32
+        layer.input_layernorm, layer.post_attention_layernorm = (exact_norm(16) for _ in range(2))
+    model.model.norm = exact_norm(16)
     prompts = torch.tensor([[0, 1], [0, 2]]).repeat_interleave(len(rows), 0)  # an end before it tells it from a completion
     ids = torch.cat((prompts, tokens.repeat(2, 1)), 1)
     places = torch.arange(ids.shape[1]).repeat(len(ids))
 
     def table():
-        """(X, C, T, V). The package's forward, since the library's norm rounds to float32."""
+        """(X, C, T, V)."""
         hidden = forward.states(model.model, ids.flatten(), places, forward.in_rows(len(ids), None)).unflatten(0, ids.shape)
         return model.lm_head(hidden)[:, 1:-1].double().log_softmax(-1).unflatten(0, (2, len(rows)))
 

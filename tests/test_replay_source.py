@@ -157,7 +157,7 @@ def test_another_vocabulary(record):
 
 @pytest.mark.parametrize("change, says", [
     (lambda line: {k: v for k, v in line.items() if k != "logps"}, "step 0, group 0: its rollouts lack log-probs"),
-    (lambda line: line | {"logps": base64.b64encode(b"\0" * 8).decode()}, "holds 2 log-probs for"),
+    (lambda line: line | {"logps": base64.b64encode(b"\0" * 8).decode()}, "one mask, logp and raw_logp for each token"),
 ], ids=["none", "too few"])
 def test_rollouts_without_their_log_probs(record, tmp_path, change, says):
     folder = tmp_path / "copy"

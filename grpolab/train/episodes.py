@@ -67,6 +67,14 @@ class Episode:
         """Tool calls, by the action format's measure of that name."""
         return self.measures.get("calls", 0)
 
+    @property
+    def text(self) -> str:
+        """The transcript, one line a message."""
+        lines = [f"environment: {self.question}"]
+        for wrote, told in self.turns:
+            lines += [f"policy:      {wrote}", f"environment: {told}"]
+        return "\n".join(lines)
+
 
 def as_task(task: Any) -> Any:
     """A task as it travels: any JSON value as it is, a dataclass (a `Problem`) as the dict of its fields."""
