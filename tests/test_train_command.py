@@ -22,7 +22,7 @@ OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
          "clip_eps": (0.1, 0.3), "max_logp_diff": (0.5, 2.0), "dual_clip": 3.0, "sampler_cap": 2.0,
          "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True,
-         "exact": True}
+         "exact": True, "share_prompts": False}
 
 
 def command(method, *flags):
@@ -49,8 +49,8 @@ def test_every_field_is_a_flag(method):
             assert getattr(parsed(method, f"--{f.name}", new), f.name) == new
             continue
         changed[f.name] = new
-        values = new if isinstance(new, tuple) else [] if new is True else [new]
-        flags += ["--" + f.name.replace("_", "-"), *map(str, values)]
+        values = new if isinstance(new, tuple) else [] if isinstance(new, bool) else [new]
+        flags += [("--no-" if new is False else "--") + f.name.replace("_", "-"), *map(str, values)]
     assert parsed(method, *flags) == dataclasses.replace(default, **changed)
 
 
