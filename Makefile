@@ -91,7 +91,7 @@ lab: .venv/lab
 # Three workers for two cores, since many tests wait for servers and children.
 # Whole files to a worker, since tests of a file share what they made; the longest first, or the last worker ends long after
 # the others.
-LONG := $(patsubst %,tests/test_%.py,train distributed docs options gates multiturn_rules remote serve smollm2_decode replay run \
+LONG := $(patsubst %,tests/test_%.py,train distributed docs options gates multiturn remote serve smollm2_decode replay run \
 	notebooks kill gate_replay openenv_training serve_tools agent_frameworks weight_sync benchmarks counterfactual_episodes)
 UNITS := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 TESTS = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/test_*.py)))
