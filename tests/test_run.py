@@ -263,6 +263,13 @@ def test_a_shortened_notebook_leaves_its_runs_apart(tmp_path, monkeypatch):
         assert Run("x").folder == tmp_path / folder
 
 
+@pytest.mark.parametrize("seed", ["1/2", -1, 0.5])
+def test_a_seed_is_a_whole_number(tmp_path, seed):
+    with pytest.raises(ValueError, match="a whole number from 0 on"):
+        Run("x", root=tmp_path, seed=seed)
+    assert not list(tmp_path.iterdir())
+
+
 def test_where_locks_do_not_exist_training_goes_on(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("grpolab.files.fcntl", None)
     assert len(train(tiny, Run("x", root=tmp_path))) == 5
@@ -295,6 +302,11 @@ def test_an_earlier_run_is_opened_done_again_or_moved_aside(tiny, earlier, tmp_p
     assert "x held a run of another configuration (lr 0.001 -> 0.002)" in (out := capsys.readouterr().out) and "x.1" in out
     assert untimed(Run("x.1", root=tmp_path).table().to_dict("records")) == earlier
     assert (run.folder / "figures" / "before.png").exists() and (run.folder / "below" / "figures").exists()
+    shutil.copytree(tmp_path / "y", tmp_path / "z")  # written a moment ago
+    for path in (tmp_path / "z").rglob("*"):
+        os.utime(path)
+    train(fresh(tiny), Run("z", root=tmp_path), replace(CONFIG, lr=2e-3))
+    assert untimed(Run("z.1", root=tmp_path).table().to_dict("records")) == earlier
     train(fresh(tiny), run, replace(CONFIG, lr=3e-3))  # the cell again, changed: this process may replace what it wrote
     assert not (tmp_path / "x.2").exists() and "x held a run of another configuration (lr 0.002 -> 0.003): this" in (
         capsys.readouterr().out)

@@ -83,6 +83,8 @@ class Run:
         if not all(isinstance(name, str) and name not in ("", ".", "..") for name in names):
             raise ValueError(f"a run's names are plain text such as Run('04_grpo', 'tiny'), got {names!r}; a folder to put "
                              "it in is Run(..., root=folder)")
+        if not (seed is None or isinstance(seed, int) and seed >= 0):
+            raise ValueError(f"seed={seed!r}: a whole number from 0 on")
         for sink in sinks:
             if not (hasattr(sink, "log") or hasattr(sink, "add_scalar")):
                 raise ValueError(f"a sink has .log(dict, step=...) or .add_scalar(name, value, step), got {sink!r:.80}")
@@ -101,6 +103,7 @@ class Run:
         self._columns: list[str] = []  # of the metrics.csv that holds self.metrics; none while it does not
         self._opened = time.time()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._found = set(self.folder.iterdir())  # when this Run was opened
 
     @staticmethod
     def shown(path: Path) -> Path:
@@ -215,9 +218,9 @@ class Run:
         names = ", ".join(p.name + "/" * p.is_dir() for p in new if p.name != "figures") or "nothing"
         return f"{self.shown(self.folder)}: {names}" + (f"; figures: {', '.join(figures)}" if figures else "")
 
-    def _is_new(self, path: Path) -> bool:
+    def _is_new(self, path: Path, slack: float = 1.0) -> bool:  # some file systems count in whole seconds
         files = [file for file in (path, *path.rglob("*")) if file.is_file()]
-        return any(file.stat().st_mtime >= self._opened - 1 for file in files)  # some file systems count in whole seconds
+        return any(file.stat().st_mtime >= self._opened - slack for file in files)
 
     # -- a loop begins -------------------------------------------------------------------------------------------------
 
@@ -280,8 +283,10 @@ class Run:
 
     def _set_aside(self, what: str) -> None:
         """Move what an earlier process left in the folder to one beside it; runs in folders below stay."""
-        earlier = [p for p in self.folder.iterdir()
-                   if not (p.name.startswith(".") or (p / "run.json").exists() or self._is_new(p))]
+        earlier = [p for p in self._found.intersection(self.folder.iterdir())
+                   if not (p.name.startswith(".") or (p / "run.json").exists() or self._is_new(p, slack=0))]
+        if not earlier:
+            return
         target = next(f for n in count(1) if not (f := self.folder.with_name(f"{self.folder.name}.{n}")).exists())
         target.mkdir()
         for path in earlier:

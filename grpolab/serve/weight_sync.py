@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 
 from grpolab.env import child_processes
@@ -77,6 +77,13 @@ def read_weights(path: Path, model: torch.nn.Module, expected: str | None = None
     return version, mark
 
 
+def _state(path: Path) -> tuple[int, str]:
+    """Version and mark of the weights in a file, which is not read for it."""
+    with safe_open(path, "pt") as file:
+        version, number = file.get_tensor(STATE).tolist()
+    return version, f"{number:08x}"
+
+
 def _form(tensor: torch.Tensor | None) -> Any:
     return "missing" if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
@@ -85,7 +92,7 @@ class SharedFile:
     """Whole weights through a safetensors file, for a server of ours that was started with `--weights` and this file."""
 
     def __init__(self, path: str | Path):
-        self.path, self._written = Path(path), False
+        self.path, self._mark = Path(path), ""
         self._lock = threading.Lock()  # a cancelled publish goes on writing for a while
 
     async def publish(self, caller: Caller, policy: Policy) -> Published:
@@ -95,13 +102,14 @@ class SharedFile:
 
     def close(self) -> None:
         with self._lock:
-            if self._written:
-                self.path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, SafetensorError):
+                if self._mark and _state(self.path)[1] == self._mark:  # not another trainer's
+                    self.path.unlink()
 
     def _write(self, policy: Policy) -> tuple[int, str]:
         with self._lock, policy.lock:
-            self._written = True
-            return policy.version, write_weights(self.path, policy.model, policy.version)
+            self._mark = write_weights(self.path, policy.model, policy.version)
+            return policy.version, self._mark
 
 
 class _Folder:
