@@ -15,6 +15,7 @@ COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module
     "run": ("run", "Run", "execute notebooks, all of them or those named"),
     "data": ("data", "Data", "write the arithmetic data set"),
     "eval": ("eval", "Eval", "measure a model on held-out questions"),
+    "scout": ("scout", "Scout", "tell from which tasks GRPO could learn, before anything is trained"),
     "train": ("recipe", None, "train as a file says: grpolab train FILE.toml [options that win over it]"),
     "sft": ("train", "SFT", "imitate demonstrations"),
     "grpo": ("train", "GRPO", "learn from a reward"),

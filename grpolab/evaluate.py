@@ -77,7 +77,10 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[Any], z: floa
 
 
 def share_interval(shares: Sequence[float]) -> Interval:
-    """Mean of shares between 0 and 1, one a question, with its normal interval, cut where a share cannot be."""
+    """Mean of shares between 0 and 1, one a question, with its normal interval, cut where a share cannot be. Where each is 0 or
+    1 it is Wilson's, since the normal one has no width where all are alike."""
+    if set(shares) <= {0, 1}:
+        return wilson(round(sum(shares)), len(shares))
     mean = mean_interval(shares)
     return Interval(mean.value, min(mean.value, max(0.0, mean.low)), max(mean.value, min(1.0, mean.high)))
 
@@ -122,8 +125,8 @@ class Checked:
 
     @property
     def rate(self) -> Interval:
-        """The mean rate over prompts: Wilson's interval where each is 0 or 1, else the normal one."""
-        return wilson(round(sum(self.rates)), len(self.rates)) if self.greedy else share_interval(self.rates)
+        """The mean rate over prompts."""
+        return share_interval(self.rates)
 
     def pass_at(self, k: int) -> Interval:
         """The chance that one of k samples passes, its interval over prompts."""

@@ -181,6 +181,18 @@ def gym_score(text: str, row: GymTask, rollout: Rollout) -> float:
     return row.score(text) if rollout.finish_reason == "eos" else 0.0
 
 
+def _gym(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError("reasoning-gym is not installed: pip install 'grpolab[gym]'") from error
+
+
+def gym_names() -> list[str]:
+    """The data sets of reasoning-gym that `reasoning_gym` makes. ImportError without the extra."""
+    return sorted(_gym("reasoning_gym.factory").DATASETS.keys() - EVALUATING)
+
+
 def reasoning_gym(name: str, *, size: int, seed: int, ask: str = "{question}", **config: Any) -> list[GymTask]:
     """`size` tasks of a data set of reasoning-gym (extra `grpolab[gym]`), the same for the same seed; `config` are the data
     set's own settings (difficulty). `ask` puts the question into a prompt, e.g. "{question}Answer with the number alone.".
@@ -193,10 +205,7 @@ def reasoning_gym(name: str, *, size: int, seed: int, ask: str = "{question}", *
                          "evaluated here: take another data set, or score its entries by a reward of your own")
     if size < 1 or ask.count("{question}") != 1:
         raise ValueError(f"size must be at least 1 and `ask` must hold '{{question}}' once, got size={size}, ask={ask!r}")
-    try:
-        package = importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise ImportError("reasoning-gym is not installed: pip install 'grpolab[gym]'") from error
+    package = _gym("reasoning_gym")
     try:
         dataset = package.create_dataset(name, size=size, seed=seed, **config)
     except (ValueError, TypeError, AssertionError) as error:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 from grpolab.__main__ import main
@@ -31,12 +32,37 @@ def test_eval_prints_rates_with_intervals(capsys):
 def test_eval_takes_rows_of_a_file(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "What is 1 + 1?", "answer": 2}\n{"prompt": "What is 2 + 1?", "answer": "#### 3"}\n')
-    assert main(["eval", "tiny", "--prompts-file", str(path), "--samples", "2", "--max-new-tokens", "4"]) == 0
+    assert main(["eval", "tiny", "--tasks", str(path), "--samples", "2", "--max-new-tokens", "4"]) == 0
     out = capsys.readouterr().out
     assert "of 2 rows" in out and "pass@2" in out
+    (tmp_path / "mine.py").write_text("def always(text, row, rollout):\n    return 1.0\n")
+    options = ["--samples", "3", "--max-new-tokens", "2"]
+    assert main(["eval", "tiny", "--tasks", str(path), "--reward", f"{tmp_path}/mine.py:always", "--at", "3", *options]) == 0
+    out = capsys.readouterr().out
+    assert "greedy   100.0%" in out and "pass@3   100.0%" in out and "pass@1" not in out
+    assert main(["eval", "tiny", "--tasks", str(path), "--at", "4", *options]) == 2
+    assert "pass@k needs k from 1 to --samples, which is 3" in capsys.readouterr().err
     path.write_text('{"prompt": "What is 1 + 1?", "answer": "two"}')
-    assert main(["eval", "./no/model", "--prompts-file", str(path)]) == 1
+    assert main(["eval", "./no/model", "--tasks", str(path)]) == 1
     assert "row 1: its answer holds no number" in capsys.readouterr().err
+
+
+def test_scout_puts_the_tasks_first_of_which_groups_differ(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def odd(text, row, rollout):\n    return float(sum(map(ord, text)) % 2) * row['pays']\n")
+    for name, pays in (("never", 0), ("some", 1)):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "1 + 1 = ", "pays": {pays}}}\n' * 3)
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"prompt": "%s", "pays": 1}\n' % ("1" * 3000))
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("long", "never", "some")]
+    rewarded = ["--reward", f"{tmp_path}/mine.py:odd", "--samples", "6", "--max-new-tokens", "6"]
+    assert main(["scout", "tiny", *files, *rewarded, "--save", str(tmp_path / "t.csv")]) == 0
+    table = pd.read_csv(tmp_path / "t.csv", index_col=0)
+    assert list(table.index) == ["some.jsonl", "never.jsonl", "long.jsonl"]
+    assert table["groups that differ"].iloc[0].startswith("100.0%") and table["pass@6"].iloc[0].startswith("100.0% [43.9%")
+    assert table["groups that differ"].iloc[1].startswith("0.0%") and "no room in the context" in table["not sampled"].iloc[2]
+    assert "[3/3] some.jsonl" in capsys.readouterr().out
+    assert main(["scout", "tiny", files[1], "--samples", "1"]) == 2 and "at least 2" in capsys.readouterr().err
+    assert main(["scout", "./no/model", files[1]]) == 1 and "answer" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_an_error_not_a_traceback(monkeypatch, capsys):
@@ -45,7 +71,7 @@ def test_an_unknown_model_is_an_error_not_a_traceback(monkeypatch, capsys):
     assert "grpolab eval: './nothing/here' has no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["run", "data", "eval", "serve"])
+@pytest.mark.parametrize("command", ["run", "data", "eval", "scout", "serve"])
 def test_every_command_explains_itself(command):
     done = subprocess.run([sys.executable, "-m", "grpolab", command, "-h"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and f"usage: grpolab {command}" in done.stdout

@@ -10,6 +10,8 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 from grpolab import tasks
 from grpolab.arithmetic import Task, generate
+from grpolab.cli import UsageError
+from grpolab.cli.rollout_options import load_object
 from grpolab.evaluate import evaluate, evaluate_checks, evaluate_fixed, suite_table, summary
 from grpolab.models.load import load_policy
 
@@ -19,17 +21,23 @@ class Eval:
     """Format and exact-match rates of a model on held-out questions."""
 
     model: Positional[str]  # tiny, smollm2-135m, a Hugging Face id, or a folder
-    prompts_file: Path | None = None
+    tasks: Path | None = None
     """JSONL rows with a prompt and an answer instead of arithmetic; a completion is right if it ended by itself and its last
-    number is the answer's."""
+    number is the answer's, or by --reward"""
+    reward: str | None = None  # file.py:function(text, row, rollout) of those rows; right is a reward of at least 1
     questions: int = 200  # arithmetic questions
     samples: int = 8  # completions per question beside the greedy one
+    at: tuple[int, ...] = ()  # the k of pass@k (default: the powers of 2 up to --samples)
     max_new_tokens: int = 32  # longest completion
     seed: int = 1  # of the questions and of sampling
     task: OmitArgPrefixes[Task] = Task()
 
     def run(self) -> int:
-        return asyncio.run(self.arithmetic() if self.prompts_file is None else self.rows(self.prompts_file))
+        if wrong := [k for k in self.at if not 1 <= k <= self.samples]:
+            raise UsageError(f"--at {wrong[0]}: pass@k needs k from 1 to --samples, which is {self.samples}")
+        if self.reward and not self.tasks:
+            raise UsageError("--reward is of the rows in --tasks; arithmetic has its checker")
+        return asyncio.run(self.arithmetic() if self.tasks is None else self.rows(self.tasks))
 
     async def arithmetic(self) -> int:
         _, problems = generate(0, self.questions, seed=self.seed, task=self.task)
@@ -45,11 +53,12 @@ class Eval:
         return 0
 
     async def rows(self, path: Path) -> int:
-        rows = tasks.read_rows(path, needs=["answer"])
-        tasks.check_answers(rows, path)
+        rows = tasks.read_rows(path)
+        if self.reward is None:
+            tasks.check_answers(rows, path)
+        reward = load_object(self.reward, "--reward") if self.reward else tasks.right_number
         policy = self.load()
-        cases = [(tasks.prompt_of(row), lambda text, rollout, row=row: tasks.right_number(text, row, rollout) == 1)
-                 for row in rows]
+        cases = [(tasks.prompt_of(row), lambda text, rollout, row=row: (reward(text, row, rollout) or 0) >= 1) for row in rows]
         greedy = await evaluate_checks(policy, cases, **self.sampling)
         print(f"greedy   {greedy.rate} of {len(rows)} rows")
         if self.samples:
@@ -67,6 +76,5 @@ class Eval:
         return policy
 
     def print_pass_at(self, sampled) -> None:
-        """pass@k for the powers of 2 up to the number of samples."""
-        for k in (2**i for i in range(self.samples.bit_length())):
+        for k in self.at or (2**i for i in range(self.samples.bit_length())):
             print(f"pass@{k:<3} {sampled.pass_at(k)}")
