@@ -31,7 +31,7 @@ RENAMED = {
     "num-generations": "group-size", "max-completion-length": "max-new-tokens", "num-iterations": "inner-epochs",
     "steps-per-generation": "minibatches", "delta": "dual-clip", "reward-funcs": "reward", "lora-r": "lora-rank",
     "lora-target-modules": "lora-target", "run-name": "name", "output-dir": "out", "save-path": "out",
-    "dataset-name": "data", "torch-dtype": "dtype", "importance-sampling-level": "ratio",
+    "dataset-name": "data", "torch-dtype": "dtype", "hub-model-id": "push-to-hub", "importance-sampling-level": "ratio",
 }
 RENAMED_OF = {"grpo": {"beta": "kl-coef"}, "dpo": {"loss-type": "kind"}}
 

@@ -24,7 +24,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
-from grpolab.cli import UsageError, recipe
+from grpolab.cli import UsageError, publish, recipe
 from grpolab.cli.rollout_options import RolloutOptions, load_object, rollouts_of
 from grpolab.evaluate import fixed_rates
 from grpolab.files import atomic_write, remove_folder
@@ -73,6 +73,7 @@ class Training:
     keep_last: int = 3  # of those folders
     out: Path | None = None  # the folder in which runs lie (default: runs)
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that are told each step's numbers
+    push_to_hub: str | None = None  # owner/model on the Hugging Face hub, private where it is new, to upload the policy to
     lora_rank: int = 0  # rank of an adapter that is trained in the place of the weights (0: none)
     lora_alpha: float = 16.0  # its scale is alpha / rank
     lora_target: tuple[str, ...] = ATTENTION  # names of the projections that it stands beside
@@ -123,6 +124,8 @@ class Training:
         if self.select_every and not (self.held_out_data or self.held_out or self.fixed_prompts):
             raise UsageError("--select-every measures on what is held out: add --held-out-data FILE, or --held-out N where "
                              "the command has it")
+        if self.push_to_hub and not self.print_config:
+            publish.check_hub(self.push_to_hub)
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Rows to train on and rows to measure on, as far as they are read without the policy's tokenizer."""
@@ -146,11 +149,15 @@ class Training:
             asyncio.run(self.steps(ready, run))
         if distributed.first():
             atomic_write(run.folder / recipe.NAME, self.as_recipe())
-            print(f"{run.shown(ready.model.save(run.folder / 'policy'))}\n{run.shown(run.folder / 'metrics.csv')}\n"
+            saved = ready.model.save(run.folder / "policy")
+            publish.write_model_card(run, ready.model, saved, self.as_recipe())
+            print(f"{run.shown(saved)}, with a model card\n{run.shown(run.folder / 'metrics.csv')}\n"
                   f"{run.shown(run.folder / recipe.NAME)}: grpolab train reads it")
             if best := run.selected.best():
                 print(f"{run.shown(best['folder'])}: the best by what was measured, {best['value']:.4g} after "
                       f"{best['steps']} steps")
+            if self.push_to_hub:
+                print(f"uploaded to {publish.push(saved, self.push_to_hub)}")
 
     async def steps(self, ready: Plan, run: Run) -> None:
         """Train, print a line a step, and save what --export-every asks for."""
