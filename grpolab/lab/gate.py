@@ -157,7 +157,7 @@ class gate:
 
     def _repr_html_(self):
         color = "#D55E00" if not self.passed else "#7F7F7F" if self.shortened else "#009E73"
-        return f"<pre style='border-left:4px solid {color};padding:2px 8px'>{escape(repr(self))}</pre>"
+        return f"<pre style='font-family:monospace;border-left:4px solid {color};padding:2px 8px'>{escape(repr(self))}</pre>"
 
 
 def _plain(value):
