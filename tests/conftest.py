@@ -1,6 +1,9 @@
 import asyncio
 import copy
 import inspect
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,22 @@ def _tiny() -> Policy:
 def tiny(_tiny) -> Policy:
     """The embedded model, a copy of its own for each test."""
     return Policy(copy.deepcopy(_tiny.model), _tiny.tokenizer, _tiny.name, _tiny.eos_ids)
+
+
+@pytest.fixture(scope="module")
+def packages(request):
+    """What `make agents` or `make verifiers` installs (the module's PACKAGES says which) can be imported."""
+    name = request.module.PACKAGES
+    folder = Path(__file__).parents[1] / ".venv" / name
+    if not (folder / "installed").exists():
+        missing = f"the packages of tests/{name}.txt are not installed: make {name}"
+        pytest.fail(missing) if os.environ.get(f"REQUIRE_{name.upper()}") else pytest.skip(missing)
+    sys.path.append(str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    for name, module in list(sys.modules.items()):  # another test wants another version of some
+        if str(folder) in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -5,30 +5,17 @@ its own ("Calling tools: ...") and asks for its last answer without tools: there
 """
 
 import asyncio
-import os
-import sys
 
 import pytest
 import test_serve_tools
-from env_harness import ROOT
 
 from grpolab.serve.agents import agent_grpo
 from grpolab.serve.service import serve_policy
 from grpolab.serve.sessions import Session
 from grpolab.train.grpo import GRPOConfig
 
+PACKAGES, pytestmark = "agents", pytest.mark.usefixtures("packages")
 NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frameworks():
-    folder = ROOT / ".venv" / "agents"
-    if not (folder / "installed").exists():
-        missing = "the agent frameworks are not installed: make agents"
-        pytest.fail(missing) if os.environ.get("REQUIRE_AGENTS") else pytest.skip(missing)
-    sys.path.append(str(folder))
-    yield
-    sys.path.remove(str(folder))
 
 
 @pytest.fixture

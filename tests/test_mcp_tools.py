@@ -19,23 +19,13 @@ from grpolab.train.episodes import demonstrate
 from grpolab.train.mcp_tools import McpServer
 from grpolab.train.tools import Tools, ToolsLost
 
-FOLDER = ROOT / ".venv" / "agents"
+PACKAGES, pytestmark = "agents", pytest.mark.usefixtures("packages")
 COMMAND = [sys.executable, ROOT / "tests" / "mcp_server.py"]
-ENV = {"PYTHONPATH": str(FOLDER), "NOTE": "hello"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def package():
-    if not (FOLDER / "mcp").exists():
-        missing = "the package mcp is not installed: make agents"
-        pytest.fail(missing) if os.environ.get("REQUIRE_AGENTS") else pytest.skip(missing)
-    sys.path.append(str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+ENV = {"PYTHONPATH": str(ROOT / ".venv" / "agents"), "NOTE": "hello"}
 
 
 @pytest.fixture(scope="module")
-def tools(package):
+def tools(packages):
     return Tools(McpServer(COMMAND, env=ENV), lambda run: float(len(run.calls)), deadline=5)
 
 

@@ -129,10 +129,10 @@ def test_frequencies_follow_the_distribution(params, vocab):
 def test_rows_of_several_requests_are_drawn_each_by_its_own_params():
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0))
     u = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    kinds = [(SamplingParams(greedy=True), torch.tensor([0, 3])), (SamplingParams(top_k=2), torch.tensor([2, 4])),
-             (SamplingParams(temperature=0.5), torch.tensor([1, 5]))]
+    kinds = [(SamplingParams(greedy=True), torch.tensor([0, 3]), None), (SamplingParams(top_k=2), torch.tensor([2, 4]), None),
+             (SamplingParams(temperature=0.5), torch.tensor([1, 5]), None)]
     mixed = draw_mixed(logits, u, kinds)
-    for params, rows in kinds:
+    for params, rows, _ in kinds:
         for i in rows.tolist():
             alone = draw_tokens(logits[i: i + 1], u[i: i + 1], params)
             assert mixed.tokens[i] == alone.tokens[0] and mixed.logps[i] == alone.logps[0]

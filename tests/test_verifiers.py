@@ -1,33 +1,15 @@
 """Environments of `verifiers`, unchanged, at the served policy: its rubric is the reward, what was sampled is trained on."""
 
-import os
-import sys
-
 import pytest
 import test_serve_tools
-from env_harness import ROOT
 from test_agent_frameworks import room
 
 from grpolab.serve.agents import agent_grpo
 from grpolab.serve.service import serve_policy
 from grpolab.train.grpo import GRPOConfig
 
-pytestmark = pytest.mark.full  # its packages weigh some hundreds of MB
+PACKAGES, pytestmark = "verifiers", [pytest.mark.full, pytest.mark.usefixtures("packages")]  # they weigh some hundreds of MB
 NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
-
-
-@pytest.fixture(scope="module", autouse=True)
-def package():
-    folder = ROOT / ".venv" / "verifiers"
-    if not (folder / "installed").exists():
-        missing = "verifiers is not installed: make verifiers"
-        pytest.fail(missing) if os.environ.get("REQUIRE_VERIFIERS") else pytest.skip(missing)
-    sys.path.append(str(folder))
-    yield
-    sys.path.remove(str(folder))
-    for name, module in list(sys.modules.items()):  # another test wants another version of some
-        if str(folder) in (getattr(module, "__file__", None) or ""):
-            del sys.modules[name]
 
 
 def rooms(tool=room):

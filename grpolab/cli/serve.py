@@ -130,6 +130,8 @@ class ServePolicy:
     adapters: Path | None = None  # folder from which clients may load LoRA adapters (AdapterSwap)
     policy_version: int = 0  # version of the weights at the start
     max_sessions: int = 4096  # sessions open at a time
+    constrained: bool = False
+    """Sample under a mask where a request's response_format or tool_choice asks for a form (needs grpolab[constrained])."""
 
     def run(self) -> int:
         token = self.address.token()
@@ -151,6 +153,7 @@ class ServePolicy:
         async with sampler, serve_policy(
             sampler, name=self.name, host=self.address.host, port=self.address.port, token=token, seed=self.seed,
             max_sessions=self.max_sessions, weights=self.weights, adapters=self.adapters,
+            constrained=self.constrained,
         ) as service:
             print(f"serving {service.name} at {service.url}/v1", flush=True)
             await stop.wait()

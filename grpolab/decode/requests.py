@@ -9,6 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from operator import index
 
+import numpy as np
 import torch
 
 from grpolab.decode.cache import SlotCache
@@ -128,6 +129,7 @@ class Owner:
     sample: int
     version: int
     epoch: int
+    allowed: Callable[[int | None], np.ndarray] | None = None  # of its constraint
 
 
 def checked_prompt(prompt: Sequence[int], i: int, vocab: int, context: int) -> tuple[int, ...]:

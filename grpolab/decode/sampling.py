@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from grpolab.decode.constraint import Constraint
+
 CHUNK = 256  # width of the coarse level of the two-level inverse CDF
 TOP = 256  # candidates tried before the full sort of top-p
 COLDEST = 1e-30  # below this temperature, logits divided by it leave float32
@@ -35,6 +37,7 @@ class SamplingParams:
     stop_strings    texts that end a rollout at the token that completes them
     ignore_eos      run through the policy's eos ids (benchmarks)
     seed            of the request; None takes a fresh one from the sampler
+    constraint      a grammar (`constraint.Grammars`), whose mask applies before the filters; it ends a rollout by an eos id
     """
 
     temperature: float = 1.0
@@ -47,6 +50,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self):
         set_to = partial(object.__setattr__, self)
@@ -75,11 +79,13 @@ class SamplingParams:
         for name in ("greedy", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.constraint is not None and self.ignore_eos:
+            raise ValueError("a constraint ends a rollout by an eos id, and ignore_eos runs through it: leave one of them out")
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens get probability 0; each rollout then records its `kept_mass`."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.constraint is not None)
 
 
 def _integer(name: str, value) -> int:
@@ -97,6 +103,9 @@ class Draw:
     logps: torch.Tensor
     raw_logps: torch.Tensor
     kept_mass: torch.Tensor | None = None
+
+
+Kind = tuple[SamplingParams, torch.Tensor, torch.Tensor | None]  # rows that are drawn alike, (n,) indices, and (n, V) allowed
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -183,21 +192,26 @@ def _nucleus_floor(logits: torch.Tensor, p: float) -> torch.Tensor:
     return best.gather(1, last)
 
 
-def draw_tokens(logits: torch.Tensor, u: torch.Tensor, params: SamplingParams) -> Draw:
-    """One token for each row of logits (n, V) with the uniforms u (n,) double; the arithmetic is fp32."""
+def draw_tokens(logits: torch.Tensor, u: torch.Tensor, params: SamplingParams, allowed: torch.Tensor | None = None) -> Draw:
+    """One token for each row of logits (n, V) with the uniforms u (n,) double, of those that `allowed` (n, V) lets through;
+    the arithmetic is fp32."""
     logits = logits.float()
     if params.greedy:
-        tokens = logits.argmax(-1)
+        tokens = _masked(logits, allowed).argmax(-1)
         logps = _logps(logits, logits.logsumexp(-1), tokens)
         return Draw(tokens, logps, logps)
     scaled = logits if params.temperature == 1 else logits / params.temperature
-    kept = truncate(scaled, params) if params.truncates else scaled
+    kept = truncate(_masked(scaled, allowed), params) if params.truncates else scaled
     mass, normaliser = _exponentiate(kept)
     tokens = inverse_cdf(mass, u)
     logps = _logps(kept, normaliser, tokens)
     raw_logps = logps if kept is logits else _logps(logits, logits.logsumexp(-1), tokens)
     left = (normaliser - scaled.logsumexp(-1)).exp() if params.truncates else None
     return Draw(tokens, logps, raw_logps, left)
+
+
+def _masked(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
 
 def _exponentiate(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,16 +226,16 @@ def _logps(logits: torch.Tensor, normaliser: torch.Tensor, tokens: torch.Tensor)
     return logits.gather(1, tokens[:, None]).squeeze(1) - normaliser
 
 
-def draw_mixed(logits: torch.Tensor, u: torch.Tensor, kinds: Sequence[tuple[SamplingParams, torch.Tensor]]) -> Draw:
-    """`draw_tokens` for rows (n, V) of several requests: kinds holds (params, row indices), which together cover every row."""
+def draw_mixed(logits: torch.Tensor, u: torch.Tensor, kinds: Sequence[Kind]) -> Draw:
+    """`draw_tokens` for rows (n, V) of several requests, whose kinds together cover every row."""
     if len(kinds) == 1:
-        return draw_tokens(logits, u, kinds[0][0])
+        return draw_tokens(logits, u, kinds[0][0], kinds[0][2])
     n, device = logits.shape[0], logits.device
     tokens = torch.zeros(n, dtype=torch.long, device=device)
     logps, raw_logps, mass = (torch.ones(n, device=device) for _ in range(3))
-    for params, rows in kinds:
-        part = draw_tokens(logits[rows], u[rows.to(u.device)], params)
+    for params, rows, allowed in kinds:
+        part = draw_tokens(logits[rows], u[rows.to(u.device)], params, allowed)
         tokens[rows], logps[rows], raw_logps[rows] = part.tokens, part.logps, part.raw_logps
         if part.kept_mass is not None:
             mass[rows] = part.kept_mass
-    return Draw(tokens, logps, raw_logps, mass if any(params.truncates for params, _ in kinds) else None)
+    return Draw(tokens, logps, raw_logps, mass if any(params.truncates for params, _, _ in kinds) else None)

@@ -23,7 +23,7 @@ from grpolab.decode.batch import Batch
 from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
 from grpolab.decode.requests import Owner, Pending, Prefix, Request, Stats, no_room, settle
-from grpolab.decode.sampling import Draw, SamplingParams, draw_mixed, uniforms_on
+from grpolab.decode.sampling import Draw, Kind, draw_mixed, uniforms_on
 from grpolab.decode.snapshot import update
 from grpolab.rollouts import Rollout
 
@@ -54,6 +54,7 @@ class Scheduler:
     def _rows_changed(self) -> None:
         """Note how the rows are drawn, and which are looked at after every token."""
         self.kinds = kinds_of(self.owners, self.device)
+        self.constrained = any(o.allowed is not None for o in self.owners)
         self.with_strings = [i for i, o in enumerate(self.owners) if o.request.params.stop_strings]
         self.streamed = [i for i, o in enumerate(self.owners) if o.request.on_tokens is not None]
 
@@ -187,14 +188,28 @@ class Scheduler:
         rows, first = self.rows, self.rows.n
         for p, g in entering:
             request = p.request
-            self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch))
+            constraint = request.params.constraint
+            self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch, constraint and constraint.start()))
             ends = request.eos.union(request.params.stop_ids)
             rows.append(len(p.ids), p.limit(self.context), request.seeds[p.index][g], sorted(ends))
         self._rows_changed()
         self.store.enter(first, [Prefilled(p.cache, p.row, len(p.ids)) for p, _ in entering], rows.longest())
         logits = torch.stack([p.logits for p, _ in entering])
         u = uniforms_on(self.device, rows.uniforms(first, 1)[0])
-        self._record(first, [draw_mixed(logits, u, kinds_of(self.owners[first:], self.device))])
+        self._record(first, [draw_mixed(logits, u, self._with_masks(kinds_of(self.owners[first:], self.device), first))])
+
+    def _with_masks(self, kinds: list[Kind], first: int) -> list[Kind]:
+        """The kinds of rows first.. with what constrained rows may draw next; one whose grammar fails may draw anything, once,
+        since its request has the error."""
+        return [(params, rows, torch.from_numpy(np.stack([self._allowed(first + i) for i in rows.tolist()])).to(self.device))
+                if params.constraint is not None else (params, rows, None) for params, rows, _ in kinds]
+
+    def _allowed(self, i: int) -> np.ndarray:
+        try:
+            return self.owners[i].allowed(int(self.rows.token[i]) if self.rows.count[i] else None)
+        except Exception as error:
+            settle(self.owners[i].request.future, error=error)
+            return np.ones(self.engine.vocab, bool)
 
     # -------------------------------------------------------------- decode
 
@@ -202,10 +217,10 @@ class Scheduler:
         rows, n = self.rows, self.rows.n
         padded = self.engine.rows(n)
         rows.token[n:padded] = rows.position[n:padded] = 0
-        steps = 1 if self.with_strings else min(self.block, int((rows.limit - rows.count)[:n].min()))
+        steps = 1 if self.with_strings or self.constrained else min(self.block, int((rows.limit - rows.count)[:n].min()))
         window = round_up(int(rows.position[:n].max()) + steps, self.store.unit)
         self.store.fit(rows.position[:n], padded, steps, rows.longest())
-        u, kinds = uniforms_on(self.device, rows.uniforms(0, steps)), self.kinds
+        u, kinds = uniforms_on(self.device, rows.uniforms(0, steps)), self._with_masks(self.kinds, 0)
         tokens, start = (torch.from_numpy(a[:padded]).to(self.device) for a in (rows.token, rows.position))
         drawn, forward_seconds, started = [], 0.0, time.perf_counter()
         for i in range(steps):
@@ -312,11 +327,11 @@ class Scheduler:
         self.requests = [r for r in self.requests if r.unfinished]
 
 
-def kinds_of(owners: Sequence[Owner], device) -> list[tuple[SamplingParams, torch.Tensor]]:
-    """Rows grouped by how they are sampled: (params, row indices)."""
+def kinds_of(owners: Sequence[Owner], device) -> list[Kind]:
+    """Rows grouped by how they are sampled."""
     groups: dict = {}
     for i, owner in enumerate(owners):
         p = owner.request.params
         key = "greedy" if p.greedy else (p.temperature, p.top_k, p.top_p, p.min_p)
-        groups.setdefault(key, (p, []))[1].append(i)
-    return [(p, torch.tensor(rows, device=device)) for p, rows in groups.values()]
+        groups.setdefault((key, p.constraint is None), (p, []))[1].append(i)
+    return [(p, torch.tensor(rows, device=device), None) for p, rows in groups.values()]

@@ -1,14 +1,17 @@
 """Whether an answer is what its request's `response_format` asks for: JSON, or JSON of a schema (draft 2020-12).
 
-Nothing constrains what is sampled. The check fetches nothing and takes at most `SECONDS`, whatever schema a client sends.
+The check fetches nothing and takes at most `SECONDS`, whatever schema a client sends. `grammar` is what a service that
+constrains what is sampled (`ServiceOptions.constrained`) lets through; the check stays, since a grammar cannot say all that a
+schema can (`oneOf`, a key twice).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +25,8 @@ from referencing.jsonschema import DRAFT202012
 from grpolab.tool_calls import check_json, loads
 
 SECONDS = 0.25  # of a check, which holds up the service's other answers
+WHITESPACE = r"( |\n {0,16})?"  # between two parts of JSON
+CLOSING = "}\n</tool_call>"
 MOST_CHARACTERS, MOST_OBJECTS = 64 * 2**10, 500  # of a schema, which is itself checked once, a millisecond an object
 
 _until: ContextVar[float] = ContextVar("until")
@@ -75,12 +80,16 @@ def _check_parts(schema: Any, lookup: Callable[[str], Any]) -> None:
         _check_parts(part, lookup)
 
 
-@lru_cache(64)
-def _checked(text: str) -> Any:
-    """A schema of its JSON; ValueError for one that cannot be checked."""
+def _check_size(text: str) -> None:
     if len(text) > MOST_CHARACTERS or text.count("{") > MOST_OBJECTS:
         raise ValueError(f"the schema has {len(text)} characters and {text.count('{')} objects; this service takes "
                          f"{MOST_CHARACTERS} and {MOST_OBJECTS}")
+
+
+@lru_cache(64)
+def _checked(text: str) -> Any:
+    """A schema of its JSON; ValueError for one that cannot be checked."""
+    _check_size(text)
     schema = json.loads(text)
     if error := next(Draft202012Validator(Draft202012Validator.META_SCHEMA, registry=REGISTRY).iter_errors(schema), None):
         raise ValueError(f"the schema is none: {error.json_path}: {error.message}"[:300])
@@ -88,9 +97,23 @@ def _checked(text: str) -> Any:
     return schema
 
 
-def answer_check(wanted: Any) -> Callable[[str], str | None] | None:
-    """A function of an answer's text: what is wrong with it, or None; None for a format that asks for nothing. ValueError for
-    what is no `response_format`, and for a schema that cannot be checked."""
+@dataclass(frozen=True)
+class AnswerFormat:
+    """Called with an answer's text, it gives what is wrong with it, or None."""
+
+    schema: Any
+
+    def __call__(self, text: str) -> str | None:
+        try:
+            value = loads(text)
+        except ValueError as error:
+            return f"not JSON: {error}"[:300]
+        return _error(self.schema, value)
+
+
+def answer_check(wanted: Any) -> AnswerFormat | None:
+    """None for a format that asks for nothing. ValueError for what is no `response_format`, and for a schema that cannot be
+    checked."""
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     about = wanted.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
     if kind not in ("text", "json_object", "json_schema") or not isinstance(about, dict) or "schema" not in about:
@@ -98,12 +121,29 @@ def answer_check(wanted: Any) -> Callable[[str], str | None] | None:
                          '{"name": ..., "schema": {...}}}')
     check_json(about["schema"])
     schema = _checked(json.dumps(about["schema"]))
+    return None if kind == "text" else AnswerFormat(schema)
 
-    def check(text: str) -> str | None:
-        try:
-            value = loads(text)
-        except ValueError as error:
-            return f"not JSON: {error}"[:300]
-        return _error(schema, value)
 
-    return None if kind == "text" else check
+def _json_rule(schema: Any) -> str:
+    """JSON of a schema, compact or indented, without endless space; of `oneOf` any."""
+    schema = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
+    return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}})
+
+
+def grammar(answer: AnswerFormat | None, tools: Sequence[dict], opening: str, begun: bool, named: bool, most_calls: int) -> str:
+    """What the rest of a turn may be, in llguidance's form of Lark: an answer in its format, or calls of the tools in the form
+    of Hermes, each after `opening`. `begun` says that the first one's opening is there, and `named` that its name and what
+    stands before its arguments is there too. ValueError for parameters that cannot be checked."""
+    functions = [tool["function"] for tool in tools]
+    schemas = [json.dumps(function["parameters"]) for function in functions]
+    _check_size("".join(schemas))
+    rules = [f"answer: {_json_rule(answer.schema)}"] if answer else []
+    for i, (function, schema) in enumerate(zip(functions, schemas)):
+        rules += [f"arguments{i}: {_json_rule(_checked(schema))}", f'rest{i}: arguments{i} {json.dumps(CLOSING)}',
+                  f"""named{i}: {json.dumps(f'{function["name"]}", "arguments": ')} rest{i}"""]
+    if functions:
+        any_of = " | ".join(f"named{i}" for i in range(len(functions)))
+        rules += [f"named: {any_of}", f"call: {json.dumps(opening)} named"]
+    calls = f"{'rest0' if named else 'named'} call{{0,{most_calls - 1}}}" if begun else f"call{{1,{most_calls}}}"
+    start = [calls] if begun else ["answer"] + [calls] * bool(functions)
+    return "\n".join([f"start: {' | '.join(start)}", *rules])

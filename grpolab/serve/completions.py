@@ -13,6 +13,7 @@ from dataclasses import replace
 from starlette.responses import JSONResponse
 
 from grpolab.chat import call_form, tokenising
+from grpolab.decode.constraint import compiling
 from grpolab.decode.requests import Prefix, Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
@@ -32,6 +33,7 @@ class CompletionResponse:
     def __init__(self, service: Service, request: CompletionRequest, session: Session | None):
         self.service, self.policy, self.request = service, service.policy, request
         self.recorded, self.session = session is not None, session or Session("", "", 0)
+        self.constrained = service.grammars is not None and bool(request.response_format or request.call_prefix)
         self.params = self._sampling_params()
         if request.calls and not request.parallel_tool_calls:
             self.params = replace(self.params, stop_strings=(*self.params.stop_strings, END_OF_CALL))
@@ -46,6 +48,8 @@ class CompletionResponse:
         if service.stopping:
             raise Refused(503, "the service is shutting down")
         self.prompts = await self._tokenised()
+        if self.constrained:
+            await self._constrain()
         self.params = replace(self.params, max_new_tokens=self._most_tokens())
         rows = len(self.prompts) * request.n
         await service.admit(rows)
@@ -76,6 +80,10 @@ class CompletionResponse:
         if session.fixed and (params.truncates or params.greedy or params.temperature != session.temperature):
             raise Refused(400, f"this session is trained on: sample at temperature {session.temperature}, without top_k, top_p "
                                "and min_p, or leave them all out", "temperature")
+        if session.fixed and self.constrained:
+            raise Refused(400, "this session is trained on, and the loss could not use a rollout that is constrained: leave "
+                               "response_format and tool_choice out, or serve the policy without constrained",
+                          "response_format" if self.request.response_format else "tool_choice")
         return params if params.seed is not None else replace(params, seed=session.next_seed())
 
     async def _tokenised(self) -> list[Prompt]:
@@ -86,9 +94,10 @@ class CompletionResponse:
             if not isinstance(request, ChatRequest):
                 return [session.prompt_of_completion(tokenizer, prompt) for prompt in request.prompt]
             self.form = call_form(tokenizer) if request.calls else ""
-            if self.form not in ("hermes", "") and (request.call_prefix or not request.parallel_tool_calls):
-                raise ValueError(f"this model writes calls in the form {self.form!r}, for which tool_choice and "
-                                 "parallel_tool_calls cannot be kept: leave them out")
+            if self.form not in ("hermes", "") and (
+                    request.call_prefix or self.constrained or not request.parallel_tool_calls):
+                raise ValueError(f"this model writes calls in the form {self.form!r}, for which tool_choice, "
+                                 "parallel_tool_calls and a constrained response_format cannot be kept: leave them out")
             return [session.prompt_of_chat(tokenizer, request.messages, request.tools, request.call_prefix)]
 
         try:
@@ -98,6 +107,15 @@ class CompletionResponse:
         if not all(p.ids for p in prompts):
             raise Refused(400, "the prompt has no token; give it at least one", request.prompt_field)
         return prompts
+
+    async def _constrain(self) -> None:
+        """Sample under the grammar of what the request asks for."""
+        request, compile = self.request, self.service.grammars.compile
+        try:
+            constraint = await asyncio.get_running_loop().run_in_executor(compiling, lambda: compile(request.grammar))
+            self.params = replace(self.params, constraint=constraint)
+        except ValueError as error:
+            raise Refused(400, str(error), "response_format" if request.response_format else "tool_choice") from None
 
     def _most_tokens(self) -> int:
         """Tokens that a completion may take; Refused, with the numbers, where they do not fit."""

@@ -24,9 +24,10 @@ from pydantic import (
 
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
-from grpolab.serve.answer_format import answer_check
-from grpolab.tool_calls import ParsedTurn, ToolCall, tools_of
+from grpolab.serve.answer_format import answer_check, grammar
+from grpolab.tool_calls import MAX_CALLS, ParsedTurn, ToolCall, tools_of
 
+OPENING = '<tool_call>\n{"name": "'  # of a call in the form of Hermes
 COMPLETION_TOKENS = 16  # of /v1/completions where the request says nothing, as OpenAI's
 ENDED = ("eos", "stop_id", "stop_string")  # finish reasons that OpenAI calls "stop"; the others are "length"
 
@@ -165,7 +166,7 @@ class ChatRequest(CompletionRequest):
     tools: Annotated[list[dict], AfterValidator(tools_of)] = []
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True  # else a turn ends with its first call
-    response_format: Annotated[Any, AfterValidator(answer_check)] = None  # what is wrong with an answer's text, as a function
+    response_format: Annotated[Any, AfterValidator(answer_check)] = None
 
     @model_validator(mode="after")
     def with_tools(self) -> ChatRequest:
@@ -186,8 +187,16 @@ class ChatRequest(CompletionRequest):
     def call_prefix(self) -> str:
         """What an answer begins with that must call, in the form of Hermes."""
         if isinstance(self.tool_choice, NamedTool):
-            return f'<tool_call>\n{{"name": {json.dumps(self.tool_choice.function.name)}, "arguments": '
-        return '<tool_call>\n{"name": "' if self.tool_choice == "required" else ""
+            return f'{OPENING}{self.tool_choice.function.name}", "arguments": '
+        return OPENING if self.tool_choice == "required" else ""
+
+    @property
+    def grammar(self) -> str:
+        """What an answer may be after `call_prefix`, where that or `response_format` asks for something."""
+        chosen = isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name
+        tools = [tool for tool in self.tools if chosen in (False, tool["function"]["name"])] if self.calls else []
+        return grammar(self.response_format, tools, OPENING, bool(self.call_prefix), bool(chosen),
+                       MAX_CALLS if self.parallel_tool_calls else 1)
 
     def content(self, turn: ParsedTurn) -> dict:
         calls = [_as_openai(call) for call in turn.calls]

@@ -82,6 +82,8 @@ class RemoteSampler:
         return groups
 
     async def _complete(self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams) -> list[Group]:
+        if params.constraint is not None:
+            raise ValueError("a constraint stays in this process: ask a service that was started with --constrained")
         ids = [[int(t) for t in prompt] for prompt in prompts]
         room = max(1, self._context - max(map(len, ids)))  # the server refuses a prompt that leaves none
         body = {"model": self.model, "prompt": ids, "n": group_size, "max_tokens": min(params.max_new_tokens, room),

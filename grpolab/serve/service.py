@@ -247,7 +247,7 @@ async def serve_policy(policy: Policy | Sampler, **options: Any) -> AsyncIterato
         else:
             sampler = await stack.enter_async_context(await asyncio.to_thread(Sampler, policy, seed=options.seed))
         host, port = listener.getsockname()[:2]
-        service = Service(sampler, f"http://{f'[{host}]' if ':' in host else host}:{port}", options)
+        service = await asyncio.to_thread(Service, sampler, f"http://{f'[{host}]' if ':' in host else host}:{port}", options)
         server = uvicorn.Server(uvicorn.Config(
             application(service), ws="none", loop="asyncio", lifespan="off", log_config=None, log_level="error",
             access_log=False, server_header=False, timeout_graceful_shutdown=DRAIN, timeout_keep_alive=IDLE))

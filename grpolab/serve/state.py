@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpolab.access import check_host
+from grpolab.decode.constraint import Grammars
 from grpolab.decode.requests import Request
 from grpolab.decode.sampler import Sampler
 from grpolab.rollouts import Rollout
@@ -36,6 +37,7 @@ class ServiceOptions:
     max_sessions: int = 4096  # that are open: beyond, requests get 429
     session_idle_s: float = 3600.0  # after which a session that nobody asks for may end where another needs its room
     max_cache_bytes: int = 256 * 2**20  # keys and values of the newest turns of sessions, kept for their next turns
+    constrained: bool = False  # sample under a mask where `response_format` or `tool_choice` asks for a form (llguidance)
     weights: str | Path | None = None  # file through which a trainer in another process sends its updates (SharedFile)
     adapters: str | Path | None = None  # folder from which clients may load LoRA adapters (AdapterSwap)
 
@@ -56,6 +58,7 @@ class Service:
         self.name, self.stopping = options.name or sampler.policy.name, False
         self.sessions = Sessions(url, options.seed, most=options.max_sessions, cache_bytes=options.max_cache_bytes,
                                  idle_s=options.session_idle_s)
+        self.grammars = Grammars(sampler.policy) if options.constrained else None
         self.counts: Counter = Counter()
         self.jobs: set[Request] = set()  # at the sampler, or done and not yet answered
         self.adapter: str | None = None  # the name of the one that a trainer put in
