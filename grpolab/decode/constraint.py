@@ -92,8 +92,9 @@ class Grammars:
             raise ValueError(f"it takes more than {CPU_SECONDS} s or {MEMORY >> 20} MB to constrain what is sampled to this: "
                              "take a simpler schema")
         if done.stdout:
-            why = done.stdout.splitlines()[0].removeprefix("at ").partition("failed to compile JSON schema: ")
-            raise ValueError(f"what is sampled cannot be constrained to this: {(why[2] or why[0])[:200]}")
+            why = done.stdout.splitlines()[0].partition("failed to compile JSON schema: ")
+            why = "nothing satisfies it" if "NoExtension" in why[0] else why[2] or why[0]
+            raise ValueError(f"what is sampled cannot be constrained to this: {why[:200]}")
         return Constraint(self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits), self._vocab)
 
 

@@ -144,6 +144,7 @@ def grammar(answer: AnswerFormat | None, tools: Sequence[dict], opening: str, be
     if functions:
         any_of = " | ".join(f"named{i}" for i in range(len(functions)))
         rules += [f"named: {any_of}", f"call: {json.dumps(opening)} named"]
-    calls = f"{'rest0' if named else 'named'} call{{0,{most_calls - 1}}}" if begun else f"call{{1,{most_calls}}}"
-    start = [calls] if begun else ["answer"] + [calls] * bool(functions)
+    first = "call" if not begun else "rest0" if named else "named"
+    calls = [f"{first} call{{0,{most_calls - 1}}}" if most_calls > 1 else first] if functions else []
+    start = calls if begun else ["answer", *calls]
     return "\n".join([f"start: {' | '.join(start)}", *rules])
