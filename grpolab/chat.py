@@ -64,8 +64,11 @@ def _apply(tokenizer, messages: Sequence[Message], reply: bool, tools: Sequence[
         return tokenizer.apply_chat_template(
             list(messages), tools=list(tools) or None, chat_template=template, tokenize=False, add_generation_prompt=reply
         )
-    except TemplateError as error:  # most say themselves what they want, as a conversation without a system turn
-        raise ValueError(f"the chat template refuses a conversation of {[m['role'] for m in messages]}: {error}") from error
+    except (TemplateError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        # Most templates say themselves what they want, as a conversation without a system turn; others fail at what is in it,
+        # as at the schema of a tool whose "enum" is no list.
+        about = f"{[m['role'] for m in messages]!s:.200}{' with these tools' if tools else ''}"
+        raise ValueError(f"the chat template refuses a conversation of {about}: {error}") from error
 
 
 _TOOL = {"type": "function", "function": {"name": "f", "description": "§", "parameters": {"type": "object", "properties": {}}}}

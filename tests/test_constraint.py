@@ -116,6 +116,10 @@ async def test_an_answer_has_the_form_that_its_request_asks_for(caller):
                     assert calls and all(call.name == "note" for call in calls) and (parallel or len(calls) == 1)
                     assert all(answer_check(wanted(SMALL))(call.arguments) is None for call in calls)
                     assert reply.choices[0].message.content is None and reply.choices[0].grpolab["unparsed_calls"] == 0
+            said = {"type": "object", "properties": {"x": {"const": "</tool_call>"}}, "required": ["x"]}
+            closes = {"type": "function", "function": {"name": "closes", "parameters": said | {"additionalProperties": False}}}
+            reply = await ask(client, user("9?"), tools=[closes], tool_choice="required", parallel_tool_calls=False)
+            assert json.loads(reply.choices[0].message.tool_calls[0].function.arguments) == {"x": "</tool_call>"}
             called = (await ask(client, user("Where is Ann?"), response_format=wanted(SMALL))).choices[0]
             assert called.message.tool_calls[0].function.arguments == '{"name": "Ann"}'  # a call is no answer
             free = (await ask(client, user("Where is Ann?"))).choices[0]

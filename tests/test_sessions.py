@@ -276,7 +276,8 @@ async def test_sessions_over_http(tiny):
         for method, path, status in (("GET", "mine", 410), ("DELETE", "none", 404)):
             with pytest.raises(RemoteError, match=str(status)):
                 await caller.ask(method, f"/sessions/{path}")
-        for wrong in ({"max_tokens": 0}, {"temperature": 0}, {"id": "a/b"}, {"id": ""}, {"id": ".."}, {"idd": "x"}):
+        for wrong in ({"max_tokens": 0}, {"temperature": 0}, {"id": "a/b"}, {"id": ""}, {"id": ".."}, {"id": "x" * 201},
+                      {"idd": "x"}):
             with pytest.raises(RemoteError, match=f"400.*{next(iter(wrong))}"):
                 await caller.ask("POST", "/sessions", wrong)
 

@@ -140,9 +140,10 @@ class Worker:
             return self._env.list_tools()
         if method != "tools/call":
             raise _Fault(-32601, f"Method not found: {method!r:.80}")
-        if not isinstance(params, dict) or not isinstance(params.get("name"), str):
-            raise _Fault(-32602, "tools/call takes a name and arguments")
-        return self._env.call_tool(params["name"], params.get("arguments") or {})
+        name, arguments = (params.get("name"), params.get("arguments") or {}) if isinstance(params, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise _Fault(-32602, "tools/call takes a name and arguments, an object")
+        return self._env.call_tool(name, arguments)
 
     def _create(self) -> None:
         env = self._make()
@@ -160,7 +161,7 @@ class Worker:
             return ""
         if kind == "mcp":
             result = {"tools": value} if data["method"] == "tools/list" else value
-            return protocol.message("mcp", {"jsonrpc": "2.0", "id": data.get("id"), "result": result})
+            return _mcp_reply(data, result=result)
         right = dict if kind == "state" else StepResult
         if not isinstance(value, right):
             raise TypeError(f"{self._name} returned a {type(value).__name__} from a {kind}; it is a {right.__name__}")
@@ -177,12 +178,17 @@ class Worker:
             return reason
         if kind == "mcp":
             code, why = (raised.code, str(raised)) if isinstance(raised, _Fault) else (-32603, reason)
-            fault = {"code": code, "message": why, "data": None}
-            return protocol.message("mcp", {"jsonrpc": "2.0", "id": data.get("id"), "error": fault})
+            return _mcp_reply(data, error={"code": code, "message": why, "data": None})
         if isinstance(raised, InvalidAction):
             return protocol.invalid("value_error", ["data"], str(raised)).reply
         log.info("%s of %s raised %s", kind, self._name, reason)
         return protocol.error(reason, "EXECUTION_ERROR")
+
+
+def _mcp_reply(request: dict, **outcome: Any) -> str:
+    """With the request's id, where that is one of JSON-RPC: 1e999 is infinite, which no reply can hold."""
+    id = request.get("id")
+    return protocol.message("mcp", {"jsonrpc": "2.0", "id": id if isinstance(id, str | int) else None, **outcome})
 
 
 class EnvThread(Worker):

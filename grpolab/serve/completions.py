@@ -35,7 +35,7 @@ class CompletionResponse:
         self.recorded, self.session = session is not None, session or Session("", "", 0)
         self.constrained = service.grammars is not None and bool(request.response_format or request.call_prefix)
         self.params = self._sampling_params()
-        if request.calls and not request.parallel_tool_calls:
+        if request.calls and not request.parallel_tool_calls and not self.constrained:  # a grammar ends it, too
             self.params = replace(self.params, stop_strings=(*self.params.stop_strings, END_OF_CALL))
         self.id = request.id_prefix + secrets.token_hex(12)
         self.prompts: list[Prompt] = []
@@ -155,10 +155,9 @@ class CompletionResponse:
         self.job.future.add_done_callback(lambda _: put())
         return events
 
-    async def _record(self, index: int, text: str, rollout: Rollout) -> tuple[ParsedTurn, str | None]:
+    async def _read(self, text: str, rollout: Rollout) -> tuple[ParsedTurn, str | None]:
         """The text of an answer, read for calls where its request has tools, and what is not in the format that was asked for.
-        It is recorded before its caller has it, whose next request looks for it there. Refused for a rollout that was ended
-        from here."""
+        Refused for a rollout that was ended from here."""
         session, request = self.session, self.request
         if rollout.finish_reason == "cancelled" and session.closed:
             raise Refused(410, f"the session {session.id!r} was collected while this was being sampled")
@@ -171,12 +170,16 @@ class CompletionResponse:
         error = await asyncio.to_thread(request.response_format, turn.content) if checked else None
         self.service.counts["format_errors"] += error is not None
         self.service.counts["unparsed_calls"] += turn.unparsed
+        return turn, error
+
+    def _record(self, index: int, rollout: Rollout, turn: ParsedTurn) -> None:
+        """Keep an answer before its caller has it, whose next request looks for it there. Nothing is awaited from here until
+        the caller is sent it, so that one who leaves finds all of its answers in the record or none."""
         self.answered += 1
         if self.recorded:
-            recorded = session.record(self.prompts[index], rollout, turn, rollout.tokens[-1] in self.policy.eos_ids)
+            recorded = self.session.record(self.prompts[index], rollout, turn, rollout.tokens[-1] in self.policy.eos_ids)
             if recorded and self.job.prefix is not None:
                 self.service.sessions.caches.keep(recorded, self.job.prefix)
-        return turn, error
 
     def _ended_by_call(self, text: str, rollout: Rollout) -> bool:
         """Whether the stop that ended it is the end of a call."""
@@ -204,9 +207,9 @@ class CompletionResponse:
     async def _whole(self, events: asyncio.Queue, scope, receive, send) -> None:
         await events.get()
         rollouts, choices = self._rollouts(), []
-        for i, rollout in enumerate(rollouts):
-            text = text_of(self.policy, rollout, self.params.stop_strings)
-            turn, error = await self._record(i // self.request.n, text, rollout)
+        read = [await self._read(text_of(self.policy, r, self.params.stop_strings), r) for r in rollouts]
+        for i, (rollout, (turn, error)) in enumerate(zip(rollouts, read)):
+            self._record(i // self.request.n, rollout, turn)
             choices.append(openai_schema.choice(
                 self.request, i, self.request.content(turn), rollout.tokens, rollout.logps, self._pieces(rollout.tokens),
                 rollout=rollout, prompt=rollout.prompt, turn=turn, format_error=error))
@@ -233,7 +236,8 @@ class CompletionResponse:
                 index, text = i * request.n + g, texts[i * request.n + g]
                 prompt = self.prompts[i].ids if text.first else ()
                 if isinstance(new, Rollout):
-                    turn, error = await self._record(i, text.end(new), new)
+                    turn, error = await self._read(text.end(new), new)
+                    self._record(i, new, turn)
                     delta = request.delta(turn.content[text.sent :], text.first, turn.calls)
                     chunk = openai_schema.choice(request, index, delta, (), (), (), 0, new, prompt, turn, error)
                 else:

@@ -212,8 +212,9 @@ class Sessions:
     def open(self, id: str | None = None, seed: int | None = None, **options) -> Session:
         """A new session. Refused for an id that is taken or no part of a path, and where there is no room."""
         id = secrets.token_hex(8) if id is None else id
-        if id in ("", ".", "..") or "/" in id:
-            raise Refused(400, f"the id {id[:80]!r} cannot stand in an address: take one without a slash", "id")
+        if id in ("", ".", "..") or "/" in id or len(id) > 200:  # which are remembered when they have ended
+            raise Refused(400, f"the id {id[:80]!r} cannot stand in an address: take one without a slash, of 200 characters "
+                               "at most", "id")
         with self._lock:
             if id in self._by_id:
                 raise Refused(409, f"there is a session {id!r} already; collect it first, or take another id")

@@ -40,6 +40,8 @@ from grpolab.tasks import prompt_of
 from grpolab.tool_calls import MAX_CALLS, ToolCall, call_of, parse_calls, tools_of
 
 MAX_RESULT = 4000  # characters of a result that the policy is told
+MAX_THREADS = 1000  # of calls that have not returned
+_threads: set[threading.Thread] = set()  # theirs
 
 
 class ToolFailed(Exception):
@@ -221,7 +223,9 @@ class ToolEnvironment:
         counts = {"calls": sum(not r.failed for r in self._calls), "tool_errors": sum(r.failed for r in self._calls)}
         if results:
             return StepResult({"results": [r.text for r in results]}, metadata=counts)
-        run = ToolRun(self._task, tuple(self._calls), action.get("text", ""), self._object)
+        if not isinstance(answer := action.get("text", ""), str):
+            raise ValueError(f"an answer is a text, got {answer!r:.80}")
+        run = ToolRun(self._task, tuple(self._calls), answer, self._object)
         reward = self._tools.reward(run)
         reward = await reward if inspect.isawaitable(reward) else reward
         if reward is None:
@@ -296,16 +300,20 @@ async def _run(call: Callable[[], Any]) -> Any:
         return await call()
     loop = asyncio.get_running_loop()
     outcome = loop.create_future()
+    if len(_threads) >= MAX_THREADS:
+        raise RuntimeError(f"{MAX_THREADS} calls have not returned; no more are made until one does")
 
     def settle(value: Any, error: BaseException | None) -> None:
         if not outcome.done():
             outcome.set_result((value, error))
 
     def thread() -> None:
+        _threads.add(threading.current_thread())
         try:
             value, error = call(), None
         except BaseException as raised:  # noqa: BLE001  SystemExit ends only the call
             value, error = None, raised
+        _threads.discard(threading.current_thread())
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, value, error)
 
