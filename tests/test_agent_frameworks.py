@@ -5,14 +5,24 @@ its own ("Calling tools: ...") and asks for its last answer without tools: there
 """
 
 import asyncio
+import copy
+import json
 
+import openai
 import pytest
 import test_serve_tools
+from test_tool_calls import ROOM
 
+from grpolab.chat import encode_chat, user
+from grpolab.models.load import Policy
+from grpolab.serve import agents
 from grpolab.serve.agents import agent_grpo
+from grpolab.serve.openai_schema import Refused
 from grpolab.serve.service import serve_policy
 from grpolab.serve.sessions import Session
+from grpolab.serve.state import Service
 from grpolab.train.grpo import GRPOConfig
+from grpolab.train.sft import SFTConfig, sft
 
 PACKAGES, pytestmark = "agents", pytest.mark.usefixtures("packages")
 NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
@@ -31,33 +41,218 @@ def sampled(monkeypatch):
     return answers
 
 
+@pytest.fixture
+def trained(monkeypatch):
+    """The runs that a training takes its loss from."""
+    runs, honest = [], agents.as_groups
+
+    def as_groups(tasks, by_task, kind):
+        runs.extend(run for members in by_task for run in members)
+        return honest(tasks, by_task, kind)
+
+    monkeypatch.setattr(agents, "as_groups", as_groups)
+    return runs
+
+
 def room(name: str, day: int = 1) -> str:
     """The room of a person."""
     return {"Ann": "12", "Bob": "7"}.get(name, "30")
 
 
-async def pydantic_agent(url, name, **settings):
-    from pydantic_ai import Agent
+IDS = {"extra_body": {"return_token_ids": True}}
+
+
+def answers_of(response):
+    """(prompt ids, sampled ids) of each choice in the body of an answer: what went over the wire."""
+    if response.status_code == 200 and response.request.url.path.endswith("/chat/completions"):
+        body = json.loads(response.content)
+        return [(tuple(body["prompt_token_ids"]), tuple(choice["token_ids"])) for choice in body["choices"]]
+    return []
+
+
+def pydantic_model(url, wire=None, **client):
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url, api_key="-"))
-    answer = await Agent(model, tools=[room], model_settings=settings).run(f"Where is {name}?")
+    async def keep(response):
+        await response.aread()
+        wire.extend(answers_of(response))
+
+    http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [keep]} if wire is not None else {})
+    asked = openai.AsyncOpenAI(base_url=url, api_key="-", http_client=http, **client)
+    return OpenAIChatModel("tiny", provider=OpenAIProvider(openai_client=asked))
+
+
+async def pydantic_agent(url, name, wire=None, **settings):
+    from pydantic_ai import Agent
+
+    model, ids = pydantic_model(url, wire), IDS if wire is not None else {}
+    answer = await Agent(model, tools=[room], model_settings=ids | settings).run(f"Where is {name}?")
+    await model.client.close()
     return float(answer.output == room(name))
+
+
+def smolagents_agent(url, name, wire=None, max_steps=4):
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def room(name: str) -> str:
+        """The room of a person.
+
+        Args:
+            name: Who it is.
+        """
+        return "12"
+
+    def keep(response):
+        response.read()
+        wire.extend(answers_of(response))
+
+    words = {"system_prompt": "", "managed_agent": {"task": "", "report": ""},
+             "planning": {"initial_plan": "", "update_plan_pre_messages": "", "update_plan_post_messages": ""},
+             "final_answer": {"pre_messages": "", "post_messages": ""}}
+    with openai.DefaultHttpxClient(event_hooks={"response": [keep]} if wire is not None else {}) as http:
+        model = OpenAIServerModel("tiny", api_base=url, api_key="-", client_kwargs={"http_client": http},
+                                  **IDS if wire is not None else {})
+        agent = ToolCallingAgent([room], model, max_steps=max_steps, prompt_templates=words, verbosity_level=0)
+        return float(agent.run(f"Where is {name}?") == "12")
+
+
+def check_trained(trained, wire, runs):
+    """Each sampled id of the wire is trained on, in its place behind its own prompt, and nothing else is."""
+    assert len(trained) == runs and all(run.rollouts and run.trained for run in trained)
+    found = []
+    for run in trained:
+        for r in run.rollouts:
+            ids, mask = r.prompt + r.tokens, (0,) * len(r.prompt) + r.mask
+            begins = [t for t in range(1, len(ids)) if mask[t] and not mask[t - 1]]
+            ends = [next((u for u in range(t, len(ids)) if not mask[u]), len(ids)) for t in begins]
+            found += [(ids[:t], ids[t:u]) for t, u in zip(begins, ends)]
+    assert sorted(found) == sorted(wire)
 
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_hundred_loops_of_pydantic_ai_train_the_policy(caller, sampled):
+def test_a_hundred_loops_of_pydantic_ai_train_the_policy(caller, sampled, trained):
+    wire = []
+
     async def main():
         config = GRPOConfig(steps=1, prompts_per_step=25, group_size=4, max_new_tokens=90, lr=1e-5)
-        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, pydantic_agent)]
+        agent = lambda url, name: pydantic_agent(url, name, wire)  # noqa: E731
+        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, agent)]
         return rows[0]
 
     row = asyncio.run(main())
     assert row["agent_errors"] == row["agent_timeouts"] == row["silent"] == row["rewritten"] == row["abstained"] == 0
     assert len({id for id, _, _ in sampled}) == 100 and len(sampled) > 180  # the call and the answer of each
+    check_trained(trained, wire, 100)
     assert 0 < row["reward"] <= 1
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_hundred_loops_of_smolagents_train_the_policy(caller, trained):
+    """Each of several rollouts, since it rewrites what was said; it asks again where it cannot read a call."""
+    wire = []
+    caller.model.config.max_position_embeddings = 4096  # its histories are long
+
+    async def agent(url, name):
+        return await asyncio.to_thread(smolagents_agent, url, name, wire, max_steps=2)
+
+    async def main():
+        config = GRPOConfig(steps=1, prompts_per_step=25, group_size=4, max_new_tokens=40, lr=1e-5)
+        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, agent, timeout=500, concurrent=16)]
+        return rows[0]
+
+    row = asyncio.run(main())
+    assert row["agent_errors"] == row["agent_timeouts"] == row["silent"] == row["abstained"] == row["unread"] == 0
+    assert row["rewritten"] > 0.5 and len(wire) >= 200
+    check_trained(trained, wire, 100)
+
+
+@pytest.fixture(scope="module")
+def pair_caller(_tiny):
+    """A policy that learned to call `room` for two people in one turn."""
+    policy = Policy(copy.deepcopy(_tiny.model), _tiny.tokenizer, _tiny.name, _tiny.eos_ids)
+
+    def example(first, second):
+        calls = [{"function": {"name": "room", "arguments": {"name": name}}} for name in (first, second)]
+        return encode_chat(policy.tokenizer, [
+            *user(f"{first}, {second}?"), {"role": "assistant", "content": "", "tool_calls": calls},
+            *[{"role": "tool", "content": room(name)} for name in (first, second)],
+            {"role": "assistant", "content": f"{room(first)} {room(second)}"}], [ROOM])
+
+    async def train():
+        shown = [example(*pair) for pair in (("Ann", "Bob"), ("Bob", "Ann"), ("Eve", "Bob"), ("Ann", "Tom"))]
+        rows = [row async for row in sft(policy, shown, SFTConfig(steps=200, batch_size=4, lr=2e-3))]
+        assert rows[-1]["loss"] < 0.05
+
+    asyncio.run(train())
+    return policy
+
+
+@pytest.mark.full
+@pytest.mark.slow
+async def test_parallel_calls_of_one_turn(pair_caller, sampled):
+    """Both are made, both results are read, and the record is what was sampled."""
+    from pydantic_ai import Agent
+
+    made, wire = [], []
+
+    def room_of(name: str, day: int = 1) -> str:
+        """The room of a person."""
+        made.append(name)
+        return room(name)
+
+    room_of.__name__ = "room"
+
+    async with serve_policy(pair_caller, seed=0) as service:
+        session = service.open_session(max_tokens=180, temperature=0.2)
+        model = pydantic_model(session.url, wire)
+        answer = await Agent(model, tools=[room_of], model_settings=IDS).run("Ann, Bob?")
+        await model.client.close()
+        rollout = service.rollout(session)
+    assert sorted(made) == ["Ann", "Bob"] and answer.output == "12 7"
+    assert [pair_caller.decode(tokens).count("<tool_call>") for _, tokens in wire] == [2, 0]
+    assert wire == [(prompt, tokens) for _, prompt, tokens in sampled]
+    check_trained([agents.AgentRun((rollout,), 1.0)], wire, 1)
+
+
+@pytest.mark.parametrize("failing", ["503", "slow", "tool"])
+async def test_what_a_framework_tries_again_is_in_the_record_once(caller, sampled, monkeypatch, failing):
+    """After an answer of 503, one that did not come in time, and a tool that asks for another call."""
+    from pydantic_ai import Agent, ModelRetry
+
+    honest, tries, wire = Service.admit, [], []
+
+    async def admit(self, rows):
+        tries.append(rows)
+        if failing == "503" and len(tries) in (1, 3):
+            raise Refused(503, "not now")
+        if failing == "slow" and len(tries) == 1:
+            await asyncio.sleep(6)
+        return await honest(self, rows)
+
+    def asked_again(name: str, day: int = 1) -> str:
+        """The room of a person."""
+        if failing == "tool" and len(wire) == 1:
+            raise ModelRetry("try again")
+        return room(name)
+
+    asked_again.__name__ = "room"
+    monkeypatch.setattr(Service, "admit", admit)
+    async with serve_policy(caller, seed=0) as service:
+        session = service.open_session(max_tokens=90)
+        model = pydantic_model(session.url, wire, max_retries=2, timeout=4 if failing == "slow" else 60)
+        await Agent(model, tools=[asked_again], model_settings=IDS | {"temperature": 0.3}).run("Where is Bob?")
+        await model.client.close()
+        while service.counts["cancelled"] < (failing == "slow"):  # the one that nobody waits for
+            await asyncio.sleep(0.05)
+        rollout = service.rollout(session)
+    assert len(tries) == len(wire) + {"503": 2, "slow": 1, "tool": 0}[failing] and len(wire) >= 2
+    assert wire == [(prompt, tokens) for _, prompt, tokens in sampled]
+    check_trained([agents.AgentRun((rollout,), 1.0)], wire, 1)
+    assert session.cancelled == (failing == "slow")
 
 
 async def test_a_loop_of_pydantic_ai_is_one_rollout_of_exact_ids(caller, sampled):
@@ -75,29 +270,11 @@ async def test_a_loop_of_pydantic_ai_is_one_rollout_of_exact_ids(caller, sampled
 
 
 def test_what_smolagents_rewrites_is_several_rollouts_and_loses_no_token(caller, sampled):
-    def run(url):
-        from smolagents import OpenAIServerModel, ToolCallingAgent, tool
-
-        @tool
-        def room(name: str) -> str:
-            """The room of a person.
-
-            Args:
-                name: Who it is.
-            """
-            return "12"
-
-        words = {"system_prompt": "", "managed_agent": {"task": "", "report": ""},
-                 "planning": {"initial_plan": "", "update_plan_pre_messages": "", "update_plan_post_messages": ""},
-                 "final_answer": {"pre_messages": "", "post_messages": ""}}
-        model = OpenAIServerModel("tiny", api_base=url, api_key="-")
-        ToolCallingAgent([room], model, max_steps=4, prompt_templates=words, verbosity_level=0).run("Where is Ann?")
-
     async def main():
         caller.model.config.max_position_embeddings = 4096  # its histories are long
         async with serve_policy(caller, seed=0) as service:
             session = service.open_session(max_tokens=40)
-            await asyncio.to_thread(run, session.url)
+            await asyncio.to_thread(smolagents_agent, session.url, "Ann")
             return service.rollouts(session)
 
     rollouts = asyncio.run(main())

@@ -162,4 +162,5 @@ async def test_callers_who_leave_in_mid_answer_leave_no_row(tiny):
                 break
             await asyncio.sleep(0.05)
         assert service.rows == 0 and not any(session.open or session.turns for session in sessions)
+        assert service.sampler.stats.new_tokens < 8 * 4 * 300 / 2  # they were ended, not waited for
         assert all(service.rollouts(session) == [] for session in sessions) and service.sessions.all() == []
