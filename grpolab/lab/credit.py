@@ -102,5 +102,5 @@ def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, 
 def _joined(rollout: Rollout, t: int, rest: Rollout) -> Rollout:
     """The first `t` tokens of a rollout, continued by `rest`."""
     tokens = rollout.tokens[:t] + rest.tokens
-    return replace(rest, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(),
+    return replace(rest, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(), versions=(),
                    logps=rollout.logps[:t] + rest.logps, raw_logps=rollout.raw_logps[:t] + rest.raw_logps)
