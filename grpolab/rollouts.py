@@ -22,8 +22,8 @@ class Rollout:
     `mask` is 1 where the policy chose the token and 0 where an environment wrote it (its logps are then 0.0).
     `logps` are under the distribution that was sampled from, `raw_logps` at temperature 1, both in nats. `kept_mass` is the
     probability that top-k, top-p or min-p left at each token, empty where nothing was cut. `versions` are those of the weights
-    that drew each token, empty where all are `policy_version` (see `token_versions`). `parts` are the numbers, by name, that the
-    reward was made of, where it has several.
+    that drew each token, empty where all are `policy_version`. `parts` are the numbers, by name, that the reward was made of,
+    where it has several.
     """
 
     prompt: tuple[int, ...]

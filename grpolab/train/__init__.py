@@ -13,6 +13,7 @@ from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 __all__ = [
     "AsyncGRPOConfig", "DPOConfig", "DistilConfig", "GRPOConfig", "Limits", "RewardConfig", "RewardModel", "SFTConfig",
-    "Several", "async_grpo", "demonstrations", "distil", "dpo", "dpo_gradient", "finished_and_correct", "grpo", "grpo_from", "implicit_rewards",
-    "multi_turn_grpo", "recorded_groups", "reward_gradient", "reward_model", "score", "sft", "trl_reward",
+    "Several", "async_grpo", "demonstrations", "distil", "dpo", "dpo_gradient", "finished_and_correct", "grpo",
+    "grpo_from", "implicit_rewards", "multi_turn_grpo", "recorded_groups", "reward_gradient", "reward_model", "score",
+    "sft", "trl_reward",
 ]

@@ -73,7 +73,7 @@ async def async_grpo(
     reward: Reward = finished_and_correct, watch: Mapping[str, Reward] | None = None, run: Run | None = None,
     sampler: Any = None,
 ) -> AsyncIterator[dict]:
-    """`grpo` with the sampling ahead of the updates. `reward` is as there; a slow one must be async, to be waited for meanwhile.
+    """`grpo` with the sampling ahead of the updates. `reward` is as there; a slow one should be async.
 
     `sampler`: None for one in this process, with a copy of the weights; or a `RemoteSampler` with a bridge. Rows also hold
     `version` (of the weights before the step), and `staleness` and `staleness_max`: how many optimiser steps the weights that
