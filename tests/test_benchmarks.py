@@ -129,6 +129,7 @@ def test_baselines_over_seeds(monkeypatch, tmp_path):
     assert (tmp_path / "baselines.json").read_text() == text
 
 
+@pytest.mark.full
 def test_staleness_over_seeds(monkeypatch, tmp_path):
     short = {"HELD_OUT": async_grpo.HELD_OUT[:4], "NEW_TOKENS": 4}
     shorter(monkeypatch, baselines, tmp_path, **short)
