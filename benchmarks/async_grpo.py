@@ -45,7 +45,7 @@ COMMAND = "OMP_NUM_THREADS=1 python benchmarks/async_grpo.py"
 SEEDS, PILOT_SEED, RATES, LR = range(3), 9, (1e-4, 3e-4, 1e-3, 2e-3), 3e-4
 STALENESS, STEPS, TIMED, PROMPTS, SIZE = (0, 1, 2, 4, 8), 48, 32, 16, 8
 CORRECTIONS = {"none": {"objective": "cispo", "clip_eps": (0.0, 0.0)}, "clip": {}, "weights": {"sampler_cap": 2.0}}
-ARMS = [(0, "clip"), *((s, kind) for s in STALENESS[1:] for kind in CORRECTIONS)]
+ARMS = [(0, "clip"), *((s, kind) for s in STALENESS[1:] for kind in CORRECTIONS if kind != "clip" or s > 2)]
 SECONDS = (0.5, 1.0)  # that a slow checker takes for a completion
 QUESTIONS = PRACTICE[: STEPS * PROMPTS]
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from test_gates import failures_under, one_fault
 
-from grpolab.decode.scheduler import Scheduler
+from grpolab.decode.batch import Batch
 from grpolab.evaluate import Interval
 
 module = import_module("grpolab.train.async_grpo")
@@ -27,27 +27,19 @@ def publish_nothing(monkeypatch):
     monkeypatch.setattr(module.Actor, "_take", take)
 
 
-def publish_while_completions_are_in_progress(monkeypatch):
-    async def at_once(self):
-        pass
-
-    monkeypatch.setattr(module.Draws, "settled", at_once)
-
-
 def forget_what_was_drawn_ahead(monkeypatch):
     monkeypatch.setattr(module.Draws, "_keep", lambda *rest: None)
 
 
 def one_version_a_rollout(monkeypatch):
     """A token is said to be of the version with which its rollout began."""
-    record = Scheduler._record
+    extend = Batch.extend
 
-    def of_the_first(self, first, drawn):
-        record(self, first, drawn)
-        for i in range(self.rows.n):
-            self.rows.versions[i] = self.owners[i].version
+    def of_the_first(self, rows, *columns):
+        extend(self, rows, *columns)
+        self.versions[rows] = self.versions[rows, :1]
 
-    monkeypatch.setattr(Scheduler, "_record", of_the_first)
+    monkeypatch.setattr(Batch, "extend", of_the_first)
 
 
 @pytest.mark.filterwarnings("ignore:.*holds no rollouts of steps")
@@ -56,13 +48,12 @@ def one_version_a_rollout(monkeypatch):
     one_fault([
         (None, set()),
         (publish_nothing, {"staleness 0, weights with other bits than by grpo", "staleness 0, rewards as by grpo",
-                           "in flight, recorded − recomputed logps, nats", "in flight, the same by the first version alone",
-                           "in flight, the same with the prefix anew"}),
+                           "stopped and resumed, weights with other bits", "in flight, recorded − recomputed logps, nats"}),
         (forget_what_was_drawn_ahead, {"stopped and resumed, weights with other bits"}),
         (one_version_a_rollout, {"in flight, rollouts of several versions", "in flight, the same by the first version alone",
                                  "in flight, recorded − recomputed logps, nats"}),
     ]),
 )
 def test_the_gate_sees_what_is_broken(sabotage, names, tmp_path, monkeypatch):
-    failed = failures_under(sabotage, "16_async_grpo", "slowest =", LEARNED, tmp_path, monkeypatch, SKIPPED, quick=True, steps=2)
-    assert failed is not None and (failed == names or names and failed and failed <= names)
+    failed = failures_under(sabotage, "16_async_grpo", "slowest =", LEARNED, tmp_path, monkeypatch, SKIPPED, quick=True)
+    assert failed == names
