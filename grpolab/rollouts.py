@@ -21,8 +21,9 @@ class Rollout:
 
     `mask` is 1 where the policy chose the token and 0 where an environment wrote it (its logps are then 0.0).
     `logps` are under the distribution that was sampled from, `raw_logps` at temperature 1, both in nats. `kept_mass` is the
-    probability that top-k, top-p or min-p left at each token, empty where nothing was cut. `parts` are the numbers, by name,
-    that the reward was made of, where it has several.
+    probability that top-k, top-p or min-p left at each token, empty where nothing was cut. `versions` are those of the weights
+    that drew each token, empty where all are `policy_version`. `parts` are the numbers, by name, that the reward was made of,
+    where it has several.
     """
 
     prompt: tuple[int, ...]
@@ -35,12 +36,18 @@ class Rollout:
     policy_version: int = 0
     reward: float | None = None
     kept_mass: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
     parts: Mapping[str, float | None] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("tokens", "mask", "logps", "raw_logps")}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"a rollout needs one mask, logp and raw_logp for each token, but the lengths are {lengths}")
+
+    @property
+    def token_versions(self) -> tuple[int, ...]:
+        """The version of the weights that drew each token."""
+        return self.versions or (self.policy_version,) * len(self.tokens)
 
 
 @dataclass(frozen=True)

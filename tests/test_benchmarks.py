@@ -14,6 +14,7 @@ from grpolab.runs.run import repository
 ROOT = repository()
 BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(BENCHMARKS))
+import async_grpo  # noqa: E402
 import baselines  # noqa: E402
 import distillation  # noqa: E402
 import estimators  # noqa: E402
@@ -106,7 +107,7 @@ def shorter(monkeypatch, module, tmp_path, **constants):
     short = {"steps": 2, "batch_size": 4, "warmup": 0}
     monkeypatch.setattr(module, "SFTConfig", lambda **given: SFTConfig(**given | short), raising=False)
     few = {"steps": 2, "prompts_per_step": 2, "group_size": 2, "warmup": 0}
-    monkeypatch.setattr(module, "GRPOConfig", lambda **given: GRPOConfig(**given | few))
+    monkeypatch.setattr(module, "GRPOConfig", lambda **given: GRPOConfig(**given | few), raising=False)
     for name, value in (constants | {"RESULTS": tmp_path / f"{module.__name__}.json"}).items():
         monkeypatch.setattr(module, name, value)
 
@@ -126,6 +127,22 @@ def test_baselines_over_seeds(monkeypatch, tmp_path):
     assert record["seeds"]["1"]["rejection"]["tokens"] > 32 and record["seeds"]["1"]["grpo"]["tokens"] > 0
     asyncio.run(baselines.main([0, 1]))
     assert (tmp_path / "baselines.json").read_text() == text
+
+
+@pytest.mark.full
+def test_staleness_over_seeds(monkeypatch, tmp_path):
+    short = {"HELD_OUT": async_grpo.HELD_OUT[:4], "NEW_TOKENS": 4}
+    shorter(monkeypatch, baselines, tmp_path, **short)
+    short |= {"QUESTIONS": async_grpo.QUESTIONS[:4], "STEPS": 3, "TIMED": 12, "PROMPTS": 2, "SIZE": 2, "SECONDS": (0.1, 0.2)}
+    shorter(monkeypatch, async_grpo, tmp_path, **short)
+    monkeypatch.setattr(async_grpo, "STALENESS", (0, 2))
+    monkeypatch.setattr(async_grpo, "ARMS", [(0, "clip"), (2, "none"), (2, "weights")])
+    asyncio.run(async_grpo.main([0]))
+    found = json.loads((tmp_path / "async_grpo.json").read_text())["seeds"]["0"]
+    assert set(found) == {"start", "rejection", "0, clip", "2, none", "2, weights"}
+    assert found["2, none"]["staleness"] == [0, 1, 2] and found["2, none"]["tokens"] > 0 < found["rejection"]["tokens"]
+    timed = asyncio.run(async_grpo.timing())
+    assert timed["2, slow"]["staleness"] == 2 and timed["0, slow"]["seconds"] > 0.1
 
 
 def test_distillation_over_seeds(monkeypatch, tmp_path):

@@ -53,7 +53,7 @@ def test_links_lead_somewhere(page):
 # --- Python -----------------------------------------------------------------------------------------------------------
 
 
-REINFORCED = {"grpolab.train": ("grpo", "grpo_from", "multi_turn_grpo"), "grpolab.serve.agents": ("agent_grpo",)}
+REINFORCED = {"grpolab.train": ("async_grpo", "grpo", "grpo_from", "multi_turn_grpo"), "grpolab.serve.agents": ("agent_grpo",)}
 
 
 def recording(method, calls):

@@ -17,7 +17,8 @@ from grpolab.runs.run import repository
 
 TRAINS = re.compile(r"async for (row|_) in |for step in range\(steps\)")
 MEASURED = re.compile(r"(^|_)(s|seconds|time|bytes|memory)$|per_s$|peak|^sync")  # columns that no two runs have in common
-SOCKETS = ("07", "08", "11", "12", "14")  # whose batches, and so the last bits, follow the clock: their first rows are compared
+# Whose batches or versions, and so the last bits, follow the clock: their first rows are compared.
+SOCKETS = ("07", "08", "11", "12", "14")
 
 
 def executed(notebook: Path, folder: Path, durations: dict[int, float] | None = None) -> dict[int, float]:

@@ -15,14 +15,14 @@ class Batch:
     """Entries 0..n-1 are live. `position` is that of the newest token, which is drawn but not yet fed; `count` and `limit`
     are of the tokens drawn; `ends` holds the ids that end a row."""
 
-    by_token = ("tokens", "logps", "raw_logps", "mass")
+    by_token = ("tokens", "logps", "raw_logps", "mass", "versions")
     arrays = ("token", "position", "count", "limit", "seed", "ends", *by_token)
 
     def __init__(self, capacity: int):
         self.n = 0
         self.token, self.position, self.count, self.limit = (np.zeros(capacity, np.int64) for _ in range(4))
         self.seed, self.ends = np.zeros(capacity, np.uint64), np.full((capacity, 1), NO_ID)
-        self.tokens = np.zeros((capacity, 64), np.int64)
+        self.tokens, self.versions = (np.zeros((capacity, 64), np.int64) for _ in range(2))
         self.logps, self.raw_logps, self.mass = (np.ones((capacity, 64), np.float32) for _ in range(3))
 
     def longest(self) -> int:
@@ -43,14 +43,15 @@ class Batch:
         positions = self.position[first: self.n] + np.arange(1, steps + 1)[:, None]
         return uniforms(self.seed[first: self.n], positions)
 
-    def extend(self, rows: np.ndarray, tokens, logps, raw_logps, mass) -> None:
-        """One more token for each of these rows, all (len(rows),); `mass` None where nothing was cut."""
+    def extend(self, rows: np.ndarray, tokens, logps, raw_logps, mass, version: int) -> None:
+        """One more token for each of these rows, all (len(rows),), drawn under the weights of `version`; `mass` None where
+        nothing was cut."""
         count = self.count[rows]
         if count.max(initial=0) >= self.tokens.shape[1]:
             for name in self.by_token:
                 setattr(self, name, np.concatenate([getattr(self, name)] * 2, axis=1))
         self.tokens[rows, count], self.logps[rows, count], self.raw_logps[rows, count] = tokens, logps, raw_logps
-        self.mass[rows, count] = 1.0 if mass is None else mass
+        self.mass[rows, count], self.versions[rows, count] = 1.0 if mass is None else mass, version
         self.token[rows] = tokens
         self.count[rows] += 1
         self.position[rows] += 1
@@ -65,7 +66,7 @@ class Batch:
         return (self.ends[rows] == self.token[rows, None]).any(1) | (self.count[rows] >= self.limit[rows])
 
     def drawn(self, i: int) -> list[np.ndarray]:
-        """tokens, logps, raw_logps and kept mass of row i, (count,) each."""
+        """tokens, logps, raw_logps, kept mass and versions of row i, (count,) each."""
         return [getattr(self, name)[i, : self.count[i]] for name in self.by_token]
 
     def compact(self, done: Sequence[int]) -> list[tuple[int, int]]:

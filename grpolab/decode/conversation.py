@@ -94,11 +94,13 @@ def joined(whole: Rollout, turn: Rollout) -> Rollout:
     if turn.prompt[: len(before)] != before:
         raise ValueError("the turn's prompt does not begin with the rollout that it goes on from; they are two rollouts")
     between = turn.prompt[len(before) :]
-    zeros, mass = (0.0,) * len(between), ()
+    zeros, mass, versions = (0.0,) * len(between), (), ()
     if whole.kept_mass or turn.kept_mass:
         earlier, later = (r.kept_mass or (1.0,) * len(r.tokens) for r in (whole, turn))
         mass = earlier + (1.0,) * len(between) + later
+    if whole.versions or turn.versions or whole.policy_version != turn.policy_version:
+        versions = whole.token_versions + (turn.policy_version,) * len(between) + turn.token_versions
     return replace(
         whole, tokens=whole.tokens + between + turn.tokens, mask=whole.mask + (0,) * len(between) + turn.mask,
         logps=whole.logps + zeros + turn.logps, raw_logps=whole.raw_logps + zeros + turn.raw_logps,
-        finish_reason=turn.finish_reason, kept_mass=mass)
+        finish_reason=turn.finish_reason, kept_mass=mass, versions=versions)

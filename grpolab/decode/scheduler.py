@@ -247,7 +247,7 @@ class Scheduler:
         for step in drawn:
             columns = [None if t is None else t.cpu().numpy()[alive - first]
                        for t in (step.tokens, step.logps, step.raw_logps, step.kept_mass)]
-            rows.extend(alive, *columns)
+            rows.extend(alive, *columns, self.engine.snapshot.version)
             self.stats.new_tokens += len(alive)
             ended = self._ended(alive)
             done |= ended
@@ -309,11 +309,12 @@ class Scheduler:
                 if request.prefix is not None:
                     length, epoch = int(rows.position[i]), self.epoch if owner.epoch == self.epoch else -1
                     request.prefix = Prefix(self.store.take(i, length), length, epoch)
-                tokens, logps, raw_logps, mass = (tuple(a.tolist()) for a in rows.drawn(i))
+                tokens, logps, raw_logps, mass, versions = (tuple(a.tolist()) for a in rows.drawn(i))
                 finished.append((owner, Rollout(
                     request.prompts[owner.index], tokens, (1,) * len(tokens), logps, raw_logps, done[i],
                     request.seeds[owner.index][owner.sample], owner.version,
-                    kept_mass=mass if request.params.truncates else ())))
+                    kept_mass=mass if request.params.truncates else (),
+                    versions=versions if set(versions) - {owner.version} else ())))
             self.store.release(i, broken)
         moves = rows.compact(order)
         if moves:

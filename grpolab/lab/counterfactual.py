@@ -25,7 +25,18 @@ from grpolab.env.pool import GrpoPool
 from grpolab.files import atomic_write
 from grpolab.lab import plots
 from grpolab.lab.replay import check_seeded
-from grpolab.lab.restore import State, identity, load_start, longest, restore, rows_of, session_at, update_again, with_threads
+from grpolab.lab.restore import (
+    State,
+    check_synchronous,
+    identity,
+    load_start,
+    longest,
+    restore,
+    rows_of,
+    session_at,
+    update_again,
+    with_threads,
+)
 from grpolab.models.load import Policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import plain_config, weights_hash
@@ -60,6 +71,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
                       f"last bits may differ without any change; torch.set_num_threads({threads}) takes the run's",
                       stacklevel=2)
     state = await asyncio.to_thread(restore, run, step, reference=reference)
+    check_synchronous(state.config, "a fork")
     config = replace(state.config, **changes)
     if not step < config.steps:
         raise ValueError(f"a fork at step {step} has nothing to do up to steps={config.steps}")

@@ -18,7 +18,7 @@ from grpolab.decode.sampling import SamplingParams, fold_seed
 from grpolab.lab import plots
 from grpolab.lab.replay import select
 from grpolab.lab.rescore import as_problem
-from grpolab.lab.restore import restore, session_at, with_threads
+from grpolab.lab.restore import check_synchronous, restore, session_at, with_threads
 from grpolab.lab.tokens import visible
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
@@ -76,6 +76,7 @@ def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, 
         raise ValueError(f"continuations must be at least 2, got {continuations}")
     state = restore(run, step)
     policy, config = state.policy, state.config
+    check_synchronous(config, "the credit of a token")
 
     def rewards(rollouts) -> np.ndarray:  # NaN where the reward abstains
         return np.array(score(policy, [problem], [rollouts], reward)[0].rewards, dtype=float)
@@ -102,5 +103,5 @@ def credit_of(run: Run, step: int, group: int, rollout: int, reward: Reward, *, 
 def _joined(rollout: Rollout, t: int, rest: Rollout) -> Rollout:
     """The first `t` tokens of a rollout, continued by `rest`."""
     tokens = rollout.tokens[:t] + rest.tokens
-    return replace(rest, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(),
+    return replace(rest, prompt=rollout.prompt, tokens=tokens, mask=(1,) * len(tokens), kept_mass=(), versions=(),
                    logps=rollout.logps[:t] + rest.logps, raw_logps=rollout.raw_logps[:t] + rest.raw_logps)

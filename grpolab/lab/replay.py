@@ -6,20 +6,33 @@ are what they were; where one differs, the report says at which token, by how mu
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from operator import index
 from pathlib import Path
 
+import torch
+from torch.nn import Module
+
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.lab.restore import State, as_config, device_and_dtype, restore, session_at, with_threads
+from grpolab.lab.restore import (
+    State,
+    as_config,
+    check_synchronous,
+    device_and_dtype,
+    restore,
+    rows_of,
+    session_at,
+    with_threads,
+)
 from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup, Rollout
 from grpolab.runs.checkpoints import computed_on, weights_hash
@@ -76,19 +89,28 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
            reference: Policy | None = None) -> Replay:
     """Generate a recorded rollout again (None: all of the group, all of the step) and compare.
 
-    The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`restore`)."""
+    The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`restore`). In a run
+    that sampled ahead each token is drawn from the weights of its version."""
     step = index(step)  # numpy's numbers, too
     groups, session = run.recorder.groups(step), session_at(run, step)
-    return _replay(groups, step, session, group, rollout, lambda: restore(run, step, reference=reference))
+
+    def state_of(places):
+        versions = {v for g, i in places for v in groups[g].group[i].token_versions}
+        steps = {row.get("version"): row["step"] for row in rows_of(run) if row["step"] <= step}
+        earlier = {v: restore(run, steps[v], reference=reference) for v in sorted(versions) if steps.get(v, step) < step}
+        return restore(run, step, reference=reference), {v: state.policy.model for v, state in earlier.items()}
+
+    return _replay(groups, step, session, group, rollout, state_of)
 
 
 def _replay(groups: Sequence[RecordedGroup], step: int, session: dict, group: int | None, rollout: int | None,
-            state_of: Callable[[], State]) -> Replay:
-    """`state_of` gives the state before the step, once the rollouts are known to be there and to be drawn from their seeds."""
+            state_of: Callable[[list], tuple[State, Mapping[int, Module]]]) -> Replay:
+    """`state_of(places)` gives the state before the step, and by version the earlier models that drew tokens, once the rollouts
+    are known to be there and to be drawn from their seeds."""
     check_seeded(groups, step, session)
     places = select(groups, step, group, rollout)
-    state = state_of()
-    again, differs = with_threads(session.get("threads"), lambda: regenerate(state, groups, places, session))
+    state, earlier = state_of(places)
+    again, differs = with_threads(session.get("threads"), lambda: regenerate(state, groups, places, session, earlier))
     rollouts = tuple(Replayed(step, g, i, groups[g].group[i], a, difference(groups[g].group[i], a, bool(groups[g].turns)))
                      for (g, i), a in zip(places, again))
     return Replay(rollouts, (*state.notes, *differs), state.kept)
@@ -119,21 +141,48 @@ def select(groups: Sequence[RecordedGroup], step: int, group: int | None, rollou
     return there
 
 
-def regenerate(state: State, groups: Sequence[RecordedGroup], places: list[tuple[int, int]],
-               session: dict) -> tuple[list[Rollout], list[str]]:
+def regenerate(state: State, groups: Sequence[RecordedGroup], places: list[tuple[int, int]], session: dict,
+               earlier: Mapping[int, Module]) -> tuple[list[Rollout], list[str]]:
     """The rollouts at these places sampled again, and what is not as in the recorded session."""
     params = SamplingParams(temperature=state.config.temperature, max_new_tokens=state.config.max_new_tokens)
     rollouts = [(groups[g].group[i], bool(groups[g].turns)) for g, i in places]
     with Sampler(state.policy, threads=session.get("threads"), exact=state.config.exact) as sampler:
         single = [r for r, episode in rollouts if not episode]
-        request = sampler.submit([r.prompt for r in single], params=params, seeds=[[r.seed] for r in single])
-        sampled = iter([g[0] for g in request.result()])
+        if earlier:
+            sampled = _drawn_ahead(sampler, state.policy, earlier, single, params)
+        else:
+            request = sampler.submit([r.prompt for r in single], params=params, seeds=[[r.seed] for r in single])
+            sampled = iter([g[0] for g in request.result()])
         again = [_episode(sampler, r, params) if episode else next(sampled) for r, episode in rollouts]
         now = computed_on(state.policy, sampler.engine.name)
     if not session:
         return again, ["the machine and versions of the step are not known: the record does not name them, or is damaged"]
     return again, [f"{name} {now[name]!r}, recorded {session[name]!r}" for name in now
                    if name not in ("policy", "training") and session.get(name) and session[name] != now[name]]
+
+
+def _drawn_ahead(sampler: Sampler, policy: Policy, earlier: Mapping[int, Module], rollouts: Sequence[Rollout],
+                 params: SamplingParams) -> Iterator[Rollout]:
+    """One after the other, each with the weights of its versions, which change between the tokens where they did."""
+    models = {policy.version: copy.deepcopy(policy.model)} | earlier
+
+    @torch.no_grad()
+    def take(version: int) -> None:
+        if version != policy.version:
+            for own, its in zip(policy.model.parameters(), models[version].parameters(), strict=True):
+                own.copy_(its)
+            policy.version = version
+
+    for r in rollouts:
+        versions, drawn = r.token_versions, [0]
+
+        def next_token(_, __, tokens, ___):  # in the sampler's thread, between two decode steps
+            drawn[0] += len(tokens)  # noqa: B023
+            if drawn[0] < len(versions):  # noqa: B023
+                take(versions[drawn[0]])  # noqa: B023
+
+        sampler.run_sync(take, r.policy_version)
+        yield sampler.submit([r.prompt], params=params, seeds=[[r.seed]], on_tokens=next_token).result()[0][0]
 
 
 def _episode(sampler: Sampler, r: Rollout, params: SamplingParams) -> Rollout:
@@ -165,6 +214,8 @@ def difference(r: Rollout, again: Rollout, episode: bool = False) -> str:
                 f"differ by at most {nats:.2g} nats")
     if len(r.tokens) != len(again.tokens):
         return f"{len(r.tokens)} tokens recorded, {len(again.tokens)} now, equal as far as both go"
+    if not episode and r.versions != again.versions:
+        return f"the tokens agree; their versions are {r.token_versions} recorded, {again.token_versions} now"
     if (r.logps, r.raw_logps) != (again.logps, again.raw_logps):
         first = next(t for t in range(n) if (r.logps[t], r.raw_logps[t]) != (again.logps[t], again.raw_logps[t]))
         return f"the tokens agree; log-probs differ from token {first} on, by at most {nats:.2g} nats"
@@ -182,6 +233,7 @@ def bundle(run: Run, step: int, path: str | Path, *, reference: Policy | None = 
     step = index(step)
     run.recorder.groups(step)  # raises where the record does not hold it
     state = restore(run, step, reference=reference)
+    check_synchronous(state.config, "a bundle")
     about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "session": session_at(run, step),
              "notes": list(state.notes), "weights": weights_hash(state.policy)}
     buffer = io.BytesIO()
@@ -212,4 +264,4 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
     except Exception as error:  # each layer of a damaged file, or of one made by others, raises types of its own
         raise ValueError(f"{path} is not a whole bundle of a step ({error}): make it again with bundle(run, step, path)"
                          ) from error
-    return _replay(groups, step, session, group, rollout, lambda: State(step, None, policy, None, config, notes))
+    return _replay(groups, step, session, group, rollout, lambda _: (State(step, None, policy, None, config, notes), {}))

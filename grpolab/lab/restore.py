@@ -23,6 +23,7 @@ from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import data_hash, load_state
 from grpolab.runs.run import FORKED, Run
 from grpolab.sync import set_own_threads
+from grpolab.train.async_grpo import AsyncGRPOConfig
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, verify_both
 from grpolab.train.loop import dropout_of
 from grpolab.train.optimisers import make_optimiser
@@ -173,10 +174,18 @@ def config_of(run: Run) -> GRPOConfig:
 
 def as_config(plain: dict) -> GRPOConfig:
     """A configuration that was written as JSON."""
-    if other := {f.name for f in fields(GRPOConfig)} ^ plain.keys():
+    kind = AsyncGRPOConfig if "max_staleness" in plain else GRPOConfig
+    if other := {f.name for f in fields(kind)} ^ plain.keys():
         raise ValueError("it was left by another method or version than GRPO of this one: its configuration differs in "
                          + ", ".join(sorted(other)))
-    return GRPOConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
+
+
+def check_synchronous(config: GRPOConfig, what: str) -> None:
+    """ValueError for a run that sampled ahead, where `what` takes a step's rollouts for those of the weights before it."""
+    if getattr(config, "max_staleness", 0):
+        raise ValueError(f"{what} needs rollouts of the weights before their step, and those of this run are up to "
+                         f"max_staleness={config.max_staleness} steps older: replay draws them again, from their own weights")
 
 
 def load_start(run: Run) -> Policy:

@@ -274,7 +274,8 @@ def fingerprint(version: int, mark: str) -> str:
 def sampled_as(rollout: Rollout) -> dict:
     """What is known of a rollout beside its tokens: this service's own field of a choice, with `return_token_ids`."""
     return {"finish_reason": rollout.finish_reason, "seed": rollout.seed, "policy_version": rollout.policy_version,
-            "logps": list(rollout.logps), "raw_logps": list(rollout.raw_logps), "kept_mass": list(rollout.kept_mass)}
+            "logps": list(rollout.logps), "raw_logps": list(rollout.raw_logps), "kept_mass": list(rollout.kept_mass),
+            "versions": list(rollout.versions)}
 
 
 def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequence[int], logps: Sequence[float],

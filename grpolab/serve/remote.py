@@ -189,7 +189,7 @@ class RemoteSampler:
             reason = "context"
         return Rollout(tuple(prompt), tuple(tokens), (1,) * len(tokens), tuple(logps), tuple(ours.get("raw_logps") or logps),
                        reason, ours.get("seed", 0), ours.get("policy_version", self._version),
-                       kept_mass=tuple(ours.get("kept_mass") or ()))
+                       kept_mass=tuple(ours.get("kept_mass") or ()), versions=tuple(ours.get("versions") or ()))
 
 
 def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:

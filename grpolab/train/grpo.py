@@ -42,6 +42,21 @@ async def grpo(
     be async, take a step at once, or be several (`rewards`). A `reference` is needed where kl_coef > 0. The rewards in
     `watch` are not trained on: their means stand in each row under their names.
     """
+    tasks, ids_of, longest = await asked(policy, reference, problems, config, reward, watch, run, success)
+    sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
+    source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
+    steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
+    async with sampler, aclosing(steps) as rows:
+        async for row in rows:
+            yield row
+
+
+async def asked(
+    policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, reward: Reward,
+    watch: Mapping[str, Reward] | None, run: Run | None, success: float,
+) -> tuple[Tasks, Callable[[Any], Sequence[int]], int]:
+    """What `grpo` is asked to train on, once it is known to fit: the tasks, row -> prompt ids, and the most tokens that a
+    prompt and its completion have together."""
     check_reference(policy, reference, config)
     check_names(reward, watch or ())
     tasks = Tasks(problems, config, run, success)
@@ -62,12 +77,7 @@ async def grpo(
         return longest
 
     longest = await in_thread(policy, lambda: longest_of(getattr(problems, "tasks", ()) if tasks.adaptive else problems))
-    sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
-    source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
-    steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
-    async with sampler, aclosing(steps) as rows:
-        async for row in rows:
-            yield row
+    return tasks, ids_of, longest
 
 
 async def grpo_from(
