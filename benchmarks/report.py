@@ -204,9 +204,9 @@ def estimators(found: dict, results: Path) -> list:
 
     exact, off, sampled = (rows_of(part) for part in ("on_policy", "off_policy", "samples"))
     on = [{"on-policy": name, "scale": span([r["scale"] for r in of], ".3f"), "bias": span([r["bias"] for r in of], ".3f"),
-           "cosine": span([r["cosine"] for r in of], ".4f"),
+           "cosine": span([r["cosine"] for r in of], ".4f"), "variance": span([r["variance"] for r in of]),
            "noise": span([a["noise"] / b["noise"] for a, b in zip(of, exact["no baseline"])]) + "×"}
-          for name, of in exact.items()]
+          for name, of in exact.items() if name not in off or name in ("GSPO", "CISPO")]
     stale = [{"estimator": name} | {who: span([r["cosine"] for r in of if r["sampler"] == who])
                                     for who in dict.fromkeys(r["sampler"] for r in of)} for name, of in off.items()]
     batches = [{"samples": name} | {n: span([r["batch_cosine"] for r in of if r["samples"] == n])
@@ -215,7 +215,8 @@ def estimators(found: dict, results: Path) -> list:
     return [f"{len(seeds)} problems of {15 * len(seeds[0]['success'])} completions, least to largest value; {found['threads']} "
             f"thread. The two tables are exact: every group of {seeds[0]['on_policy'][0]['samples']} and "
             f"{seeds[0]['off_policy'][0]['samples']} rollouts with its probability. Scale and cosine are of the mean gradient "
-            "beside the true one; noise is the variance over the squared scale, here of that without a baseline.", on,
+            "beside the true one, the variance in its squared length; noise is the variance over the squared scale, here of "
+            "that without a baseline. On-policy the corrections of the second table are leave-one-out.", on,
             "Cosine of the mean gradient and the true one where another sampler wrote the completions:", stale,
             f"Mean cosine of a batch's gradient, sampled: {seeds[0]['samples'][0]['how']} each, the largest standard error is "
             f"{error:.3f}.", batches]

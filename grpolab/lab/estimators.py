@@ -330,19 +330,22 @@ def draw(record: dict):
     table, names = over_problems(record).iloc[:, 2:], {"leave one out": plots.POLICY, "no baseline": plots.REWARD,
                                                        "mean per sequence": plots.WARNING}
     fig, (left, right) = plots.plt.subplots(1, 2, figsize=(11, 5.6), width_ratios=(1.6, 1))
-    left.imshow(table, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", alpha=0.75)
+    left.imshow(table, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", alpha=0.5)
     for (y, x), value in np.ndenumerate(table.to_numpy()):
         if value == value:
             left.annotate(f"{value:.2f}", (x, y), ha="center", va="center", fontsize=8)
     left.set_xticks(range(table.shape[1]), table.columns, rotation=35, ha="right")
     left.set_yticks(range(len(table)), table.index)
-    left.set_title("Cosine of the mean gradient and the true one")
+    left.set_title(f"Cosine of mean and true gradient: {table.min().min():.2f} to {table.max().max():.2f}")
     left.grid(False)
     drawn = pd.concat(pd.DataFrame(of["samples"]) for of in record["seeds"].values())
     for name, color in names.items():
         of = drawn[drawn["estimator"] == name].groupby("samples")["batch_cosine"]
-        right.plot(of.mean(), "o-", color=color, label=name)
+        right.plot(of.mean(), "o-", color=color, label=f"{name}, at last {of.mean().iloc[-1]:.2f}")
         right.fill_between(of.mean().index, of.min(), of.max(), color=color, alpha=0.15)
-    right.set(xscale="log", xlabel="samples in a batch, on-policy", ylabel="cosine of a batch's gradient and the true one")
+    sizes = sorted(drawn["samples"].unique())
+    right.set(xscale="log", xlabel="samples in a batch, on-policy", xticks=sizes, xticklabels=sizes,
+              title="Cosine of a batch's gradient and the true one")
+    right.minorticks_off()
     right.legend(loc="lower right")
     return fig
