@@ -4,16 +4,15 @@
 
 A number from 1 to 9 is guessed in at most six turns, each of which costs a tenth. The start is a small model with random
 weights after SFT on games of a player who guesses at random among what is still possible (notebook 08's warm-up). Each way
-then has 40 steps of 144 episodes, sixteen of each number, and the same options of GRPO:
+then has 30 steps of 144 episodes, sixteen of each number, and the same options of GRPO:
 
-    grpo          the advantage of an episode is its reward less the mean of its group
-    ppo_1         of a token: the reward less the critic's value (lambda = 1)
-    ppo           of a token: GAE with lambda = 0.95
-    alone, alone_ppo   grpo and ppo with groups of two, of 72 numbers drawn in turn
-    rejection     the start plays as many episodes in one go; SFT on the best of each sixteen, by its reward
+    grpo       the advantage of an episode is its reward less the mean of its group
+    ppo_1      of a token: the reward less the critic's value (lambda = 1)
+    ppo        of a token: GAE with lambda = 0.95
+    rejection  the start plays as many episodes in one go; SFT on the best of each sixteen, by its reward
 
-The critic's step size and number of steps were chosen on seed 9 (`--pilot`), before seeds 0 to 2 were run; GRPO's are those of
-notebook 08. What the record holds is kept.
+The critic's step size and number of steps are the best of GRID by the reward after ppo with seed 9, before seeds 0 to 2 are
+run; GRPO's options are those of notebook 08. What the record holds is kept.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ LIMITS = Limits(max_turns=TURNS, max_total_tokens=60 + 37 * TURNS)
 SECRETS = [{"secret": s} for s in range(1, HIGHEST + 1)]
 ENVIRONMENT = partial(GuessEnv, highest=HIGHEST, max_turns=TURNS, price=0.1, notes=True)
 WARM_UP = SFTConfig(steps=150, batch_size=32, lr=4e-3, warmup=10, schedule="cosine")
-GRPO = GRPOConfig(steps=40, prompts_per_step=HIGHEST, group_size=16, lr=2e-3, warmup=5, schedule="cosine", max_new_tokens=6)
-PAIRS = {"prompts_per_step": 8 * HIGHEST, "group_size": 2}
-CRITIC = CriticConfig(lr=2e-3, epochs=4)
-WAYS = {"grpo": ({}, None), "ppo_1": ({}, replace(CRITIC, lam=1.0)), "ppo": ({}, CRITIC), "alone": (PAIRS, None),
-        "alone_ppo": (PAIRS, CRITIC)}
+GRPO = GRPOConfig(steps=30, prompts_per_step=HIGHEST, group_size=16, lr=2e-3, warmup=5, schedule="cosine", max_new_tokens=6)
+GRID = [{"lr": lr, "epochs": epochs} for lr in (1e-3, 4e-3) for epochs in (2, 8)]
+WAYS = {"grpo": None, "ppo_1": 1.0, "ppo": 0.95}  # lambda
 
 
 async def drained(steps) -> list[dict]:
@@ -113,31 +110,32 @@ async def rejection(start: Policy, pool: GrpoPool, seed: int) -> tuple[Policy, d
     return policy, {"tokens": sum(sum(e.rollout.mask) for e in games)}
 
 
-async def taken(way: str, start: Policy, pool: GrpoPool, seed: int, critic: CriticConfig | None) -> tuple[Policy, dict]:
-    """The start after one of the WAYS; its reward step by step, and the tokens that the policy wrote."""
-    policy, config = copy_of(start), replace(GRPO, seed=seed, **WAYS[way][0])
+async def taken(start: Policy, pool: GrpoPool, seed: int, critic: CriticConfig | None) -> tuple[Policy, dict]:
+    """The start after GRPO, or PPO with a critic; its reward step by step, and the tokens that the policy wrote."""
+    policy, config = copy_of(start), replace(GRPO, seed=seed)
     critic = critic and Critic(RewardModel.from_policy(policy), critic)
     rows = await drained(multi_turn_grpo(policy, None, SECRETS, config, pool, limits=LIMITS, critic=critic))
     episodes = config.prompts_per_step * config.group_size
-    row = {name: [round(row[name], 5) for row in rows if name in row] for name in ("reward", "turns", "explained", "grad_norm")}
+    row = {f"{name} by step": [round(row[name], 5) for row in rows if name in row] for name in ("reward", "explained")}
     return policy, row | {"tokens": round(sum(row["turns"] for row in rows) * episodes * 2)}  # a digit and the end of a turn
 
 
-async def pilot() -> None:
-    start = await warmed_up(PILOT_SEED)
+async def pilot() -> list[dict]:
+    """What each of the GRID gives with a seed of its own."""
+    start, found = await warmed_up(PILOT_SEED), []
     async with GrpoPool(ENVIRONMENT, size=48, seed=PILOT_SEED) as pool:
-        print("start", (await measure(start, pool))["reward"], flush=True)
-        for way, critic in [("grpo", None), *(("ppo", CriticConfig(lr=lr, epochs=epochs))
-                                              for lr in (1e-3, 4e-3) for epochs in (2, 8))]:
-            began = time.perf_counter()
-            policy, row = await taken(way, start, pool, PILOT_SEED, critic)
-            print(way, critic, (await measure(policy, pool))["reward"], row["reward"][9::10], row["explained"][9::10],
-                  round(time.perf_counter() - began), flush=True)
+        for options in GRID:
+            policy, row = await taken(start, pool, PILOT_SEED, CriticConfig(lam=WAYS["ppo"], **options))
+            found.append(options | {"reward": (await measure(policy, pool))["reward"], "explained": row["explained by step"][-1]})
+            print(found[-1], flush=True)
+    return found
 
 
 async def main(seeds: list[int]) -> None:
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {
-        "command": COMMAND, "threads": torch.get_num_threads(), "episodes": GRPO.steps * HIGHEST * GRPO.group_size, "seeds": {}}
+        "command": COMMAND, "threads": torch.get_num_threads(), "episodes": GRPO.steps * HIGHEST * GRPO.group_size,
+        "pilot": await pilot(), "seeds": {}}
+    chosen = max(record["pilot"], key=lambda row: row["reward"])
     for seed in seeds:
         of = record["seeds"].setdefault(str(seed), {})
         if {*WAYS, "rejection"} <= set(of):
@@ -146,8 +144,9 @@ async def main(seeds: list[int]) -> None:
         async with GrpoPool(ENVIRONMENT, size=48, seed=seed) as pool:
             of["start"] = await measure(start, pool)
             for way in (*WAYS, "rejection"):
-                began = time.perf_counter()
-                work = rejection(start, pool, seed) if way == "rejection" else taken(way, start, pool, seed, WAYS[way][1])
+                began, lam = time.perf_counter(), WAYS.get(way)
+                critic = lam and CriticConfig(lam=lam, lr=chosen["lr"], epochs=chosen["epochs"])
+                work = rejection(start, pool, seed) if way == "rejection" else taken(start, pool, seed, critic)
                 policy, row = await work
                 of[way] = row | {"seconds": round(time.perf_counter() - began)} | await measure(policy, pool)
                 records.write(RESULTS, record)
@@ -157,6 +156,4 @@ async def main(seeds: list[int]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--pilot", action="store_true")
-    asked = parser.parse_args()
-    asyncio.run(pilot() if asked.pilot else main(asked.seeds))
+    asyncio.run(main(parser.parse_args().seeds))
