@@ -126,7 +126,8 @@ async def pilot() -> list[dict]:
     async with GrpoPool(ENVIRONMENT, size=48, seed=PILOT_SEED) as pool:
         for options in GRID:
             policy, row = await taken(start, pool, PILOT_SEED, CriticConfig(lam=WAYS["ppo"], **options))
-            found.append(options | {"reward": (await measure(policy, pool))["reward"], "explained": row["explained by step"][-1]})
+            after = (await measure(policy, pool))["reward"]
+            found.append(options | {"reward": after, "explained": row["explained by step"][-1]})
             print(found[-1], flush=True)
     return found
 
