@@ -20,10 +20,12 @@ sys.path.insert(0, str(ROOT))
 
 from grpolab.evaluate import Interval, mean_interval  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
+from grpolab.lab import board  # noqa: E402
 from grpolab.lab.metrics import readable  # noqa: E402
 
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
-LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))
+LADDER, MINUTES, ROLLOUT, BOARD = (
+    f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout", "board"))
 STUDENT = {3: 4.303, 8: 2.365}  # number of values -> the quantile of Student's t for a 95 % interval of their mean
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
 
@@ -220,6 +222,35 @@ def estimators(found: dict, results: Path) -> list:
             "Cosine of the mean gradient and the true one where another sampler wrote the completions:", stale,
             f"Mean cosine of a batch's gradient, sampled: {seeds[0]['samples'][0]['how']} each, the largest standard error is "
             f"{error:.3f}.", batches]
+
+
+CRITIC = {"start": "SFT, the start", "rejection": "rejection sampling", "grpo": "GRPO", "ppo_1": "PPO, λ = 1",
+          "ppo_95": "PPO, λ = 0.95", "ppo_50": "PPO, λ = 0.5"}
+
+
+def critic(found: dict, results: Path) -> list:
+    seeds, rows = list(found["seeds"].values()), []
+    for name, words in CRITIC.items():
+        of = [seed[name] for seed in seeds]
+        row = {"way": words, "reward": over_seeds([r["reward"] for r in of]),
+               "guesses a game": span([mean(r["guesses"]) for r in of])}
+        if name.startswith("ppo"):
+            apart = over_seeds([r["reward"] - seed["grpo"]["reward"] for r, seed in zip(of, seeds)])
+            row |= {"reward − GRPO": f"{apart.value:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]: {apart.verdict}",
+                    "variance explained at last": span([r["explained by step"][-1] for r in of])}
+        if "tokens" in of[0]:
+            row |= {"tokens written": f"{mean(r['tokens'] for r in of):,.0f}",
+                    "seconds": span([r["seconds"] for r in of], ".0f")}
+        rows.append(row | {"reward": f"{row['reward'].value:.3f} [{row['reward'].low:.3f}, {row['reward'].high:.3f}]"})
+    return [f"Notebook 08's game, {found['episodes']:,} episodes for each way; {len(seeds)} seeds, means with Student's "
+            f"interval, {found['threads']} thread. The critic's step size was chosen on another seed among {len(found['pilot'])}.", rows]
+
+
+def board_search(found: dict, results: Path) -> list:
+    rows = [{"recipe": name, "held-out, greedy": f"{of['accuracy']:.1%}", "sampled tokens": f"{of['tokens']:,}",
+             "seconds": f"{of['seconds']:.0f}"} for name, of in found["tried"].items()]
+    return [f"{len(rows)} recipes for the [board](../docs/board.md), one run each with seed {found['seed']}, on 300 questions "
+            "that are neither practised nor held out.", rows]
 
 
 def longer_answers(found: dict, results: Path) -> list:
@@ -450,6 +481,8 @@ QUESTIONS = {
         ("On-policy distillation, three seeds", "distillation", distillation),
         ("A reward for form beside the checker", "several_rewards", several_rewards),
         ("Estimators of the policy gradient", "estimators", estimators),
+        ("A critic beside GRPO, three seeds", "critic", critic),
+        ("The search for the board's recipes", "board_search", board_search),
         ("Longer answers, ten seeds", "longer_answers", longer_answers)],
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
@@ -614,10 +647,19 @@ def front(readme: str, results: Path, series: Path) -> str:
     return readme
 
 
+def board_page(page: str, results: Path) -> str:
+    """docs/board.md with the table of the entries."""
+    entries = [board.read(path) for path in sorted((results / "board").glob("*.json"))]
+    before, rest = page.split(BOARD)
+    return f"{before}{BOARD}\n{table(board.table(entries))}\n{END}{rest.split(END, 1)[1]}"
+
+
 def main() -> None:
     results, readme = HERE / "results", ROOT / "README.md"
     print(atomic_write(HERE / "RESULTS.md", results_page(results)))
     print(atomic_write(readme, front(readme.read_text(), results, ROOT / "notebooks")))
+    page = ROOT / "docs" / "board.md"
+    print(atomic_write(page, board_page(page.read_text(), results)))
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
 
 # --- 04 grpo ----------------------------------------------------------------------------------------------------------
 
-ENDS = {"1 epoch": {"largest ratio": 1.0}, "careful": {"largest ratio": 7.0}, "no clip": {"largest ratio": 50.0}}
+ENDS = {"1 epoch": {"largest ratio": 1.0}, "careful": {"largest ratio": 7.0}, "step × 10": {"largest ratio": 50.0}}
 GRPO_LEARNED = {
     "overfit_reward": 0.995, "gain": Interval(0.3, 0.28, 0.32), "gain_sampled": Interval(0.3, 0.28, 0.32),
     "plain": Plain(0.76), "before": Rates(0.62), "after": Rates(0.93), "before_sampled": Rates(0.5),
