@@ -243,7 +243,8 @@ def critic(found: dict, results: Path) -> list:
                     "seconds": span([r["seconds"] for r in of], ".0f")}
         rows.append(row | {"reward": f"{row['reward'].value:.3f} [{row['reward'].low:.3f}, {row['reward'].high:.3f}]"})
     return [f"Notebook 08's game, {found['episodes']:,} episodes for each way; {len(seeds)} seeds, means with Student's "
-            f"interval, {found['threads']} thread. The critic's step size was chosen on another seed among {len(found['pilot'])}.", rows]
+            f"interval, {found['threads']} thread. The critic's step size was chosen on another seed, among "
+            f"{len(found['pilot'])}.", rows]
 
 
 def board_search(found: dict, results: Path) -> list:
