@@ -652,7 +652,8 @@ def board_page(page: str, results: Path) -> str:
     """docs/board.md with the table of the entries."""
     entries = [board.read(path) for path in sorted((results / "board").glob("*.json"))]
     before, rest = page.split(BOARD)
-    return f"{before}{BOARD}\n{table(board.table(entries))}\n{END}{rest.split(END, 1)[1]}"
+    shown = table(board.table(entries)) if entries else "no entry yet"
+    return f"{before}{BOARD}\n{shown}\n{END}{rest.split(END, 1)[1]}"
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from grpolab.__main__ import main
 from grpolab.lab import board
-from grpolab.lab.board import STANDARD, Speedrun, config_of, read, save, speedrun, summary, table, verify
-from grpolab.runs.run import repository
+from grpolab.lab.board import Speedrun, config_of, read, save, speedrun, verify
 from grpolab.train import SFTConfig
 
 RECIPE = """\
@@ -162,19 +161,3 @@ def test_speedrun_and_verify_from_the_command_line(tmp_path, monkeypatch, capsys
     assert main(["speedrun", str(tmp_path / "mine.toml"), "--threads", "1", "--tries", "2"]) in (0, 1)
     assert main(["verify", str(tmp_path / "mine.json")]) == 0
     assert "verified in every bit" in capsys.readouterr().out
-
-
-ENTRIES = sorted((repository() / "benchmarks" / "results" / "board").glob("*.json"))
-
-
-def test_the_boards_own_entries_are_whole_and_reach_the_target():
-    assert len(ENTRIES) >= 3
-    for path in ENTRIES:
-        found = read(path)
-        assert board.refusal(found, STANDARD) == "" and summary(found)["accuracy"] >= 0.9, path.name
-
-
-def test_the_page_shows_the_entries():
-    page = (repository() / "docs" / "board.md").read_text()
-    for row in table([read(path) for path in ENTRIES]):
-        assert "| " + " | ".join(map(str, row.values())) + " |" in page
