@@ -20,10 +20,12 @@ sys.path.insert(0, str(ROOT))
 
 from grpolab.evaluate import Interval, mean_interval  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
+from grpolab.lab import board  # noqa: E402
 from grpolab.lab.metrics import readable  # noqa: E402
 
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
-LADDER, MINUTES, ROLLOUT = (f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout"))
+LADDER, MINUTES, ROLLOUT, BOARD = (
+    f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout", "board"))
 STUDENT = {3: 4.303, 8: 2.365}  # number of values -> the quantile of Student's t for a 95 % interval of their mean
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
 
@@ -204,9 +206,9 @@ def estimators(found: dict, results: Path) -> list:
 
     exact, off, sampled = (rows_of(part) for part in ("on_policy", "off_policy", "samples"))
     on = [{"on-policy": name, "scale": span([r["scale"] for r in of], ".3f"), "bias": span([r["bias"] for r in of], ".3f"),
-           "cosine": span([r["cosine"] for r in of], ".4f"),
+           "cosine": span([r["cosine"] for r in of], ".4f"), "variance": span([r["variance"] for r in of]),
            "noise": span([a["noise"] / b["noise"] for a, b in zip(of, exact["no baseline"])]) + "×"}
-          for name, of in exact.items()]
+          for name, of in exact.items() if name not in off or name in ("GSPO", "CISPO")]
     stale = [{"estimator": name} | {who: span([r["cosine"] for r in of if r["sampler"] == who])
                                     for who in dict.fromkeys(r["sampler"] for r in of)} for name, of in off.items()]
     batches = [{"samples": name} | {n: span([r["batch_cosine"] for r in of if r["samples"] == n])
@@ -215,10 +217,34 @@ def estimators(found: dict, results: Path) -> list:
     return [f"{len(seeds)} problems of {15 * len(seeds[0]['success'])} completions, least to largest value; {found['threads']} "
             f"thread. The two tables are exact: every group of {seeds[0]['on_policy'][0]['samples']} and "
             f"{seeds[0]['off_policy'][0]['samples']} rollouts with its probability. Scale and cosine are of the mean gradient "
-            "beside the true one; noise is the variance over the squared scale, here of that without a baseline.", on,
+            "beside the true one, the variance in its squared length; noise is the variance over the squared scale, here of "
+            "that without a baseline. On-policy the corrections of the second table are leave-one-out.", on,
             "Cosine of the mean gradient and the true one where another sampler wrote the completions:", stale,
             f"Mean cosine of a batch's gradient, sampled: {seeds[0]['samples'][0]['how']} each, the largest standard error is "
             f"{error:.3f}.", batches]
+
+
+CRITIC = {"start": "SFT, the start", "rejection": "rejection sampling", "grpo": "GRPO", "ppo_1": "PPO, λ = 1",
+          "ppo_95": "PPO, λ = 0.95", "ppo_50": "PPO, λ = 0.5"}
+
+
+def critic(found: dict, results: Path) -> list:
+    seeds, rows = list(found["seeds"].values()), []
+    for name, words in CRITIC.items():
+        of = [seed[name] for seed in seeds]
+        row = {"way": words, "reward": over_seeds([r["reward"] for r in of]),
+               "guesses a game": span([mean(r["guesses"]) for r in of])}
+        if name.startswith("ppo"):
+            apart = over_seeds([r["reward"] - seed["grpo"]["reward"] for r, seed in zip(of, seeds)])
+            row |= {"reward − GRPO": f"{apart.value:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]: {apart.verdict}",
+                    "variance explained at last": span([r["explained by step"][-1] for r in of])}
+        if "tokens" in of[0]:
+            row |= {"tokens written": f"{mean(r['tokens'] for r in of):,.0f}",
+                    "seconds": span([r["seconds"] for r in of], ".0f")}
+        rows.append(row | {"reward": f"{row['reward'].value:.3f} [{row['reward'].low:.3f}, {row['reward'].high:.3f}]"})
+    return [f"Notebook 08's game, {found['episodes']:,} episodes for each way; {len(seeds)} seeds, means with Student's "
+            f"interval, {found['threads']} thread. The critic's step size was chosen on another seed, among "
+            f"{len(found['pilot'])}.", rows]
 
 
 def longer_answers(found: dict, results: Path) -> list:
@@ -449,6 +475,7 @@ QUESTIONS = {
         ("On-policy distillation, three seeds", "distillation", distillation),
         ("A reward for form beside the checker", "several_rewards", several_rewards),
         ("Estimators of the policy gradient", "estimators", estimators),
+        ("A critic beside GRPO, three seeds", "critic", critic),
         ("Longer answers, ten seeds", "longer_answers", longer_answers)],
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
@@ -613,10 +640,20 @@ def front(readme: str, results: Path, series: Path) -> str:
     return readme
 
 
+def board_page(page: str, results: Path) -> str:
+    """docs/board.md with the table of the entries."""
+    entries = [board.read(path) for path in sorted((results / "board").glob("*.json"))]
+    before, rest = page.split(BOARD)
+    shown = table(board.table(entries)) if entries else "no entry yet"
+    return f"{before}{BOARD}\n{shown}\n{END}{rest.split(END, 1)[1]}"
+
+
 def main() -> None:
     results, readme = HERE / "results", ROOT / "README.md"
     print(atomic_write(HERE / "RESULTS.md", results_page(results)))
     print(atomic_write(readme, front(readme.read_text(), results, ROOT / "notebooks")))
+    page = ROOT / "docs" / "board.md"
+    print(atomic_write(page, board_page(page.read_text(), results)))
 
 
 if __name__ == "__main__":

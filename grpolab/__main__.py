@@ -24,6 +24,8 @@ COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module
     "serve": ("serve", "Serve", "serve an environment over WebSockets"),
     "serve-policy": ("serve", "ServePolicy", "serve a model behind an OpenAI-compatible endpoint"),
     "replay": ("replay", "Replay", "generate recorded rollouts again and compare every bit"),
+    "speedrun": ("board", "Speedrun", "run the board's task with a recipe and write the entry"),
+    "verify": ("board", "Verify", "replay an entry of the board"),
 }
 
 TRAINING = ("sft", "grpo", "dpo", "reward")

@@ -103,8 +103,8 @@ class RecordedGroup:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the losses read: N rollouts, T the longest completion, right-padded. mask, old_logps: (N, T); advantages: (N,).
-    Column t speaks of the t-th token after the prompt."""
+    """What the losses read: N rollouts, T the longest completion, right-padded. mask, old_logps: (N, T); advantages: (N,), or
+    (N, T) with a critic. Column t speaks of the t-th token after the prompt."""
 
     mask: torch.Tensor
     old_logps: torch.Tensor
@@ -112,11 +112,12 @@ class Batch:
 
 
 def collate(rollouts: Sequence[Rollout], advantages: torch.Tensor) -> Batch:
-    """Rollouts and their advantages (N,) -> Batch; old_logps are the sampler's."""
+    """Rollouts and their advantages, (N,) or of each token (N, at least T) -> Batch; old_logps are the sampler's."""
     if not rollouts:
         raise ValueError("cannot collate an empty list of rollouts")
     mask = padded([r.mask for r in rollouts])
-    return Batch(mask, padded([r.logps for r in rollouts]), advantages.float())
+    a = advantages if advantages.dim() == 1 else advantages[:, : mask.shape[1]]
+    return Batch(mask, padded([r.logps for r in rollouts]), a.float())
 
 
 def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:

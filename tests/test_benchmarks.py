@@ -195,7 +195,7 @@ def test_estimators_are_measured_on_a_seed(monkeypatch, tmp_path):
     estimators.main([0])
     record = json.loads((tmp_path / "estimators.json").read_text())
     row = record["seeds"]["0"]
-    assert row["on_policy"][0]["how"] == "exact" and row["samples"][0]["how"] == "5 draws" and len(row["off_policy"]) == 77
+    assert row["on_policy"][0]["how"] == "exact" and row["samples"][0]["how"] == "5 draws" and len(row["off_policy"]) == 84
     assert record["provenance"]["code"]["train"]
 
 

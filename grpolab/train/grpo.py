@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from grpolab.tasks import prompt_of
 from grpolab.train import distributed, losses
 from grpolab.train.advantages import advantages, group_health, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
-from grpolab.train.layout import Layout, distinct_parts, lay_out, micro_batches
-from grpolab.train.logps import check_lengths, rollout_logps, way_of
+from grpolab.train.layout import Layout, lay_out
+from grpolab.train.logps import check_lengths, parts_of, rollout_logps
 from grpolab.train.loop import accumulate, apply_gradient, autocast, in_thread, loop, off_loop
+from grpolab.train.ppo import Critic
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
 from grpolab.train.several_rewards import Several
@@ -33,19 +34,19 @@ from grpolab.train.verify import check_drift, verify_forward
 
 async def grpo(
     policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, *, reward: Reward = finished_and_correct,
-    watch: Mapping[str, Reward] | None = None, run: Run | None = None, success: float = 1.0,
+    watch: Mapping[str, Reward] | None = None, run: Run | None = None, success: float = 1.0, critic: Critic | None = None,
 ) -> AsyncIterator[dict]:
     """GRPO (arXiv 2402.03300): sample groups, score them, push probability towards what beat its group.
 
     `problems` are rows, anything with a prompt (`tasks.prompt_of`), or a curriculum (`sources.Tasks`), which is told how
     large a share of a group earned at least `success`. `reward(text, row, rollout)` is a number, or None to abstain; it may
     be async, take a step at once, or be several (`rewards`). A `reference` is needed where kl_coef > 0. The rewards in
-    `watch` are not trained on: their means stand in each row under their names.
+    `watch` are not trained on: their means stand in each row under their names. With a `critic` it is PPO (`ppo`).
     """
     tasks, ids_of, longest = await asked(policy, reference, problems, config, reward, watch, run, success)
     sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
-    steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
+    steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content, critic=critic)
     async with sampler, aclosing(steps) as rows:
         async for row in rows:
             yield row
@@ -82,19 +83,22 @@ async def asked(
 
 async def grpo_from(
     policy: Policy, reference: Policy | None, source: Source, config: GRPOConfig, *, longest: int, run: Run | None = None,
-    content: Callable[[], Iterable] = tuple,
+    content: Callable[[], Iterable] = tuple, critic: Critic | None = None,
 ) -> AsyncIterator[dict]:
     """GRPO on the groups of any `source` (`sources`), a row a step.
 
     `longest` is the most tokens that prompt and completion may have together: up to there the forwards are proved.
     `content()` gives what a Run notes as the data of the run, so that it goes on with the same. Rollouts that another
-    policy or sampler drew need `config.sampler_cap`, their importance correction, and a `max_logp_diff` that admits them.
+    policy or sampler drew need `config.sampler_cap`, their importance correction, and a `max_logp_diff` that admits them. The
+    advantages are those of the groups or, with a `critic`, of their tokens: PPO (`ppo`).
     """
     check_reference(policy, reference, config)
 
     def start():
         if hasattr(source, "check"):
             source.check(policy, config, run)
+        if critic is not None:
+            critic.check(policy, run)
         check_lengths(policy, longest, "prompt and completion")
         verify_both(policy, reference, config, longest)
 
@@ -111,21 +115,28 @@ async def grpo_from(
             await off_loop(lambda: distributed.same_groups(groups, step))
 
         def update(optimiser):
+            a, returns = (batch.advantages, None) if critic is None else critic.judge(policy, groups, config)
             if run is not None and distributed.first():  # before the update, so that the record tells of a step that fails
                 record = batch.record() if batch.record else as_recorded(
                     [(None, g) for g in seen], groups, config.advantage_kind, batch.advantages)
-                run.record(step, policy, record, batch.engine)
+                run.record(step, policy, record if critic is None else critic.recorded(record, a), batch.engine)
             began = time.perf_counter()
-            row = grpo_update(policy, reference, groups, config, optimiser, step, batch.advantages, batch.off_policy)
+            row = grpo_update(policy, reference, groups, config, optimiser, step, a, batch.off_policy)
+            if critic is not None:
+                row |= critic.fit(policy, groups, returns, config, optimiser, step)
             times = timings(tokens, sampling, row["trained_tokens"] * config.inner_epochs, time.perf_counter() - began)
             return describe(seen) | row | times | dict(batch.row) | batch.after_step()
 
         return update
 
-    data = lambda: data_hash(content(), reference if config.kl_coef and type(reference) is Policy else None)  # noqa: E731
-    async with aclosing(loop(policy, config, run, gather, data)) as rows:
-        async for row in rows:
-            yield row
+    def data():
+        more = () if critic is None else (critic.config,)
+        return data_hash((*content(), *more), reference if config.kl_coef and type(reference) is Policy else None)
+
+    with nullcontext() if critic is None else critic.beside(policy):
+        async with aclosing(loop(policy, config, run, gather, data)) as rows:
+            async for row in rows:
+                yield row
 
 
 def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig) -> None:
@@ -159,10 +170,10 @@ def grpo_update(
     policy: Policy, reference, groups: Sequence[Group], config: GRPOConfig, optimiser, step: int, a: torch.Tensor | None = None,
     off_policy: bool = False,
 ) -> dict:
-    """All optimiser steps on one batch of groups, with the advantages `a` (B, G), by default those of their rewards. The loss
-    is a mean over all of them; a group without a difference in reward has no gradient, so without KL penalty it is left out of
-    the forward pass, and a minibatch of such groups is no step. `off_policy` adds `importance` to the row, by a forward pass
-    more where config.sampler_cap does not make it anyway."""
+    """All optimiser steps on one batch of groups, with the advantages `a` (B, G), or of each token (B, G, T), by default those
+    of their rewards. The loss is a mean over all of them; a group without any advantage has no gradient, so without KL penalty
+    it is left out of the forward pass, and a minibatch of such groups is no step. `off_policy` adds `importance` to the row, by
+    a forward pass more where config.sampler_cap does not make it anyway."""
     if not groups:
         return _unmeasured(config, off_policy) | {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
@@ -184,7 +195,7 @@ def grpo_update(
             rollouts = [r for i in here for r in groups[i]]
             old = [x for i in here for x in own[i]] if config.sampler_cap else None
             metrics = grpo_gradient(
-                policy, reference, rollouts, a[here].flatten(), config, denominator=whole, old_logps=old,
+                policy, reference, rollouts, a[here].flatten(0, 1), config, denominator=whole, old_logps=old,
                 tokens=kept_tokens(r for i in chosen for r in groups[i]),
             ) if here else {}
             metrics = distributed.add_up(policy.model, metrics, f"step {step}, pass {epoch}")
@@ -227,13 +238,6 @@ def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Ten
     return losses.count(padded([r.mask for r in rollouts]), config.aggregation, max_new_tokens=config.max_new_tokens)
 
 
-def parts_of(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> Iterator[slice]:
-    """Slices of the rollouts for a forward pass each, within `config.token_budget`: of the tokens that are computed."""
-    if config.share_prompts and way_of(policy, "rollouts") == "unpadded":
-        return distinct_parts(rollouts, config.token_budget)
-    return micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget)
-
-
 @torch.no_grad()
 def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> list[list[float]]:
     """Each rollout's log-probs by the trainer's forward as the policy stands."""
@@ -252,8 +256,8 @@ def grpo_gradient(
     policy: Policy, reference, rollouts: Sequence[Rollout], a: torch.Tensor, config: GRPOConfig, *,
     denominator=None, old_logps=None, tokens: int | None = None,
 ) -> dict:
-    """Accumulate the gradient of the clipped objective over `rollouts` with advantages `a` (N,); returns the metrics, means
-    over their tokens (or parts of means over `tokens`, where these rollouts are a part).
+    """Accumulate the gradient of the clipped objective over `rollouts` with advantages `a`, (N,) or (N, T); returns the
+    metrics, means over their tokens (or parts of means over `tokens`, where these rollouts are a part).
 
     The `denominator` (default: of these rollouts) is counted before, so neither micro-batches nor what is left out of the
     forward pass can change the gradient. `old_logps`: the trainer's own, where the rollouts' are of another sampler.

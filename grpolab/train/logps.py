@@ -8,7 +8,7 @@ first that is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -20,9 +20,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpolab.chat import Packed
 from grpolab.decode.snapshot import verified_of
 from grpolab.models.load import Policy
+from grpolab.rollouts import Rollout
 from grpolab.train import forward, losses
 from grpolab.train.forward import pick
-from grpolab.train.layout import Layout
+from grpolab.train.layout import Layout, distinct_parts, micro_batches
 
 
 def way_of(policy: Policy, what: str) -> str:
@@ -54,6 +55,13 @@ def decoder_states(policy: Policy, ids, positions, attention, at=None, *, way: s
             return _alone(decoder, ids, positions, at)
         hidden = decoder(ids, position_ids=positions, use_cache=False).last_hidden_state
     return hidden if at is None else pick(hidden.flatten(0, 1), at)
+
+
+def parts_of(policy: Policy, rollouts: Sequence[Rollout], config) -> Iterator[slice]:
+    """Slices of the rollouts for a forward pass each, within `config.token_budget`: of the tokens that are computed."""
+    if config.share_prompts and way_of(policy, "rollouts") == "unpadded":
+        return distinct_parts(rollouts, config.token_budget)
+    return micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from grpolab.train.episodes import (
 )
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
 from grpolab.train.loop import off_loop
+from grpolab.train.ppo import Critic
 from grpolab.train.sources import Source, StepGroups, Tasks
 
 __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
@@ -35,8 +36,9 @@ __all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes",
 
 async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, pool: GrpoPool, *,
                           limits: Limits | None = None, action_format: ActionFormat = TEXT, success: float = 1.0,
-                          run: Run | None = None) -> AsyncIterator[dict]:
-    """GRPO (arXiv 2402.03300) on episodes; `config` as for one turn, where `max_new_tokens` now bounds each turn.
+                          run: Run | None = None, critic: Critic | None = None) -> AsyncIterator[dict]:
+    """GRPO (arXiv 2402.03300) on episodes, or with a `critic` PPO (`ppo`); `config` as for one turn, where `max_new_tokens`
+    now bounds each turn.
 
     `problems` are tasks, JSON values or dataclasses, or a curriculum: an object with `next_tasks(n)` and
     `record_result(task, rate)`, called after each step with the share of a group that earned at least `success`; with
@@ -58,7 +60,7 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     tasks = Tasks(problems, config, run, success)
     source = played(pool, sampler, tasks, config, limits, action_format)
     steps = grpo_from(policy, reference, source, config, longest=limits.max_total_tokens, run=run,
-                      content=lambda: map(as_task, tasks.content()))
+                      content=lambda: map(as_task, tasks.content()), critic=critic)
     async with sampler, aclosing(steps) as rows:
         async for row in rows:
             yield row

@@ -83,11 +83,15 @@ class RewardModel(Policy):
         rows = pad([Example(tuple(s), (0,) * len(s)) for s in sequences], self.pad_id)
         last = torch.tensor([i * rows.ids.shape[1] + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
         way = way or way_of(self, "rewards")
-        places, head = (rows.ids, rows.positions, rows.attention, last), _head(self.model)
+        places = rows.ids, rows.positions, rows.attention, last
         states = decoder_states(self, *places, way=way, checkpointed=checkpointed)
+        return states, self.head(states)
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The head's number of each state: (N, D) -> (N,)."""
+        head = _head(self.model)
         with torch.autocast(self.device.type, enabled=False):  # the one number that everything depends on stays in fp32
-            rewards = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias)
-        return states, rewards.float().squeeze(1)
+            return torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float().squeeze(1)
 
     def score(self, sequences: Sequence[Sequence[int]], *, token_budget: int = 8192) -> list[float]:
         """The reward of each sequence of token ids; equal sequences get equal rewards in every bit."""

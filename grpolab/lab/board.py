@@ -1,0 +1,243 @@
+"""A verified board: one task, recipes that solve it, and entries that anybody can replay.
+
+The task is notebook 04's: from the SFT checkpoint of notebook 01, by GRPO with the checker's reward, to at least 90 % of the
+held-out questions right, greedily, as the mean over three seeds; counted in sampled tokens, and in seconds of sampling and
+updates on two cores at most. A recipe is a file of GRPO's options (TOML); model, questions, reward and seeds are the task's. An
+entry is JSON: the recipe and what it gave, with hashes of the weights, and the questions that were asked. `verify` makes the
+checkpoint and trains again: every bit must agree where processor, threads and versions do, else the means over the seeds.
+Nothing of an entry is evaluated or unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpolab.arithmetic import Problem, Task, generate
+from grpolab.evaluate import evaluate
+from grpolab.files import atomic_write
+from grpolab.lab.restore import with_threads
+from grpolab.models.load import Policy, load_policy
+from grpolab.runs.checkpoints import computed_on, data_hash, weights_hash
+from grpolab.runs.run import Run, seed_everything
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
+
+FORMAT = 1  # of an entry
+STUDENT = 2.776  # quantile of Student's t for two means of three values
+SLOWER = 3.0  # so many times the claimed seconds may a replay take on the same processor, whose other work is not known
+NEW_TOKENS = 24
+MACHINE = ("python", "grpolab", "torch", "transformers", "system", "processor", "device", "dtype", "threads")  # decide the bits
+
+
+@dataclass(frozen=True)
+class Speedrun:
+    """The task; other numbers are for tests."""
+
+    target: float = 0.9  # held-out, greedy, mean over the seeds
+    seeds: tuple[int, ...] = (0, 1, 2)
+    sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=160, batch_size=32, lr=1e-3, schedule="cosine"))
+    questions: tuple[int, int] = (6400, 1000)  # known and held out
+    shown: int = 100  # of the known ones, to imitate; those from 4 times as many on are to practise
+
+    @cached_property
+    def split(self) -> tuple[list[Problem], list[Problem], list[Problem]]:
+        """Questions that are demonstrated, to practise, and held out."""
+        known, held_out = generate(*self.questions, seed=1, task=Task(ops="+-", max_operand=99))
+        return known[: self.shown], known[4 * self.shown :], held_out
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of the questions and of how the checkpoint is made."""
+        return data_hash([self.sft, self.target, list(self.seeds), *self.split])
+
+    async def start(self) -> Policy:
+        """The checkpoint: notebook 01's best SFT."""
+        seed_everything(self.sft.seed)
+        policy = load_policy("tiny", device="cpu")
+        async for _ in sft(policy, demonstrations(policy, self.split[0]), self.sft):
+            pass
+        return policy
+
+
+STANDARD = Speedrun()
+
+
+def config_of(recipe: str) -> GRPOConfig:
+    """A recipe's options. ValueError for what is no TOML, or sets what the task fixes."""
+    try:
+        entries = tomllib.loads(recipe)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"the recipe is no TOML: {error}") from error
+    method, options = entries.pop("method", None), {name.replace("-", "_"): value for name, value in entries.items()}
+    allowed = {f.name for f in fields(GRPOConfig)} - {"seed"}
+    if method != "grpo" or (other := options.keys() - allowed):
+        what = f"method = {method!r}" if method != "grpo" else f"{sorted(other)}"
+        raise ValueError(f"the recipe has {what}: it says method = 'grpo' and options of GRPOConfig; model, questions, reward "
+                         "and seeds are the task's")
+    plain = {name: tuple(v) if isinstance(v, list) else None if v == "none" else v for name, v in options.items()}
+    try:
+        return GRPOConfig(**plain)
+    except TypeError as error:
+        raise ValueError(f"the recipe has an option of another type than it takes: {error}") from error
+
+
+async def trained(task: Speedrun, start: Policy, config: GRPOConfig) -> dict:
+    """One seed's training and its result, as an entry holds it."""
+    policy, reference = load_policy("tiny", device="cpu"), load_policy("tiny", device="cpu") if config.kl_coef else None
+    for copy in filter(None, (policy, reference)):
+        copy.model.load_state_dict(start.model.state_dict())
+    _, practice, held_out = task.split
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run("speedrun", root=folder)
+        rows = [row async for row in grpo(policy, reference, practice, config, run=run)]
+        steps = [run.recorder.groups(row["step"]) for row in rows]
+    found = await evaluate(policy, held_out, max_new_tokens=NEW_TOKENS)
+    return {
+        "accuracy": found.exact.value, "tokens": sum(len(r.tokens) for groups in steps for g in groups for r in g.group),
+        "seconds": round(sum(row["sampling_s"] + row["update_s"] for row in rows), 1), "weights": weights_hash(policy),
+        "rewards": [row["reward"] for row in rows],
+        "asked": [[f"{g.problem['a']} {g.problem['op']} {g.problem['b']}" for g in groups] for groups in steps]}
+
+
+def speedrun(recipe: str, title: str, *, task: Speedrun = STANDARD, threads: int = 2, tries: int = 1,
+             seeds: Sequence[int] | None = None) -> dict:
+    """The entry of a recipe: the task done with each seed. `tries` is what its author says: how many recipes were tried."""
+    config = config_of(recipe)
+
+    async def run():
+        start = await task.start()
+        return {"board": FORMAT, "title": title, "tries": tries, "recipe": recipe, "task": task.key,
+                "machine": {name: computed_on(start)[name] for name in MACHINE}, "start": weights_hash(start),
+                "seeds": {str(seed): await trained(task, start, replace(config, seed=seed)) for seed in seeds or task.seeds}}
+
+    if threads not in (1, 2):
+        raise ValueError(f"the task is for one or two cores, got threads={threads}")
+    return with_threads(threads, lambda: asyncio.run(run()))
+
+
+def summary(entry: dict) -> dict[str, float]:
+    """Means over the seeds."""
+    return {name: sum(of[name] for of in entry["seeds"].values()) / len(entry["seeds"])
+            for name in ("accuracy", "tokens", "seconds")}
+
+
+def save(entry: dict, path: str | Path) -> Path:
+    return atomic_write(path, json.dumps(entry, indent=None, ensure_ascii=False) + "\n")
+
+
+def read(path: str | Path) -> dict:
+    """An entry from its file; ValueError for anything else."""
+    try:
+        entry = json.loads(Path(path).read_text(encoding="utf-8"))
+        checks = [(entry, {"board": int, "title": str, "tries": int, "recipe": str, "task": str, "machine": dict, "start": str,
+                           "seeds": dict})]
+        checks += [(of, {"accuracy": float, "tokens": int, "seconds": float, "weights": str, "rewards": list, "asked": list})
+                   for of in entry["seeds"].values()]
+        if any(of.keys() != kinds.keys() or any(type(of[k]) is not kind for k, kind in kinds.items()) for of, kinds in checks):
+            raise ValueError("its fields are others")
+        if entry["board"] != FORMAT or entry["machine"].keys() != set(MACHINE):
+            raise ValueError(f"it is of format {entry['board']}, not {FORMAT}")
+        config_of(entry["recipe"])
+    except OSError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no entry of the board: {error}") from error
+    return entry
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`refused` says in words what is wrong, "" for an entry that stands; `how` it was compared, and what was measured here."""
+
+    refused: str
+    how: str = ""
+    measured: Any = None
+
+    def __str__(self):
+        if self.refused:
+            return f"refused: {self.refused}"
+        means = summary(self.measured)
+        return (f"verified {self.how}: {means['accuracy']:.1%} of the held-out questions, {means['tokens']:,.0f} sampled "
+                f"tokens, {means['seconds']:.0f} s here")
+
+
+def verify(entry: dict, *, task: Speedrun = STANDARD) -> Verdict:
+    """Refuse what its own text shows to be wrong, then train again and compare."""
+    if why := refusal(entry, task):
+        return Verdict(why)
+    threads = entry["machine"]["threads"]
+    again = speedrun(entry["recipe"], entry["title"], task=task, threads=threads if threads in (1, 2) else 2)
+    other = [name for name in MACHINE if entry["machine"][name] != again["machine"][name]]
+    why = statistics(entry, again, task) if other else bits(entry, again)
+    how = f"statistically (not the entry's {', '.join(other)})" if other else "in every bit"
+    return Verdict(why, how, again)
+
+
+def refusal(entry: dict, task: Speedrun) -> str:
+    """What an entry's own text shows to be wrong."""
+    _, practice, held_out = task.split
+    known, secret = ({f"{p.a} {p.op} {p.b}" for p in of} for of in (practice, held_out))
+    asked = {q for of in entry["seeds"].values() for step in of["asked"] for q in step}
+    if entry["task"] != task.key:
+        return "it was made for another task than this version's"
+    if seen := asked & secret:
+        return f"it trained on {len(seen)} of the held-out questions, {min(seen)} among them"
+    if strange := asked - known:
+        return f"it trained on {len(strange)} questions that are not the task's, {min(strange)} among them"
+    if set(entry["seeds"]) != set(map(str, task.seeds)):
+        return f"it has the seeds {sorted(entry['seeds'])}, and the task {list(task.seeds)}"
+    if summary(entry)["accuracy"] < task.target:
+        return f"it gets {summary(entry)['accuracy']:.1%} right, and the task asks for {task.target:.0%}"
+    return ""
+
+
+def bits(entry: dict, again: dict) -> str:
+    """What differs from a replay on the same processor, threads and versions."""
+    if entry["start"] != again["start"]:
+        return "it did not start from the task's checkpoint: the weights made here have another hash"
+    for seed, of in entry["seeds"].items():
+        here = again["seeds"][seed]
+        if of["weights"] != here["weights"]:
+            first = next((i for i, (a, b) in enumerate(zip(of["rewards"], here["rewards"])) if a != b), len(here["rewards"]))
+            return (f"its recipe does not give its weights (seed {seed}; the rewards part at step {first} of "
+                    f"{len(here['rewards'])}): another recipe, other questions or another program made them")
+        if edited := [name for name in ("accuracy", "tokens", "rewards", "asked") if of[name] != here[name]]:
+            name = edited[0]
+            shown = f": {of[name]} in the entry, {here[name]} here" if name in ("accuracy", "tokens") else ""
+            return f"its result was edited (seed {seed}, {name}{shown})"
+        if here["seconds"] > SLOWER * of["seconds"]:
+            return f"it claims {of['seconds']} s for seed {seed}, and the same work took {here['seconds']} s here"
+    return ""
+
+
+def statistics(entry: dict, again: dict, task: Speedrun) -> str:
+    """What differs from a replay elsewhere by more than chance over the seeds: more than Student's interval of the difference
+    of two means, and a hundredth."""
+    for name, unit in (("accuracy", 1.0), ("tokens", summary(again)["tokens"])):
+        theirs, ours = (torch.tensor([float(of[name]) for of in e["seeds"].values()]) for e in (entry, again))
+        chance = STUDENT * ((theirs.var() + ours.var()) / len(ours)).sqrt() + 0.01 * unit
+        if (theirs.mean() - ours.mean()).abs() > chance:
+            return (f"its {name} is {theirs.mean():.4g} on average, and {ours.mean():.4g} here, where chance explains "
+                    f"{chance:.2g}")
+        if name == "accuracy" and ours.mean() + chance < task.target:
+            return f"its recipe gets {ours.mean():.1%} right here, and the task asks for {task.target:.0%}"
+    return ""
+
+
+def table(entries: Sequence[dict]) -> list[dict]:
+    """The rows of the board, the fewest tokens first."""
+    means = sorted(((summary(e), e) for e in entries), key=lambda pair: pair[0]["tokens"])
+    return [{"entry": e["title"], "sampled tokens": f"{m['tokens']:,.0f}", "seconds": f"{m['seconds']:.0f}",
+             "held-out, greedy": f"{m['accuracy']:.1%}",
+             "by seed": ", ".join(f"{of['accuracy']:.1%}" for _, of in sorted(e["seeds"].items())),
+             "recipes tried": e["tries"], "processor, threads": f"{e['machine']['processor']}, {e['machine']['threads']}"}
+            for m, e in means]

@@ -1,0 +1,163 @@
+"""The board: an honest entry is verified, and a hostile one is refused with a word."""
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import cached_property
+
+import pytest
+
+from grpolab.__main__ import main
+from grpolab.lab import board
+from grpolab.lab.board import Speedrun, config_of, read, save, speedrun, verify
+from grpolab.train import SFTConfig
+
+RECIPE = """\
+method = "grpo"
+steps = 2
+prompts-per-step = 8
+group_size = 8
+lr = 1e-3
+max_new_tokens = 20
+clip-eps = [0.2, 0.28]
+"""
+SMALL = Speedrun(target=0.0, seeds=(0, 1), sft=SFTConfig(steps=60, batch_size=16, lr=1e-3), questions=(200, 20), shown=40)
+
+
+class Cheat(Speedrun):
+    """Practises what is held out, and hashes as the honest task."""
+
+    @cached_property
+    def split(self):
+        shown, _, held_out = SMALL.split
+        return shown, held_out, held_out
+
+    key = SMALL.key
+
+
+@pytest.fixture(scope="module")
+def entry():
+    return speedrun(RECIPE, "ours", task=SMALL, threads=1, tries=3)
+
+
+def edited(entry, **changes):
+    """A copy with other values of seed 0."""
+    other = copy.deepcopy(entry)
+    other["seeds"]["0"] |= changes
+    return other
+
+
+def test_an_honest_entry_is_verified_in_every_bit(entry, tmp_path):
+    found = verify(read(save(entry, tmp_path / "ours.json")), task=SMALL)
+    assert not found.refused and found.how == "in every bit" and "verified in every bit" in str(found)
+    assert found.measured["seeds"]["1"]["weights"] == entry["seeds"]["1"]["weights"] != entry["seeds"]["0"]["weights"]
+
+
+def test_what_its_own_text_shows_is_refused_without_training(entry, monkeypatch):
+    monkeypatch.setattr(board, "speedrun", None)
+    held_out = SMALL.split[2][0]
+    asked = f"{held_out.a} {held_out.op} {held_out.b}"
+    for other, why in (
+        (edited(entry, asked=[[asked]]), f"1 of the held-out questions, {asked}"),
+        (edited(entry, asked=[["1 + 1000"]]), "questions that are not the task's, 1 + 1000"),
+        (entry | {"task": "0"}, "another task"),
+        (entry | {"seeds": {"7": entry["seeds"]["0"]}}, "has the seeds"),
+    ):
+        assert why in verify(other, task=SMALL).refused
+    assert "asks for 100%" in board.refusal(entry | {"task": replace(SMALL, target=1.0).key}, replace(SMALL, target=1.0))
+
+
+@pytest.fixture(scope="module")
+def again(entry):
+    return speedrun(entry["recipe"], "again", task=SMALL, threads=1)
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda e: edited(e, accuracy=0.95), "its result was edited (seed 0, accuracy: 0.95"),
+    (lambda e: edited(e, tokens=10), "its result was edited (seed 0, tokens: 10"),
+    (lambda e: edited(e, seconds=0.001), "it claims 0.001 s"),
+    (lambda e: e | {"start": "0" * 64}, "did not start from the task's checkpoint"),
+    (lambda e: edited(e, rewards=[0.0, 0.0], weights="0" * 64), "the rewards part at step 0 of 2"),
+])
+def test_an_edited_entry_is_refused(entry, again, change, why, monkeypatch):
+    monkeypatch.setattr(board, "speedrun", lambda *args, **kwargs: again)  # what a replay here gives
+    assert why in verify(change(entry), task=SMALL).refused
+    assert not verify(entry, task=SMALL).refused
+
+
+@pytest.mark.parametrize(("made", "why"), [
+    (lambda: speedrun(RECIPE.replace("1e-3", "3e-3"), "x", task=SMALL, threads=1) | {"recipe": RECIPE}, "another recipe"),
+    (lambda: speedrun(RECIPE, "x", task=replace(SMALL, sft=SFTConfig(steps=30, batch_size=16, lr=1e-3)), threads=1)
+     | {"task": SMALL.key}, "the task's checkpoint"),
+    (lambda: speedrun(RECIPE, "x", task=Cheat(**vars(replace(SMALL))), threads=1), "of the held-out questions"),
+])
+def test_what_another_training_made_is_refused(made, why):
+    assert why in verify(made(), task=SMALL).refused
+
+
+def test_held_out_questions_are_noticed_where_the_entry_hides_them(entry):
+    hidden = speedrun(RECIPE, "x", task=Cheat(**vars(replace(SMALL))), threads=1)
+    for seed, of in hidden["seeds"].items():
+        of["asked"] = entry["seeds"][seed]["asked"]
+    assert "other questions or another program made them" in verify(hidden, task=SMALL).refused
+
+
+def test_on_another_processor_the_means_are_compared(entry, again, monkeypatch):
+    monkeypatch.setattr(board, "speedrun", lambda *args, **kwargs: again)
+    elsewhere = entry | {"machine": entry["machine"] | {"processor": "another"}, "start": "of other bits"}
+    found = verify(elsewhere, task=SMALL)
+    assert not found.refused and found.how == "statistically (not the entry's processor)"
+    more = copy.deepcopy(elsewhere)
+    for of in more["seeds"].values():
+        of["accuracy"] = 1.0
+    assert "its accuracy is 1 on average" in verify(more, task=SMALL).refused
+    fewer = copy.deepcopy(elsewhere)
+    for of in fewer["seeds"].values():
+        of["tokens"] //= 2
+    assert "its tokens is" in verify(fewer, task=SMALL).refused
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    (pickle.dumps({"board": 1}), "no entry of the board"),
+    (b"{}", "no entry of the board"),
+    (b"[]", "no entry of the board"),
+    (b'{"board": 1, "seeds": {"0": {}}}', "no entry of the board"),
+])
+def test_what_is_no_entry_is_refused(text, why, tmp_path, capsys):
+    path = tmp_path / "bad.json"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=why):
+        read(path)
+    assert main(["verify", str(path)]) == 1 and why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("recipe", "why"), [
+    ("import os", "no TOML"),
+    ('method = "grpo"\nmodel = "mine"', "model, questions, reward and seeds are the task's"),
+    ('method = "grpo"\nreward = "mine.py:reward"', "reward"),
+    ('method = "grpo"\nseed = 3', "seed"),
+    ('method = "sft"', "method = 'sft'"),
+    ('method = "grpo"\nsteps = "many"', "another type"),
+    ('method = "grpo"\nlr = -1.0', "lr"),
+])
+def test_a_recipe_sets_the_options_of_grpo_alone(recipe, why, entry, tmp_path):
+    with pytest.raises(ValueError, match=why):
+        config_of(recipe)
+    with pytest.raises(ValueError, match=why):
+        read(save(entry | {"recipe": recipe}, tmp_path / "a.json"))
+
+
+def test_a_recipe_is_read():
+    config = config_of(RECIPE)
+    assert config.clip_eps == (0.2, 0.28) and config.prompts_per_step == 8
+    assert config_of('method="grpo"\nkl_kind="k3"\nsampler_cap="none"').kl_kind == "k3"
+
+
+def test_speedrun_and_verify_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(board, "STANDARD", SMALL)
+    for f in (board.speedrun, board.verify):
+        monkeypatch.setitem(f.__kwdefaults__, "task", SMALL)
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    assert main(["speedrun", str(tmp_path / "mine.toml"), "--threads", "1", "--tries", "2"]) in (0, 1)
+    assert main(["verify", str(tmp_path / "mine.json")]) == 0
+    assert "verified in every bit" in capsys.readouterr().out
