@@ -341,6 +341,44 @@ def administration(found: dict, results: Path) -> list:
             rows, below(10, gains)]
 
 
+def asking(found: dict, results: Path) -> list:
+    settings, grpo, rows, gains = found["settings"], found["settings"]["grpo"], [], []
+
+    def row(policy, run, seed="", **more):
+        shares = {f"{what}, {how}": run[how][key] for how in ("greedy", "sampled")
+                  if how in run for key, what in (("right", "right answers"), ("calls", "right calls"))}
+        rows.append({"policy": policy, "seed": seed} | shares | more)
+
+    def ahead(of: dict, run: dict, name: str) -> dict:
+        gain = {how: mean_interval([int(a) - int(b) for a, b in zip(run[how]["flags"], of[how]["flags"], strict=True)])
+                for how in ("greedy", "sampled")}
+        gains.extend((f"{name}, {how}", str(g)) for how, g in gain.items())
+        return gain
+
+    row("as it is", found["base"]["as it is"])
+    row(f"as it is, after {settings['shots']} solved ones", found["base"]["after solved ones"])
+    starts = [name for name in ("sft", "rewarded sft") if name in found]
+    for name in starts:
+        row({"sft": "best SFT", "rewarded sft": "best SFT on rewarded demonstrations"}[name], found[name])
+    lines = []
+    for _, seed, run in runs_of(found, "grpo"):
+        row("GRPO", run, seed, tokens=f"{run['tokens']:,}")
+        others = {"best SFT": max((found[name] for name in starts), key=lambda r: float(rate(r["greedy"]["right"])[:-1]))}
+        for rounds in settings["rejection"]["rounds"]:
+            if other := found.get(f"rejection {seed} {rounds}"):
+                others[f"rejection sampling, {rounds} rounds"] = other
+                row(f"rejection sampling, {rounds} rounds", other, seed, tokens=f"{other['tokens']:,}")
+        for name, other in others.items():
+            gain = ahead(other, run, f"seed {seed}, over {name}")
+            lines.append({"GRPO − ": name, "seed": seed} | {how: f"{g.points}: {g.verdict}" for how, g in gain.items()})
+    return [f"Notebook 14's shops with names. The demonstrations ask the right tool in {found['sft']['asking']} of "
+            f"{found['sft']['shown']} episodes and guess in the others, which is right in half of them. {settings['model']} in "
+            f"{settings['dtype']} with LoRA (rank {settings['adapter']['rank']}). GRPO: {grpo['steps']} steps of "
+            f"{grpo['prompts_per_step']} questions × {grpo['group_size']} episodes, lr {grpo['lr']:g}; rejection sampling gets "
+            f"as many sampled tokens. {settings['held_out']} held-out questions, whose shops occur nowhere in training, "
+            "answered greedily and once at temperature 1.", rows, lines, below(15, gains)]
+
+
 # --- speed and memory -------------------------------------------------------------------------------------------------
 
 WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
@@ -453,7 +491,8 @@ QUESTIONS = {
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
         ("SmolLM2: a task of reasoning-gym", "smollm2_gym", gym), ("SmolLM2: a style by rules", "smollm2_style", style),
-        ("SmolLM2: AWS accounts", "smollm2_aws", administration)],
+        ("SmolLM2: AWS accounts", "smollm2_aws", administration),
+        ("SmolLM2: a tool to be asked", "smollm2_tools", asking)],
     "How fast is it, and how large?": [
         ("Decode engine", "decode", decode, "OMP_NUM_THREADS=2 python benchmarks/decode.py"),
         ("Threads at rest", "threads", threads),

@@ -12,8 +12,8 @@ one of the two names without asking, which is right in half of the cases.
     sft              imitation of the demonstrations: of several looks the best on the choosing questions, as it samples
     rewarded sft     the same, of those demonstrations alone whose answer was right
     grpo             from the best SFT, by the reward
-    rejection 2, 4   rejection sampling from the best SFT, in so many rounds and with as many sampled tokens as GRPO of the same
-                     seed: of each question whose episodes differ in their reward, one that was rewarded is imitated
+    rejection        rejection sampling from the best SFT, in 2 and in 4 rounds, with as many sampled tokens as GRPO of the
+                     same seed: of each question whose episodes differ in their reward, one that was rewarded is imitated
 
 Nothing is chosen on the held-out questions. What the record holds is kept, so an interrupted series goes on.
 """
@@ -66,11 +66,11 @@ ASKS = {"stock": "more in stock", "price": "higher in price", "sold": "more sold
 ADAPTER = {"rank": 16, "alpha": 32.0, "target": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
 SETTINGS = {
     "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "template": TEMPLATE, "adapter": ADAPTER, "asks": 0.1,
-    "demonstrations": 240, "choosing": 60, "held_out": 150, "shots": 6, "pool": 64, "new_tokens": 24,
-    "limits": {"max_turns": 2, "max_total_tokens": 192}, "look": 40,
+    "demonstrations": 240, "choosing": 60, "held_out": 150, "shots": 3, "pool": 64, "new_tokens": 24,
+    "limits": {"max_turns": 2, "max_total_tokens": 512}, "look": 40,
     "sft": {"steps": 80, "batch_size": 8, "lr": 5e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
             "token_budget": 2048},
-    "grpo": {"steps": 20, "prompts_per_step": 8, "group_size": 8, "lr": 2e-4, "warmup": 2, "schedule": "cosine",
+    "grpo": {"steps": 16, "prompts_per_step": 8, "group_size": 8, "lr": 3e-4, "warmup": 2, "schedule": "cosine",
              "advantage_kind": "standardised", "max_new_tokens": 24, "token_budget": 2048},
     "rejection": {"rounds": (2, 4), "episodes": 8, "sft": {"steps": 80, "batch_size": 8, "lr": 5e-4, "warmup": 4,
                                                            "schedule": "cosine", "pack_width": 256, "token_budget": 2048}},
@@ -154,7 +154,7 @@ def load(folder: str | Path = ""):
 async def opened(policy, reward=right):
     """What plays episodes of the policy, `play(tasks, seed)`, greedy without a seed; the pool, and the form of its actions."""
     tools = Tools(Shops, reward)
-    form = tools.action_format(policy.tokenizer)
+    form = tools.action_format(policy.tokenizer, FORM)
     async with GrpoPool(tools, size=SIZE) as pool:
         async def play(tasks, seed=None):
             params = SamplingParams(greedy=seed is None, max_new_tokens=SETTINGS["new_tokens"])
@@ -170,11 +170,12 @@ def called(episode, task: dict) -> bool:
     return sorted(c.key for c in calls) == sorted(ToolCall(task["right"], {"of": s}).key for s in task["tables"]["stock"])
 
 
-async def measure(policy, reward=right, tasks: Sequence[dict] | None = None) -> dict:
+async def measure(policy, reward=right, tasks: Sequence[dict] = (), ways: Sequence[str] = ("greedy", "sampled")) -> dict:
     """On the held-out questions, greedy and once sampled at temperature 1: right answers and right calls."""
     found, tasks = {}, tasks or held_out()
     async with opened(policy, reward) as (play, *_):
-        for how, seed in (("greedy", None), ("sampled", 10**6)):
+        for how in ways:
+            seed = None if how == "greedy" else 10**6
             played = await play(tasks, seed)
             answers, calls = [e.rollout.reward == 1 for e in played], [called(e, t) for e, t in zip(played, tasks)]
             found[how] = {"right": runs.rate(answers), "calls": runs.rate(calls), "flags": runs.flags(answers),
@@ -189,13 +190,14 @@ async def base() -> dict:
     solved = "".join(f"{t['prompt']}\n{call}\n{', '.join(str(n) for n in t['tables'][t['right']].values())}\n{answer}\n\n"
                      for t in questions(SETTINGS["shots"], 4) for call, answer in [asked(t)])
     few = [t | {"prompt": solved + t["prompt"]} for t in held_out()]
-    return {"as it is": await measure(policy, named), "after solved ones": await measure(policy, named, few)}
+    return {"as it is": await measure(policy, named, ways=["greedy"]),
+            "after solved ones": await measure(policy, named, few, ["greedy"])}
 
 
 async def tuned(name: str) -> dict:
     """SFT on the demonstrations, or on the rewarded ones: the looks, and what the best of them does."""
     policy = load()
-    form = Tools(Shops, right).action_format(policy.tokenizer)
+    form = Tools(Shops, right).action_format(policy.tokenizer, FORM)
     turns = [(t, said) for t, said in shown_turns() if name == "sft" or said[-1] == t["answer"]]
     shown = [demonstrate(policy.tokenizer, Tools(Shops, right)(), t, said, action_format=form) for t, said in turns]
     run = folder(name)
@@ -225,7 +227,7 @@ def best(name: str = "sft"):
 async def reinforced(seed: int) -> dict:
     """GRPO from the best SFT."""
     policy, recipe = best(), SETTINGS["grpo"]
-    run = Run("smollm2_tools", f"grpo_{seed}", seed=seed, keep="last")
+    run = Run("smollm2_tools", "grpo", seed=seed)
     tasks = practice(seed, recipe["steps"] * recipe["prompts_per_step"])
     config = GRPOConfig(seed=seed, **recipe)
     async with opened(policy) as (_, pool, form):
@@ -258,36 +260,33 @@ async def rejected(seed: int, rounds: int, tokens: int) -> dict:
                         own.append(Example((*r.prompt, *r.tokens), ((0,) * len(r.prompt) + tuple(r.mask))))
                         kept.append(called(rewarded[0], task))
         config = SFTConfig(seed=seed, **recipe["sft"] | {"steps": recipe["sft"]["steps"] // rounds})
-        async for _ in sft(policy, own, config):
-            pass
+        if own:
+            async for _ in sft(policy, own, config):
+                pass
         about.append({"episodes": episodes, "kept": len(kept), "asked rightly": sum(kept)})
         print(seed, rounds, about[-1], file=sys.stderr, flush=True)
     return {"tokens": used, "rounds": about} | await measure(policy)
 
 
-def gains(before: dict, after: dict) -> dict:
-    """Paired differences of right answers on the held-out questions."""
-    return {how: runs.paired(before[how]["flags"], after[how]["flags"]) for how in ("greedy", "sampled")}
+async def one(name: str, *numbers: str) -> dict:
+    """An entry of the record."""
+    work = {"base": base, "grpo": reinforced, "rejection": rejected}.get(name)
+    return await (work(*map(int, numbers)) if work else tuned(name))
 
 
 def main() -> None:
     words = runs.words(__doc__)
     if words[:1] == ["--one"]:
-        name, *more = words[1:]
-        work = {"base": base, "grpo": reinforced, "rejection": rejected}.get(name)
-        print(json.dumps(asyncio.run(work(*map(int, more)) if work else tuned(name))))
+        print(json.dumps(asyncio.run(one(*words[1:]))))
         return
-    record = runs.Record(RESULTS, SETTINGS)
-    for name in ("base", "sft", "rewarded sft"):
-        if name not in record:
-            record.keep(name, runs.in_process(__file__, name))
-    for seed in words or SEEDS:
-        if (name := f"grpo {seed}") not in record:
-            record.keep(name, runs.in_process(__file__, "grpo", seed))
-        for rounds in SETTINGS["rejection"]["rounds"]:
-            if (other := f"rejection {rounds} {seed}") not in record:
-                found = runs.in_process(__file__, "rejection", seed, str(rounds), str(record[name]["tokens"]))
-                record.keep(other, found | {"grpo ahead by": gains(found, record[name])})
+    record, seeds = runs.Record(RESULTS, SETTINGS), words or SEEDS
+    some, more = SETTINGS["rejection"]["rounds"]
+    wanted = [("sft",), *(entry for seed in seeds for entry in (("grpo", seed), ("rejection", seed, some))),
+              ("rewarded sft",), ("base",), *(("rejection", seed, more) for seed in seeds)]
+    for name, *about in wanted:
+        tokens = [record[f"grpo {about[0]}"]["tokens"]] if name == "rejection" else []
+        if (key := " ".join(map(str, (name, *about)))) not in record:
+            record.keep(key, runs.in_process(__file__, name, *map(str, about + tokens)))
 
 
 if __name__ == "__main__":
