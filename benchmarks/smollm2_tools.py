@@ -68,7 +68,7 @@ SETTINGS = {
     "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "template": TEMPLATE, "adapter": ADAPTER, "asks": 0.1,
     "demonstrations": 240, "choosing": 60, "held_out": 150, "shots": 3, "pool": 64, "new_tokens": 24,
     "limits": {"max_turns": 2, "max_total_tokens": 512}, "look": 40,
-    "sft": {"steps": 80, "batch_size": 8, "lr": 5e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
+    "sft": {"steps": 120, "batch_size": 8, "lr": 5e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
             "token_budget": 2048},
     "grpo": {"steps": 16, "prompts_per_step": 8, "group_size": 8, "lr": 3e-4, "warmup": 2, "schedule": "cosine",
              "advantage_kind": "standardised", "max_new_tokens": 24, "token_budget": 2048},
