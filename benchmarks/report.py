@@ -598,6 +598,13 @@ def real_model(results: Path) -> dict[str, str]:
             f"{rate(found['best']['both'])} → {seeds_of(found, 'short', 'both')}")
         rows["the same in episodes of two turns, on tasks sampled after the hyperparameters were frozen"] = (
             f"{rate(found['best twice']['third set']['both'])} → {seeds_of(found, 'twice', 'both', 'third set')}")
+    if found := record("smollm2_tools", results):
+        for how in ("greedy", "sampled"):
+            of = {name: rate(run[how]["right"]) for name, run in found.items() if how in run}
+            after = [of[name] + "".join(f" ({value})" for other, value in of.items() if other.startswith(f"rejection {seed} "))
+                     for name, seed in ((name, name.split(" ")[1]) for name in of if name.startswith("grpo "))]
+            rows[f"SmolLM2-135M, a tool to be asked, right answers, {how}: best SFT → GRPO (rejection sampling)"] = (
+                f"{of['sft']} → {' / '.join(after)}")
     if found := record("smollm2_style", results):
         rows["SmolLM2-135M, one sentence by four rules: as it is → GRPO"] = (
             f"{rate(found['base']['all rules'])} → {seeds_of(found, 'full', 'all rules')}")

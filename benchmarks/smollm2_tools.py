@@ -281,8 +281,9 @@ def main() -> None:
         return
     record, seeds = runs.Record(RESULTS, SETTINGS), words or SEEDS
     some, more = SETTINGS["rejection"]["rounds"]
-    wanted = [("sft",), *(entry for seed in seeds for entry in (("grpo", seed), ("rejection", seed, some))),
-              ("rewarded sft",), ("base",), *(("rejection", seed, more) for seed in seeds)]
+    pairs = [(("grpo", seed), ("rejection", seed, some)) for seed in seeds]
+    wanted = [("sft",), *pairs[0], ("base",), *(entry for pair in pairs[1:] for entry in pair), ("rewarded sft",),
+              *(("rejection", seed, more) for seed in seeds)]
     for name, *about in wanted:
         tokens = [record[f"grpo {about[0]}"]["tokens"]] if name == "rejection" else []
         if (key := " ".join(map(str, (name, *about)))) not in record:
