@@ -24,7 +24,7 @@ LEARNED = {
     "found": {"base": shares(NONE), "warm-up": shares(LOW), "rejection sampling": shares(LOW), "GRPO": shares(HIGH)},
 }
 # What is left out: evaluation, training and what is made of them.
-SKIPPED = {start: {} for start in ("columns =", "metrics = run.table", "rejection =", "seen |=", "told =")}
+SKIPPED = {start: {} for start in ("columns =", "metrics = run.table", "half =", "seen |=", "told =")}
 
 
 def repair_what_cannot_be_read(monkeypatch):
