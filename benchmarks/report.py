@@ -371,8 +371,8 @@ def asking(found: dict, results: Path) -> list:
         for name, other in others.items():
             gain = ahead(other, run, f"seed {seed}, over {name}")
             lines.append({"GRPO − ": name, "seed": seed} | {how: f"{g.points}: {g.verdict}" for how, g in gain.items()})
-    return [f"Notebook 14's shops with names. The demonstrations ask the right tool in {found['sft']['asking']} of "
-            f"{found['sft']['shown']} episodes and guess in the others, which is right in half of them. {settings['model']} in "
+    return [f"A simpler notebook 14: two shops with names, and three tools that say yes or no. The demonstrations ask the "
+            f"right tool in {found['sft']['asking']} of {found['sft']['shown']} episodes and guess in the others, which is right in half of them. {settings['model']} in "
             f"{settings['dtype']} with LoRA (rank {settings['adapter']['rank']}). GRPO: {grpo['steps']} steps of "
             f"{grpo['prompts_per_step']} questions × {grpo['group_size']} episodes, lr {grpo['lr']:g}; rejection sampling gets "
             f"as many sampled tokens. {settings['held_out']} held-out questions, whose shops occur nowhere in training, "

