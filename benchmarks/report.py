@@ -372,8 +372,9 @@ def asking(found: dict, results: Path) -> list:
             gain = ahead(other, run, f"seed {seed}, over {name}")
             lines.append({"GRPO − ": name, "seed": seed} | {how: f"{g.points}: {g.verdict}" for how, g in gain.items()})
     return [f"A simpler notebook 14: two shops with names, and three tools that say yes or no. The demonstrations ask the "
-            f"right tool in {found['sft']['asking']} of {found['sft']['shown']} episodes and guess in the others, which is right in half of them. {settings['model']} in "
-            f"{settings['dtype']} with LoRA (rank {settings['adapter']['rank']}). GRPO: {grpo['steps']} steps of "
+            f"right tool in {found['sft']['asking']} of {found['sft']['shown']} episodes and guess in the others, which is "
+            f"right in half of them. {settings['model']} in {settings['dtype']} with LoRA (rank "
+            f"{settings['adapter']['rank']}). GRPO: {grpo['steps']} steps of "
             f"{grpo['prompts_per_step']} questions × {grpo['group_size']} episodes, lr {grpo['lr']:g}; rejection sampling gets "
             f"as many sampled tokens. {settings['held_out']} held-out questions, whose shops occur nowhere in training, "
             "answered greedily and once at temperature 1.", rows, lines, below(15, gains)]
