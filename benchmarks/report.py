@@ -492,8 +492,7 @@ QUESTIONS = {
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
         ("SmolLM2: a task of reasoning-gym", "smollm2_gym", gym), ("SmolLM2: a style by rules", "smollm2_style", style),
-        ("SmolLM2: AWS accounts", "smollm2_aws", administration),
-        ("SmolLM2: a tool to be asked", "smollm2_tools", asking)],
+        ("SmolLM2: AWS accounts", "smollm2_aws", administration)],
     "How fast is it, and how large?": [
         ("Decode engine", "decode", decode, "OMP_NUM_THREADS=2 python benchmarks/decode.py"),
         ("Threads at rest", "threads", threads),
