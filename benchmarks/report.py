@@ -367,6 +367,45 @@ def administration(found: dict, results: Path) -> list:
             rows, below(10, gains)]
 
 
+def asking(found: dict, results: Path) -> list:
+    settings, grpo, rows, gains = found["settings"], found["settings"]["grpo"], [], []
+
+    def row(policy, run, seed="", **more):
+        shares = {f"{what}, {how}": run[how][key] for how in ("greedy", "sampled")
+                  if how in run for key, what in (("right", "right answers"), ("calls", "right calls"))}
+        rows.append({"policy": policy, "seed": seed} | shares | more)
+
+    def ahead(of: dict, run: dict, name: str) -> dict:
+        gain = {how: mean_interval([int(a) - int(b) for a, b in zip(run[how]["flags"], of[how]["flags"], strict=True)])
+                for how in ("greedy", "sampled")}
+        gains.extend((f"{name}, {how}", str(g)) for how, g in gain.items())
+        return gain
+
+    for name, how in (("as it is", ""), ("after solved ones", f", after {settings['shots']} solved ones")):
+        row(f"as it is{how}", found["base"][name])
+    starts = [name for name in ("sft", "rewarded sft") if name in found]
+    for name in starts:
+        row({"sft": "best SFT", "rewarded sft": "best SFT on rewarded demonstrations"}[name], found[name])
+    lines = []
+    for _, seed, run in runs_of(found, "grpo"):
+        row("GRPO", run, seed, tokens=f"{run['tokens']:,}")
+        others = {"best SFT": max((found[name] for name in starts), key=lambda r: float(rate(r["greedy"]["right"])[:-1]))}
+        for rounds in settings["rejection"]["rounds"]:
+            if other := found.get(f"rejection {seed} {rounds}"):
+                others[f"rejection sampling, {rounds} rounds"] = other
+                row(f"rejection sampling, {rounds} rounds", other, seed, tokens=f"{other['tokens']:,}")
+        for name, other in others.items():
+            gain = ahead(other, run, f"seed {seed}, over {name}")
+            lines.append({"GRPO − ": name, "seed": seed} | {how: f"{g.points}: {g.verdict}" for how, g in gain.items()})
+    return [f"A simpler notebook 14: two shops with names, and three tools that say yes or no. The demonstrations ask the "
+            f"right tool in {found['sft']['asking']} of {found['sft']['shown']} episodes and guess in the others, which is "
+            f"right in half of them. {settings['model']} in {settings['dtype']} with LoRA (rank "
+            f"{settings['adapter']['rank']}). GRPO: {grpo['steps']} steps of "
+            f"{grpo['prompts_per_step']} questions × {grpo['group_size']} episodes, lr {grpo['lr']:g}; rejection sampling gets "
+            f"as many sampled tokens. {settings['held_out']} held-out questions, whose shops occur nowhere in training, "
+            "answered greedily and once at temperature 1.", rows, lines, below(15, gains)]
+
+
 # --- speed and memory -------------------------------------------------------------------------------------------------
 
 WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
@@ -586,6 +625,13 @@ def real_model(results: Path) -> dict[str, str]:
             f"{rate(found['best']['both'])} → {seeds_of(found, 'short', 'both')}")
         rows["the same in episodes of two turns, on tasks sampled after the hyperparameters were frozen"] = (
             f"{rate(found['best twice']['third set']['both'])} → {seeds_of(found, 'twice', 'both', 'third set')}")
+    if found := record("smollm2_tools", results):
+        for how in ("greedy", "sampled"):
+            of = {name: rate(run[how]["right"]) for name, run in found.items() if how in run}
+            after = [of[name] + "".join(f" ({value})" for other, value in of.items() if other.startswith(f"rejection {seed} "))
+                     for name, seed in ((name, name.split(" ")[1]) for name in of if name.startswith("grpo "))]
+            rows[f"SmolLM2-135M, a tool to be asked, right answers, {how}: best SFT → GRPO (rejection sampling)"] = (
+                f"{of['sft']} → {' / '.join(after)}")
     if found := record("smollm2_style", results):
         rows["SmolLM2-135M, one sentence by four rules: as it is → GRPO"] = (
             f"{rate(found['base']['all rules'])} → {seeds_of(found, 'full', 'all rules')}")

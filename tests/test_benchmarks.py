@@ -22,12 +22,15 @@ import grpo_seeds  # noqa: E402
 import illnesses  # noqa: E402
 import longer_answers  # noqa: E402
 import records  # noqa: E402
+import report  # noqa: E402
 import rollouts  # noqa: E402
 import several_rewards  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
 import smollm2_style as style  # noqa: E402
+import smollm2_tools as asking  # noqa: E402
 
+from grpolab.chat import CHAT_TEMPLATE  # noqa: E402
 from grpolab.train import DistilConfig, GRPOConfig, SFTConfig  # noqa: E402
 
 
@@ -215,6 +218,29 @@ def test_arithmetic_and_style_measure_a_policy(monkeypatch, tiny):
     monkeypatch.setattr(style, "HELD_OUT", style.HELD_OUT[:3])
     for found in (asyncio.run(sums.measure(tiny)), asyncio.run(style.measure(tiny))):
         assert any(len(v) == 3 for v in found.values() if isinstance(v, str | list))
+
+
+def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_path):
+    """The whole series on the embedded model in SmolLM2's place, in this process."""
+    pytest.importorskip("peft")
+    short = {"steps": 2, "warmup": 0}
+    settings = asking.SETTINGS | {
+        "demonstrations": 20, "choosing": 2, "held_out": 3, "shots": 1, "look": 2, "sft": asking.SETTINGS["sft"] | short,
+        "grpo": asking.SETTINGS["grpo"] | short | {"prompts_per_step": 2, "group_size": 2},
+        "rejection": {"rounds": (1, 2), "episodes": 2, "sft": asking.SETTINGS["rejection"]["sft"] | short}}
+    for name, value in {"SETTINGS": settings, "TEMPLATE": CHAT_TEMPLATE, "SIZE": 4,
+                        "RESULTS": tmp_path / "smollm2_tools.json"}.items():
+        monkeypatch.setattr(asking, name, value)
+    for name, value in {"MODEL": "tiny", "DTYPE": "float32", "words": lambda doc: ["0"]}.items():
+        monkeypatch.setattr(runs, name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "in_process", lambda script, *words: json.loads(json.dumps(asyncio.run(asking.one(*words)))))
+    asking.main()
+    record = json.loads((tmp_path / "smollm2_tools.json").read_text())
+    assert {"base", "sft", "rewarded sft", "grpo 0", "rejection 0 1", "rejection 0 2"} <= set(record)
+    assert record["sft"]["shown"] == 20 > record["rewarded sft"]["shown"] >= record["rewarded sft"]["asking"] > 0
+    assert all(len(record[name]["greedy"]["flags"]) == 3 for name in ("sft", "grpo 0", "rejection 0 1"))
+    assert len(report.asking(record, tmp_path)[1]) == 7
 
 
 # --- provenance -------------------------------------------------------------------------------------------------------
