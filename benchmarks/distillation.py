@@ -15,8 +15,8 @@ as in baselines.py. Each way then has the same batches of 4 questions and 8 comp
     grpo          the student writes them; GRPO with the checker
 
 A number of batches (BUDGETS) is a run of its own, with a schedule of its own. Seconds are those that the process computed, with
-the sampling and without the evaluation. The step sizes (PILOT) were chosen among RATES on seed 9, 100 batches and 400 other
-questions (`--pilot`), before seeds 0 to 2 were run. What the record holds is kept.
+the sampling and without the evaluation. The step size of each way is the best of RATES on seed 9, BUDGETS[1] batches and 400
+other questions, found before the other seeds are run. What the record holds is kept.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ BUDGETS = (25, 50, 100)  # batches
 KINDS = {"reverse_kl": {}, "forward_kl": {"beta": 0.0}, "mixed": {"beta": 0.0, "on_policy": 0.5},
          "sampled": {"vocabulary": "sampled"}}  # of DistilConfig
 WAYS = ("teacher_sft", *KINDS, "rejection", "grpo")
-PILOT = {"teacher_sft": 3e-4, "reverse_kl": 3e-4, "forward_kl": 3e-4, "mixed": 3e-4, "sampled": 3e-4, "rejection": 1e-3,
-         "grpo": 1e-4}
 
 
 async def drained(steps) -> list[dict]:
@@ -117,22 +115,24 @@ async def began(seed: int) -> tuple[Policy, list]:
     return (await best_sft(shown, seed))[0], shown
 
 
-async def pilot(teacher: Policy) -> None:
+async def pilot(teacher: Policy) -> dict:
+    """The share of right answers on CHOOSING of each way and step size."""
     start, shown = await began(PILOT_SEED)
+    found = {way: {} for way in WAYS}
     for way in WAYS:
         for lr in RATES:
             policy, _ = await taken(way, BUDGETS[1], start, teacher, shown, lr, PILOT_SEED)
-            found = await evaluate(policy, CHOOSING, max_new_tokens=NEW_TOKENS)
-            print(f"{way}, {lr:g}: {found.exact}", flush=True)
+            found[way][str(lr)] = (await evaluate(policy, CHOOSING, max_new_tokens=NEW_TOKENS)).exact.value
+        print(way, found[way], flush=True)
+    return found
 
 
-async def main(seeds: list[int], only_pilot: bool = False) -> None:
+async def main(seeds: list[int]) -> None:
     teacher = await made_teacher()
-    if only_pilot:
-        return await pilot(teacher)
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {
-        "command": COMMAND, "threads": torch.get_num_threads(), "rates": PILOT, "batches": BUDGETS, "batch": 4 * SIZE,
-        "teacher": await measure(teacher, 0), "seeds": {}}
+        "command": COMMAND, "threads": torch.get_num_threads(), "batches": BUDGETS, "batch": 4 * SIZE,
+        "teacher": await measure(teacher, 0), "pilot": await pilot(teacher), "seeds": {}}
+    records.write(RESULTS, record)
     for seed in seeds:
         row = record["seeds"].setdefault(str(seed), {})
         if set(WAYS) <= set(row):
@@ -141,17 +141,21 @@ async def main(seeds: list[int], only_pilot: bool = False) -> None:
         row["student"] = await measure(start, seed)
         for way in WAYS:
             if way not in row:
-                row[way] = await curve(way, start, teacher, shown, seed)
+                row[way] = await curve(way, start, teacher, shown, best_rate(record, way), seed)
                 records.write(RESULTS, record)
                 print(seed, way, row[way]["curve"], flush=True)
 
 
-async def curve(way: str, start: Policy, teacher: Policy, shown: list, seed: int) -> dict:
+def best_rate(record: dict, way: str) -> float:
+    return float(max(record["pilot"][way], key=record["pilot"][way].get))
+
+
+async def curve(way: str, start: Policy, teacher: Policy, shown: list, lr: float, seed: int) -> dict:
     """The measures after the last of BUDGETS; under "curve" the greedy rate, tokens and seconds of each."""
     points = []
     for batches in BUDGETS:
         before = time.process_time()
-        policy, tokens = await taken(way, batches, start, teacher, shown, PILOT[way], seed)
+        policy, tokens = await taken(way, batches, start, teacher, shown, lr, seed)
         seconds = round(time.process_time() - before, 1)
         found = await measure(policy, seed) if batches == BUDGETS[-1] else {
             "greedy": digits((await evaluate(policy, HELD_OUT, max_new_tokens=NEW_TOKENS)).exact_rates)}
@@ -163,6 +167,4 @@ async def curve(way: str, start: Policy, teacher: Policy, shown: list, seed: int
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--pilot", action="store_true")
-    asked = parser.parse_args()
-    asyncio.run(main(asked.seeds, asked.pilot))
+    asyncio.run(main(parser.parse_args().seeds))
