@@ -4,7 +4,7 @@
 
 The embedded model and notebook 04's task, 1,000 held-out questions. The teacher is GRPO's policy: notebook 04's run, from the
 best SFT of seed 9, on 3,200 questions that nothing else uses. The student is the best SFT on 100 demonstrations, chosen by seed
-as in baselines.py. Each way then has the same batches of 4 questions and 8 completions of each:
+as in baselines.py. Each way then has the same questions and as many completions, eight of each question, in steps of 32:
 
     teacher_sft   the teacher writes them; SFT from the student on them
     reverse_kl    the student writes them; the reverse KL to the teacher over the whole vocabulary
@@ -14,7 +14,8 @@ as in baselines.py. Each way then has the same batches of 4 questions and 8 comp
     rejection     the student writes them; SFT on one right completion a question and the 100 demonstrations
     grpo          the student writes them; GRPO with the checker
 
-A number of batches (BUDGETS) is a run of its own, with a schedule of its own. Seconds are those that the process computed, with
+A step has 32 different questions (SFT and distillation), or 4 whole groups of eight (GRPO, which needs them). A number of
+batches (BUDGETS) is a run of its own, with a schedule of its own. Seconds are those that the process computed, with
 the sampling and without the evaluation. The step size of each way is the best of RATES on seed 9, BUDGETS[1] batches and 400
 other questions, found before the other seeds are run. What the record holds is kept.
 """
@@ -42,7 +43,7 @@ from grpolab.train.distil import DistilConfig, distil
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 TEACHER = records.ROOT / "runs" / "distillation_teacher"  # kept for the next call
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/distillation.py"
-SEEDS, PILOT_SEED, RATES = range(3), 9, (1e-4, 3e-4, 1e-3)
+SEEDS, PILOT_SEED, RATES = range(3), 9, (1e-4, 3e-4, 1e-3, 3e-3)
 TAUGHT, QUESTIONS, SIZE = PRACTICE[800:4000], PRACTICE[:800], 8
 BUDGETS = (25, 50, 100)  # batches
 KINDS = {"reverse_kl": {}, "forward_kl": {"beta": 0.0}, "mixed": {"beta": 0.0, "on_policy": 0.5},
@@ -89,7 +90,6 @@ async def taken(way: str, batches: int, start: Policy, teacher: Policy, shown: l
     """The student after one of the WAYS, and the tokens that were sampled for it."""
     policy, questions = copy_of(start), QUESTIONS[: 4 * batches]
     common = {"steps": batches, "lr": lr, "schedule": "cosine", "seed": seed}
-    sampled = {"prompts_per_step": 4, "group_size": SIZE, "max_new_tokens": NEW_TOKENS}
     writer = {"teacher_sft": teacher, "mixed": teacher, "rejection": start}.get(way)
     asked = questions[: len(questions) // 2] if way == "mixed" else questions
     groups = await written(writer, asked, seed) if writer else []
@@ -97,10 +97,12 @@ async def taken(way: str, batches: int, start: Policy, teacher: Policy, shown: l
     if way in KINDS:
         examples = imitable(policy, [(p, r) for p, g in zip(asked, groups) for r in g])
         own = questions[len(asked) :] if way == "mixed" else questions
-        steps = distil(policy, teacher, own, DistilConfig(**sampled, **KINDS[way], **common), examples=examples)
+        config = DistilConfig(prompts_per_step=4 * SIZE, group_size=1, max_new_tokens=NEW_TOKENS, **KINDS[way], **common)
+        steps = distil(policy, teacher, own, config, examples=examples)
         rows = [row for row in await drained(steps) if not row["off_policy"]]
     elif way == "grpo":
-        rows = await drained(grpo(policy, None, questions, GRPOConfig(**sampled, **common)))
+        config = GRPOConfig(prompts_per_step=4, group_size=SIZE, max_new_tokens=NEW_TOKENS, **common)
+        rows = await drained(grpo(policy, None, questions, config))
     else:
         right = [(p, next((r for r in g if r.reward), None)) for p, g in zip(questions, groups)]
         pairs = [(p, r) for p, g in zip(questions, groups) for r in g] if way == "teacher_sft" else [x for x in right if x[1]]
@@ -115,24 +117,23 @@ async def began(seed: int) -> tuple[Policy, list]:
     return (await best_sft(shown, seed))[0], shown
 
 
-async def pilot(teacher: Policy) -> dict:
-    """The share of right answers on CHOOSING of each way and step size."""
-    start, shown = await began(PILOT_SEED)
-    found = {way: {} for way in WAYS}
-    for way in WAYS:
-        for lr in RATES:
-            policy, _ = await taken(way, BUDGETS[1], start, teacher, shown, lr, PILOT_SEED)
-            found[way][str(lr)] = (await evaluate(policy, CHOOSING, max_new_tokens=NEW_TOKENS)).exact.value
-        print(way, found[way], flush=True)
-    return found
+async def pilot(teacher: Policy, record: dict) -> None:
+    """Fill the share of right answers on CHOOSING of each way and step size that the record lacks."""
+    lacking = [(way, lr) for way in WAYS for lr in RATES if str(lr) not in record["pilot"].setdefault(way, {})]
+    start, shown = await began(PILOT_SEED) if lacking else (None, [])
+    for way, lr in lacking:
+        policy, _ = await taken(way, BUDGETS[1], start, teacher, shown, lr, PILOT_SEED)
+        record["pilot"][way][str(lr)] = (await evaluate(policy, CHOOSING, max_new_tokens=NEW_TOKENS)).exact.value
+        print(way, record["pilot"][way], flush=True)
+        records.write(RESULTS, record)
 
 
 async def main(seeds: list[int]) -> None:
     teacher = await made_teacher()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {
         "command": COMMAND, "threads": torch.get_num_threads(), "batches": BUDGETS, "batch": 4 * SIZE,
-        "teacher": await measure(teacher, 0), "pilot": await pilot(teacher), "seeds": {}}
-    records.write(RESULTS, record)
+        "teacher": await measure(teacher, 0), "pilot": {}, "seeds": {}}
+    await pilot(teacher, record)
     for seed in seeds:
         row = record["seeds"].setdefault(str(seed), {})
         if set(WAYS) <= set(row):

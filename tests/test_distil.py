@@ -84,23 +84,29 @@ def test_what_the_teacher_excludes_has_no_part_in_the_forward_kl():
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 def by_hand(student, teacher, rollouts, theirs, beta, temperature=1.0):
-    """The plain forward of the models, a rollout at a time."""
+    """The plain forward of the models, a rollout at a time. beta None: the sampled tokens, A = log q - log p."""
     total, count = 0.0, sum(sum(r.mask) for r in rollouts)
     for r, other in zip(rollouts, theirs):
         logs = []
         for policy, x in ((student, r), (teacher, other)):
             logits = policy.model(torch.tensor([x.prompt + x.tokens])).logits[0, len(x.prompt) - 1 : -1] / temperature
             logs.append(logits.log_softmax(-1))
-        total = total + (divergence(logs[0], logs[1].detach(), beta) * torch.tensor(r.mask)).sum() / count
+        if beta is None:
+            p, q = (x.gather(1, torch.tensor(r.tokens)[:, None])[:, 0] for x in logs)
+            each = (p - q).detach() * (1 + p - p.detach())
+        else:
+            each = divergence(logs[0], logs[1].detach(), beta)
+        total = total + (each * torch.tensor(r.mask)).sum() / count
     return total
 
 
-@pytest.mark.parametrize("beta", [1.0, 0.0, 0.4])
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.4, None])
 def test_the_gradient_is_that_of_the_plain_forwards(student, teacher, beta):
-    rollouts = rollouts_of(student)
+    rollouts = rollouts_of(student)[::-1]
     theirs = [dataclasses.replace(r, prompt=tuple(prompt_ids(student.tokenizer, f"A hint. {i}"))) for i, r in
               enumerate(rollouts)]
-    row, ours = gradient(student, teacher, rollouts, theirs, beta=beta, temperature=0.7)
+    form = {"vocabulary": "sampled"} if beta is None else {"beta": beta}
+    row, ours = gradient(student, teacher, rollouts, theirs, temperature=0.7, **form)
     student.model.zero_grad()
     loss = by_hand(student, teacher, rollouts, theirs, beta, 0.7)
     loss.backward()
@@ -131,7 +137,7 @@ def test_the_sampled_form_has_the_gradient_of_the_full_one_on_average(student, t
 
 
 def test_log_probs_teach_as_the_policy_that_gave_them(student, teacher):
-    rollouts = rollouts_of(student)
+    rollouts = rollouts_of(student)[::-1]
     theirs = [dataclasses.replace(r, prompt=tuple(prompt_ids(student.tokenizer, f"A hint. {i}"))) for i, r in
               enumerate(rollouts)]
     row, whole = gradient(student, teacher, rollouts, theirs, vocabulary="sampled")
@@ -193,6 +199,8 @@ def test_a_share_of_the_steps_has_examples(student, teacher, options):
     off = [row for row in rows if row["off_policy"]]
     assert 2 < len(off) < 10 and len(asked) == (12 - len(off) if options else 0)
     assert all(row["completion_length"] == 2 and math.isnan(row["reverse_kl"]) for row in off)
+    never = rows_of(distil(student, source, PROBLEMS, dataclasses.replace(config, on_policy=0.0), examples=examples_of(student)), 2)
+    assert [row["off_policy"] for row in never] == [1.0, 1.0]
     assert all(math.isfinite(row["reverse_kl"]) and row["grad_norm"] > 0 for row in rows if not row["off_policy"])
 
 
