@@ -141,7 +141,8 @@ def test_log_probs_teach_as_the_policy_that_gave_them(student, teacher):
     theirs = [dataclasses.replace(r, prompt=tuple(prompt_ids(student.tokenizer, f"A hint. {i}"))) for i, r in
               enumerate(rollouts)]
     row, whole = gradient(student, teacher, rollouts, theirs, vocabulary="sampled")
-    again, scored = gradient(student, trainer_logps(teacher, theirs, CONFIG), rollouts, theirs, vocabulary="sampled")
+    scores = [[q if m else -50.0 for q, m in zip(of, r.mask)] for of, r in zip(trainer_logps(teacher, theirs, CONFIG), theirs)]
+    again, scored = gradient(student, scores, rollouts, theirs, vocabulary="sampled")
     assert again["loss"] == pytest.approx(row["loss"], rel=1e-5) and (whole - scored).norm() < 1e-5 * whole.norm()
 
 
@@ -199,7 +200,8 @@ def test_a_share_of_the_steps_has_examples(student, teacher, options):
     off = [row for row in rows if row["off_policy"]]
     assert 2 < len(off) < 10 and len(asked) == (12 - len(off) if options else 0)
     assert all(row["completion_length"] == 2 and math.isnan(row["reverse_kl"]) for row in off)
-    never = rows_of(distil(student, source, PROBLEMS, dataclasses.replace(config, on_policy=0.0), examples=examples_of(student)), 2)
+    config = dataclasses.replace(config, on_policy=0.0)
+    never = rows_of(distil(student, source, PROBLEMS, config, examples=examples_of(student)), 2)
     assert [row["off_policy"] for row in never] == [1.0, 1.0]
     assert all(math.isfinite(row["reverse_kl"]) and row["grad_norm"] > 0 for row in rows if not row["off_policy"])
 
