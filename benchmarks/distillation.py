@@ -1,10 +1,11 @@
 """What is a teacher worth? One student, the same number of sampled completions, seven ways to use them; three seeds.
 
-    OMP_NUM_THREADS=1 python benchmarks/distillation.py     # some seven minutes a seed; fills results/distillation.json
+    OMP_NUM_THREADS=1 python benchmarks/distillation.py     # some five minutes a seed; fills results/distillation.json
 
-The embedded model and notebook 04's task, 1,000 held-out questions. The teacher is GRPO's policy: notebook 04's run, from the
-best SFT of seed 9, on 3,200 questions that nothing else uses. The student is the best SFT on 100 demonstrations, chosen by seed
-as in baselines.py. Each way then has the same questions and as many completions, eight of each question, in steps of 32:
+The embedded model and notebook 04's task, 1,000 held-out questions, 250 of them for samples. The teacher is GRPO's policy:
+notebook 04's run, from the best SFT of seed 9, on 3,200 questions that nothing else uses. The student is the best SFT on 100
+demonstrations, chosen by seed as in baselines.py. Each way then has the same questions and as many completions, eight of each
+question, in steps of 32:
 
     teacher_sft   the teacher writes them; SFT from the student on them
     reverse_kl    the student writes them; the reverse KL to the teacher over the whole vocabulary
@@ -15,9 +16,9 @@ as in baselines.py. Each way then has the same questions and as many completions
     grpo          the student writes them; GRPO with the checker
 
 A step has 32 different questions (SFT and distillation), or 4 whole groups of eight (GRPO, which needs them). A number of
-batches (BUDGETS) is a run of its own, with a schedule of its own. Seconds are those that the process computed, with
-the sampling and without the evaluation. The step size of each way is the best of RATES on seed 9, BUDGETS[1] batches and 400
-other questions, found before the other seeds are run. What the record holds is kept.
+batches (BUDGETS) is a run of its own, with a schedule of its own. Seconds are those that the process computed, with the sampling
+and without the evaluation. The step size of each way is the best of RATES on seed 9, 50 batches and 400 other questions, found
+before the other seeds are run. What the record holds is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 
 import records
 import torch
-from baselines import CHOOSING, HELD_OUT, NEW_TOKENS, PRACTICE, SHOWN, answered, best_sft, digits, measure
+from baselines import CHOOSING, HELD_OUT, NEW_TOKENS, PRACTICE, SHOWN, answered, best_sft, digits
 
 from grpolab import Sampler, SamplingParams, load_policy
 from grpolab.chat import prompt_ids
@@ -43,9 +44,9 @@ from grpolab.train.distil import DistilConfig, distil
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 TEACHER = records.ROOT / "runs" / "distillation_teacher"  # kept for the next call
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/distillation.py"
-SEEDS, PILOT_SEED, RATES = range(3), 9, (1e-4, 3e-4, 1e-3, 3e-3)
+SEEDS, PILOT_SEED, RATES = range(3), 9, (1e-4, 3e-4, 1e-3)
 TAUGHT, QUESTIONS, SIZE = PRACTICE[800:4000], PRACTICE[:800], 8
-BUDGETS = (25, 50, 100)  # batches
+BUDGETS, PILOT_BATCHES = (20, 40, 80), 50  # batches of 32
 KINDS = {"reverse_kl": {}, "forward_kl": {"beta": 0.0}, "mixed": {"beta": 0.0, "on_policy": 0.5},
          "sampled": {"vocabulary": "sampled"}}  # of DistilConfig
 WAYS = ("teacher_sft", *KINDS, "rejection", "grpo")
@@ -122,7 +123,7 @@ async def pilot(teacher: Policy, record: dict) -> None:
     lacking = [(way, lr) for way in WAYS for lr in RATES if str(lr) not in record["pilot"].setdefault(way, {})]
     start, shown = await began(PILOT_SEED) if lacking else (None, [])
     for way, lr in lacking:
-        policy, _ = await taken(way, BUDGETS[1], start, teacher, shown, lr, PILOT_SEED)
+        policy, _ = await taken(way, PILOT_BATCHES, start, teacher, shown, lr, PILOT_SEED)
         record["pilot"][way][str(lr)] = (await evaluate(policy, CHOOSING, max_new_tokens=NEW_TOKENS)).exact.value
         print(way, record["pilot"][way], flush=True)
         records.write(RESULTS, record)
@@ -132,19 +133,31 @@ async def main(seeds: list[int]) -> None:
     teacher = await made_teacher()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {
         "command": COMMAND, "threads": torch.get_num_threads(), "batches": BUDGETS, "batch": 4 * SIZE,
-        "teacher": await measure(teacher, 0), "pilot": {}, "seeds": {}}
+        "pilot": {}, "seeds": {}}
+    if "teacher" not in record:
+        record["teacher"] = await measure(teacher, 0, sampled=True)
     await pilot(teacher, record)
     for seed in seeds:
         row = record["seeds"].setdefault(str(seed), {})
         if set(WAYS) <= set(row):
             continue
         start, shown = await began(seed)
-        row["student"] = await measure(start, seed)
+        row["student"] = await measure(start, seed, sampled=True)
         for way in WAYS:
             if way not in row:
                 row[way] = await curve(way, start, teacher, shown, best_rate(record, way), seed)
                 records.write(RESULTS, record)
                 print(seed, way, row[way]["curve"], flush=True)
+
+
+async def measure(policy: Policy, seed: int, sampled: bool) -> dict:
+    """Right or wrong on each held-out question, greedily, and how many of four samples on every fourth."""
+    greedy = await evaluate(policy, HELD_OUT, max_new_tokens=NEW_TOKENS)
+    found = {"greedy": digits(greedy.exact_rates)}
+    if sampled:
+        four = await evaluate(policy, HELD_OUT[::4], samples=4, seed=seed, max_new_tokens=NEW_TOKENS)
+        found["sampled"] = digits(4 * r for r in four.exact_rates)
+    return found
 
 
 def best_rate(record: dict, way: str) -> float:
@@ -158,8 +171,7 @@ async def curve(way: str, start: Policy, teacher: Policy, shown: list, lr: float
         before = time.process_time()
         policy, tokens = await taken(way, batches, start, teacher, shown, lr, seed)
         seconds = round(time.process_time() - before, 1)
-        found = await measure(policy, seed) if batches == BUDGETS[-1] else {
-            "greedy": digits((await evaluate(policy, HELD_OUT, max_new_tokens=NEW_TOKENS)).exact_rates)}
+        found = await measure(policy, seed, sampled=batches == BUDGETS[-1])
         points.append({"batches": batches, "greedy": found["greedy"].count("1") / len(HELD_OUT), "tokens": tokens,
                        "seconds": seconds})
     return found | {"curve": points}

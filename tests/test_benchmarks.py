@@ -132,7 +132,7 @@ def test_distillation_over_seeds(monkeypatch, tmp_path):
     short = {"HELD_OUT": distillation.HELD_OUT[:4], "CHOOSING": distillation.CHOOSING[:3], "NEW_TOKENS": 4}
     shorter(monkeypatch, baselines, tmp_path, **short)
     shorter(monkeypatch, distillation, tmp_path, **short, QUESTIONS=distillation.QUESTIONS[:8], TAUGHT=distillation.TAUGHT[:8],
-            BUDGETS=(1, 2), RATES=(1e-3,), TEACHER=tmp_path / "teacher")
+            BUDGETS=(1, 2), PILOT_BATCHES=1, RATES=(1e-3,), TEACHER=tmp_path / "teacher")
     few = {"steps": 2, "prompts_per_step": 2, "group_size": 2}
     monkeypatch.setattr(distillation, "DistilConfig", lambda **given: DistilConfig(**given | few))
     asyncio.run(distillation.main([0]))
