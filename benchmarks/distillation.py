@@ -16,9 +16,9 @@ question, in steps of 32:
     grpo          the student writes them; GRPO with the checker
 
 A step has 32 different questions (SFT and distillation), or 4 whole groups of eight (GRPO, which needs them). A number of
-batches (BUDGETS) is a run of its own, with a schedule of its own. Seconds are those that the process computed, with the sampling
-and without the evaluation. The step size of each way is the best of RATES on seed 9, 50 batches and 400 other questions, found
-before the other seeds are run. What the record holds is kept.
+batches (BUDGETS) is a run of its own, with a schedule of its own. Seconds are those that the process computed, with the
+sampling and without the evaluation. The step size of each way is the best of RATES on seed 9, 50 batches and 400 other
+questions, found before the other seeds are run. What the record holds is kept.
 """
 
 from __future__ import annotations

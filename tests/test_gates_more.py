@@ -162,7 +162,7 @@ def test_the_distillation_gate_sees_sabotage(sabotage, names, tmp_path, monkeypa
     with torch.no_grad():
         for p in policies["teacher"].model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
-    skipped = {"async def imitate": policies, "start = student.save": DISTILLED}
+    skipped = {"async def imitate": policies, "learner = load_policy": DISTILLED}
     failed = failures_under(sabotage, "15_distillation", "async def share_right", DISTILLED, tmp_path, monkeypatch, skipped,
                             quick=True)
     assert failed == names
