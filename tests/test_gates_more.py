@@ -141,8 +141,9 @@ def ask_the_teacher_at_another_temperature(monkeypatch):
 
 
 DISTILLED = {
-    "kl_first": 0.1, "kl_last": 0.05, "gain": NOTHING, "behind": NOTHING, "worth": {}, "compared": {}, "spent": 0,
-    "after": Answers(0.7, 16), "mean": {},
+    "kl_first": 0.1, "kl_last": 0.05, "gain": NOTHING, "worth": {"with the number behind it": NOTHING}, "spent": 0,
+    "after": Answers(0.7, 16), "compared": {("teacher_sft", "grpo"): {"greedy": NOTHING}}, "mean": {"grpo": 0.7},
+    "best": "grpo", "level": 0.9, "before": Answers(0.6, 16), "target": Answers(0.9, 16), "start": "",
 }
 
 
