@@ -8,14 +8,16 @@ import torch
 from loop_helpers import flat, rows_of
 
 from grpolab.arithmetic import Task, generate
-from grpolab.chat import prompt_ids
+from grpolab.chat import encode_chat, prompt_ids, user
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
 from grpolab.tasks import prompt_of
 from grpolab.train import SFTConfig, demonstrations, sft
-from grpolab.train.distil import DistilConfig, distil, distil_gradient
+from grpolab.train.distil import DistilConfig, _as_rollout, distil, distil_gradient
+from grpolab.train.grpo import trainer_logps
 from grpolab.train.losses import divergence
+from grpolab.train.sft import sft_gradient
 
 PROBLEMS = generate(64, 0, seed=3, task=Task("+", max_operand=9))[0]
 CONFIG = DistilConfig(steps=2, prompts_per_step=4, group_size=2, max_new_tokens=8, lr=1e-3, seed=3)
@@ -42,6 +44,10 @@ def rollouts_of(policy, texts=("5.", " 12 and", "x"), questions=("2 + 3?", "What
             mask = (1,) * (len(tokens) - 1) + (int(len(tokens) < 4),)
             made.append(Rollout(tuple(prompt_ids(policy.tokenizer, question)), tokens, mask, zeros, zeros, "eos"))
     return made
+
+
+def examples_of(policy, n=8):
+    return [encode_chat(policy.tokenizer, [*user("2 + 3?"), {"role": "assistant", "content": str(i)}]) for i in range(n)]
 
 
 def gradient(policy, teacher, rollouts, theirs=None, **options):
@@ -78,23 +84,29 @@ def test_what_the_teacher_excludes_has_no_part_in_the_forward_kl():
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 def by_hand(student, teacher, rollouts, theirs, beta, temperature=1.0):
-    """The plain forward of the models, a rollout at a time."""
+    """The plain forward of the models, a rollout at a time. beta None: the sampled tokens, A = log q - log p."""
     total, count = 0.0, sum(sum(r.mask) for r in rollouts)
     for r, other in zip(rollouts, theirs):
         logs = []
         for policy, x in ((student, r), (teacher, other)):
             logits = policy.model(torch.tensor([x.prompt + x.tokens])).logits[0, len(x.prompt) - 1 : -1] / temperature
             logs.append(logits.log_softmax(-1))
-        total = total + (divergence(logs[0], logs[1].detach(), beta) * torch.tensor(r.mask)).sum() / count
+        if beta is None:
+            p, q = (x.gather(1, torch.tensor(r.tokens)[:, None])[:, 0] for x in logs)
+            each = (p - q).detach() * (1 + p - p.detach())
+        else:
+            each = divergence(logs[0], logs[1].detach(), beta)
+        total = total + (each * torch.tensor(r.mask)).sum() / count
     return total
 
 
-@pytest.mark.parametrize("beta", [1.0, 0.0, 0.4])
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.4, None])
 def test_the_gradient_is_that_of_the_plain_forwards(student, teacher, beta):
-    rollouts = rollouts_of(student)
+    rollouts = rollouts_of(student)[::-1]
     theirs = [dataclasses.replace(r, prompt=tuple(prompt_ids(student.tokenizer, f"A hint. {i}"))) for i, r in
               enumerate(rollouts)]
-    row, ours = gradient(student, teacher, rollouts, theirs, beta=beta, temperature=0.7)
+    form = {"vocabulary": "sampled"} if beta is None else {"beta": beta}
+    row, ours = gradient(student, teacher, rollouts, theirs, temperature=0.7, **form)
     student.model.zero_grad()
     loss = by_hand(student, teacher, rollouts, theirs, beta, 0.7)
     loss.backward()
@@ -124,6 +136,36 @@ def test_the_sampled_form_has_the_gradient_of_the_full_one_on_average(student, t
     assert (expected - full).norm() < 1e-3 * full.norm()
 
 
+def test_log_probs_teach_as_the_policy_that_gave_them(student, teacher):
+    rollouts = rollouts_of(student)[::-1]
+    theirs = [dataclasses.replace(r, prompt=tuple(prompt_ids(student.tokenizer, f"A hint. {i}"))) for i, r in
+              enumerate(rollouts)]
+    row, whole = gradient(student, teacher, rollouts, theirs, vocabulary="sampled")
+    scores = [[q if m else -50.0 for q, m in zip(of, r.mask)] for of, r in zip(trainer_logps(teacher, theirs, CONFIG), theirs)]
+    again, scored = gradient(student, scores, rollouts, theirs, vocabulary="sampled")
+    assert again["loss"] == pytest.approx(row["loss"], rel=1e-5) and (whole - scored).norm() < 1e-5 * whole.norm()
+
+
+def test_the_teachers_own_tokens_teach_as_sft_does(student):
+    """The sampled form of the forward KL, whatever the micro-batches."""
+    examples = examples_of(student)
+    sft_gradient(student, examples, SFTConfig(), denominator=sum(sum(e.mask) for e in examples))
+    wanted = torch.cat([p.grad.flatten() for p in student.model.parameters()])
+    rollouts = [_as_rollout(e) for e in examples]
+    for options in ({}, {"token_budget": 1}):
+        _, ours = gradient(student, None, rollouts, vocabulary="sampled", **options)
+        assert (ours - wanted).norm() < 1e-4 * wanted.norm() and wanted.norm() > 0.1
+
+
+def test_examples_of_several_turns_keep_their_masks(student):
+    talk = [*user("2 + 3?"), {"role": "assistant", "content": "5"}, *user("4 + 4?"), {"role": "assistant", "content": "8"}]
+    example = encode_chat(student.tokenizer, talk)
+    made = _as_rollout(example)
+    assert made.prompt + made.tokens == example.ids and made.mask[0] == 1 and sum(made.mask) == sum(example.mask)
+    with pytest.raises(ValueError, match="no token to train on"):
+        _as_rollout(dataclasses.replace(example, mask=(0,) * len(example.ids)))
+
+
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 FORMS = [{}, *(pytest.param(form, marks=pytest.mark.full) for form in ({"vocabulary": "sampled"}, {"beta": 0.0}))]
@@ -144,17 +186,38 @@ def test_a_policy_that_knows_more_teaches_itself(student):
     assert sum(r["loss"] for r in rows[-3:]) < sum(r["loss"] for r in rows[:3])
 
 
+@pytest.mark.parametrize("options", [{}, {"vocabulary": "sampled"}])
+def test_a_share_of_the_steps_has_examples(student, teacher, options):
+    """GKD's lambda; without whole distributions such a step is one of SFT, for which no teacher is asked."""
+    config, asked = dataclasses.replace(CONFIG, steps=12, on_policy=0.5, **options), []
+
+    async def scores(theirs):
+        asked.append(theirs)
+        return trainer_logps(teacher, theirs, config)
+
+    source = scores if options else teacher
+    rows = rows_of(distil(student, source, PROBLEMS, config, examples=examples_of(student)))
+    off = [row for row in rows if row["off_policy"]]
+    assert 2 < len(off) < 10 and len(asked) == (12 - len(off) if options else 0)
+    assert all(row["completion_length"] == 2 and math.isnan(row["reverse_kl"]) for row in off)
+    config = dataclasses.replace(config, on_policy=0.0)
+    never = rows_of(distil(student, source, PROBLEMS, config, examples=examples_of(student)), 2)
+    assert [row["off_policy"] for row in never] == [1.0, 1.0]
+    assert all(math.isfinite(row["reverse_kl"]) and row["grad_norm"] > 0 for row in rows if not row["off_policy"])
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
-    config = dataclasses.replace(CONFIG, steps=4, save_every=2)
-    whole, half = load_policy("tiny"), load_policy("tiny")
-    rows_of(distil(whole, teacher, PROBLEMS, config))
-    rows_of(distil(half, teacher, PROBLEMS, config, run=Run("distil", root=tmp_path)), 3)
-    again = load_policy("tiny")
-    assert len(rows_of(distil(again, teacher, PROBLEMS, config, run=Run("distil", root=tmp_path)))) < 4
+    config = dataclasses.replace(CONFIG, steps=4, save_every=2, on_policy=0.5)
+    whole, half, again = (load_policy("tiny") for _ in range(3))
+    shown = {"examples": examples_of(whole)}
+    assert {row["off_policy"] for row in rows_of(distil(whole, teacher, PROBLEMS, config, **shown))} == {0.0, 1.0}
+    rows_of(distil(half, teacher, PROBLEMS, config, run=Run("distil", root=tmp_path), **shown), 3)
+    assert len(rows_of(distil(again, teacher, PROBLEMS, config, run=Run("distil", root=tmp_path), **shown))) < 4
     assert torch.equal(flat(again), flat(whole))
 
 
-@pytest.mark.parametrize("wrong", [{"beta": 2.0}, {"beta": 0.5, "vocabulary": "sampled"}, {"temperature": 0.0}])
+@pytest.mark.parametrize("wrong", [{"beta": 2.0}, {"beta": 0.5, "vocabulary": "sampled"}, {"temperature": 0.0},
+                                   {"on_policy": -0.1}])
 def test_bad_options_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dataclasses.replace(CONFIG, **wrong)
@@ -169,6 +232,17 @@ def test_bad_input_is_refused_before_anything_is_sampled(student, teacher):
         rows_of(distil(student, teacher, [], CONFIG))
     with pytest.raises(ValueError, match="context"):
         rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, max_new_tokens=10_000)))
+    for on_policy, examples in ((0.5, ()), (1.0, examples_of(student))):
+        with pytest.raises(ValueError, match=f"on_policy={on_policy} with {len(examples)} of them"):
+            rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, on_policy=on_policy), examples=examples))
+
+    async def scores(theirs):
+        raise AssertionError("asked")
+
+    with pytest.raises(ValueError, match="no distributions: set vocabulary"):
+        rows_of(distil(student, scores, PROBLEMS, CONFIG))
+    with pytest.raises(ValueError, match="temperature is 0.5"):
+        rows_of(distil(student, scores, PROBLEMS, dataclasses.replace(CONFIG, vocabulary="sampled", temperature=0.5)))
     other = load_policy("tiny")
     other.tokenizer = other.tokenizer.__class__.from_pretrained(other.tokenizer.name_or_path)
     other.tokenizer.add_tokens(["<more>"])

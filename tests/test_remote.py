@@ -10,21 +10,25 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from loop_helpers import flat, fresh, rows_of
 
 from grpolab.arithmetic import generate
 from grpolab.chat import prompt_ids
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.runs.run import repository
+from grpolab.rollouts import Rollout
+from grpolab.runs.run import Run, repository
 from grpolab.serve.http_client import RemoteError
-from grpolab.serve.remote import RemoteSampler, following
+from grpolab.serve.remote import RemoteSampler, RemoteTeacher, following
 from grpolab.serve.service import serve_policy
 from grpolab.serve.weight_sync import SharedFile
+from grpolab.train.distil import DistilConfig, distil, distil_gradient
 from grpolab.train.grpo import GRPOConfig, grpo_from
 from grpolab.train.sources import Tasks, sampled
 
@@ -139,6 +143,73 @@ def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
         assert [row[f"ratio_{which}"] for which in ("low", "median", "high")] == pytest.approx([1] * 3, abs=1e-3)
         assert row["ess"] == pytest.approx(1, abs=1e-6)
     assert far[1]["ratio_low"] < far[1]["ratio_median"] < far[1]["ratio_high"] and far[1]["ess"] < 1 - 1e-6
+
+
+# --- a teacher elsewhere ----------------------------------------------------------------------------------------------
+
+DISTIL = DistilConfig(steps=4, prompts_per_step=2, group_size=3, max_new_tokens=8, lr=1e-3, vocabulary="sampled", seed=4)
+TAUGHT, _ = generate(8, 0, seed=1)
+
+
+@pytest.fixture
+def teacher(tiny):
+    other = fresh(tiny)
+    moved(other, 5)
+    return other
+
+
+async def test_a_teacher_elsewhere_teaches_as_one_here(tiny, teacher):
+    """Loss and gradient, behind prompts of its own; other callers sample from it meanwhile."""
+    async with serve_policy(teacher) as service, Sampler(tiny) as sampler, RemoteSampler(service.url, teacher) as other:
+        busy = asyncio.ensure_future(other.sample(PROMPTS, group_size=4, params=SamplingParams(max_new_tokens=60)))
+        groups = await sampler.sample(PROMPTS, group_size=3, params=SamplingParams(seed=1, max_new_tokens=9))
+        rollouts = [r for g in groups for r in g]
+        theirs = [replace(r, prompt=(7, 7, *r.prompt)) for r in rollouts]
+        scores = await RemoteTeacher(service.url, tiny)(theirs)
+        await busy
+    found = []
+    for source in (scores, teacher):
+        row = distil_gradient(tiny, source, rollouts, theirs, DISTIL)
+        found.append((row["loss"], torch.cat([p.grad.flatten() for p in tiny.model.parameters()])))
+        tiny.model.zero_grad()
+    (loss, there), (wanted, here) = found
+    assert loss == pytest.approx(wanted, rel=1e-4) and (there - here).norm() < 1e-4 * here.norm() and here.norm() > 0.01
+
+
+def test_a_run_outlives_its_teacher(tiny, teacher, tmp_path):
+    """The teacher ends in mid-run: so does the run, before the step; it goes on where another answers, to the same weights."""
+    whole, half, again = (fresh(tiny) for _ in range(3))
+    rows_of(distil(whole, teacher, TAUGHT, DISTIL))
+
+    async def interrupted():
+        async with serve_policy(teacher) as service:
+            steps = distil(half, RemoteTeacher(service.url, half), TAUGHT, DISTIL, run=Run("distil", root=tmp_path))
+            rows = [await anext(steps), await anext(steps)]
+        with pytest.raises(RemoteError, match="is it running"):
+            await anext(steps)
+        return rows
+
+    async def resumed():
+        async with serve_policy(teacher) as service:
+            steps = distil(again, RemoteTeacher(service.url, again), TAUGHT, DISTIL, run=Run("distil", root=tmp_path))
+            return [row async for row in steps]
+
+    assert len(asyncio.run(interrupted())) == half.version == 2
+    assert [row["step"] for row in asyncio.run(resumed())] == [2, 3]
+    assert torch.allclose(flat(again), flat(whole), atol=1e-4) and not torch.allclose(flat(again), flat(half), atol=1e-4)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    (dict(probe=[1, 2, 3]), "another vocabulary"),
+    (dict(choice={"logprobs": None}), "gave 0 log-probs for 13 tokens: a teacher must score prompts"),
+    (dict(), "gave 6 log-probs for 13 tokens"),  # those of what it sampled: it does not know echo
+    (dict(most=2), "for 13 tokens"),
+    (dict(choice={"logprobs": {"token_logprobs": [None] * 6}}), "a teacher must score prompts"),
+])
+def test_a_server_that_cannot_teach(tiny, changes, said):
+    rollouts = [Rollout(tuple(prompt), (5, 1), (1, 1), (0.0,) * 2, (0.0,) * 2, "eos") for prompt in ([9, 9], [9], [9, 8, 7, 6])]
+    with imitation(of_vllm(tiny.tokenizer, **changes)) as url, pytest.raises(RemoteError, match=said):
+        asyncio.run(RemoteTeacher(url, tiny)(rollouts))
 
 
 # --- servers that are not what they should be -------------------------------------------------------------------------

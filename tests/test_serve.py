@@ -480,3 +480,38 @@ async def test_callers_who_vanish_leave_nothing(tiny, monkeypatch):
         assert left() == [] and service.rows == 0 and not service.sampler.busy
         assert len(answers) > 10 and service.counts["cancelled"] > 3 and service.counts["failed"] == 0
         assert all(len(r.mask) for s in sessions[::2] for r in service.rollouts(s))
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+async def test_echo_scores_a_prompt(tiny):
+    """OpenAI's way to the log-probs of a given text: those of the model's plain forward; nothing is sampled."""
+    prompts = [[5, 6, 7, 8, 9], [9], [5, 6, 7]]
+    with torch.no_grad():
+        plain = [tiny.model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in prompts]
+    async with served(tiny) as (service, client):
+        found = await complete(client, prompts, max_tokens=0, logprobs=0, echo=True, extra_body=IDS)
+        for ids, logps, choice in zip(prompts, plain, found.choices):
+            first, *scores = choice.logprobs.token_logprobs
+            assert first is None and scores == pytest.approx([logps[i, t].item() for i, t in enumerate(ids[1:])], abs=1e-4)
+            assert choice.prompt_token_ids == ids and choice.text == tiny.tokenizer.decode(ids)
+            assert "".join(choice.logprobs.tokens) == choice.text and choice.finish_reason == "length"
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (9, 0) and service.rows == 0
+        whole = await complete(client, [[5] * 512], max_tokens=0, logprobs=0, echo=True)  # the context, to its last token
+        assert len(whole.choices[0].logprobs.token_logprobs) == 512
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"max_tokens": 0}, "nothing would be sampled"), ({"echo": True, "logprobs": 0}, "max_tokens=0"),
+    ({"echo": True, "max_tokens": 0}, "logprobs=0"), ({"echo": True, "max_tokens": 0, "logprobs": 0, "n": 2}, "without n"),
+    ({"echo": True, "max_tokens": 0, "logprobs": 0, "prompt": [5] * 513}, "the context is 512 tokens"),
+])
+async def test_what_echo_refuses(tiny, options, said):
+    async with served(tiny) as (service, client):
+        with pytest.raises(openai.BadRequestError, match=said):
+            await complete(client, **{"prompt": [5, 6]} | options)
+        session = service.open_session()
+        async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as recorded:
+            with pytest.raises(openai.BadRequestError, match="outside of it"):
+                await complete(recorded, [5, 6], max_tokens=0, logprobs=0, echo=True)

@@ -19,10 +19,11 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
 from grpolab.serve import openai_schema
 from grpolab.serve.detokenizer import StreamedText, text_of
-from grpolab.serve.openai_schema import ChatRequest, CompletionRequest, Refused
+from grpolab.serve.openai_schema import ChatRequest, CompletionRequest, Refused, TextRequest
 from grpolab.serve.sessions import Prompt, Session
 from grpolab.serve.state import Service
 from grpolab.tool_calls import ParsedTurn, certain, parse_calls
+from grpolab.train.grpo import GRPOConfig, trainer_logps
 
 END_OF_CALL = "</tool_call>"  # of the form hermes
 
@@ -47,12 +48,15 @@ class CompletionResponse:
         service, request = self.service, self.request
         if service.stopping:
             raise Refused(503, "the service is shutting down")
-        self.prompts = await self._tokenised()
+        self.prompts, scored = await self._tokenised(), isinstance(request, TextRequest) and request.echo
         if self.constrained:
             await self._constrain()
-        self.params = replace(self.params, max_new_tokens=self._most_tokens())
+        most = self._most_tokens()
         rows = len(self.prompts) * request.n
         await service.admit(rows)
+        if scored:
+            return await JSONResponse(await self._scored())(scope, receive, send)
+        self.params = replace(self.params, max_new_tokens=most)
         events = self._submit()
         answer = self._stream(events, send) if request.stream else self._whole(events, scope, receive, send)
         answering, leaving = asyncio.create_task(answer), asyncio.create_task(_disconnected(receive))
@@ -123,13 +127,31 @@ class CompletionResponse:
         context = min(context, self.session.limit or context)
         longest = max(len(p.ids) for p in self.prompts)
         room = context - longest
-        if room < (most or 1):
+        if room < (1 if most is None else most):
             also = "" if most is None else f" and {most} for the completion"
             remedy = "shorten it" if room < 1 else f"shorten it, or ask for at most {room}"
             raise Refused(400, f"the context is {context} tokens here, and the request has {longest} in its prompt{also}: "
                                f"{remedy}", self.request.prompt_field, "context_length_exceeded")
         default = room if isinstance(self.request, ChatRequest) else openai_schema.COMPLETION_TOKENS
         return most or min(room, self.session.max_tokens or default)
+
+    async def _scored(self) -> dict:
+        """The prompts with the log-prob at temperature 1 of each token but the first, by the trainer's forward."""
+        if self.recorded:
+            raise Refused(400, "a session records what is sampled: ask for a prompt's log-probs outside of it", "echo")
+        self.service.counts["requests"] += 1
+        lengths, ids = [len(p.ids) - 1 for p in self.prompts], [tuple(p.ids) for p in self.prompts]
+        rollouts = [Rollout(i[:1], i[1:], (1,) * n, (0.0,) * n, (0.0,) * n, "length") for i, n in zip(ids, lengths)]
+
+        def score() -> tuple[int, list[list[float]]]:
+            with self.policy.acting():
+                return self.policy.version, trainer_logps(self.policy, rollouts, GRPOConfig())
+
+        version, logps = await self.service.sampler.run(score)
+        choices = [openai_schema.choice(self.request, i, {"text": self.policy.tokenizer.decode(tokens)}, tokens, [None, *line],
+                                        self._pieces(tokens), prompt=tokens) | {"finish_reason": "length"}
+                   for i, (tokens, line) in enumerate(zip(ids, logps))]
+        return self._body(version, choices) | self._usage([])
 
     def _submit(self) -> asyncio.Queue:
         """Hand the request to the sampler. For a stream the queue gets (prompt index, sample index, tokens, logps) as they come

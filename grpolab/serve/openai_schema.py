@@ -221,11 +221,22 @@ class TextRequest(CompletionRequest):
 
     prompt: Annotated[list[PromptText], BeforeValidator(_one_or_several)] = Field(min_length=1)
     logprobs: Annotated[bool, BeforeValidator(_of_the_sampled_token)] = False
+    max_tokens: int | None = Field(None, ge=0, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    echo: bool = False  # the prompts are scored, and nothing is sampled
 
     calls: ClassVar[bool] = False
     call_prefix: ClassVar[str] = ""
     parallel_tool_calls: ClassVar[bool] = True
     response_format: ClassVar[None] = None
+
+    @model_validator(mode="after")
+    def sampled_or_scored(self) -> TextRequest:
+        """A prompt is scored alone, and whatever is sampled has a token."""
+        if self.echo and (self.max_tokens != 0 or not self.logprobs or self.stream or self.n != 1):
+            raise ValueError("echo: this service scores a prompt alone: send max_tokens=0 and logprobs=0, without n and stream")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: nothing would be sampled: ask for at least 1, or for the prompt's log-probs by echo")
+        return self
 
     def content(self, turn: ParsedTurn) -> dict:
         return {"text": turn.content}
@@ -233,7 +244,7 @@ class TextRequest(CompletionRequest):
     def delta(self, text: str, first: bool, calls: Sequence[ToolCall] = ()) -> dict:
         return {"text": text}
 
-    def logprobs_of(self, pieces: Sequence[str], logps: Sequence[float], offset: int) -> dict:
+    def logprobs_of(self, pieces: Sequence[str], logps: Sequence[float | None], offset: int) -> dict:
         offsets = [offset + sum(map(len, pieces[:i])) for i in range(len(pieces))]
         return {"tokens": list(pieces), "token_logprobs": list(logps), "top_logprobs": None, "text_offset": offsets}
 

@@ -1,4 +1,5 @@
-"""A sampler in another process: the Sampler's `sample` over HTTP, from a service of ours or another that speaks its fields.
+"""A sampler in another process: the Sampler's `sample` over HTTP, from a service of ours or another that speaks its fields;
+and a teacher there (`RemoteTeacher`).
 
     sampler = RemoteSampler("http://127.0.0.1:8000", policy, bridge=SharedFile("/dev/shm/policy.safetensors"))
     groups = await sampler.sample(prompts, group_size=8, params=SamplingParams(seed=0))
@@ -154,23 +155,9 @@ class RemoteSampler:
         async with self._recognising:
             if self._context is not None:
                 return
-            cards = (await self.caller.ask("GET", "/v1/models")).get("data") or []
-            names = [card.get("id") for card in cards]
-            self.model = self.model or (names[0] if names else None)
-            if self.model not in names:
-                raise RemoteError(f"{self.url} serves {names}, not {self.model!r}")
-            probe = {"model": self.model, "prompt": PROBE, "max_tokens": 1, "return_token_ids": True}
-            (choice, *_) = (await self.caller.ask("POST", "/v1/completions", probe)).get("choices") or [{}]
-            theirs, ours = choice.get("prompt_token_ids"), self.policy.tokenizer.encode(PROBE)
-            if theirs is None:
-                raise RemoteError(f"{self.url} returns no token ids: it must know return_token_ids, as vLLM does")
-            if theirs != ours:
-                raise RemoteError(f"{self.url} has another vocabulary than {self.policy.name!r}: it reads a text as "
-                                  f"{theirs[:8]}…, not {ours[:8]}…. Serve the model that is trained")
-            card = cards[names.index(self.model)]
+            self.model, card = await recognised(self.caller, self.policy, self.model)
             self._ours = "policy_version" in card
-            context = card.get("max_model_len") or cards[0].get("max_model_len")  # vLLM says that of the base alone
-            self._context = context or self.policy.context
+            self._context = card.get("max_model_len") or self.policy.context
 
     def _rollout(self, choice: dict, prompt: list[int], params: SamplingParams) -> Rollout:
         tokens, ours = choice.get("token_ids"), choice.get("grpolab") or {}
@@ -190,6 +177,55 @@ class RemoteSampler:
         return Rollout(tuple(prompt), tuple(tokens), (1,) * len(tokens), tuple(logps), tuple(ours.get("raw_logps") or logps),
                        reason, ours.get("seed", 0), ours.get("policy_version", self._version),
                        kept_mass=tuple(ours.get("kept_mass") or ()), versions=tuple(ours.get("versions") or ()))
+
+
+class RemoteTeacher:
+    """A teacher for `distil` with vocabulary="sampled": the log-probs at temperature 1 that a server gives to the tokens of the
+    student's rollouts. It scores prompts by OpenAI's `echo` without sampling, as `serve-policy` and vLLM do.
+
+    policy  the student; the first call compares its tokenizer with the server's
+    token, model, timeout  as of RemoteSampler
+
+    RemoteError where the server is gone, has another tokenizer, or gives no log-probs.
+    """
+
+    def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None, timeout: float = 300.0):
+        self.caller = Caller(url, token=token, timeout=timeout)
+        self.url, self.policy, self.model, self._known = self.caller.url, policy, model, False
+
+    async def __call__(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
+        """Of each rollout one log-prob a token, in nats."""
+        if not self._known:
+            self.model, _ = await recognised(self.caller, self.policy, self.model)
+            self._known = True
+        ids = [[int(t) for t in r.prompt + r.tokens] for r in rollouts]
+        body = {"model": self.model, "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}
+        choices = (await self.caller.ask("POST", "/v1/completions", body)).get("choices") or []
+        logps = [(c.get("logprobs") or {}).get("token_logprobs") or [] for c in sorted(choices, key=lambda c: c["index"])]
+        scores = [line[len(r.prompt) :] for line, r in zip(logps, rollouts)]
+        if [*map(len, logps)] != [*map(len, ids)] or not all(isinstance(x, float | int) for line in scores for x in line):
+            raise RemoteError(f"{self.url} gave {sum(map(len, logps))} log-probs for {sum(map(len, ids))} tokens: a teacher "
+                              "must score prompts, by echo with max_tokens=0 and logprobs=0, as serve-policy and vLLM do")
+        return scores
+
+
+async def recognised(caller: Caller, policy: Policy, model: str | None) -> tuple[str, dict]:
+    """(name, card) of the served model; RemoteError where it is another or has another tokenizer than the policy."""
+    cards = (await caller.ask("GET", "/v1/models")).get("data") or []
+    names = [card.get("id") for card in cards]
+    model = model or (names[0] if names else None)
+    if model not in names:
+        raise RemoteError(f"{caller.url} serves {names}, not {model!r}")
+    probe = {"model": model, "prompt": PROBE, "max_tokens": 1, "return_token_ids": True}
+    (choice, *_) = (await caller.ask("POST", "/v1/completions", probe)).get("choices") or [{}]
+    theirs, ours = choice.get("prompt_token_ids"), policy.tokenizer.encode(PROBE)
+    if theirs is None:
+        raise RemoteError(f"{caller.url} returns no token ids: it must know return_token_ids, as vLLM does")
+    if theirs != ours:
+        raise RemoteError(f"{caller.url} has another vocabulary than {policy.name!r}: it reads a text as "
+                          f"{theirs[:8]}…, not {ours[:8]}…. Serve a model with its tokenizer")
+    card = cards[names.index(model)]
+    return model, card | {"max_model_len": card.get("max_model_len") or cards[0].get("max_model_len")}  # vLLM: the base's alone
 
 
 def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:

@@ -1,12 +1,16 @@
 """On-policy distillation: the student samples, and learns the teacher's distribution at each of its tokens.
 
     async for row in distil(student, teacher, rows, DistilConfig(steps=50)): ...
+
+GKD is Agarwal et al., On-Policy Distillation of Language Models (arXiv 2306.13649); the form of the sampled tokens is that of
+Thinking Machines, On-Policy Distillation (2025).
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,18 +18,18 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from grpolab.chat import Message, prompt_ids
+from grpolab.chat import Example, Message, prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import BasePolicy, Policy
-from grpolab.rollouts import CUT, Rollout
+from grpolab.rollouts import CUT, Rollout, padded
 from grpolab.runs.checkpoints import data_hash, weights_hash
 from grpolab.runs.run import Run
 from grpolab.tasks import prompt_of
 from grpolab.train import distributed, losses
-from grpolab.train.grpo import kept_tokens, mean, parts_of
+from grpolab.train.grpo import kept_tokens, mean, parts_of, trainer_logps
 from grpolab.train.layout import lay_out
-from grpolab.train.logps import check_lengths, head_of, rollout_states
+from grpolab.train.logps import check_lengths, head_of, rollout_logps, rollout_states
 from grpolab.train.loop import (
     Optimisation,
     accumulate,
@@ -39,6 +43,7 @@ from grpolab.train.loop import (
 from grpolab.train.verify import verify_forward
 
 CHUNK = 2**23  # logits of student and teacher each that exist at a time
+Scores = Sequence[Sequence[float]]  # log-probs of each rollout's tokens, in nats
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,9 @@ class DistilConfig(Optimisation):
     """One step: `group_size` completions of each of `prompts_per_step` prompts, and the mean over their tokens of a divergence
     between the distributions of teacher and student.
 
-    `beta` is GKD's (arXiv 2306.13649). `vocabulary` "sampled" has on average the gradient of the reverse KL over "full"
-    distributions (Thinking Machines, On-Policy Distillation, 2025)."""
+    `beta` is that of GKD's equation 1, `on_policy` the lambda of its algorithm 1: with this probability a step has the
+    student's own completions, else `examples`. `vocabulary` "sampled" takes the log-probs of single tokens: of the student's
+    own completions they give on average the gradient of the reverse KL over "full" distributions, of examples that of SFT."""
 
     prompts_per_step: int = 16  # questions a step
     group_size: int = 4  # completions of each question
@@ -55,6 +61,7 @@ class DistilConfig(Optimisation):
     max_new_tokens: int = 32  # longest completion
     beta: float = 1.0  # 1: reverse KL(student || teacher); 0: forward KL; between: Jensen-Shannon
     vocabulary: Literal["full", "sampled"] = "full"  # what is compared: whole distributions, or the sampled tokens
+    on_policy: float = 1.0  # probability that a step has the student's completions, and not examples
     share_prompts: bool = True  # compute a prompt once for its completions (Llama-shaped models)
 
     def __post_init__(self):
@@ -63,30 +70,34 @@ class DistilConfig(Optimisation):
         self.check_positive("temperature")
         if not 0 <= self.beta <= 1 or self.vocabulary == "sampled" and self.beta != 1:
             raise ValueError(f"beta lies between 0 and 1, and is 1 for sampled tokens (the reverse KL), got {self.beta}")
+        if not 0 <= self.on_policy <= 1:
+            raise ValueError(f"on_policy is a probability, got {self.on_policy}")
 
 
 async def distil(
-    policy: Policy, teacher: BasePolicy, rows: Sequence[Any], config: DistilConfig, *,
-    teacher_prompt: Callable[[Any], str | Sequence[Message]] | None = None, run: Run | None = None,
+    policy: Policy, teacher: BasePolicy | Callable[[Sequence[Rollout]], Awaitable[Scores]], rows: Sequence[Any],
+    config: DistilConfig, *, teacher_prompt: Callable[[Any], str | Sequence[Message]] | None = None,
+    examples: Sequence[Example] = (), run: Run | None = None,
 ) -> AsyncIterator[dict]:
     """On-policy distillation of `teacher` into `policy` on the prompts of `rows`; a row a step.
 
-    The teacher has the student's tokenizer. `teacher_prompt(row)` is its prompt in place of the row's: with an answer or a
-    hint in it, the policy can be its own teacher. In a row, `loss` is the divergence in nats a token, and `reverse_kl` the
-    estimate of the reverse KL from the student's own tokens.
+    The teacher has the student's tokenizer: a policy, or an async function from rollouts to the log-probs at temperature 1 of
+    their tokens (`serve.remote.RemoteTeacher`), which is enough for sampled tokens. `teacher_prompt(row)` is its prompt in
+    place of the row's: with an answer or a hint in it, the policy can be its own teacher. `examples`, the teacher's completions
+    say, are for `on_policy` below 1; both see them as they are.
+
+    In a row, `loss` is the divergence in nats a token, and `reverse_kl` the estimate of the reverse KL from the student's own
+    tokens, NaN where the step had examples. What the teacher's function raises ends the run before the step.
     """
     if distributed.world().size > 1:
         raise ValueError("distil runs in one process: start it without torchrun")
-    if teacher is not policy and teacher.model is policy.model and type(teacher) is Policy:
-        raise ValueError("student and teacher share a model, so the teacher would move along: load it a second time, or give "
-                         "the policy itself and a teacher_prompt")
-    if teacher is policy and teacher_prompt is None:
-        raise ValueError("a policy that is its own teacher needs a teacher_prompt with more in it than the row's prompt")
-    sizes = [head_of(p)["head"].shape[0] for p in (policy, teacher)]
-    if sizes[0] != sizes[1] or policy.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
-        raise ValueError(f"student and teacher have other tokens ({sizes[0]} and {sizes[1]}): their distributions cannot be "
-                         "compared")
+    _check_teacher(policy, teacher, config, teacher_prompt)
+    if (config.on_policy < 1) != bool(examples):
+        raise ValueError(f"examples are what the steps off the policy have: on_policy={config.on_policy} with {len(examples)} "
+                         "of them. Give both, or neither")
+    given = [_as_rollout(e) for e in examples]
     batch_of = epoch_batches(range(len(rows)), config.prompts_per_step, config.seed)
+    examples_of = epoch_batches(given, config.prompts_per_step * config.group_size, config.seed) if given else None
 
     def prompts_of(row: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         own = tuple(prompt_ids(policy.tokenizer, prompt_of(row)))
@@ -95,7 +106,8 @@ async def distil(
     def start():
         prompts = [prompts_of(row) for row in rows]
         longest = max(max(map(len, pair)) for pair in prompts) + config.max_new_tokens
-        for one in {id(p): p for p in (policy, teacher)}.values():
+        longest = max(longest, *(len(r.prompt) + len(r.tokens) for r in given), 0)
+        for one in {id(p): p for p in (policy, teacher) if isinstance(p, Policy)}.values():
             check_lengths(one, longest, "prompt and completion")
             with one.acting():
                 verify_forward(one, config, longest)
@@ -106,17 +118,27 @@ async def distil(
 
     async def gather(step):
         began, chosen = time.perf_counter(), [prompts[i] for i in batch_of(step)]
-        params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens,
-                                seed=config.seed * 1_000_003 + step)
-        groups = await sampler.sample([own for own, _ in chosen], group_size=config.group_size, params=params)
-        rollouts = [r for g in groups for r in g]
-        theirs = [replace(r, prompt=prompt) for (_, prompt), g in zip(chosen, groups) for r in g]
+        off_policy = random.Random(f"{config.seed}/{step}/on_policy").random() >= config.on_policy
+        if off_policy:
+            rollouts = theirs = examples_of(step)
+        else:
+            params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens,
+                                    seed=config.seed * 1_000_003 + step)
+            groups = await sampler.sample([own for own, _ in chosen], group_size=config.group_size, params=params)
+            rollouts = [r for g in groups for r in g]
+            theirs = [replace(r, prompt=prompt) for (_, prompt), g in zip(chosen, groups) for r in g]
+        source = teacher
+        if config.vocabulary == "sampled" and off_policy:
+            source = None
+        elif not isinstance(teacher, Policy):
+            source = await teacher(theirs)
         sampling = time.perf_counter() - began
 
         def update(optimiser):
             began = time.perf_counter()
-            row = distil_gradient(policy, teacher, rollouts, theirs, config) | apply_gradient(policy, optimiser, config, step)
-            return row | {
+            row = distil_gradient(policy, source, rollouts, theirs, config) | apply_gradient(policy, optimiser, config, step)
+            return row | ({"reverse_kl": float("nan")} if off_policy else {}) | {
+                "off_policy": float(off_policy),
                 "completion_length": mean([len(r.tokens) for r in rollouts]),
                 "truncated": mean([float(r.finish_reason in CUT) for r in rollouts]),
                 "sampling_s": sampling, "update_s": time.perf_counter() - began}
@@ -125,22 +147,50 @@ async def distil(
 
     def data():
         frozen = type(teacher) is Policy and teacher is not policy
-        return data_hash([prompts, weights_hash(teacher) if frozen else ""])
+        return data_hash([prompts, examples, weights_hash(teacher) if frozen else ""])
 
     async with sampler, aclosing(loop(policy, config, run, gather, data)) as steps:
         async for row in steps:
             yield row
 
 
-def distil_gradient(policy: Policy, teacher: BasePolicy, rollouts: Sequence[Rollout], theirs: Sequence[Rollout],
+def distil_gradient(policy: Policy, teacher: BasePolicy | Scores | None, rollouts: Sequence[Rollout], theirs: Sequence[Rollout],
                     config: DistilConfig) -> dict:
     """Accumulate the gradient of the mean divergence over the tokens of `rollouts`, whatever the micro-batches. `theirs` are
-    the same completions behind the prompts that the teacher gets. Returns {"loss", "reverse_kl"}."""
+    the same completions behind the prompts that the teacher gets. Returns {"loss", "reverse_kl"}.
+
+    For sampled tokens `teacher` may be the log-probs that it gave to `theirs`, or None where it wrote them itself."""
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
-    return accumulate(_losses(policy, teacher, [rollouts[i] for i in order], [theirs[i] for i in order], config))
+    rollouts, theirs = [rollouts[i] for i in order], [theirs[i] for i in order]
+    if config.vocabulary == "full":
+        return accumulate(_of_distributions(policy, teacher, rollouts, theirs, config))
+    if isinstance(teacher, Policy):
+        with teacher.acting():
+            scores = trainer_logps(teacher, theirs, config)
+    else:
+        scores = teacher and [teacher[i] for i in order]
+    return accumulate(_of_tokens(policy, scores, rollouts, config))
 
 
-def _losses(policy, teacher, rollouts, theirs, config) -> Iterator[tuple]:
+def _of_tokens(policy, scores, rollouts, config) -> Iterator[tuple]:
+    """Each micro-batch's share of the mean of -A log p over the tokens, where A = log q - log p, of which no gradient is taken:
+    the reverse KL on average. Of the teacher's own tokens A = 1: its cross-entropy, which is SFT."""
+    count = kept_tokens(rollouts)
+    for part in parts_of(policy, rollouts, config):
+        mask = padded([r.mask for r in rollouts[part]]).to(policy.device)
+        layout = lay_out(rollouts[part], share=config.share_prompts, pad_id=policy.pad_id)
+        with autocast(policy, config):
+            logps, _ = rollout_logps(policy, layout, mask.shape, config.temperature, checkpointed=config.checkpoint_activations)
+        if scores is None:
+            loss, reverse_kl = -(logps * mask).sum(), torch.zeros(())
+        else:
+            advantage = (padded(scores[part]).to(logps) - logps.detach()) * mask
+            ratio = torch.exp(logps - logps.detach())  # 1, with the gradient of log p
+            loss, reverse_kl = -(ratio * advantage).sum(), -advantage.sum()
+        yield loss / count, {"loss": loss.detach() / count, "reverse_kl": reverse_kl / count}
+
+
+def _of_distributions(policy, teacher, rollouts, theirs, config) -> Iterator[tuple]:
     """Each micro-batch's share of the mean divergence."""
     count = kept_tokens(rollouts)
     for part in parts_of(policy, rollouts, config):
@@ -161,13 +211,7 @@ def _divergence(policy, teacher, hidden, wanted, target, config):
 
     def of_chunk(hidden, wanted, target):
         p, q = (_log_distribution(x, head, config.temperature) for x, head in zip((hidden, wanted), heads))
-        p_target, q_target = (x.gather(1, target[:, None]) for x in (p, q))
-        advantage = (q_target - p_target).detach()
-        if config.vocabulary == "full":
-            loss = losses.divergence(p, q, config.beta)
-        else:
-            loss = -torch.exp(p_target - p_target.detach()) * advantage  # -advantage, with the gradient of log p
-        return loss.sum(), -advantage.sum()
+        return losses.divergence(p, q, config.beta).sum(), (p - q).gather(1, target[:, None]).sum().detach()
 
     chunks = zip(hidden.split(size), wanted.split(size), target.split(size))
     parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
@@ -178,3 +222,33 @@ def _log_distribution(hidden, head, temperature):
     with torch.autocast(hidden.device.type, enabled=False):
         logits = torch.nn.functional.linear(hidden.to(head["head"].dtype), head["head"], head["bias"])
     return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+
+
+def _check_teacher(policy, teacher, config, teacher_prompt) -> None:
+    """ValueError for a teacher that cannot teach this policy in this form."""
+    if not isinstance(teacher, Policy):
+        if config.vocabulary == "full":
+            raise ValueError("this teacher gives the log-probs of single tokens, no distributions: set vocabulary to "
+                             "'sampled', or load the teacher in this process")
+        if config.temperature != 1:
+            raise ValueError(f"this teacher's log-probs are those at temperature 1, and temperature is {config.temperature}: "
+                             "set it to 1, or load the teacher in this process")
+        return
+    if teacher is not policy and teacher.model is policy.model and type(teacher) is Policy:
+        raise ValueError("student and teacher share a model, so the teacher would move along: load it a second time, or give "
+                         "the policy itself and a teacher_prompt")
+    if teacher is policy and teacher_prompt is None:
+        raise ValueError("a policy that is its own teacher needs a teacher_prompt with more in it than the row's prompt")
+    sizes = [head_of(p)["head"].shape[0] for p in (policy, teacher)]
+    if sizes[0] != sizes[1] or policy.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
+        raise ValueError(f"student and teacher have other tokens ({sizes[0]} and {sizes[1]}): their distributions cannot be "
+                         "compared")
+
+
+def _as_rollout(example: Example) -> Rollout:
+    """An example as a completion of what stands before its first token to train on; ValueError where it has none."""
+    if 1 not in example.mask[1:]:
+        raise ValueError("an example has no token to train on: its mask marks none after the first")
+    at = example.mask.index(1, 1)
+    zeros = (0.0,) * len(example.ids[at:])
+    return Rollout(example.ids[:at], example.ids[at:], example.mask[at:], zeros, zeros, "eos")
