@@ -40,8 +40,13 @@ def named(pages):
 @pytest.mark.parametrize(**named(PAGES))
 def test_every_block_says_what_it_is(page):
     text = page.read_text()
-    assert {kind for kind, _ in BLOCK.findall(text)} <= {"python", "sh", "text"}
+    assert {kind for kind, _ in BLOCK.findall(text)} <= {"python", "sh", "text", "toml"}
+    assert all(tomllib.loads(block) for kind, block in BLOCK.findall(text) if kind == "toml")
     assert text.count("```") == 2 * len(BLOCK.findall(text))
+
+
+def known_extras():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 @pytest.mark.parametrize(**named(PAGES))
