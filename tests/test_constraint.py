@@ -4,16 +4,19 @@ import asyncio
 import json
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import openai
 import pytest
+import test_serve
 import test_serve_tools
 import torch
 from test_serve_tools import ask
 from test_tool_calls import ROOM
 
 from grpolab.chat import prompt_ids, user
+from grpolab.cli.serve import ServePolicy
 from grpolab.decode import constraint as constraint_module
 from grpolab.decode.constraint import Constraint, Grammars
 from grpolab.decode.sampler import Sampler
@@ -26,7 +29,7 @@ from grpolab.serve.service import serve_policy
 from grpolab.train.grpo import GRPOConfig
 
 PACKAGES, pytestmark = "agents", pytest.mark.usefixtures("packages")
-_caller, caller = test_serve_tools._caller, test_serve_tools.caller
+of_bytes, _caller, caller = test_serve.of_bytes, test_serve_tools._caller, test_serve_tools.caller
 SMALL = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
          "required": ["a", "b"], "additionalProperties": False}
 
@@ -93,6 +96,16 @@ def test_what_is_sampled_is_of_the_schema(tiny, grammars, schema):
             seed=0, max_new_tokens=200, constraint=constraint))
     ended = [tiny.decode(r.tokens) for r in group if r.finish_reason == "eos"]
     assert len(ended) > 4 and [check(text) for text in ended] == [None] * len(ended)
+
+
+def test_tokens_that_are_parts_of_characters(of_bytes):
+    """A byte-level tokenizer, which llguidance reads itself; a character may be several tokens."""
+    constraint = Grammars(of_bytes).compile(rule({"enum": ["\u00e9\u00fc\U0001f642", "the fox", {"\u00e9": [1]}]}))
+    with Sampler(of_bytes) as sampler:
+        (group,) = sampler.sample_sync([[5]], group_size=32, params=SamplingParams(
+            seed=0, max_new_tokens=99, constraint=constraint))
+    said = {json.dumps(json.loads(of_bytes.decode(r.tokens))) for r in group if r.finish_reason == "eos"}
+    assert len(said) == 3 and all(len(r.kept_mass) == len(r.tokens) for r in group)
 
 
 async def test_an_answer_has_the_form_that_its_request_asks_for(caller):
@@ -196,6 +209,19 @@ def test_a_slow_grammar_is_ended_while_it_compiles(grammars, monkeypatch):
     with pytest.raises(ValueError, match="take a simpler schema"):
         grammars.compile("start: /a/")
     assert time.monotonic() - began < 20
+
+
+def test_the_command_says_so_to_the_service(monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def serve_policy(sampler, **options):
+        raise Seen(options["constrained"])
+
+    monkeypatch.setattr("grpolab.serve.service.serve_policy", serve_policy)
+    for wanted_so in (True, False):
+        with pytest.raises(Seen, match=str(wanted_so)):
+            asyncio.run(ServePolicy("tiny", constrained=wanted_so).serve(nullcontext(), None))
 
 
 async def test_without_the_extra_it_is_named(tiny, monkeypatch):
