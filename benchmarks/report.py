@@ -381,8 +381,8 @@ def asking(found: dict, results: Path) -> list:
         gains.extend((f"{name}, {how}", str(g)) for how, g in gain.items())
         return gain
 
-    for name, how in (("as it is", ""), ("after solved ones", f", after {settings['shots']} solved ones")):
-        row(f"as it is{how}", found["base"][name])
+    for name, run in found.get("base", {}).items():
+        row("as it is" if name == "as it is" else f"as it is, after {settings['shots']} solved ones", run)
     starts = [name for name in ("sft", "rewarded sft") if name in found]
     for name in starts:
         row({"sft": "best SFT", "rewarded sft": "best SFT on rewarded demonstrations"}[name], found[name])
