@@ -133,8 +133,10 @@ def check_command(words):
             assert folder == badges.repository().rsplit("/", 1)[1]
         case ["conda", "env", "create", "-f", path]:
             assert (ROOT / path).is_file()
+        case ["pip", "install", package]:
+            assert package in [f"grpolab[{extra}]" for extra in known_extras()]
         case ["uv", "sync", *extras]:
-            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            known = known_extras()
             assert set(extras[::2]) == {"--extra"} and set(extras[1::2]) <= known.keys(), words
         case _:
             raise AssertionError(f"no case for {words}")

@@ -34,6 +34,7 @@ from grpolab.env.guess import GuessEnv
 from grpolab.env.pool import GrpoPool, Results, Slot
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
+from grpolab.train import advantages
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
@@ -317,7 +318,7 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
 
 # --- 04 grpo ----------------------------------------------------------------------------------------------------------
 
-ENDS = {"1 epoch": {"largest ratio": 1.0}, "careful": {"largest ratio": 7.0}, "no clip": {"largest ratio": 50.0}}
+ENDS = {"1 epoch": {"largest ratio": 1.0}, "careful": {"largest ratio": 7.0}, "step × 10": {"largest ratio": 50.0}}
 GRPO_LEARNED = {
     "overfit_reward": 0.995, "gain": Interval(0.3, 0.28, 0.32), "gain_sampled": Interval(0.3, 0.28, 0.32),
     "plain": Plain(0.76), "before": Rates(0.62), "after": Rates(0.93), "before_sampled": Rates(0.5),
@@ -345,6 +346,11 @@ def give_equal_groups_a_gradient(monkeypatch):
     monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind="centred": torch.full_like(rewards, 0.05))
 
 
+def count_a_rollout_in_its_own_baseline(monkeypatch):
+    honest = advantages.advantages
+    monkeypatch.setattr(advantages, "advantages", lambda rewards, kind="centred": honest(rewards, "centred"))
+
+
 def move_the_policy_before_the_first_step(monkeypatch):
     honest = losses.kl_penalty
 
@@ -361,6 +367,7 @@ def move_the_policy_before_the_first_step(monkeypatch):
         (report_logps_of_another_temperature, {"sampler − trainer, nats a token"}),
         (give_equal_groups_a_gradient, {"gradient of groups with equal rewards", "advantages of a group sum to"}),
         (move_the_policy_before_the_first_step, {"KL at step 0"}),
+        (count_a_rollout_in_its_own_baseline, {"bias of leave one out"}),
     ]),
 )
 def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The gates of notebooks 00, 08, 09 and 13 under sabotage."""
+"""The gates of notebooks 00, 08, 09, 13 and 17 under sabotage."""
 
 from types import SimpleNamespace
 
@@ -9,6 +9,7 @@ from test_gates import failures_under, leave_sessions_open, one_fault, report_lo
 from grpolab import load_policy
 from grpolab.evaluate import Interval
 from grpolab.parity import Parity
+from grpolab.train import ppo
 
 
 def games(turns):
@@ -120,4 +121,36 @@ def test_the_rejection_sampling_gate_sees_sabotage(sabotage, names, tmp_path, mo
     """The cells up to the run of GRPO, without the loop; the claims are not judged."""
     failed = failures_under(sabotage, "13_rejection_sampling", "policy = load_policy(str(saved))", BOTH_LEARNED, tmp_path,
                             monkeypatch, {"policy, own": LOOP}, quick=True)
+    assert failed == names
+
+
+# --- 17 critic --------------------------------------------------------------------------------------------------------
+
+CRITIC_LEARNED = {
+    "tables": {"PPO": pd.DataFrame({"ratio": [1.0, 1.1]})}, "taken": {}, "explained": pd.Series([-0.5, 0.5]), "learned": 0.9,
+    "reward_of": {"grpo": [0.8], "start": [0.7], "rejection": [0.6], "ppo_1": [0.8], "ppo_50": [0.7]},
+    "against": {"ppo_95": NOTHING}, "mean": lambda values: sum(values) / len(values),
+}
+
+
+def wait_for_the_whole_return(monkeypatch):
+    honest = ppo.gae
+    monkeypatch.setattr(ppo, "gae", lambda *args, lam=1.0, **kw: honest(*args, lam=1.0, **kw))
+
+
+def forget_the_mean_of_the_group(monkeypatch):
+    monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind="centred": rewards)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    one_fault([
+        (None, set()),
+        (wait_for_the_whole_return, {"GAE by hand − of the package", "critic by hand − of the package after five steps"}),
+        (forget_the_mean_of_the_group, {"GAE with the group's mean, λ = 1 − GRPO's advantage"}),
+    ]),
+)
+def test_the_critic_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    """The cells up to the runs; the claims are not judged."""
+    failed = failures_under(sabotage, "17_critic", "tables, taken = {}", CRITIC_LEARNED, tmp_path, monkeypatch, quick=True)
     assert failed == names
