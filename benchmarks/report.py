@@ -161,7 +161,8 @@ def grpo_seeds(found: dict, results: Path) -> list:
 
 WAYS = {"student": "the student, best SFT", "teacher_sft": "SFT on the teacher's completions",
         "reverse_kl": "distillation, reverse KL", "forward_kl": "distillation, forward KL",
-        "sampled": "distillation, sampled tokens", "rejection": "rejection sampling", "grpo": "GRPO"}
+        "mixed": "distillation, forward KL, λ = 0.5", "sampled": "distillation, reverse KL of sampled tokens",
+        "rejection": "rejection sampling", "grpo": "GRPO"}
 
 
 def distillation(found: dict, results: Path) -> list:
@@ -171,12 +172,23 @@ def distillation(found: dict, results: Path) -> list:
         row = {"way": words, "greedy": over_seeds([right(r, "greedy") for r in of]),
                "sampled at T = 1": over_seeds([right(r, "sampled") for r in of])}
         if way != "student":
-            row |= {"greedy − student": compared(found, "greedy", way, "student")}
-            row |= {f"{name}": f"{mean(r[name] for r in of):,.0f}" for name in ("tokens", "seconds")}
+            points = [r["curve"] for r in of]
+            row |= {f"greedy with {batches * found['batch']:,}": f"{mean(c[k]['greedy'] for c in points):.1%}"
+                    for k, batches in enumerate(found["batches"][:-1])}
+            row |= {f"greedy − {words}": compared(found, "greedy", way, other) if way != other else ""
+                    for other, words in (("student", "student"), ("teacher_sft", "SFT on the teacher's"))}
+            row |= {"step size": f"{best_rate(found, way):g}"}
+            row |= {f"{name}": f"{mean(c[-1][name] for c in points):,.0f}" for name in ("tokens", "seconds")}
         rows.append(row)
-    return [f"Each way has {found['completions']:,} completions of 800 questions; {len(seeds)} seeds named beforehand, means "
-            f"with Student's interval, {found['threads']} thread. The teacher, SFT on 3,200 demonstrations, is right on "
-            f"{right(found['teacher'], 'greedy'):.1%} greedily and {right(found['teacher'], 'sampled'):.1%} sampled.", rows]
+    teacher = [f"{right(found['teacher'], kind):.1%}" for kind in ("greedy", "sampled")]
+    return [f"Each way has {found['batches'][-1] * found['batch']:,} completions, eight of each question; {len(seeds)} seeds "
+            f"named beforehand, means with Student's interval, {found['threads']} thread. Fewer completions are a run of their "
+            f"own. The teacher, GRPO from another seed's SFT, is right on {teacher[0]} greedily and {teacher[1]} sampled. Step "
+            "sizes are the best of four on that seed; seconds are those that the process computed.", rows]
+
+
+def best_rate(found: dict, way: str) -> float:
+    return float(max(found["pilot"][way], key=found["pilot"][way].get))
 
 
 SHAPED = {"start": "SFT, the start", "right": "the checker alone", "sum": "checker and brevity, summed",

@@ -151,13 +151,18 @@ def test_staleness_over_seeds(monkeypatch, tmp_path):
 def test_distillation_over_seeds(monkeypatch, tmp_path):
     short = {"HELD_OUT": distillation.HELD_OUT[:4], "CHOOSING": distillation.CHOOSING[:3], "NEW_TOKENS": 4}
     shorter(monkeypatch, baselines, tmp_path, **short)
-    shorter(monkeypatch, distillation, tmp_path, **short, QUESTIONS=distillation.QUESTIONS[:8], TAUGHT=distillation.TAUGHT[:8])
+    shorter(monkeypatch, distillation, tmp_path, **short, QUESTIONS=distillation.QUESTIONS[:8], TAUGHT=distillation.TAUGHT[:8],
+            BUDGETS=(1, 2), PILOT_BATCHES=1, RATES=(1e-3,), TEACHER=tmp_path / "teacher")
     few = {"steps": 2, "prompts_per_step": 2, "group_size": 2}
     monkeypatch.setattr(distillation, "DistilConfig", lambda **given: DistilConfig(**given | few))
     asyncio.run(distillation.main([0]))
     record = json.loads((tmp_path / "distillation.json").read_text())
     assert set(record["seeds"]["0"]) == {"student", *distillation.WAYS} and len(record["teacher"]["greedy"]) == 4
-    assert all(record["seeds"]["0"][way]["tokens"] > 0 for way in distillation.WAYS)
+    for way in distillation.WAYS:
+        first, last = record["seeds"]["0"][way]["curve"]
+        assert 0 < first["tokens"] < last["tokens"] or way in (*distillation.KINDS, "grpo")
+        assert last["seconds"] > 0 and last["greedy"] == record["seeds"]["0"][way]["greedy"].count("1") / 4
+    assert distillation.best_rate({"pilot": {"sampled": {"0.001": 0.2, "0.0003": 0.4}}}, "sampled") == 3e-4
 
 
 def test_several_rewards_over_seeds(monkeypatch, tmp_path):

@@ -144,8 +144,7 @@ def ask_the_teacher_at_another_temperature(monkeypatch):
 DISTILLED = {
     "kl_first": 0.1, "kl_last": 0.05, "gain": NOTHING, "worth": {"with the number behind it": NOTHING}, "spent": 0,
     "after": Answers(0.7, 16), "mean": {"grpo": 0.7}, "best": "grpo", "level": 0.9,
-    "compared": {pair: {"greedy": NOTHING} for pair in
-                 (("teacher_sft", "reverse_kl"), ("teacher_sft", "forward_kl"), ("reverse_kl", "grpo"))},
+    "compared": {("teacher_sft", "grpo"): {"greedy": NOTHING}},
     "before": Answers(0.6, 16), "target": Answers(0.9, 16), "start": "", "ahead": {"distillation, 4 questions a step": NOTHING},
 }
 
