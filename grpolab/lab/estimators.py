@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -327,10 +328,11 @@ def over_problems(record: dict) -> pd.DataFrame:
 
 def draw(record: dict):
     """The cosines of `over_problems` as a map, and how the cosine of a batch grows with its samples; the Figure."""
-    table, names = over_problems(record).iloc[:, 2:], {"leave one out": plots.POLICY, "no baseline": plots.REWARD,
+    table, names = over_problems(record).iloc[:, 2:], {"leave one out": plots.POLICY, "no baseline": plots.HELD_OUT,
                                                        "mean per sequence": plots.WARNING}
     fig, (left, right) = plots.plt.subplots(1, 2, figsize=(11, 5.6), width_ratios=(1.6, 1))
-    left.imshow(table, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", alpha=0.5)
+    bands, pale = (-1.0, 0.0, 0.9, 0.99, 1.01), ("#f3c9b1", "#f2f2f2", "#d3e5f1", "#a9cce3")  # a figure is stored in 24 colours
+    left.imshow(table, cmap=ListedColormap(pale), norm=BoundaryNorm(bands, len(pale)), aspect="auto")
     for (y, x), value in np.ndenumerate(table.to_numpy()):
         if value == value:
             left.annotate(f"{value:.2f}", (x, y), ha="center", va="center", fontsize=8)
@@ -341,8 +343,9 @@ def draw(record: dict):
     drawn = pd.concat(pd.DataFrame(of["samples"]) for of in record["seeds"].values())
     for name, color in names.items():
         of = drawn[drawn["estimator"] == name].groupby("samples")["batch_cosine"]
-        right.plot(of.mean(), "o-", color=color, label=f"{name}, at last {of.mean().iloc[-1]:.2f}")
-        right.fill_between(of.mean().index, of.min(), of.max(), color=color, alpha=0.15)
+        mean, span = of.mean(), [of.mean() - of.min(), of.max() - of.mean()]
+        label = f"{name}, at last {mean.iloc[-1]:.2f}"
+        right.errorbar(mean.index, mean, yerr=span, fmt="o-", color=color, capsize=3, label=label)
     sizes = sorted(drawn["samples"].unique())
     right.set(xscale="log", xlabel="samples in a batch, on-policy", xticks=sizes, xticklabels=sizes,
               title="Cosine of a batch's gradient and the true one")
