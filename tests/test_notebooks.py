@@ -38,7 +38,7 @@ def code(notebook):
 
 def test_it_is_valid_light_and_stored_executed_in_order_without_errors(path, notebook):
     nbformat.validate(notebook)
-    assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) and path.stat().st_size < 500_000
+    assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) and path.stat().st_size < 560_000
     assert notebook.metadata.kernelspec == {"display_name": "Python 3", "language": "python", "name": "python3"}
     assert "papermill" not in notebook.metadata
     cells = [c for c in code(notebook) if c.source.strip()]
