@@ -206,6 +206,17 @@ def test_a_share_of_the_steps_has_examples(student, teacher, options):
     assert all(math.isfinite(row["reverse_kl"]) and row["grad_norm"] > 0 for row in rows if not row["off_policy"])
 
 
+def test_a_teacher_that_is_a_function_gets_the_prompts_of_its_own(student, teacher):
+    config, seen = dataclasses.replace(CONFIG, steps=1, vocabulary="sampled"), []
+
+    async def scores(theirs):
+        seen.extend(theirs)
+        return trainer_logps(teacher, theirs, config)
+
+    rows_of(distil(student, scores, PROBLEMS, config, teacher_prompt=lambda row: "A hint."))
+    assert len(seen) == 8 and {r.prompt for r in seen} == {tuple(prompt_ids(student.tokenizer, "A hint."))}
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
     config = dataclasses.replace(CONFIG, steps=4, save_every=2, on_policy=0.5)
     whole, half, again = (load_policy("tiny") for _ in range(3))

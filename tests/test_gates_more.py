@@ -1,15 +1,19 @@
-"""The gates of notebooks 00, 08, 09, 13 and 17 under sabotage."""
+"""The gates of notebooks 00, 08, 09, 13, 15 and 17 under sabotage."""
 
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import torch
 from test_gates import failures_under, leave_sessions_open, one_fault, report_logps_of_another_temperature
 
-from grpolab import load_policy
+from grpolab import load_policy, losses
 from grpolab.evaluate import Interval
 from grpolab.parity import Parity
 from grpolab.train import ppo
+from grpolab.train.grpo import trainer_logps
 
 
 def games(turns):
@@ -121,6 +125,50 @@ def test_the_rejection_sampling_gate_sees_sabotage(sabotage, names, tmp_path, mo
     """The cells up to the run of GRPO, without the loop; the claims are not judged."""
     failed = failures_under(sabotage, "13_rejection_sampling", "policy = load_policy(str(saved))", BOTH_LEARNED, tmp_path,
                             monkeypatch, {"policy, own": LOOP}, quick=True)
+    assert failed == names
+
+
+# --- 15 distillation --------------------------------------------------------------------------------------------------
+
+
+def turn_the_divergence_around(monkeypatch):
+    honest = losses.divergence
+    monkeypatch.setattr("grpolab.train.losses.divergence", lambda p, q, beta=1.0: honest(q, p, beta))
+
+
+def ask_the_teacher_at_another_temperature(monkeypatch):
+    monkeypatch.setattr(sys.modules["grpolab.train.distil"], "trainer_logps",
+                        lambda policy, rollouts, config: trainer_logps(policy, rollouts, replace(config, temperature=1.3)))
+
+
+DISTILLED = {
+    "kl_first": 0.1, "kl_last": 0.05, "gain": NOTHING, "worth": {"with the number behind it": NOTHING}, "spent": 0,
+    "after": Answers(0.7, 16), "mean": {"grpo": 0.7}, "best": "grpo", "level": 0.9,
+    "compared": {pair: {"greedy": NOTHING} for pair in
+                 (("teacher_sft", "reverse_kl"), ("teacher_sft", "forward_kl"), ("reverse_kl", "grpo"))},
+    "before": Answers(0.6, 16), "target": Answers(0.9, 16), "start": "", "ahead": {"distillation, 4 questions a step": NOTHING},
+}
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    one_fault([
+        (None, set()),
+        (ask_the_teacher_at_another_temperature, {"package − plain code, sampled tokens, of the gradient's length"}),
+        (turn_the_divergence_around, {"package − plain code, whole distributions, of the gradient's length",
+                                      "share of 27 and 72 by the reverse KL of whole answers",
+                                      "learned second digit − its closed form, largest"}),
+    ]),
+)
+def test_the_distillation_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
+    """Its cells but for the training; the claims are not judged."""
+    policies = {"student": load_policy("tiny"), "teacher": load_policy("tiny")}
+    with torch.no_grad():
+        for p in policies["teacher"].model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
+    skipped = {"async def imitate": policies, "questions = practice": DISTILLED, "grouped = load_policy": {}}
+    failed = failures_under(sabotage, "15_distillation", "async def share_right", DISTILLED, tmp_path, monkeypatch, skipped,
+                            quick=True)
     assert failed == names
 
 

@@ -38,7 +38,7 @@ def code(notebook):
 
 def test_it_is_valid_light_and_stored_executed_in_order_without_errors(path, notebook):
     nbformat.validate(notebook)
-    assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) and path.stat().st_size < 560_000
+    assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) and path.stat().st_size < 500_000
     assert notebook.metadata.kernelspec == {"display_name": "Python 3", "language": "python", "name": "python3"}
     assert "papermill" not in notebook.metadata
     cells = [c for c in code(notebook) if c.source.strip()]
@@ -122,7 +122,7 @@ def test_other_notebooks_are_saved_as_they_are():
 # --- quick ------------------------------------------------------------------------------------------------------------
 
 QUICK = ("03_dpo", "04_grpo", "05_reward_model", "07_multi_turn_grpo", "08_guess", "09_longer_answers",
-         "13_rejection_sampling", "14_tools", "17_critic")
+         "13_rejection_sampling", "14_tools", "15_distillation", "17_critic")
 
 
 @pytest.mark.parametrize("quick", [True, False])

@@ -65,7 +65,7 @@ def tables(folder: Path) -> dict[str, pd.DataFrame]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", ["00", "01", "03", "04", "05", "07", "08", "09", "10", "11", "12", "14", "17"])
+@pytest.mark.parametrize("number", ["00", "01", "03", "04", "05", "07", "08", "09", "10", "11", "12", "14", "15", "17"])
 def test_a_training_cell_that_was_interrupted_starts_where_it_started(number, tmp_path):
     (notebook,) = (repository() / "notebooks").glob(f"{number}_*.ipynb")
     durations = executed(notebook, tmp_path / "once")

@@ -55,8 +55,8 @@ class DistilConfig(Optimisation):
     student's own completions, else `examples`. `vocabulary` "sampled" takes the log-probs of single tokens: of the student's
     own completions they give on average the gradient of the reverse KL over "full" distributions, of examples that of SFT."""
 
-    prompts_per_step: int = 16  # questions a step
-    group_size: int = 4  # completions of each question
+    prompts_per_step: int = 64  # questions a step
+    group_size: int = 1  # completions of each question; nothing is compared among them
     temperature: float = 1.0  # of sampling, and of both distributions
     max_new_tokens: int = 32  # longest completion
     beta: float = 1.0  # 1: reverse KL(student || teacher); 0: forward KL; between: Jensen-Shannon
