@@ -191,6 +191,35 @@ def best_rate(found: dict, way: str) -> float:
     return float(max(found["pilot"][way], key=found["pilot"][way].get))
 
 
+CORRECTED = {"none": "no correction", "clip": "clipped ratio", "weights": "importance weights"}
+OTHERS = {"start": "SFT, the start", "rejection": "rejection sampling, as many completions"}
+
+
+def staleness(found: dict, results: Path) -> list:
+    """Held-out rates by staleness and correction, and what a step took."""
+    seeds, rows, timed = list(found["seeds"].values()), [], found.get("timing", {})
+    for name in seeds[0]:
+        s, _, kind = name.partition(", ")
+        of = [seed[name] for seed in seeds]
+        row = {"policy": OTHERS.get(name, f"staleness {s}"), "correction": CORRECTED[kind] if kind and s != "0" else "–",
+               "greedy": over_seeds([right(r, "greedy") for r in of])}
+        if "reward" in of[0]:
+            row |= {"greedy − staleness 0": "" if s == "0" else compared(found, "greedy", name, "0, clip"),
+                    "reward, last 8 steps": f"{mean(mean(r['reward'][-8:]) for r in of):.3f}",
+                    "nats a token from the drawing weights": f"{mean(mean(r['logp_diff'][-8:]) for r in of):.4f}"}
+        rows.append(row)
+    clock = [{"staleness": s, "checker": how, "seconds a step": f"{t['seconds']:.2f}",
+              "of which waiting": f"{t['waiting']:.2f}", "processor seconds": f"{t['cpu']:.2f}",
+              "mean staleness": f"{t['staleness']:.2f}"}
+             for name, t in timed.items() if isinstance(t, dict) for s, how in [name.split(", ", 1)]]
+    parts = [f"{found['steps']} steps of {found['completions']} completions, lr {found['lr']:g}; {len(seeds)} seeds named "
+             f"beforehand, means with Student's interval, {found['threads']} thread. Staleness 0 is synchronous GRPO.", rows]
+    if clock:
+        parts += [f"Seconds a step beside other work (load {timed['load'][0]:.1f} on {timed['cores']} cores); the slow checker "
+                  "takes half a second to a second a completion.", clock]
+    return parts
+
+
 SHAPED = {"start": "SFT, the start", "right": "the checker alone", "sum": "checker and brevity, summed",
           "gated": "the same, gated by the checker"}
 
@@ -524,6 +553,7 @@ QUESTIONS = {
     "What does reinforcement add to imitation?": [
         ("GRPO and rejection sampling, eight seeds", "baselines", baselines), ("GRPO over seeds", "grpo_seeds", grpo_seeds),
         ("On-policy distillation, three seeds", "distillation", distillation),
+        ("Sampling ahead, three seeds", "async_grpo", staleness),
         ("A reward for form beside the checker", "several_rewards", several_rewards),
         ("Estimators of the policy gradient", "estimators", estimators),
         ("A critic beside GRPO, three seeds", "critic", critic),

@@ -112,10 +112,10 @@ def locked(path: Path) -> Iterator[None]:
             _locked.discard(path.resolve())
 
 
-def png(figure) -> bytes:
-    """A matplotlib figure as PNG at twice its size, in 24 colours."""
+def png(figure, scale: float = 2.0) -> bytes:
+    """A matplotlib figure as PNG at `scale` times its size, in 24 colours."""
     drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=2 * DPI, bbox_inches="tight", facecolor="white")
+    figure.savefig(drawn, format="png", dpi=scale * DPI, bbox_inches="tight", facecolor="white")
     return fewer_colours(drawn.getvalue())
 
 

@@ -7,6 +7,7 @@ its own ("Calling tools: ...") and asks for its last answer without tools: there
 import asyncio
 import copy
 import json
+from functools import partial
 
 import openai
 import pytest
@@ -138,8 +139,7 @@ def test_a_hundred_loops_of_pydantic_ai_train_the_policy(caller, sampled, traine
 
     async def main():
         config = GRPOConfig(steps=1, prompts_per_step=25, group_size=4, max_new_tokens=90, lr=1e-5)
-        agent = lambda url, name: pydantic_agent(url, name, wire)  # noqa: E731
-        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, agent)]
+        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, partial(pydantic_agent, wire=wire))]
         return rows[0]
 
     row = asyncio.run(main())

@@ -122,7 +122,7 @@ def test_other_notebooks_are_saved_as_they_are():
 # --- quick ------------------------------------------------------------------------------------------------------------
 
 QUICK = ("03_dpo", "04_grpo", "05_reward_model", "07_multi_turn_grpo", "08_guess", "09_longer_answers",
-         "13_rejection_sampling", "14_tools", "15_distillation", "17_critic")
+         "13_rejection_sampling", "14_tools", "15_distillation", "16_async_grpo", "17_critic")
 
 
 @pytest.mark.parametrize("quick", [True, False])

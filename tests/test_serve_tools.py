@@ -223,6 +223,16 @@ async def test_bad_requests_are_refused_by_name(caller, options, why):
             await ask(client, **{"messages": user("x")} | options)
 
 
+async def test_a_developer_is_the_system_and_parts_are_one_text(tiny):
+    async with in_session(tiny) as (_, _, client):
+        asked = [[{"role": "system", "content": "Be brief."}, *user("ab")],
+                 [{"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+                  {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]]
+        replies = [await ask(client, messages, max_tokens=3, seed=1, tools=[]) for messages in asked]
+        assert replies[0].prompt_token_ids == replies[1].prompt_token_ids == prompt_ids(tiny.tokenizer, asked[0])
+        assert replies[0].choices[0].token_ids == replies[1].choices[0].token_ids
+
+
 async def test_a_model_whose_template_knows_no_tools_is_named(caller):
     caller.tokenizer = copy.deepcopy(caller.tokenizer)
     caller.tokenizer.chat_template = caller.tokenizer.chat_template.replace("tools or []", "[]")

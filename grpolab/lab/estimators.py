@@ -22,7 +22,6 @@ from functools import partial
 from itertools import combinations_with_replacement, product
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -325,27 +324,31 @@ def over_problems(record: dict) -> pd.DataFrame:
     return sum(tables) / len(tables)
 
 
+LINES = {  # what is drawn: the corrections over staleness, and baselines over the samples of a batch
+    "nothing corrected": plots.REFERENCE, "clip 0.2": plots.WARNING, "weights masked beyond 2": plots.REJECTED,
+    "token ratio, no clip": plots.POLICY, "weights of sequences": plots.HELD_OUT}
+GROWING = {"no baseline": plots.HELD_OUT, "leave one out": plots.POLICY, "mean per sequence": plots.WARNING}
+
+
 def draw(record: dict):
-    """The cosines of `over_problems` as a map, and how the cosine of a batch grows with its samples; the Figure."""
-    table, names = over_problems(record).iloc[:, 2:], {"leave one out": plots.POLICY, "no baseline": plots.REWARD,
-                                                       "mean per sequence": plots.WARNING}
-    fig, (left, right) = plots.plt.subplots(1, 2, figsize=(11, 5.6), width_ratios=(1.6, 1))
-    left.imshow(table, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", alpha=0.5)
-    for (y, x), value in np.ndenumerate(table.to_numpy()):
-        if value == value:
-            left.annotate(f"{value:.2f}", (x, y), ha="center", va="center", fontsize=8)
-    left.set_xticks(range(table.shape[1]), table.columns, rotation=35, ha="right")
-    left.set_yticks(range(len(table)), table.index)
-    left.set_title(f"Cosine of mean and true gradient: {table.min().min():.2f} to {table.max().max():.2f}")
-    left.grid(False)
-    drawn = pd.concat(pd.DataFrame(of["samples"]) for of in record["seeds"].values())
-    for name, color in names.items():
-        of = drawn[drawn["estimator"] == name].groupby("samples")["batch_cosine"]
-        right.plot(of.mean(), "o-", color=color, label=f"{name}, at last {of.mean().iloc[-1]:.2f}")
-        right.fill_between(of.mean().index, of.min(), of.max(), color=color, alpha=0.15)
-    sizes = sorted(drawn["samples"].unique())
-    right.set(xscale="log", xlabel="samples in a batch, on-policy", xticks=sizes, xticklabels=sizes,
-              title="Cosine of a batch's gradient and the true one")
-    right.minorticks_off()
-    right.legend(loc="lower right")
+    """The cosine of mean and true gradient as the sampler gets older, and of a batch's as it grows; means over the record's
+    problems, the bars from the least to the largest. The Figure."""
+    fig, (left, right) = plots.plt.subplots(1, 2, figsize=(9.6, 3.4))
+    off, drawn = (pd.concat(pd.DataFrame(of[part]) for of in record["seeds"].values()) for part in ("off_policy", "samples"))
+    off = off[off["sampler"].str.contains("old")].assign(updates=lambda t: t["sampler"].str.extract(r"(\d+)").astype(int))
+    for ax, table, lines, x, y in ((left, off, LINES, "updates", "cosine"), (right, drawn, GROWING, "samples", "batch_cosine")):
+        for name, color in lines.items():
+            of = table[table["estimator"] == name].groupby(x)[y]
+            mean = of.mean()
+            ax.errorbar(mean.index, mean, yerr=[mean - of.min(), of.max() - mean], fmt="o-", color=color, capsize=3, label=name)
+        at = sorted(table[x].unique())
+        ax.set(xscale="log", xticks=at, xticklabels=at)
+        ax.minorticks_off()
+        ax.legend(fontsize=8, loc="lower left" if ax is left else "lower right")
+    clipped = off.loc[(off["estimator"] == "clip 0.2") & (off["updates"] == off["updates"].max()), "cosine"].mean()
+    left.set(xlabel="updates since the sampler's weights", ylabel="cosine with the true gradient",
+             title=f"Mean gradient: with the clip {clipped:.2f} at last")
+    last = drawn[drawn["samples"] == drawn["samples"].max()].groupby("estimator")["batch_cosine"].mean()
+    right.set(xlabel="samples in a batch, on-policy",
+              title="A batch: " + ", ".join(f"{name} {last[name]:.2f}" for name in list(GROWING)[1:]))
     return fig
