@@ -435,7 +435,8 @@ def asking(found: dict, results: Path) -> list:
             f"{grpo['prompts_per_step']} questions × {grpo['group_size']} episodes, lr {grpo['lr']:g}; rejection sampling gets "
             f"as many sampled tokens. {settings['held_out']} held-out questions, whose shops occur nowhere in training, "
             "answered greedily and once at temperature 1. Asking pays only where the policy then gives the answer that it was "
-            "told: see the column `right where it asked`. Seeds of the command that are missing were not run.", rows, lines, below(15, gains)]
+            "told: see the column `right where it asked`. Seeds of the command that are missing were not run.",
+            rows, lines, below(15, gains)]
 
 
 # --- speed and memory -------------------------------------------------------------------------------------------------
