@@ -16,7 +16,8 @@ which is right in half of the cases.
     rejection        rejection sampling from the best SFT, in 2 and in 4 rounds, with as many sampled tokens as GRPO of the
                      same seed: of each question whose episodes differ in their reward, one that was rewarded is imitated
 
-Nothing is chosen on the held-out questions. What the record holds is kept, so an interrupted series goes on.
+With this recipe the imitator does not yet use what a tool told it, so asking pays no more than a guess: RESULTS.md. Nothing is
+chosen on the held-out questions. What the record holds is kept, so an interrupted series goes on.
 """
 
 from __future__ import annotations

@@ -71,17 +71,35 @@ def answers_of(response):
     return []
 
 
-def pydantic_model(url, wire=None, **client):
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
+def openai_client(url, wire=None, **client):
     async def keep(response):
         await response.aread()
         wire.extend(answers_of(response))
 
     http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [keep]} if wire is not None else {})
-    asked = openai.AsyncOpenAI(base_url=url, api_key="-", http_client=http, **client)
-    return OpenAIChatModel("tiny", provider=OpenAIProvider(openai_client=asked))
+    return openai.AsyncOpenAI(base_url=url, api_key="-", http_client=http, **client)
+
+
+async def openai_agent(url, name, wire=None, turns=4):
+    """The plain client in a loop of its own."""
+    messages = [{"role": "user", "content": f"Where is {name}?"}]
+    async with openai_client(url, wire) as client:
+        for _ in range(turns):
+            answer = await client.chat.completions.create(model="tiny", messages=messages, tools=[ROOM], **IDS)
+            message = answer.choices[0].message
+            if not message.tool_calls:
+                return float(message.content == room(name))
+            messages.append(message.model_dump(exclude_none=True))
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": room(**json.loads(call.function.arguments))}
+                         for call in message.tool_calls]
+    return 0.0
+
+
+def pydantic_model(url, wire=None, **client):
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    return OpenAIChatModel("tiny", provider=OpenAIProvider(openai_client=openai_client(url, wire, **client)))
 
 
 async def pydantic_agent(url, name, wire=None, **settings):
@@ -134,12 +152,13 @@ def check_trained(trained, wire, runs):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_hundred_loops_of_pydantic_ai_train_the_policy(caller, sampled, trained):
+@pytest.mark.parametrize("agent", [pydantic_agent, openai_agent])
+def test_a_hundred_loops_train_the_policy(caller, sampled, trained, agent):
     wire = []
 
     async def main():
         config = GRPOConfig(steps=1, prompts_per_step=25, group_size=4, max_new_tokens=90, lr=1e-5)
-        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, partial(pydantic_agent, wire=wire))]
+        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, partial(agent, wire=wire))]
         return rows[0]
 
     row = asyncio.run(main())

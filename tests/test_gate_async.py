@@ -2,7 +2,6 @@
 
 from importlib import import_module
 
-import pandas as pd
 import pytest
 from test_gates import failures_under, one_fault
 
@@ -10,11 +9,10 @@ from grpolab.decode.batch import Batch
 from grpolab.evaluate import Interval
 
 module = import_module("grpolab.train.async_grpo")
-GOOD = Interval(0.0, -0.01, 0.01)
 LEARNED = {
-    "left_out": "", "speedup": {"staleness 2": 2.0}, "toy": {0: 6.0}, "limit": lambda s: 6.0, "gain": {"slow": 3.0},
-    "live": {"staleness 2": pd.DataFrame({"staleness_max": [0, 1, 2]})}, "seeds": {0: {}}, "baselines": {"SFT": 0.6},
-    "ends": lambda name: [0.7], "lost": {(8, "none"): GOOD},
+    "left_out": "", "speedup": 2.0, "speedup_fast": 1.0, "toy": {0: 6.0}, "limit": lambda s: 6.0,
+    "live": {2: {"oldest": 2}}, "seeds": {0: {}}, "baselines": {"SFT": 0.6}, "ends": lambda name: [0.7],
+    "lost": {(8, "none"): Interval(-0.3, -0.4, -0.2)},
 }
 SKIPPED = {"S, R, U =": {}}  # the toy clock
 

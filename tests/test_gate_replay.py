@@ -43,10 +43,10 @@ def replay_with_other_draws(monkeypatch):
     """The weights and the prompts are right, and each rollout is drawn with its neighbour's seed."""
     honest = replay.regenerate
 
-    def other(state, groups, places, session):
+    def other(state, groups, places, *rest):
         moved = [dataclasses.replace(g, group=Group(tuple(dataclasses.replace(r, seed=r.seed + 1) for r in g.group)))
                  for g in groups]
-        return honest(state, moved, places, session)
+        return honest(state, moved, places, *rest)
 
     monkeypatch.setattr(replay, "regenerate", other)
 

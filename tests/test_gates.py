@@ -372,7 +372,8 @@ def move_the_policy_before_the_first_step(monkeypatch):
 )
 def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
-    failed = failures_under(sabotage, "04_grpo", "fixed = doubtful", GRPO_LEARNED, tmp_path, monkeypatch)
+    of_the_record = {start: {} for start in ("places =", 'run.figure("estimators"', "problems =")}
+    failed = failures_under(sabotage, "04_grpo", "fixed = doubtful", GRPO_LEARNED, tmp_path, monkeypatch, of_the_record)
     if failed is None:
         assert sabotage is give_equal_groups_a_gradient
     else:

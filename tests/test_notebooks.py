@@ -285,7 +285,7 @@ def test_the_conda_environment_agrees_with_the_lock():
     import tomllib
 
     project = tomllib.loads((repository() / "pyproject.toml").read_text())["project"]
-    apart = {"interop", "lab", "gym", "sinks", "mcp", "verifiers"}
+    apart = {"interop", "lab", "gym", "sinks", "mcp", "verifiers", "constrained"}
     extras = [extra for name, extra in project["optional-dependencies"].items() if name not in apart]
     wanted = sum(extras, project["dependencies"])
     direct = {re.split(r"[><=\[; ]", d)[0].lower().replace("_", "-") for d in wanted}

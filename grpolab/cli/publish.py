@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub import HfApi, ModelCardData  # transformers brings it
 from huggingface_hub.errors import LocalTokenNotFoundError
 from matplotlib import pyplot as plt
 
