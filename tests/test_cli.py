@@ -40,6 +40,9 @@ def test_eval_takes_rows_of_a_file(tmp_path, capsys):
     assert main(["eval", "tiny", "--tasks", str(path), "--reward", f"{tmp_path}/mine.py:always", "--at", "3", *options]) == 0
     out = capsys.readouterr().out
     assert "greedy   100.0%" in out and "pass@3   100.0%" in out and "pass@1" not in out
+    (tmp_path / "mine.py").write_text("async def later(text, row, rollout):\n    return 1.0\n")
+    assert main(["eval", "tiny", "--tasks", str(path), "--reward", f"{tmp_path}/mine.py:later", *options]) == 1
+    assert "scout takes this one" in capsys.readouterr().err
     assert main(["eval", "tiny", "--tasks", str(path), "--at", "4", *options]) == 2
     assert "pass@k needs k from 1 to --samples, which is 3" in capsys.readouterr().err
     path.write_text('{"prompt": "What is 1 + 1?", "answer": "two"}')

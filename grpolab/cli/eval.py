@@ -14,6 +14,7 @@ from grpolab.cli import UsageError
 from grpolab.cli.rollout_options import load_object
 from grpolab.evaluate import evaluate, evaluate_checks, evaluate_fixed, suite_table, summary
 from grpolab.models.load import load_policy
+from grpolab.train.rewards import is_async
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Eval:
         if self.reward is None:
             tasks.check_answers(rows, path)
         reward = load_object(self.reward, "--reward") if self.reward else tasks.right_number
+        if is_async(reward) or not callable(reward):
+            raise ValueError(f"--reward {self.reward}: eval takes a plain function (text, row, rollout); scout takes this one")
         policy = self.load()
         cases = [(tasks.prompt_of(row), lambda text, rollout, row=row: (reward(text, row, rollout) or 0) >= 1) for row in rows]
         greedy = await evaluate_checks(policy, cases, **self.sampling)
