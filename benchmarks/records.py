@@ -8,11 +8,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from grpolab.files import atomic_write
+from grpolab.files import atomic_write, source_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -51,9 +50,7 @@ def code_hash(room: Path) -> str:
 
 def provenance(rooms: Iterable[str]) -> dict:
     """The commit, with a + where the tree differs from it, and the hash of each room."""
-    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {"commit": commit or None, "code": {room: code_hash(ROOT / "grpolab" / room) for room in rooms}}
+    return {"commit": source_commit() or None, "code": {room: code_hash(ROOT / "grpolab" / room) for room in rooms}}
 
 
 def write(path: Path, content: dict) -> Path:

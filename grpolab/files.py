@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,6 +111,18 @@ def locked(path: Path) -> Iterator[None]:
             yield
         finally:
             _locked.discard(path.resolve())
+
+
+def source_commit() -> str:
+    """The commit of the source tree that this package is imported from, with a + where the tree differs from it; "" where it is
+    installed from a wheel."""
+    source = Path(__file__).parents[1]
+    try:
+        done = subprocess.run(["git", "-C", str(source), "describe", "--always", "--dirty=+", "--exclude=*"],
+                              capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip() if (source / ".git").exists() else ""
 
 
 def png(figure, scale: float = 2.0) -> bytes:

@@ -116,7 +116,8 @@ def call_of(value: Any) -> ToolCall:
     return ToolCall(value["name"], arguments)
 
 
-_BEGIN, _END = re.compile(r"<tool_call>\s{0,80}"), re.compile(r"\s{0,80}</tool_call>")
+END_OF_CALL = "</tool_call>"  # of the form hermes
+_BEGIN, _END = re.compile(r"<tool_call>\s{0,80}"), re.compile(r"\s{0,80}" + END_OF_CALL)
 
 
 def _hermes(text: str) -> ParsedTurn:
@@ -216,7 +217,7 @@ class Form:
 
 
 FORMS = {
-    "hermes": Form("<tool_call>", lambda calls: "".join(f"<tool_call>\n{_written(c)}\n</tool_call>" for c in calls)),
+    "hermes": Form("<tool_call>", lambda calls: "".join(f"<tool_call>\n{_written(c)}\n{END_OF_CALL}" for c in calls)),
     "llama": Form("<|python_tag|>", lambda calls: "; ".join(_written(c, "parameters") for c in calls), bare=True),
     "mistral": Form("[TOOL_CALLS]", lambda calls: f"[TOOL_CALLS][{', '.join(map(_written, calls))}]"),
     "pythonic": Form("<|python_start|>", lambda calls: f"[{', '.join(map(_in_python, calls))}]", bare=True,

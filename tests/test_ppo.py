@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from loop_helpers import rows_of
 
 from grpolab import load_policy
 from grpolab.arithmetic import Task, generate
@@ -110,20 +111,11 @@ def test_a_critic_learns_what_a_prefix_is_worth(start):
 def test_a_run_with_a_critic_goes_on_in_every_bit(start, tmp_path):
     """Broken off after two steps, and taken up by another policy and critic, as in another process."""
     def taken(folder, steps):
-        async def some():
-            policy = load_policy(start)
-            critic = Critic(RewardModel.from_policy(policy), CriticConfig())
-            rows = grpo(policy, None, KNOWN[50:], dataclasses.replace(CONFIG, steps=4), critic=critic,
-                        run=Run("a", root=tmp_path / folder))
-            found = []
-            async for row in rows:
-                found.append(row)
-                if len(found) == steps:
-                    break
-            await rows.aclose()
-            return policy, critic, found
-
-        return asyncio.run(some())
+        policy = load_policy(start)
+        critic = Critic(RewardModel.from_policy(policy), CriticConfig())
+        loop = grpo(policy, None, KNOWN[50:], dataclasses.replace(CONFIG, steps=4), critic=critic,
+                    run=Run("a", root=tmp_path / folder))
+        return policy, critic, rows_of(loop, steps)
 
     whole, critic, rows = taken("whole", 4)
     taken("broken", 2)

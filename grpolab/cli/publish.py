@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCardData  # transformers brings it
 from huggingface_hub.errors import LocalTokenNotFoundError
 from matplotlib import pyplot as plt
 
-from grpolab.files import atomic_write, png
+from grpolab.files import atomic_write, png, source_commit
 from grpolab.lab import plots
 from grpolab.models.lora import HUB_IDS
 from grpolab.runs.checkpoints import computed_on
@@ -33,7 +32,8 @@ def write_model_card(run: Run, policy, folder: Path, recipe: str) -> None:
     hub_id = HUB_IDS.get(base, base if base.count("/") == 1 else None)
     data = ModelCardData(base_model=hub_id, library_name=library, tags=["grpolab", facts["method"]])
     measured = run.measured()
-    computed = {name: value for name, value in {**computed_on(policy), "commit": commit()}.items() if value not in ("", None)}
+    computed = {**computed_on(policy), "commit": source_commit()}
+    computed = {name: value for name, value in computed.items() if value not in ("", None)}
     atomic_write(folder / "README.md", "\n\n".join(filter(None, (
         f"---\n{data.to_yaml()}\n---",
         f"# {base or 'A model'} after {facts['method'].upper()}",
@@ -66,17 +66,6 @@ def _samples(run: Run) -> str:
     lines = [json.dumps({"prompt": r.prompt, "completion": r.completion, "reward": r.reward}, ensure_ascii=False)
              for r in last.itertuples()]
     return "## Rollouts of the last step\n\n" + "\n".join("    " + line for line in lines)
-
-
-def commit() -> str:
-    """The commit of the source tree that this package is imported from; "" where it is installed from a wheel."""
-    source = Path(__file__).parents[2]
-    command = ["git", "-C", str(source), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return done.stdout.strip() if (source / ".git").exists() else ""
 
 
 def check_hub(repo: str) -> None:

@@ -22,12 +22,12 @@ from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from grpolab.tool_calls import check_json, loads
+from grpolab.tool_calls import END_OF_CALL, check_json, loads
 
 SECONDS = 0.25  # of a check, which holds up the service's other answers
 REQUEST_SECONDS, EARNED = 1.0, 0.01  # of all the checks of a request together, and what each adds to them
 WHITESPACE = r"( |\n {0,16})?"  # between two parts of JSON
-CLOSING = "}\n</tool_call>"
+CLOSING = "}\n" + END_OF_CALL
 MOST_CHARACTERS, MOST_OBJECTS = 64 * 2**10, 500  # of a schema, which is itself checked once, a millisecond an object
 
 _until: ContextVar[float] = ContextVar("until")

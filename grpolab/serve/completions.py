@@ -22,10 +22,8 @@ from grpolab.serve.detokenizer import StreamedText, text_of
 from grpolab.serve.openai_schema import ChatRequest, CompletionRequest, Refused, TextRequest
 from grpolab.serve.sessions import Prompt, Session
 from grpolab.serve.state import Service
-from grpolab.tool_calls import ParsedTurn, certain, parse_calls
+from grpolab.tool_calls import END_OF_CALL, ParsedTurn, certain, parse_calls
 from grpolab.train.grpo import GRPOConfig, trainer_logps
-
-END_OF_CALL = "</tool_call>"  # of the form hermes
 
 
 class CompletionResponse:
