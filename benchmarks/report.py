@@ -288,6 +288,13 @@ def critic(found: dict, results: Path) -> list:
             f"{len(found['pilot'])}.", rows]
 
 
+def board_search(found: dict, results: Path) -> list:
+    rows = [{"recipe": name, "held-out, greedy": f"{of['accuracy']:.1%}", "sampled tokens": f"{of['tokens']:,}",
+             "seconds": f"{of['seconds']:.0f}"} for name, of in found["tried"].items()]
+    return [f"{len(rows)} recipes for the [board](../docs/board.md), one run each with seed {found['seed']}, on 300 questions "
+            "that are neither practised nor held out.", rows]
+
+
 def longer_answers(found: dict, results: Path) -> list:
     rows = []
     for steps in dict.fromkeys(steps for of in found["seeds"].values() for steps in of):
@@ -561,6 +568,7 @@ QUESTIONS = {
         ("A reward for form beside the checker", "several_rewards", several_rewards),
         ("Estimators of the policy gradient", "estimators", estimators),
         ("A critic beside GRPO, three seeds", "critic", critic),
+        ("The search for the board's recipes", "board_search", board_search),
         ("Longer answers, ten seeds", "longer_answers", longer_answers)],
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
