@@ -46,6 +46,10 @@ RECIPES = {
     "four minibatches, std, half the step size": {"steps": 60, "lr": 5e-4, "minibatches": 4, **STD},
     "two passes in quarters, longer": {"steps": 60, "lr": 1e-3, "inner_epochs": 2, "minibatches": 4},
     "std, refills": {"steps": 40, "lr": 1e-3, "refills": 2, **STD},
+    # A third round about the best of the second, two passes with half the step size: 90.7 %.
+    "two passes, half the step size, longer": {"steps": 72, "lr": 5e-4, "inner_epochs": 2, "minibatches": 2},
+    "two passes, half the step size, std": {"steps": 60, "lr": 5e-4, "inner_epochs": 2, "minibatches": 2, **STD},
+    "three passes, half the step size": {"steps": 50, "lr": 5e-4, "inner_epochs": 3, "minibatches": 2},
 }
 
 
