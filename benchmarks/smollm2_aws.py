@@ -34,7 +34,7 @@ sys.path.insert(0, str(HERE))
 import smollm2_runs as runs  # noqa: E402
 
 from grpolab import GrpoPool, Sampler, SamplingParams, load_policy  # noqa: E402
-from grpolab.env.aws.backend import accounts  # noqa: E402
+from grpolab.env.aws.backend import Simulator  # noqa: E402
 from grpolab.env.aws.environment import AwsEnv  # noqa: E402
 from grpolab.env.aws.generate import FreshTasks, instance, instances  # noqa: E402
 from grpolab.env.aws.tasks import Task, template_ids  # noqa: E402
@@ -176,8 +176,8 @@ async def both_ways(answer: Callable, seed: int = 0) -> dict:
 
 
 async def one_command(policy) -> dict:
-    with accounts(1) as pool:
-        return await both_ways(partial(answers, policy, account=pool.acquire().resource))
+    with Simulator() as account:
+        return await both_ways(partial(answers, policy, account=account.address))
 
 
 async def two_turns(policy, pool) -> dict:
@@ -195,20 +195,20 @@ def folder(account=None) -> Run:
 
 async def base() -> dict:
     """The model as it is: asked alone, and after solved tasks, of other templates in part."""
-    with accounts(1) as pool:
-        account, policy, tasks = pool.acquire().resource, load(template=None), held_out_tasks()
+    with Simulator() as account:
+        policy, tasks = load(template=None), held_out_tasks()
         half = SHOTS // len(TIERS)
         shots = [instance(t, "shown 0") for tier in template_ids(*TIERS) for t in tier[:: len(tier) // half][:half]]
         asked = [[task.description for task in tasks if task.tier == tier][:SHOWN] for tier in TIERS]
-        answer = partial(answers, policy, account=account)
+        answer = partial(answers, policy, account=account.address)
         return {"asked": dict(zip(TIERS, asked)), "alone": await measure(answer, tasks),
                 "after solved ones": await measure(partial(answer, shots=shots), tasks)}
 
 
 async def tuned() -> dict:
     """SFT: what each look saw, the losses, seconds of its steps without the looks."""
-    with accounts(1) as pool:
-        run = folder(pool.acquire().resource)
+    with Simulator() as account:
+        run = folder(account.address)
         shown, policy = [{"messages": solved_chat(t)} for t in shown_tasks()], load()
         async for _ in sft(policy, demonstrations(policy, shown), SFTConfig(**SETTINGS["sft"]), run=run):
             pass
@@ -242,7 +242,7 @@ async def best_twice() -> dict:
 async def seats(what: str = "limits"):
     """A pool whose every seat has an account of its own."""
     size, options = SETTINGS["seats"], {k: v for k, v in SETTINGS[what].items() if k != "max_total_tokens"}
-    async with (serve(AwsEnv, max_sessions=size, backends=accounts(size, options=options)) as server,
+    async with (serve(AwsEnv, max_sessions=size, arguments=options) as server,
                 GrpoPool(server.url, size=size, on_failure="drop") as pool):
         yield pool
 

@@ -45,11 +45,10 @@ def _account():
     from grpolab.env.aws.backend import Simulator
     from grpolab.env.aws.commands import Account
 
-    simulator = Simulator()
-    account = Account(simulator.start())
-    yield account
-    account.close()
-    simulator.stop()
+    with Simulator() as simulator:
+        account = Account(simulator.address)
+        yield account
+        account.close()
 
 
 @pytest.fixture

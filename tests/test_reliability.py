@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from env_harness import ROOT, SOON, alive, eventually, proxy, server_process, start_process, status, wait_for
+from env_harness import ROOT, SOON, eventually, proxy, server_process, start_process, status, wait_for
 from websockets.asyncio.server import serve as serve_websockets
 
 from grpolab.env import protocol
@@ -176,31 +176,6 @@ async def test_a_killed_server_fails_every_rollout_at_once():
         await pool.close()
         assert time.monotonic() - start < SOON
         await eventually(lambda: len(asyncio.all_tasks()) == 2, SOON)
-
-
-SERVER_WITH_BACKENDS = """
-import asyncio, sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from test_backends import BackendPool, StoreEnv, store
-from grpolab.env.server import serve_forever
-asyncio.run(serve_forever(StoreEnv, max_sessions=3, backends=BackendPool(store, 3)))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_no_backend_survives_its_server(number):
-    code = SERVER_WITH_BACKENDS.format(root=str(ROOT))
-    process, url = start_process(sys.executable, "-c", code)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 6  # three backends, each under its guard
-
-    session = EnvSession(url)
-    await session.connect()
-    await session.step({"text": "SET x"})
-    process.send_signal(number)
-    await asyncio.to_thread(process.wait, 5)
-    await session.close()
-    wait_for(lambda: not any(alive(c.pid) for c in children), 2, "every backend is gone")
 
 
 def test_five_hundred_cycles_leave_descriptors_threads_children_and_memory_flat():

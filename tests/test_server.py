@@ -247,15 +247,6 @@ async def test_large_messages_behind_a_slow_step_wait_with_the_client_and_not_in
         sending.cancel()
 
 
-async def test_a_client_that_pipelines_small_messages_behind_a_slow_step_still_answers_pings():
-    async with serve(EchoEnv, ping_interval=0.1, ping_timeout=0.3) as server, connect(server.url + "/ws", proxy=None) as raw:
-        await raw.send('{"type":"step","data":{"text":"slow","sleep":1.5}}')
-        for i in range(20):
-            await raw.send(protocol.message("step", {"text": str(i)}))
-        echoes = [json.loads(await raw.recv())["data"]["observation"]["echo"] for _ in range(21)]
-    assert echoes == ["slow", *map(str, range(20))]
-
-
 @pytest.mark.parametrize("frame", ["[1,2]", b"x"])
 async def test_frames_that_end_the_session(frame):
     async with serve(EchoEnv) as server, connect(server.url + "/ws", proxy=None) as raw:

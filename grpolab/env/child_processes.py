@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 
 # What a child process inherits of our environment variables: where things are and how text is written. Everything else may
 # be a secret, and a child runs what strangers wrote.
@@ -35,6 +36,25 @@ def start(command, extra=None, **options) -> subprocess.Popen:
     process that is returned is the guard."""
     return subprocess.Popen([sys.executable, "-I", "-S", __file__, *command], stdin=subprocess.PIPE, start_new_session=True,
                             env=environment(extra), **options)
+
+
+def start_server(command, extra=None, seconds=10.0) -> tuple[subprocess.Popen, str]:
+    """`start` for a server that prints its address as its first line, such as a database of an environment's own: (guard,
+    address). RuntimeError where there is none within `seconds`; what it writes to stderr goes where ours does."""
+    guard = start(command, extra, stdout=subprocess.PIPE, text=True, errors="replace")
+    ready, _, _ = select.select([guard.stdout], [], [], seconds)
+    address = guard.stdout.readline().strip() if ready else ""
+    if not address:
+        stop(guard)
+        raise RuntimeError(f"{command[0]} printed no address {'first' if ready else f'within {seconds:g} s'}; what "
+                           "it wrote to stderr is in the log")
+
+    def drain() -> None:  # a full pipe would block it
+        for _ in guard.stdout:
+            pass
+
+    threading.Thread(target=drain, daemon=True).start()
+    return guard, address
 
 
 def stop(guard: subprocess.Popen) -> None:

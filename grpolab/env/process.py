@@ -73,16 +73,12 @@ class Child:
         self._listening = asyncio.ensure_future(self._listen())
 
     @classmethod
-    async def start(cls, factory: str, isolation: Isolation, name: str, *, arguments: tuple = ()) -> Child:
-        """Start a process for `factory(*arguments)`; raises ValueError if the arguments are no JSON, OSError if it cannot."""
-        try:
-            description = protocol.dumps({
-                "factory": factory, "arguments": arguments, "name": name,
-                "path": [os.path.abspath(folder) for folder in sys.path],
-                "memory": isolation.memory_mib and isolation.memory_mib * 2**20})
-        except TypeError as fault:
-            raise ValueError(f"a backend's resource goes to the process of {name} as JSON ({fault}): let its start() return "
-                             "text, or use isolate='thread'") from fault
+    async def start(cls, factory: str, isolation: Isolation, name: str, arguments: Mapping[str, Any]) -> Child:
+        """Start a process for `factory(**arguments)`; raises TypeError where these are no JSON, OSError if it cannot."""
+        description = protocol.dumps({
+            "factory": factory, "arguments": dict(arguments), "name": name,
+            "path": [os.path.abspath(folder) for folder in sys.path],
+            "memory": isolation.memory_mib and isolation.memory_mib * 2**20})
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [sys.executable, str(Path(__file__).with_name("process_main.py")), str(theirs.fileno())]
