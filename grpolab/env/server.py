@@ -56,7 +56,7 @@ class EnvServer:
         self.hosting, self.options = hosting, hosting.options
         self.url = ""
         self._sessions: dict[ServerConnection, Session] = {}
-        self._counts = {"opened": 0, "closed": 0, "refused": 0, "most_sessions": 0}
+        self._counts = {"opened": 0, "closed": 0, "refused": 0}
 
     def status(self) -> dict:
         """What the server holds, as JSON-able numbers. `sessions` are the places that are taken."""
@@ -99,7 +99,6 @@ class EnvServer:
             return _json(503, body, Retry_After=str(RETRY_AFTER))
         self._sessions[connection] = session = Session(self._counts["opened"], self.hosting, connection)
         self._counts["opened"] += 1
-        self._counts["most_sessions"] = max(self._counts["most_sessions"], len(self._sessions))
 
         def closed(_: asyncio.Future) -> None:
             if session.serving is None:  # before its handler began: nobody else gives its place back
