@@ -96,7 +96,7 @@ async def test_all_or_nothing_over_capacity():
         assert caught.value.max_sessions == 2 and pool.slots == []
         for _ in range(10):
             with pytest.raises(CapacityError):
-                await GrpoPool(server.url, size=5).connect()
+                await GrpoPool(server.url, size=5, queue=30).connect()  # it will never fit, so it does not wait
             assert server.status()["sessions"] == 0  # at once: the failed connect has waited for its goodbyes
         with pytest.raises(RuntimeError, match="not connected"):
             await pool.reset_group()
@@ -139,14 +139,6 @@ async def test_a_pool_may_wait_for_a_full_server():
         await waiting
         assert EchoEnv.most == 2 and server.status()["refused"] >= 2  # it was refused, and asked again
         await second.close()
-
-
-async def test_a_pool_larger_than_the_server_does_not_wait():
-    async with serve(EchoEnv, max_sessions=2) as server:
-        start = time.monotonic()
-        with pytest.raises(CapacityError):
-            await GrpoPool(server.url, size=3, queue=30).connect()
-        assert time.monotonic() - start < SOON
 
 
 async def test_a_hung_step_ends_at_its_deadline_and_its_siblings_keep_their_results():
@@ -418,7 +410,7 @@ async def test_seeds_are_documented_distinct_and_repeatable():
 def test_the_group_rate_reaches_the_curriculum():
     curriculum = Curriculum([["t"]])
     pool = GrpoPool("ws://127.0.0.1:9", size=4, curriculum=curriculum)
-    assert pool.record_group_result("t", [0.85, 0.5, 0.0, 1.0], success=0.8) == 0.5 == curriculum.rate("t")
+    assert pool.record_group_result("t", [0.85, 0.5, 0.0, 1.0], success=0.8) == 0.5 == curriculum.table()[0]["rate"]
 
 
 async def test_close_is_idempotent_and_a_pool_can_be_opened_again():
@@ -510,22 +502,6 @@ async def test_a_rollout_on_a_lost_session_fails_instead_of_going_on_elsewhere()
             await pool.run_group(two_steps)
         with pytest.raises(RuntimeError, match="not connected"):
             await EnvSession(server.url).step({})
-
-
-@pytest.mark.parametrize("ask", [lambda slot: slot.state(), lambda slot: slot.mcp("tools/list"), lambda slot: slot.step({})])
-async def test_a_deadline_names_the_field_that_raises_it(ask):
-    async def silent(connection):
-        await connection.recv()
-        await connection.send(protocol.message("state", {}))
-        await connection.wait_closed()
-
-    async with serve_websockets(silent, "127.0.0.1", 0) as listener:
-        url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        async with GrpoPool(url, size=1, deadlines=Deadlines(step=0.1)) as pool:
-            with pytest.raises(DeadlineExceeded) as caught:
-                await ask(pool.slots[0])
-            field = str(caught.value).rpartition("raise Deadlines(")[2].partition("=")[0]
-            assert field == "step" and Deadlines(**{field: 1.0})
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.1:1/ws", "mailto:x"])

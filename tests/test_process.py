@@ -125,19 +125,6 @@ async def test_an_async_environment_that_is_deaf_to_cancellation_holds_no_slot(i
     await left.close()
 
 
-def test_sigterm_ends_a_server_whose_environments_are_deaf():
-    for isolate in ("thread", "process"):
-        with server_process("odd_envs:DeafInClose", "--isolate", isolate, "--close-timeout", "0.3") as (process, url):
-            async def main(url=url, process=process):
-                session = EnvSession(url, deadlines=Deadlines(close=0.2))
-                await session.connect()
-                process.send_signal(signal.SIGTERM)
-                await session.close()
-
-            run(main())
-            assert process.wait(SOON) == 0
-
-
 async def test_memory_is_limited():
     async with serve(odd_envs.Inspects, isolate=Isolation(memory_mib=256)) as server, EnvSession(server.url) as session:
         with pytest.raises(ServerError, match="MemoryError"):
