@@ -38,7 +38,6 @@ from grpolab.env.aws.backend import Simulator  # noqa: E402
 from grpolab.env.aws.environment import AwsEnv  # noqa: E402
 from grpolab.env.aws.generate import FreshTasks, instance, instances  # noqa: E402
 from grpolab.env.aws.tasks import Task, template_ids  # noqa: E402
-from grpolab.env.curriculum import Curriculum  # noqa: E402
 from grpolab.env.pool import rollout_seed  # noqa: E402
 from grpolab.env.server import serve  # noqa: E402
 from grpolab.evaluate import mean_interval, share_interval  # noqa: E402
@@ -256,7 +255,7 @@ async def reinforced(kind: str, seed: int) -> dict:
         for part in range(recipe.pop("rounds", 1)):
             own = seed + 10 * part  # other instances, and other draws
             run = Run("smollm2_aws", f"{kind}_{seed}_{part}", seed=own, keep="none")
-            fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=own), seed=own)
+            fresh = FreshTasks(template_ids(*TIERS), seed=own)
             config = GRPOConfig(seed=own, **recipe)
             async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits(turns), run=run):
                 shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "turns", "sampling_s", "update_s", "lost")}
