@@ -211,7 +211,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process
 @pytest.mark.parametrize("end", ["close", "hang", "kill", "server"])
 async def test_what_escapes_its_group_and_its_parent_ends_with_the_session(end):
     """A daemon: a session of its own, its parent gone."""
-    with server_process("odd_envs:Inspects", "--step-timeout", "5", "--close-timeout", "0.2") as (process, url):
+    with server_process("odd_envs:Inspects", "--step-timeout", "2", "--close-timeout", "0.2") as (process, url):
         session = EnvSession(url, deadlines=Deadlines(close=1))
         await session.connect()
         seen = (await session.step({"escape": True})).observation
