@@ -68,25 +68,6 @@ def stop(guard: subprocess.Popen) -> None:
         guard.wait()
 
 
-def fork() -> int:
-    """os.fork, whose child leads a session and a group of its own and is killed by the kernel when this process ends; what the
-    child's own leave behind becomes ours (both on Linux). Only for a process with one thread."""
-    parent = os.getpid()
-    if linux := sys.platform == "linux":
-        import ctypes
-
-        prctl = ctypes.CDLL(None).prctl
-        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER, which a fork does not inherit
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        if linux:
-            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            if os.getppid() != parent:
-                os._exit(1)
-    return pid
-
-
 def guard(pid: int) -> int:
     """Wait until our child `pid` ends, the owner closes our standard input, or SIGTERM; then kill the child's group and what
     has become ours. Returns the child's exit status, as a shell gives it."""
@@ -140,17 +121,27 @@ def _children() -> list[int]:
 
 
 def main(command: list[str]) -> int:
-    """Run `command` until it ends or its owner is gone; returns its exit status."""
-    pid = fork()
-    if pid == 0:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        try:
-            os.execvp(command[0], command)
-        except OSError as fault:
-            print(f"{command[0]}: {fault.strerror}", file=sys.stderr, flush=True)
-            os._exit(127)
-    return guard(pid)
+    """Run `command` in a session and a group of its own until it ends or the owner is gone; returns its exit status."""
+    me, linux = os.getpid(), sys.platform == "linux"
+    if linux:
+        import ctypes
+
+        prctl = ctypes.CDLL(None).prctl
+        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what it leaves behind becomes ours
+
+    def end_with_us() -> None:  # in the child, before it becomes the command
+        if linux:
+            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if os.getppid() != me:
+                os._exit(1)
+
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False, start_new_session=True,
+                                 preexec_fn=end_with_us)
+    except OSError as fault:
+        print(f"{command[0]}: {fault.strerror}", file=sys.stderr, flush=True)
+        return 127
+    return guard(child.pid)
 
 
 if __name__ == "__main__":
