@@ -201,10 +201,10 @@ def test_a_run_outlives_its_teacher(tiny, teacher, tmp_path):
 
 @pytest.mark.parametrize(("changes", "said"), [
     (dict(probe=[1, 2, 3]), "another vocabulary"),
-    (dict(choice={"logprobs": None}), "gave 0 log-probs for 13 tokens: a teacher must score prompts"),
-    (dict(), "gave 6 log-probs for 13 tokens"),  # those of what it sampled: it does not know echo
-    (dict(most=2), "for 13 tokens"),
-    (dict(choice={"logprobs": {"token_logprobs": [None] * 6}}), "a teacher must score prompts"),
+    (dict(choice={"logprobs": None}), "did not give each of 13 tokens a log-prob: a teacher must score prompts"),
+    (dict(), "each of 13 tokens"),  # those of what it sampled: it does not know echo
+    (dict(most=2), "each of 13 tokens"),
+    (dict(choice={"logprobs": {"token_logprobs": [-1.0] * 4}, "index": 0}), "each of 13 tokens"),
 ])
 def test_a_server_that_cannot_teach(tiny, changes, said):
     rollouts = [Rollout(tuple(prompt), (5, 1), (1, 1), (0.0,) * 2, (0.0,) * 2, "eos") for prompt in ([9, 9], [9], [9, 8, 7, 6])]

@@ -266,7 +266,7 @@ class Run:
         if note.get("start") != start.key:
             self.drop_checkpoint()
         self.metrics, self._columns, self._session, self._data, self.base = [], [], None, data, start.base
-        steps = self._load_checkpoint(plain, policy, optimiser, again)
+        steps = self._load_checkpoint(plain, policy, optimiser, key if again else None)
         self.selected.begin(steps)
         if again and not steps and start.key != key:
             put_weights(policy, start.file)
@@ -311,9 +311,9 @@ class Run:
         self.checkpoints.drop(keep=path)
         return path
 
-    def _load_checkpoint(self, plain: dict, policy, optimiser, again: bool) -> int:
+    def _load_checkpoint(self, plain: dict, policy, optimiser, known: str | None) -> int:
         """Restore the newest checkpoint of the same configuration and return its steps; 0 when there is none. One of
-        another configuration is dropped."""
+        another configuration is dropped. `known`: the hash of the weights, for a policy that this run has trained."""
         _, newest = max(self.checkpoints.saved().items(), default=(0, None))
         if newest is None:
             return 0
@@ -332,7 +332,8 @@ class Run:
             raise ValueError(
                 f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
                 "bring those back, or delete that folder to start over, or give this run another name")
-        policy.version = max(state["version"], policy.version + again)  # never one that stood for other weights of this policy
+        moved = known is not None and weights_hash(policy) != known
+        policy.version = max(state["version"], policy.version + moved)  # never one that stood for other weights of this policy
         self.metrics = metrics
         self.write_table()
         steps, forked = state["step"], (self.folder / FORKED).exists()
