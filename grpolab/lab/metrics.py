@@ -40,8 +40,8 @@ METRICS = {
     "ess": Metric("effective sample size, share of the tokens that weigh as much as on-policy ones", low=0.5),
     "clip_low": Metric("share of tokens whose push down was stopped by clipping", high=0.1),  # healthy: 0.03; ill: 0.17
     "clip_high": Metric("share of tokens whose push up was stopped by clipping", high=0.1),
-    "logp_diff": Metric("disagreement of sampler and trainer before the step, nats a token", high=0.02),  # 0.0016; 0.037
-    "logp_diff_max": Metric("disagreement of sampler and trainer on the worst token, nats", high=2.0),  # bfloat16: 1.5; 4.7
+    "diff_abs_mean": Metric("disagreement of sampler and trainer before the step, nats a token", high=0.02),  # 0.0016; 0.037
+    "diff_max": Metric("disagreement of sampler and trainer on the worst token, nats", high=2.0),  # bfloat16: 1.5; 4.7
     "grad_norm": Metric("length of the gradient before it is clipped"),
     "completion_length": Metric("tokens in a completion, mean"),
     "truncated": Metric("share of completions cut at the token limit", high=0.29),  # healthy: at most 0.03; ill: up to 1
