@@ -292,7 +292,8 @@ def test_metrics_of_the_policy_loss_by_hand():
     assert m["diff_mean"].item() == m["diff_abs_mean"].item() == m["diff_max"].item() == pytest.approx(1.0)
     assert m["sampler_kl"].item() == pytest.approx(math.exp(-1)) and m["low_logp"] == 0
     apart = torch.tensor([[0.0, -10.0, -11.0, -0.25, -0.25]], dtype=torch.float64)
-    _, m = losses.policy_loss(apart, apart + torch.tensor([[5.0, 1.0, -3.0, 0.0, 0.0]]), torch.tensor([1.0]), mask, denominator=4)
+    drawn = apart + torch.tensor([[5.0, 1.0, -3.0, 0.0, 0.0]])
+    _, m = losses.policy_loss(apart, drawn, torch.tensor([1.0]), mask, denominator=4)
     assert (m["diff_mean"], m["diff_abs_mean"], m["diff_max"], m["low_logp"]) == (0.5, 1.0, 3.0, 0.25)
     for jump in (-5.0, 5.0):  # tokens without advantage are not clipped: they had no gradient to lose
         _, m = losses.policy_loss(old + jump, old, torch.tensor([0.0]), mask, denominator=4, dual_clip=1.4)

@@ -207,7 +207,7 @@ def grpo_update(
     if not rows:
         return _unmeasured(config, off_policy) | size
     row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
-    before = {k: rows[0][k] for k in ("diff_mean", "diff_abs_mean", "diff_max")}  # sampler against trainer: the policy has not moved yet
+    before = {k: rows[0][k] for k in ("diff_mean", "diff_abs_mean", "diff_max")}  # sampler against trainer, before any update
     if own:
         size |= importance([x for i in teaching for x in own[i]], [r for i in teaching for r in groups[i]], config.sampler_cap)
     return row | before | size
@@ -307,7 +307,7 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
 
 
 def describe(groups: Sequence[Group]) -> dict:
-    """Reward, group health, and lengths by finish reason, of what the policy made of the questions batch."""
+    """Reward, group health, lengths by finish reason, and repetition, of what the policy made of the questions batch."""
     rewards = reward_tensor([g.rewards for g in groups])
     rollouts = [r for g in groups for r in g if r.finish_reason != "lost"]  # an episode that is not there has no length
     cut = [len(r.tokens) for r in rollouts if r.finish_reason in CUT]
@@ -319,7 +319,14 @@ def describe(groups: Sequence[Group]) -> dict:
         "ended_length": mean(ended),
         "truncated_length": mean(cut),
         "truncated": len(cut) / len(rollouts) if rollouts else float("nan"),
+        "repetition": mean([repetition([t for t, m in zip(r.tokens, r.mask) if m]) for r in rollouts]),
     }
+
+
+def repetition(tokens: Sequence[int], n: int = 4) -> float:
+    """The share of a completion's n-grams that it has had before (seq-rep-n, arXiv 1908.04319, eq. 10)."""
+    ngrams = list(zip(*(tokens[i:] for i in range(n))))
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def mean(values: Sequence[float]) -> float:
