@@ -206,7 +206,7 @@ def staleness(found: dict, results: Path) -> list:
         if "reward" in of[0]:
             row |= {"greedy − staleness 0": "" if s == "0" else compared(found, "greedy", name, "0, clip"),
                     "reward, last 8 steps": f"{mean(mean(r['reward'][-8:]) for r in of):.3f}",
-                    "nats a token from the drawing weights": f"{mean(mean(r['logp_diff'][-8:]) for r in of):.4f}"}
+                    "nats a token from the drawing weights": f"{mean(mean(r['diff_abs_mean'][-8:]) for r in of):.4f}"}
         rows.append(row)
     clock = [{"staleness": s, "checker": how, "seconds a step": f"{t['seconds']:.2f}",
               "of which waiting": f"{t['waiting']:.2f}", "processor seconds": f"{t['cpu']:.2f}",

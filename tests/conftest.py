@@ -25,7 +25,7 @@ def tiny(_tiny) -> Policy:
 
 @pytest.fixture(scope="module")
 def packages(request):
-    """What `make agents` or `make verifiers` installs (the module's PACKAGES says which) can be imported."""
+    """What `make agents`, `make verifiers` or `make lmeval` installs (the module's PACKAGES says which) can be imported."""
     name = request.module.PACKAGES
     folder = Path(__file__).parents[1] / ".venv" / name
     if not (folder / "installed").exists():

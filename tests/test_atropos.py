@@ -146,7 +146,7 @@ async def test_training_from_an_environment(tiny, api):
         posting.cancel()
         await asyncio.wait([posting])
     assert len(trained) == 3 and tiny.version > 0
-    assert trained[0]["staleness"] == 0 and trained[0]["logp_diff_max"] < 1e-3  # the first is on-policy, exactly
+    assert trained[0]["staleness"] == 0 and trained[0]["diff_max"] < 1e-3  # the first is on-policy, exactly
     assert all(row["staleness"] <= 3 for row in trained)
 
 

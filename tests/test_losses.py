@@ -289,7 +289,12 @@ def test_metrics_of_the_policy_loss_by_hand():
     assert m["ratio"].item() == pytest.approx((0.5 + 0.7 + 1 + 1.5) / 4) and m["ratio_max"].item() == pytest.approx(1.5)
     weights = [min(math.e / r, 2.0) for r in (0.5, 0.7, 1.0, 1.5)]
     assert m["sampler_weight"].item() == pytest.approx(sum(weights) / 4) and m["sampler_capped"] == 0.75
-    assert m["logp_diff"].item() == pytest.approx(1.0) and m["logp_diff_max"].item() == pytest.approx(1.0)
+    assert m["diff_mean"].item() == m["diff_abs_mean"].item() == m["diff_max"].item() == pytest.approx(1.0)
+    assert m["sampler_kl"].item() == pytest.approx(math.exp(-1)) and m["low_logp"] == 0
+    apart = torch.tensor([[0.0, -10.0, -11.0, -0.25, -0.25]], dtype=torch.float64)
+    drawn = apart + torch.tensor([[5.0, 1.0, -3.0, 0.0, 0.0]])
+    _, m = losses.policy_loss(apart, drawn, torch.tensor([1.0]), mask, denominator=4)
+    assert (m["diff_mean"], m["diff_abs_mean"], m["diff_max"], m["low_logp"]) == (0.5, 1.0, 3.0, 0.25)
     for jump in (-5.0, 5.0):  # tokens without advantage are not clipped: they had no gradient to lose
         _, m = losses.policy_loss(old + jump, old, torch.tensor([0.0]), mask, denominator=4, dual_clip=1.4)
         assert m["clip_low"] == m["clip_high"] == m["clip_dual"] == 0
@@ -304,7 +309,7 @@ def test_policy_equal_to_old_gives_minus_advantage_in_every_option():
         loss, m = losses.policy_loss(logps, logps.detach(), a, mask, denominator=losses.count(mask), ratio=level,
                                      objective=objective, clip_eps=(eps, eps))
         exactly(*gradients(loss, logps), -a[:, None] * mask / mask.sum())
-        assert m["clip_low"] == m["clip_high"] == m["logp_diff"] == m["logp_diff_max"] == 0
+        assert m["clip_low"] == m["clip_high"] == m["diff_abs_mean"] == m["diff_max"] == 0
         if objective == "ppo":
             assert loss.item() == pytest.approx(-(a[:, None] * mask).sum().item() / mask.sum().item(), abs=1e-14)
 

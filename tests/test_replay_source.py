@@ -71,7 +71,7 @@ def test_from_the_same_weights_it_is_the_runs_own_training_in_every_bit(record, 
 def test_a_record_that_is_used_again_shows_its_distance(record):
     source = recorded_groups(record[0], steps=[0] * 6)
     rows = train(load_policy("tiny"), source, dataclasses.replace(CONFIG, steps=6, lr=5e-3, **FAR))
-    assert rows[0]["logp_diff"] < 1e-4 < rows[-1]["logp_diff"] and rows[-1]["ess"] < 0.99 < rows[0]["ess"]
+    assert rows[0]["diff_abs_mean"] < 1e-4 < rows[-1]["diff_abs_mean"] and rows[-1]["ess"] < 0.99 < rows[0]["ess"]
     assert rows[-1]["ratio_low"] < rows[-1]["ratio_median"] < rows[-1]["ratio_high"]
     assert {r["record_step"] for r in rows} == {0}
 

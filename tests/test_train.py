@@ -212,10 +212,24 @@ def test_the_first_step_is_on_policy_and_at_the_reference(tiny):
     reference.model.load_state_dict(tiny.model.state_dict())
     config = dataclasses.replace(FAST, steps=3, kl_coef=0.1)
     rows = collect(grpo(tiny, reference, PROBLEMS[:8], config, reward=digits))
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-7) and rows[0]["logp_diff_max"] < 1e-4
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-7) and rows[0]["diff_max"] < 1e-4
     assert rows[0]["clip_low"] == rows[0]["clip_high"] == 0
     assert rows[-1]["kl"] > 0
     assert rows[0]["all_wrong"] + rows[0]["mixed"] + rows[0]["all_right"] == pytest.approx(1)
+
+
+def test_a_kl_penalty_to_the_sampler_needs_no_reference_and_holds_the_updates_of_a_step_back(tiny):
+    """It is nothing in the first update, which is on-policy, and less distance in the later ones."""
+    def rows(**options):
+        config = dataclasses.replace(FAST, steps=1, inner_epochs=6, group_size=8, lr=2e-4, warmup=0, **options)
+        return collect(grpo(fresh(tiny), None, PROBLEMS[:4], config, reward=digits))[0]
+
+    free, held = rows(), rows(kl_coef=3.0, kl_to="sampler")
+    assert 0 < held["sampler_kl"] < 0.3 * free["sampler_kl"] and "kl" not in held
+    one = {"inner_epochs": 1, "steps": 1, "group_size": 8, "max_grad_norm": 1e9}
+    first = [collect(grpo(fresh(tiny), None, PROBLEMS[:4], dataclasses.replace(FAST, **one, **o), reward=digits))[0]
+             for o in ({}, {"kl_coef": 3.0, "kl_to": "sampler"})]
+    assert first[1]["sampler_kl"] < 1e-9 and first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-4)
 
 
 def sometimes(text, problem, rollout):
@@ -250,7 +264,7 @@ def test_a_row_tells_lengths_health_and_speed(tiny):
         return rollout.seed % 2
 
     row = collect(grpo(taught(tiny), None, PROBLEMS[:4], dataclasses.replace(FAST, steps=1, inner_epochs=2), reward=two))[0]
-    assert {"all_wrong", "mixed", "all_right", "clip_low", "clip_high", "entropy", "logp_diff", "logp_diff_max", "ended_length",
+    assert {"all_wrong", "mixed", "all_right", "clip_low", "clip_high", "entropy", "diff_abs_mean", "diff_max", "ended_length",
             "truncated_length", "truncated", "sampled_tokens_per_s", "updated_tokens_per_s"} <= set(row)
     n, cut = row["completion_length"], row["truncated"]
     longer = 0 if math.isnan(row["truncated_length"]) else row["truncated_length"]
@@ -258,7 +272,7 @@ def test_a_row_tells_lengths_health_and_speed(tiny):
     assert longer in (0, FAST.max_new_tokens)
     assert row["sampled_tokens_per_s"] * row["sampling_s"] == pytest.approx(4 * FAST.group_size * n)
     assert row["updated_tokens_per_s"] * row["update_s"] == pytest.approx(2 * row["trained_tokens"])
-    assert row["logp_diff_max"] < 1e-4 < abs(row["ratio"] - 1)  # the sampler's, not the second pass's
+    assert row["diff_max"] < 1e-4 < abs(row["ratio"] - 1)  # the sampler's, not the second pass's
 
 
 def test_dpo_starts_at_log_two_and_learns_the_preference(tiny):

@@ -299,7 +299,7 @@ class GRPO(TaskTraining):
 
     def prepare(self, policy, rows, held_out) -> Plan:
         config, options = self.config, self.rollouts
-        reference = self.reference(policy) if config.kl_coef else None
+        reference = self.reference(policy) if config.needs_reference else None
         asked = options.tasks(rows, config.seed)
         if options.kind is None:
             return Plan(policy, reference, self.prompt_lengths(policy, rows),

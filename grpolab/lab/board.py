@@ -96,7 +96,7 @@ def config_of(recipe: str) -> GRPOConfig:
 
 async def trained(task: Speedrun, start: Policy, config: GRPOConfig) -> dict:
     """One seed's training and its result, as an entry holds it."""
-    policy, reference = load_policy("tiny", device="cpu"), load_policy("tiny", device="cpu") if config.kl_coef else None
+    policy, reference = load_policy("tiny", device="cpu"), load_policy("tiny", device="cpu") if config.needs_reference else None
     for copy in filter(None, (policy, reference)):
         copy.model.load_state_dict(start.model.state_dict())
     _, practice, held_out = task.split

@@ -85,7 +85,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     if episodes and (pool is None or watch or reward is not finished_and_correct) or pool is not None and not episodes:
         raise ValueError("the rewards of episodes come from their environment: a run of them is forked with a pool of it, and "
                          "without a reward or watch; other runs have no use for a pool")
-    reference = reference or (load_start(run) if config.kl_coef else None)
+    reference = reference or (load_start(run) if config.needs_reference else None)
     forked = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.replay_every)
     with forked.held():
         done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, forked, state, config, edit, reference))

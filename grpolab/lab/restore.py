@@ -77,7 +77,7 @@ def _updated(run: Run, start: int, step: int, config: GRPOConfig, reference: Pol
     if start == step:
         return State(step, start, policy, optimiser, config)
     recorded = {s: run.recorder.groups(s) for s in range(start, step)}
-    reference = reference or (load_start(run) if config.kl_coef else None)
+    reference = reference or (load_start(run) if config.needs_reference else None)
     policy.model.train(bool(session_at(run, start).get("training")))
     check_reference(policy, reference, config)
     verify_both(policy, reference, config, longest(g for groups in recorded.values() for g in groups))

@@ -90,10 +90,10 @@ def _check_head(policy: Policy) -> None:
 
 
 def check_drift(policy: Policy, metrics: dict, bounds: tuple[float, float] | None, step: int) -> None:
-    """Stop before the optimiser step where sampler and trainer disagree by more than `bounds` nats: `logp_diff`, the mean
-    over the tokens, or `logp_diff_max`. In fp32 they are 1e-6 and 1e-4; in bf16 honest means are 0.005 to 0.04 and the
+    """Stop before the optimiser step where sampler and trainer disagree by more than `bounds` nats: `diff_abs_mean`, the mean
+    over the tokens, or `diff_max`. In fp32 they are 1e-6 and 1e-4; in bf16 honest means are 0.005 to 0.04 and the
     largest below 2; another mask, window or stale weights are off by nats. NaN stops too."""
-    mean, most = metrics["logp_diff"], metrics["logp_diff_max"]
+    mean, most = metrics["diff_abs_mean"], metrics["diff_max"]
     if bounds is not None and not (mean <= bounds[0] and most <= bounds[1]):
         policy.model.zero_grad()
         raise RuntimeError(
