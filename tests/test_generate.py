@@ -12,7 +12,8 @@ async def test_it_samples_what_the_sampler_does(tiny):
     async with served(tiny) as (service, _):
         status, answer = await post(service, ASK | {"n": 2, "seed": 5, "max_tokens": 6, "stop": ["zz"]}, "/generate")
         (group,) = await service.sampler.sample([[5, 6, 7]], group_size=2, params=SamplingParams(seed=5, max_new_tokens=6))
-        _, text = await post(service, {"prompt": "Hello", "max_tokens": 10**6, "temperature": 0, "stop_token_ids": [3]}, "/generate")
+        hello = {"prompt": "Hello", "max_tokens": 10**6, "temperature": 0, "stop_token_ids": [3]}
+        _, text = await post(service, hello, "/generate")
     assert status == 200 and answer["prompt_token_ids"] == [5, 6, 7] and answer["system_fingerprint"] == "version-0"
     assert [tuple(ids) for ids in answer["token_ids"]] == [r.tokens for r in group]
     for line, rollout in zip(answer["logprobs"], group, strict=True):  # as the client reads them

@@ -32,6 +32,7 @@ RENAMED = {
     "steps-per-generation": "minibatches", "delta": "dual-clip", "reward-funcs": "reward", "lora-r": "lora-rank",
     "lora-target-modules": "lora-target", "run-name": "name", "output-dir": "out", "save-path": "out",
     "dataset-name": "data", "torch-dtype": "dtype", "hub-model-id": "push-to-hub", "importance-sampling-level": "ratio",
+    "weight-bridge-mode": "weight-bridge", "vllm-restart-interval": "sync-every",
 }
 RENAMED_OF = {"grpo": {"beta": "kl-coef"}, "dpo": {"loss-type": "kind"}}
 
