@@ -27,6 +27,7 @@ class GSM8KConfig(BaseEnvConfig):
     temperature: float = Field(1.0, description="that completions are sampled at")
     seed: int = Field(0, description="of the order of the rows")
     use_wandb: bool = False
+    wandb_name: str | None = "gsm8k"  # by which it registers, too
 
 
 class GSM8K(BaseEnv):
