@@ -30,7 +30,7 @@ install: .venv/installed
 
 openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 
-# Atropos' real trajectory API, as light, for its tests.
+# Atropos' real trajectory API, as light, and what its environments import beside ours, for its tests.
 .venv/atropos/installed: tests/atropos.txt .venv/installed
 	$(PY) -m venv --clear --without-pip $(@D)
 	$(PIP_INTO) --no-deps -r $<

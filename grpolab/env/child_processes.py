@@ -70,12 +70,16 @@ def stop(guard: subprocess.Popen) -> None:
 
 def guard(pid: int) -> int:
     """Wait until our child `pid` ends, the owner closes our standard input, or SIGTERM; then kill the child's group and what
-    has become ours. Returns the child's exit status, as a shell gives it."""
+    has become ours. SIGINT is handed on to the child. Returns the child's exit status, as a shell gives it."""
+    def hand_on(*_):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the group; the owner decides
+    signal.signal(signal.SIGINT, hand_on)  # of the owner: a terminal's does not reach us
     signal.set_wakeup_fd(woken)
     poller = select.poll()
     poller.register(0, 0)  # asks for nothing, so that only a hang-up is reported
@@ -85,6 +89,7 @@ def guard(pid: int) -> int:
         ready = dict(poller.poll())
         if 0 in ready or (wake in ready and signal.SIGTERM in os.read(wake, 4096)):
             break
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: all of the group are zombies (macOS)
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # what the killed leave to us is killed too, until there is nothing

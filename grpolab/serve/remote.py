@@ -251,6 +251,6 @@ def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
         drawn = await source(step)
         seen = drawn.groups if drawn.seen is None else drawn.seen
         behind = policy.version - min((r.policy_version for g in seen for r in g if r.finish_reason != "lost"), default=0)
-        return replace(drawn, row=dict(drawn.row) | {"staleness": behind, "sync_s": seconds}, off_policy=True)
+        return replace(drawn, row={"staleness": behind, "sync_s": seconds} | dict(drawn.row), off_policy=True)
 
     return source_of
