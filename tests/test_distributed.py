@@ -136,12 +136,14 @@ def faults(base, three):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("how", "others"), [("killed", "02"), ("silent", "0")])
+@pytest.mark.parametrize(("how", "others"), [("killed", "02"), ("silent", "0"), ("error", "0")])
 def test_a_lost_rank_ends_the_others_and_rank_0_saves(faults, how, others):
     for rank in others:
         message, seconds = faults[how]["ended"][rank]
-        assert message.startswith("RankLost: a rank is lost") and seconds < 50
-    assert faults[how]["ended"]["1"] is None and faults[how]["saved"] == 1
+        assert message.startswith("RankError: a rank is lost") and seconds < 50
+    own = faults[how]["ended"]["1"]
+    assert own[0].startswith("TypeError: the reward 'reward' gave 'one'") if how == "error" else own is None
+    assert faults[how]["saved"] == 1
 
 
 @pytest.mark.full
@@ -150,14 +152,6 @@ def test_two_ranks_go_on_where_three_were(alone, faults, three):
     assert [error for error, _ in faults["resumed"].values()] == [None, None]
     for rank in range(2):
         same_end(*found(three, rank, 2), alone)
-
-
-@pytest.mark.full
-def test_an_error_of_one_rank_is_told_by_all(faults):
-    ended = faults["error"]["ended"]
-    assert ended["1"][0].startswith("TypeError: the reward 'reward' gave 'one'")
-    assert ended["0"][0].startswith("RankError: rank 1 failed with TypeError: the reward 'reward' gave 'one'")
-    assert faults["error"]["saved"] == 1
 
 
 REFUSED = {

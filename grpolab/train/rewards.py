@@ -245,7 +245,7 @@ async def watched(
         if reward is not trained:
             shard = await scored(policy, distributed.shard(rows), shard, reward, faults)
         own = [g.rewards for g in shard]
-        values = await off_loop(lambda: distributed.gathered(place, rows, own, list, list))  # noqa: B023
+        values = await off_loop(lambda: distributed.gathered(place, rows, own))  # noqa: B023
         report(await faults_of_all(faults, place), sum(map(len, groups)), warnings_given)
         groups = [g.with_rewards(g.rewards, [{**r.parts, name: x} for r, x in zip(g, of)]) for g, of in zip(groups, values)]
     return groups
