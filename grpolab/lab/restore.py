@@ -6,9 +6,11 @@ reward is asked. Each row that is computed again is compared with the run's own.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from operator import index
 from typing import TypeVar
@@ -122,8 +124,19 @@ def session_at(run: Run, step: int) -> dict:
 
 
 def rows_of(run: Run) -> list[dict]:
-    """The rows of a run; a value that is absent or not a number has no key."""
-    return [{name: value for name, value in row.items() if value == value} for row in run.table().to_dict("records")]
+    """The rows of a run with every bit, which pandas may round; a value that is absent from metrics.csv has no key."""
+    path = run.folder / "metrics.csv"
+    if run.metrics or not path.exists():
+        return [dict(row) for row in run.metrics]
+    with open(path, newline="") as file:
+        return [{name: _value(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def config_of(run: Run) -> GRPOConfig:

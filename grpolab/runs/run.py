@@ -147,8 +147,7 @@ class Run:
     def table(self) -> pd.DataFrame:
         """The metrics, one row a step: of the loop that this Run has seen, else those in the folder."""
         path = self.folder / "metrics.csv"
-        return pd.DataFrame(self.metrics) if self.metrics or not path.exists() else pd.read_csv(
-            path, float_precision="round_trip")
+        return pd.DataFrame(self.metrics) if self.metrics or not path.exists() else pd.read_csv(path)
 
     # -- measured on the way -------------------------------------------------------------------------------------------
 
