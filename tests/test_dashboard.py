@@ -114,16 +114,6 @@ def test_a_legend_below_stands_clear_of_the_name_of_the_axis(draw):
     assert ax.xaxis.label.get_window_extent().y0 >= ax.get_legend().get_window_extent().y1
 
 
-def test_the_name_of_a_side_stands_clear_of_its_last_dot():
-    metrics = pd.DataFrame({"step": range(60), "logps_chosen": -1.0, "logps_rejected": -4.0})
-    points = pd.DataFrame({"step": [0, 60], "logps_chosen": -1.0, "logps_rejected": -4.0})
-    ax = plots.two_sides(metrics, points, title="t", ylabel="nats")
-    ax.figure.canvas.draw()
-    dots = ax.transData.transform([(60, -1.0), (60, -4.0)])
-    assert [t.get_text() for t in ax.texts] == ["chosen", "rejected"]
-    assert all(t.get_window_extent().x0 > x + 3 for t, (x, _) in zip(ax.texts, dots))
-
-
 def test_the_curves_of_several_runs_have_colours_of_their_own_and_their_names():
     table = pd.DataFrame({"step": range(3), "r": [0.0, 1.0, 2.0]})
     ax = plots.curves({"a": table, "b": table + 1}, "r", title="t", ylabel="r")
