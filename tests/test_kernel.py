@@ -104,15 +104,6 @@ shown.update("b")
     assert "ZeroDivisionError" in kernel.run("1 / 0")[2][0]
 
 
-def test_questions_are_asked_live(prepared):
-    code = TRAIN.replace("config.steps", "3").replace("live.update(row)", "live.update(row)\n    await live.ask(policy, asked)")
-    code += "    if row['step'] == 2: break\n"
-    _, _, errors, shown = prepared.run(code)
-    assert errors == []
-    html = shown[-1]["text/html"]
-    assert html.count("<code>") == 2 and html.count("✗") + html.count("✓") >= 2
-
-
 def test_asking_leaves_weights_and_generators_as_they_are(prepared):
     _, said, errors, _ = prepared.run("""
 import random, torch

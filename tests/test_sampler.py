@@ -44,6 +44,7 @@ def test_greedy_equals_full_recompute(policy, engine):
     assert audit(policy, flat(groups)).margin > 2
 
 
+@pytest.mark.full
 def test_a_thousand_greedy_tokens_equal_recompute():
     policy = tiny_policy(context=1200)
     params = SamplingParams(greedy=True, max_new_tokens=1100)

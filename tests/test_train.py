@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import importlib
 import math
 import random
 import threading
@@ -27,7 +26,6 @@ from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradien
 from grpolab.train.rewards import finished_and_correct
 from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
 
-train_grpo = importlib.import_module("grpolab.train.grpo")  # the package has a function of that name
 PROBLEMS, _ = generate(40, 0, seed=2, task=Task("+-", max_operand=20))
 
 
@@ -277,20 +275,6 @@ class Lengths:
 
 
 ONE_STEP = GRPOConfig(steps=1, prompts_per_step=2, group_size=2, max_new_tokens=4)
-
-
-@pytest.mark.parametrize(("groups", "minibatches", "sizes"), [(5, 4, [1, 1, 1, 2]), (6, 4, [1, 2, 1, 2]), (3, 4, [1, 1, 1])])
-def test_minibatches_are_so_many_and_nearly_equal(tiny, monkeypatch, groups, minibatches, sizes):
-    taken, honest = [], train_grpo.grpo_gradient
-
-    def gradient(policy, reference, rollouts, *args, **options):
-        taken.append(len(rollouts))
-        return honest(policy, reference, rollouts, *args, **options)
-
-    monkeypatch.setattr(train_grpo, "grpo_gradient", gradient)
-    config = GRPOConfig(minibatches=minibatches, inner_epochs=2, prompts_per_step=8, max_logp_diff=None)
-    grpo_update(tiny, None, rollouts_of(tiny, PROBLEMS[:groups]), config, make_optimiser(tiny, config), 0)
-    assert taken == [3 * n for n in sizes] * 2 and tiny.version == len(taken)
 
 
 def test_a_reward_too_few_and_a_stray_stop_iteration_are_errors(tiny):

@@ -140,8 +140,7 @@ def _value(text: str) -> int | float | str:
 
 
 def config_of(run: Run) -> GRPOConfig:
-    """The configuration of the run's last loop; ValueError where it is not known. A value that was changed since is noticed by
-    the rows of the updates that are done again."""
+    """The configuration of the run's last loop; ValueError where it is not known."""
     path = run.folder / "run.json"
     try:
         return as_config(json.loads(path.read_text())["config"])
