@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from grpolab.evaluate import Interval, mean_interval  # noqa: E402
+from grpolab.evaluate import Interval, mean_interval, student_t  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab import board  # noqa: E402
 from grpolab.lab.metrics import readable  # noqa: E402
@@ -26,7 +26,6 @@ from grpolab.lab.metrics import readable  # noqa: E402
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
 LADDER, MINUTES, ROLLOUT, BOARD = (
     f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout", "board"))
-STUDENT = {3: 4.303, 8: 2.365}  # number of values -> the quantile of Student's t for a 95 % interval of their mean
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
 
 
@@ -80,7 +79,7 @@ def right(row: dict, kind: str, chosen: str | None = None, planted: str = "") ->
 
 def over_seeds(values: list[float]) -> Interval:
     """Mean with its 95 % interval over seeds."""
-    return mean_interval(values, STUDENT[len(values)])
+    return mean_interval(values, student_t(len(values) - 1))
 
 
 def rate_over_seeds(values: list[float]) -> Interval:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from grpolab.arithmetic import Problem, Task, generate
-from grpolab.evaluate import evaluate
+from grpolab.evaluate import evaluate, student_t
 from grpolab.files import atomic_write
 from grpolab.lab.restore import with_threads
 from grpolab.models.load import Policy, load_policy
@@ -33,7 +33,6 @@ from grpolab.runs.run import Run, seed_everything
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
 
 FORMAT = 1  # of an entry
-STUDENT = 4.303  # quantile of Student's t for a variance of three values: the replay's, since an entry's may be forged
 NEW_TOKENS = 24
 MACHINE = ("python", "grpolab", "torch", "transformers", "system", "processor", "device", "dtype", "threads")  # decide the bits
 
@@ -240,7 +239,7 @@ def statistics(entry: dict, again: dict, task: Speedrun) -> str:
     of two means, by the replay's variance, and a hundredth."""
     for name, unit in (("accuracy", 1.0), ("tokens", summary(again)["tokens"])):
         theirs, ours = (torch.tensor([float(of[name]) for of in e["seeds"].values()]) for e in (entry, again))
-        chance = STUDENT * (2 * ours.var() / len(ours)).sqrt() + 0.01 * unit
+        chance = student_t(2) * (2 * ours.var() / len(ours)).sqrt() + 0.01 * unit
         if (theirs.mean() - ours.mean()).abs() > chance:
             return (f"its {name} is {theirs.mean():.4g} on average, and {ours.mean():.4g} here, where chance explains "
                     f"{chance:.2g}")

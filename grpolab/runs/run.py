@@ -34,8 +34,6 @@ from grpolab.runs.checkpoints import Checkpoints, computed_on, load_state, plain
 from grpolab.runs.rollout_log import Recorder, table
 from grpolab.runs.selection import PREFIX, Selected, Selection
 
-FORKED = "forked.json"  # in a fork's folder: the step at which it left the run in the folder above
-
 
 def repository() -> Path:
     """The working directory; the one above it where that is the notebooks/ of a project, as for a notebook's kernel."""
@@ -336,10 +334,8 @@ class Run:
         policy.version = max(state["version"], policy.version + moved)  # never one that stood for other weights of this policy
         self.metrics = metrics
         self.write_table()
-        steps, forked = state["step"], (self.folder / FORKED).exists()
-        print(f"{self.shown(self.folder)} begins after step {steps}, where it was forked" if forked else
-              f"going on after step {steps} of an interrupted run (delete {self.shown(newest)} to start over)")
-        return steps
+        print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
+        return state["step"]
 
     def checkpointed(self) -> int:
         """The steps after which the newest checkpoint was kept; 0 without one."""

@@ -183,7 +183,7 @@ def grpo_update(
     shard, own = distributed.shard(ordered), {}
     if config.sampler_cap or off_policy:
         values = [trainer_logps(policy, groups[i], config) for i in shard]
-        own = dict(zip(ordered, distributed.gathered(f"step {step}, log-probs", ordered, values, list, list)))
+        own = dict(zip(ordered, distributed.gathered(f"step {step}, log-probs", ordered, values)))
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
