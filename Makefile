@@ -5,7 +5,7 @@ FLAGS := --quiet --disable-pip-version-check
 PIP := $(PY) -m pip install $(FLAGS)
 PIP_INTO = $(PY) -m pip --python $(@D)/bin/python install $(FLAGS)
 
-.PHONY: install lab openenv atropos agents verifiers vllm run environments test test-full test-lowest results notebooks badges lint clean
+.PHONY: install lab openenv atropos agents verifiers lmeval vllm run environments test test-full test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -30,7 +30,7 @@ install: .venv/installed
 
 openenv: .venv/openenv-0.10.0/installed .venv/openenv-core-0.3.0/installed
 
-# Atropos' real trajectory API, as light, for its tests.
+# Atropos' real trajectory API, as light, and what its environments import beside ours, for its tests.
 .venv/atropos/installed: tests/atropos.txt .venv/installed
 	$(PY) -m venv --clear --without-pip $(@D)
 	$(PIP_INTO) --no-deps -r $<
@@ -51,6 +51,13 @@ agents: .venv/agents/installed
 	@touch $@
 
 verifiers: .venv/verifiers/installed
+
+# lm-eval, which evaluates a served policy, for its test.
+.venv/lmeval/installed: tests/lmeval.txt .venv/installed
+	$(PIP) --no-deps --upgrade --target $(@D) -r $<
+	@touch $@
+
+lmeval: .venv/lmeval/installed
 
 # vLLM's server on processors, for its test and benchmarks/bridges.py: 2 GB in an environment of its own, since it asks for an
 # older transformers. The build of torch without CUDA is in PyTorch's own index.
@@ -115,9 +122,9 @@ test: environments
 
 # Everything: all faults, the notebooks at full length, the fast tests on the minimum dependency versions.
 test-full: export OMP_NUM_THREADS = 1
-test-full: environments verifiers
+test-full: environments verifiers lmeval
 	$(MAKE) --no-print-directory test-lowest
-	$(REQUIRED) REQUIRE_VERIFIERS=1 $(UNITS) $(TESTS)
+	$(REQUIRED) REQUIRE_VERIFIERS=1 REQUIRE_LMEVAL=1 $(UNITS) $(TESTS)
 	$(NBVAL) $(NOTEBOOKS)
 
 # The fast tests on the minimum dependency versions of pyproject.toml, in an environment of their own.

@@ -165,7 +165,7 @@ async def main(seeds: list[int]) -> None:
                 s, kind = name.split(", ")
                 policy, rows = await learned(start, settings(int(s), kind, seed, STEPS))
                 found = {"greedy": await right(policy), "tokens": sum(map(tokens_of, rows))}
-                found |= {c: [round(r[c], 5) for r in rows] for c in ("reward", "logp_diff", "entropy", "staleness")}
+                found |= {c: [round(r[c], 5) for r in rows] for c in ("reward", "diff_abs_mean", "entropy", "staleness")}
                 found["step_tokens"] = [tokens_of(r) for r in rows]
                 found["ess"] = [round(r["ess"], 4) for r in rows if r.get("ess", float("nan")) == r.get("ess")]
             of_seed[name] = found | {"cpu": round(time.process_time() - cpu, 1)}

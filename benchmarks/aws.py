@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import records  # noqa: E402
 
-from grpolab.env.aws.backend import accounts  # noqa: E402
+from grpolab.env.aws.backend import Simulator  # noqa: E402
 from grpolab.env.client import EnvSession  # noqa: E402
 
 SESSIONS = (1, 8)
@@ -122,8 +122,8 @@ def main():
     args = parser.parse_args()
     rows = {(who, n): [] for n in SESSIONS for who in ("thread", "process", "aws")}
     described = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
-    with accounts(1) as pool:
-        endpoint = pool.acquire().resource
+    with Simulator() as account:
+        endpoint = account.address
         for turn in range(args.rounds):
             for n in SESSIONS:
                 for who in ("thread", "process"):

@@ -127,12 +127,12 @@ async def in_bf16(seed: int) -> dict:
     config, drift = replace(grpo_config(seed), exact=True), []
     began = time.perf_counter()
     async for row in grpo(policy, None, PRACTICE, config):
-        drift.append(row["logp_diff_max"])
+        drift.append(row["diff_max"])
     seconds = round(time.perf_counter() - began, 1)
     learned, after = await measure(policy, seed)
     gains = {"gain": str(improvement(before[0], after[0])), "gain_sampled": str(improvement(before[1], after[1]))}
     drift = [d for d in drift if d == d]  # a step without a signal has none
-    told = {"start": start["greedy"], "rounded": rounded["greedy"], "logp_diff_max": max(drift, default=None),
+    told = {"start": start["greedy"], "rounded": rounded["greedy"], "diff_max": max(drift, default=None),
             "seconds": seconds}
     return told | learned | gains
 

@@ -32,7 +32,8 @@ from grpolab.train.multiturn import Limits, demonstrate
 
 RECORD = Path(__file__).parent.parent / "tests" / "recorded_runs.json"
 COLUMNS = ("step", "reward", "uninformative", "all_wrong", "all_right", "completion_length", "truncated", "ratio_max",
-           "clip_low", "clip_high", "logp_diff", "logp_diff_max", "entropy", "kl", "exact")
+           "ratio", "clip_low", "clip_high", "diff_mean", "diff_abs_mean", "diff_max", "sampler_kl", "low_logp", "policy_loss",
+           "repetition", "entropy", "kl", "exact")
 KNOWN, _ = generate(6400, 1000, seed=1, task=Task(ops="+-", max_operand=99))
 DEMOS, PRACTICE = KNOWN[:100], KNOWN[400:]
 PRODUCTS, _ = generate(6400, 1000, seed=1, task=Task(ops="*"))
@@ -166,7 +167,8 @@ def told(name: str, run: dict) -> str:
     table = pd.DataFrame(run["rows"])
     table["clipped"] = table["clip_low"] + table["clip_high"] if "clip_low" in table else float("nan")
     last = {c: f"{table[c].min():.3g}..{table[c].max():.3g}" for c in ("reward", "uninformative", "truncated", "clipped",
-            "ratio_max", "logp_diff", "entropy", "kl", "exact", "completion_length") if c in table}
+            "ratio_max", "ratio", "diff_mean", "diff_abs_mean", "sampler_kl", "low_logp", "policy_loss", "repetition",
+            "entropy", "kl", "exact", "completion_length") if c in table}
     found = [f"{f.illness} from {f.step}" for f in diagnose(table, watched="exact" if "exact" in table else None)]
     missed = sorted(set(run["ill"]) - {f.rsplit(" from", 1)[0] for f in found})
     return f"{name}: {last}\n    found {found}" + f"; MISSED {missed}" * bool(missed)

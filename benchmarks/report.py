@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from grpolab.evaluate import Interval, mean_interval  # noqa: E402
+from grpolab.evaluate import Interval, mean_interval, student_t  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab import board  # noqa: E402
 from grpolab.lab.metrics import readable  # noqa: E402
@@ -26,7 +26,6 @@ from grpolab.lab.metrics import readable  # noqa: E402
 BEGIN, END = "<!-- made by `make results` -->", "<!-- end -->"
 LADDER, MINUTES, ROLLOUT, BOARD = (
     f"<!-- {name}: made by `make results` -->" for name in ("ladder", "minutes", "rollout", "board"))
-STUDENT = {3: 4.303, 8: 2.365}  # number of values -> the quantile of Student's t for a 95 % interval of their mean
 METHODS = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
 
 
@@ -80,7 +79,7 @@ def right(row: dict, kind: str, chosen: str | None = None, planted: str = "") ->
 
 def over_seeds(values: list[float]) -> Interval:
     """Mean with its 95 % interval over seeds."""
-    return mean_interval(values, STUDENT[len(values)])
+    return mean_interval(values, student_t(len(values) - 1))
 
 
 def rate_over_seeds(values: list[float]) -> Interval:
@@ -206,7 +205,7 @@ def staleness(found: dict, results: Path) -> list:
         if "reward" in of[0]:
             row |= {"greedy − staleness 0": "" if s == "0" else compared(found, "greedy", name, "0, clip"),
                     "reward, last 8 steps": f"{mean(mean(r['reward'][-8:]) for r in of):.3f}",
-                    "nats a token from the drawing weights": f"{mean(mean(r['logp_diff'][-8:]) for r in of):.4f}"}
+                    "nats a token from the drawing weights": f"{mean(mean(r['diff_abs_mean'][-8:]) for r in of):.4f}"}
         rows.append(row)
     clock = [{"staleness": s, "checker": how, "seconds a step": f"{t['seconds']:.2f}",
               "of which waiting": f"{t['waiting']:.2f}", "processor seconds": f"{t['cpu']:.2f}",

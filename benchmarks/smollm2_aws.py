@@ -34,11 +34,10 @@ sys.path.insert(0, str(HERE))
 import smollm2_runs as runs  # noqa: E402
 
 from grpolab import GrpoPool, Sampler, SamplingParams, load_policy  # noqa: E402
-from grpolab.env.aws.backend import accounts  # noqa: E402
+from grpolab.env.aws.backend import Simulator  # noqa: E402
 from grpolab.env.aws.environment import AwsEnv  # noqa: E402
 from grpolab.env.aws.generate import FreshTasks, instance, instances  # noqa: E402
 from grpolab.env.aws.tasks import Task, template_ids  # noqa: E402
-from grpolab.env.curriculum import Curriculum  # noqa: E402
 from grpolab.env.pool import rollout_seed  # noqa: E402
 from grpolab.env.server import serve  # noqa: E402
 from grpolab.evaluate import mean_interval, share_interval  # noqa: E402
@@ -176,8 +175,8 @@ async def both_ways(answer: Callable, seed: int = 0) -> dict:
 
 
 async def one_command(policy) -> dict:
-    with accounts(1) as pool:
-        return await both_ways(partial(answers, policy, account=pool.acquire().resource))
+    with Simulator() as account:
+        return await both_ways(partial(answers, policy, account=account.address))
 
 
 async def two_turns(policy, pool) -> dict:
@@ -195,20 +194,20 @@ def folder(account=None) -> Run:
 
 async def base() -> dict:
     """The model as it is: asked alone, and after solved tasks, of other templates in part."""
-    with accounts(1) as pool:
-        account, policy, tasks = pool.acquire().resource, load(template=None), held_out_tasks()
+    with Simulator() as account:
+        policy, tasks = load(template=None), held_out_tasks()
         half = SHOTS // len(TIERS)
         shots = [instance(t, "shown 0") for tier in template_ids(*TIERS) for t in tier[:: len(tier) // half][:half]]
         asked = [[task.description for task in tasks if task.tier == tier][:SHOWN] for tier in TIERS]
-        answer = partial(answers, policy, account=account)
+        answer = partial(answers, policy, account=account.address)
         return {"asked": dict(zip(TIERS, asked)), "alone": await measure(answer, tasks),
                 "after solved ones": await measure(partial(answer, shots=shots), tasks)}
 
 
 async def tuned() -> dict:
     """SFT: what each look saw, the losses, seconds of its steps without the looks."""
-    with accounts(1) as pool:
-        run = folder(pool.acquire().resource)
+    with Simulator() as account:
+        run = folder(account.address)
         shown, policy = [{"messages": solved_chat(t)} for t in shown_tasks()], load()
         async for _ in sft(policy, demonstrations(policy, shown), SFTConfig(**SETTINGS["sft"]), run=run):
             pass
@@ -242,7 +241,7 @@ async def best_twice() -> dict:
 async def seats(what: str = "limits"):
     """A pool whose every seat has an account of its own."""
     size, options = SETTINGS["seats"], {k: v for k, v in SETTINGS[what].items() if k != "max_total_tokens"}
-    async with (serve(AwsEnv, max_sessions=size, backends=accounts(size, options=options)) as server,
+    async with (serve(AwsEnv, max_sessions=size, arguments=options) as server,
                 GrpoPool(server.url, size=size, on_failure="drop") as pool):
         yield pool
 
@@ -256,7 +255,7 @@ async def reinforced(kind: str, seed: int) -> dict:
         for part in range(recipe.pop("rounds", 1)):
             own = seed + 10 * part  # other instances, and other draws
             run = Run("smollm2_aws", f"{kind}_{seed}_{part}", seed=own, keep="none")
-            fresh = FreshTasks(Curriculum(template_ids(*TIERS), seed=own), seed=own)
+            fresh = FreshTasks(template_ids(*TIERS), seed=own)
             config = GRPOConfig(seed=own, **recipe)
             async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits(turns), run=run):
                 shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "turns", "sampling_s", "update_s", "lost")}

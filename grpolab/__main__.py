@@ -17,6 +17,7 @@ COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module
     "eval": ("eval", "Eval", "measure a model on held-out questions"),
     "scout": ("scout", "Scout", "tell from which tasks GRPO could learn, before anything is trained"),
     "train": ("recipe", None, "train as a file says: grpolab train FILE.toml [options that win over it]"),
+    "up": ("up", None, "train on an environment of Atropos: its API, the policy's server, the environment, the trainer"),
     "sft": ("train", "SFT", "imitate demonstrations"),
     "grpo": ("train", "GRPO", "learn from a reward"),
     "dpo": ("train", "DPO", "learn from preferences"),
@@ -53,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
                 raise UsageError("name a file, as in: grpolab train run.toml --steps 30 (--print-config of grpo, sft, dpo or "
                                  "reward writes one)")
             name, arguments = read(arguments[0], arguments[1:], TRAINING)
+        elif name == "up":
+            return import_module("grpolab.cli.up").main(arguments)
         elif name in TRAINING:
             from grpolab.cli.recipe import renamed
 
@@ -63,15 +66,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"grpolab {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        resume = "; the same command continues from the last checkpoint" if name in ("run", *TRAINING) else ""
+        resume = "; the same command continues from the last checkpoint" if name in ("run", "train", "up", *TRAINING) else ""
         print(f"grpolab {name}: interrupted{resume}", file=sys.stderr)
         return 130
 
 
 def parse(name: str, command: type, arguments: list[str]):
     """A command's dataclass from its arguments; SystemExit with status 2 where they do not fit, 0 after --help."""
-    if name in TRAINING:  # tyro reads only the first spelling
-        arguments = ["None" if argument == "none" else argument for argument in arguments]
+    if name in TRAINING:
+        from grpolab.cli.recipe import with_none
+
+        arguments = with_none(arguments)
     # tyro reads the options' sentences from the source, and Python 3.11's ast.parse fails ("AST constructor recursion depth
     # mismatch") where a garbage collection in the midst of it ends in another one, as a finaliser's traceback does.
     collecting = gc.isenabled()

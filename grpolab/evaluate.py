@@ -76,6 +76,16 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[Any], z: floa
     return Interval(mean, mean - half, mean + half)
 
 
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t with 1 to 10 degrees of freedom: for a 95 % interval of the mean of one value more."""
+    if not 1 <= freedom <= len(STUDENT):
+        raise ValueError(f"the quantiles of Student's t stand here for 1 to {len(STUDENT)} degrees of freedom, got {freedom}")
+    return STUDENT[freedom - 1]
+
+
 def share_interval(shares: Sequence[float]) -> Interval:
     """Mean of shares between 0 and 1, one a question, with its normal interval, cut where a share cannot be. Where each is 0 or
     1 it is Wilson's, since the normal one has no width where all are alike."""

@@ -23,7 +23,7 @@ class Rollout:
     `logps` are under the distribution that was sampled from, `raw_logps` at temperature 1, both in nats. `kept_mass` is the
     probability that top-k, top-p or min-p left at each token, empty where nothing was cut. `versions` are those of the weights
     that drew each token, empty where all are `policy_version`. `parts` are the numbers, by name, that the reward was made of,
-    where it has several.
+    where it has several. `temperature` is the one that it was sampled at where that is not the loss's.
     """
 
     prompt: tuple[int, ...]
@@ -38,6 +38,7 @@ class Rollout:
     kept_mass: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     parts: Mapping[str, float | None] = field(default_factory=dict, compare=False)
+    temperature: float | None = None
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("tokens", "mask", "logps", "raw_logps")}

@@ -25,7 +25,7 @@ def tiny(_tiny) -> Policy:
 
 @pytest.fixture(scope="module")
 def packages(request):
-    """What `make agents` or `make verifiers` installs (the module's PACKAGES says which) can be imported."""
+    """What `make agents`, `make verifiers` or `make lmeval` installs (the module's PACKAGES says which) can be imported."""
     name = request.module.PACKAGES
     folder = Path(__file__).parents[1] / ".venv" / name
     if not (folder / "installed").exists():
@@ -45,11 +45,10 @@ def _account():
     from grpolab.env.aws.backend import Simulator
     from grpolab.env.aws.commands import Account
 
-    simulator = Simulator()
-    account = Account(simulator.start())
-    yield account
-    account.close()
-    simulator.stop()
+    with Simulator() as simulator:
+        account = Account(simulator.address)
+        yield account
+        account.close()
 
 
 @pytest.fixture

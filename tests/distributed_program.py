@@ -266,21 +266,6 @@ async def drifting(rows, policy):
             next(policy.model.parameters())[0, 0] += 0.5 * distributed.world().rank
 
 
-def sums():
-    """Gradients and metrics of parameters that some ranks have, all, or none."""
-    rank = distributed.world().rank
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(2, 3)) for name in ("both", "one", "none")})
-    model["coarse"] = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
-    model["frozen"] = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
-    model["both"].grad = torch.full((2, 3), 1.0 + rank)
-    model["coarse"].grad = torch.full((5,), 2.0 + rank, dtype=torch.bfloat16)
-    if rank == 1:
-        model["one"].grad = torch.arange(6.0).view(2, 3)
-    metrics = [{"loss": 0.25, "ratio_max": 3.0, "diff_max": 1.0}, {"loss": 0.5, "ratio_max": 2.0, "diff_max": float("nan")}, {}]
-    found = distributed.add_up(model, metrics[rank], "here")
-    return {name: None if p.grad is None else p.grad.tolist() for name, p in model.items()} | found
-
-
 def faults(folder, out):
     """Every scenario in processes of its own, which this one has loaded everything for."""
     torch.set_num_threads(1)
@@ -295,7 +280,7 @@ def faults(folder, out):
         "killed": in_step("SIGKILL", 3, patience=60.0), "silent": in_step("SIGSTOP", 2, patience=3.0, stopped=(1,)),
         "error": in_step("error", 2, patience=60.0),
         "resumed": forked(2, lambda: main(folder, Path(out) / "SIGKILL", "killed"), 60.0),
-        "refusals": forked(2, lambda: refusals(Path(folder)), 60.0), "sums": forked(3, sums, 60.0),
+        "refusals": forked(2, lambda: refusals(Path(folder)), 60.0),
     }
     (Path(out) / "faults.json").write_text(json.dumps(found))
 

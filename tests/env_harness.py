@@ -1,4 +1,4 @@
-"""Shared by the environment tests: an echo environment with faults, server processes, a TCP proxy that misbehaves."""
+"""Shared by the environment tests: an echo environment with faults, server processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpolab.env.protocol import InvalidAction, StepResult
@@ -162,66 +162,3 @@ def server_process(environment: str = "env_harness:EchoEnv", *options: str):
         process.wait()
         with suppress(ValueError):
             process.stdout.close()
-
-
-class Proxy:
-    """A TCP proxy in front of a server. `plan(n)` may delay or refuse the n-th connection (from 0).
-
-    freeze(): stop forwarding, keep the sockets open (half-open); cut(): reset every connection.
-    """
-
-    def __init__(self, target: str, plan=lambda n: 0.0):
-        self.host, self.port = re.match(r"ws://([^:/]+):(\d+)", target).groups()
-        self.plan, self.count, self.frozen = plan, 0, False
-        self.writers: list[asyncio.StreamWriter] = []
-        self.url = ""
-
-    async def _serve(self, reader, writer):
-        number, self.count = self.count, self.count + 1
-        self.writers.append(writer)
-        delay = self.plan(number)
-        if delay is None:
-            writer.transport.abort()
-            return
-        try:
-            await asyncio.sleep(delay)
-            up_reader, up_writer = await asyncio.open_connection(self.host, int(self.port))
-        except (OSError, asyncio.CancelledError):
-            writer.transport.abort()
-            return
-        self.writers.append(up_writer)
-        await asyncio.gather(self._pump(reader, up_writer), self._pump(up_reader, writer), return_exceptions=True)
-
-    async def _pump(self, reader, writer):
-        try:
-            while data := await reader.read(65536):
-                while self.frozen:
-                    await asyncio.sleep(0.01)
-                writer.write(data)
-                await writer.drain()
-        except OSError:
-            writer.transport.abort()
-        finally:
-            writer.close()
-
-    def freeze(self):
-        self.frozen = True
-
-    def cut(self):
-        for writer in self.writers:
-            writer.transport.abort()
-
-
-@asynccontextmanager
-async def proxy(target: str, plan=lambda n: 0.0):
-    """`async with proxy(server_url) as p: ... p.url`."""
-    p = Proxy(target, plan)
-    listener = await asyncio.start_server(p._serve, "127.0.0.1", 0)
-    p.url = f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    try:
-        yield p
-    finally:
-        p.frozen = False
-        p.cut()
-        listener.close()
-        await asyncio.sleep(0)

@@ -5,7 +5,6 @@ its own ("Calling tools: ...") and asks for its last answer without tools: there
 """
 
 import asyncio
-import copy
 import json
 from functools import partial
 
@@ -14,8 +13,6 @@ import pytest
 import test_serve_tools
 from test_tool_calls import ROOM
 
-from grpolab.chat import encode_chat, user
-from grpolab.models.load import Policy
 from grpolab.serve import agents
 from grpolab.serve.agents import agent_grpo
 from grpolab.serve.openai_schema import Refused
@@ -23,7 +20,6 @@ from grpolab.serve.service import serve_policy
 from grpolab.serve.sessions import Session
 from grpolab.serve.state import Service
 from grpolab.train.grpo import GRPOConfig
-from grpolab.train.sft import SFTConfig, sft
 
 PACKAGES, pytestmark = "agents", pytest.mark.usefixtures("packages")
 NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
@@ -166,75 +162,6 @@ def test_a_hundred_loops_train_the_policy(caller, sampled, trained, agent):
     assert len({id for id, _, _ in sampled}) == 100 and len(sampled) > 180  # the call and the answer of each
     check_trained(trained, wire, 100)
     assert 0 < row["reward"] <= 1
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_hundred_loops_of_smolagents_train_the_policy(caller, trained):
-    """Each of several rollouts, since it rewrites what was said; it asks again where it cannot read a call."""
-    wire = []
-    caller.model.config.max_position_embeddings = 4096  # its histories are long
-
-    async def agent(url, name):
-        return await asyncio.to_thread(smolagents_agent, url, name, wire, max_steps=2)
-
-    async def main():
-        config = GRPOConfig(steps=1, prompts_per_step=25, group_size=4, max_new_tokens=40, lr=1e-5)
-        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, agent, timeout=500, concurrent=16)]
-        return rows[0]
-
-    row = asyncio.run(main())
-    assert row["agent_errors"] == row["agent_timeouts"] == row["silent"] == row["abstained"] == row["unread"] == 0
-    assert row["rewritten"] > 0.5 and len(wire) >= 200
-    check_trained(trained, wire, 100)
-
-
-@pytest.fixture(scope="module")
-def pair_caller(_tiny):
-    """A policy that learned to call `room` for two people in one turn."""
-    policy = Policy(copy.deepcopy(_tiny.model), _tiny.tokenizer, _tiny.name, _tiny.eos_ids)
-
-    def example(first, second):
-        calls = [{"function": {"name": "room", "arguments": {"name": name}}} for name in (first, second)]
-        return encode_chat(policy.tokenizer, [
-            *user(f"{first}, {second}?"), {"role": "assistant", "content": "", "tool_calls": calls},
-            *[{"role": "tool", "content": room(name)} for name in (first, second)],
-            {"role": "assistant", "content": f"{room(first)} {room(second)}"}], [ROOM])
-
-    async def train():
-        shown = [example(*pair) for pair in (("Ann", "Bob"), ("Bob", "Ann"), ("Eve", "Bob"), ("Ann", "Tom"))]
-        rows = [row async for row in sft(policy, shown, SFTConfig(steps=200, batch_size=4, lr=2e-3))]
-        assert rows[-1]["loss"] < 0.05
-
-    asyncio.run(train())
-    return policy
-
-
-@pytest.mark.full
-@pytest.mark.slow
-async def test_parallel_calls_of_one_turn(pair_caller, sampled):
-    """Both are made, both results are read, and the record is what was sampled."""
-    from pydantic_ai import Agent
-
-    made, wire = [], []
-
-    def room_of(name: str, day: int = 1) -> str:
-        """The room of a person."""
-        made.append(name)
-        return room(name)
-
-    room_of.__name__ = "room"
-
-    async with serve_policy(pair_caller, seed=0) as service:
-        session = service.open_session(max_tokens=180, temperature=0.2)
-        model = pydantic_model(session.url, wire)
-        answer = await Agent(model, tools=[room_of], model_settings=IDS).run("Ann, Bob?")
-        await model.client.close()
-        rollout = service.rollout(session)
-    assert sorted(made) == ["Ann", "Bob"] and answer.output == "12 7"
-    assert [pair_caller.decode(tokens).count("<tool_call>") for _, tokens in wire] == [2, 0]
-    assert wire == [(prompt, tokens) for _, prompt, tokens in sampled]
-    check_trained([agents.AgentRun((rollout,), 1.0)], wire, 1)
 
 
 @pytest.mark.parametrize("failing", ["503", "slow", "tool"])

@@ -62,17 +62,8 @@ def test_an_agent_learns(tiny):
     rows = rows_of(tiny, ones, config(steps=8, group_size=8, lr=5e-3))
     first, last = (sum(r["reward"] for r in part) / 3 for part in (rows[:3], rows[-3:]))
     assert last > first + 0.2, (first, last)
-    assert max(r.get("logp_diff_max", 0) for r in rows) < 1e-3 and tiny.version > 5
+    assert max(r.get("diff_max", 0) for r in rows) < 1e-3 and tiny.version > 5
     assert all(r["agent_errors"] == r["agent_timeouts"] == r["silent"] == r["rewritten"] == 0 for r in rows)
-
-
-@pytest.mark.full
-def test_the_same_seed_trains_the_same(tiny):
-    again = copy.deepcopy(tiny.model)
-    a = rows_of(tiny, ones)
-    tiny.model, tiny.version = again, 0
-    b = rows_of(tiny, ones)
-    assert [r["reward"] for r in a] == [r["reward"] for r in b] and a[0]["grad_norm"] == b[0]["grad_norm"] > 0
 
 
 def test_an_agent_of_several_turns_and_its_record(tiny, tmp_path):
@@ -122,7 +113,7 @@ def test_a_rewriting_agent_trains(tiny):
         return (one + two).count("1") / 8
 
     rows = rows_of(tiny, agent)
-    assert all(r["rewritten"] == 1 for r in rows) and rows[0]["trained_tokens"] > 0 and rows[0]["logp_diff_max"] < 1e-3
+    assert all(r["rewritten"] == 1 for r in rows) and rows[0]["trained_tokens"] > 0 and rows[0]["diff_max"] < 1e-3
 
 
 def test_a_run_that_raises_abstains_or_never_asked_costs_itself(tiny):

@@ -53,6 +53,13 @@ def train(policy, staleness=1, n=None, reward=late, run=None, **more):
     return rows_of(async_grpo(policy, None, PROBLEMS, config(staleness, **more), reward=reward, run=run), n)
 
 
+def test_a_kl_penalty_to_the_sampler_acts_on_rollouts_of_older_weights(tiny):
+    rows = [train(fresh(tiny), 2, lr=3e-4, **o) for o in ({}, {"kl_coef": 3.0, "kl_to": "sampler"})]
+    assert rows[0][0]["sampler_kl"] < 1e-9 and "kl" not in rows[1][0]
+    free, held = (sum(r["sampler_kl"] for r in of[3:]) for of in rows)  # the first are of the start's weights
+    assert 0 < held < 0.5 * free
+
+
 def bits(rows, without=frozenset()):
     """The rows without their times."""
     return [{k: v for k, v in row.items() if not k.endswith("_s") and k not in without and v == v} for row in rows]
@@ -79,7 +86,7 @@ def test_the_schedule_is_a_function_of_the_step(tiny, tmp_path, staleness):
     versions = [{v for g in run.recorder.groups(k) for r in g.group for v in r.token_versions} for k in range(6)]
     assert versions == [{max(0, k - staleness)} for k in range(6)] and tiny.version == 6
     assert [r["staleness"] for r in rows] == [min(k, staleness) for k in range(6)] == [r["staleness_max"] for r in rows]
-    assert rows[0]["logp_diff"] < 1e-4 < 1e-3 < rows[-1]["logp_diff"]
+    assert rows[0]["diff_abs_mean"] < 1e-4 < 1e-3 < rows[-1]["diff_abs_mean"]
     assert bits(rows) == bits(train(other, staleness)) and torch.equal(flat(tiny), flat(other))
 
 
@@ -246,9 +253,9 @@ def test_stopped_anywhere_it_goes_on_in_every_bit(tiny, tmp_path, cancel):
         train(cut, 2, n=3, run=run)
     done = run.checkpointed()
     assert 3 <= done < 6 and set(range(done, min(6, done + 2))) <= set(Recorder(run.folder / "ahead").steps())
-    run = Run("cut", root=tmp_path)
-    train(start, 2, run=run)
-    assert bits(run.metrics) == bits(rows) and torch.equal(flat(tiny), flat(start))
+    run, policy = Run("cut", root=tmp_path), cut if cancel else start  # the one that was stopped, or one made anew
+    train(policy, 2, run=run)
+    assert bits(run.metrics) == bits(rows) and torch.equal(flat(tiny), flat(policy))
 
 
 def test_what_was_drawn_is_gone_with_its_file_and_that_is_said(tiny, tmp_path):

@@ -7,8 +7,10 @@ import socket
 import subprocess
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
+import torch
 
 from grpolab.arithmetic import generate
 from grpolab.chat import prompt_ids
@@ -16,9 +18,9 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import repository
-from grpolab.serve.atropos import MASKED, AtroposTrainer, as_group, atropos_source
+from grpolab.serve.atropos import MASKED, AtroposTrainer, advantages_of, as_group, atropos_source
 from grpolab.serve.http_client import Caller, RemoteError
-from grpolab.train.grpo import GRPOConfig, grpo_from
+from grpolab.train.grpo import GRPOConfig, grpo_from, grpo_gradient, trainer_logps
 
 ROOT = repository()
 HOME = os.environ.get("ATROPOS_ENVIRONMENT") or str(ROOT / ".venv" / "atropos")  # that `make atropos` makes
@@ -91,8 +93,10 @@ WRONG = [
     (dict(masks=[[5, 6, 7, 8, 9, 1], [-100, -100, 7, 1]]), "no prompt"),
     (dict(masks=[[-100, -100, 3, -100, 9, 1], [-100, -100, 7, 1]]), "a mask that is neither its token nor -100"),
     (dict(inference_logprobs=[[1.0] * 6, [1.0, 1.0, -0.5, -0.5]]), "log-probs above 0"),
-    (dict(generation_params={"temperature": 0.7}), "temperature 0.7"),
-    (dict(overrides=[{"set_advantage_to_zero": True}]), "'overrides'"),
+    (dict(generation_params={"temperature": 0}), "temperature 0: nothing can be learned from the argmax"),
+    (dict(overrides=[{"set_advantage_to_zero": True}]), "half a group.*1 overrides"),
+    (dict(overrides=[{"set_advantage_to_zer": True}, {}], group_overrides={"weight": 2}), "'set_advantage_to_zer', 'weight'"),
+    (dict(images=["x"]), "'images'"),
     (dict(tokens=[[5, 6, 7, 8, 9, 1, 1], [5, 6, 7, 1]], masks=[[-100, -100, 7, -100, 9, 1, 1], [-100, -100, 7, 1]],
           inference_logprobs=[[1.0, 1.0, *[-0.5] * 5], [1.0, 1.0, -0.5, -0.5]]), "7 tokens came.*at most 6"),
 ]
@@ -102,6 +106,46 @@ WRONG = [
 def test_what_the_api_lets_through_is_refused_here(change, why):
     with pytest.raises(ValueError, match=why):
         as_group(ITEM | change, vocab=100, temperature=1.0, context=6)
+
+
+def test_temperatures_of_a_sequence_in_the_order_of_atropos():
+    """Its override, else the group's parameter, else the group's override, else 1."""
+    def at(loss=1.0, **sent):
+        return [r.temperature for r in as_group(ITEM | sent, 100, loss)]
+
+    params, of_group = {"temperature": 0.7}, {"temperature": 0.5, "group_size": 2}
+    assert at(overrides=[{"temperature": 0.9}, None], generation_params=params, group_overrides=of_group) == [0.9, 0.7]
+    assert at(group_overrides=of_group) == [0.5, 0.5] and at() == [None, None] == at(0.5, group_overrides=of_group)
+    assert at(0.5) == [1.0, 1.0]
+
+
+def test_a_temperature_of_its_own_is_that_of_the_log_probs_and_of_the_gradient(tiny):
+    """As if the loss had it: values, and the gradient of every parameter."""
+    def of(config, temperature):
+        rollouts = [replace(r, temperature=temperature) for r in PAIR]
+        rollouts = [replace(r, logps=tuple(x)) for r, x in zip(rollouts, trainer_logps(tiny, rollouts, config))]
+        tiny.model.zero_grad()
+        grpo_gradient(tiny, None, rollouts, torch.tensor([1.0, -1.0]), config)
+        return trainer_logps(tiny, rollouts, config), torch.cat([p.grad.flatten() for p in tiny.model.parameters()])
+
+    (own, own_gradient), (all_at, gradient) = of(GRPOConfig(), 0.7), of(GRPOConfig(temperature=0.7), None)
+    for a, b in zip(own, all_at):
+        assert a == pytest.approx(b, abs=1e-5)
+    assert torch.allclose(own_gradient, gradient, atol=1e-5) and gradient.abs().max() > 1e-3
+    assert own[0] != pytest.approx(trainer_logps(tiny, list(PAIR), GRPOConfig())[0], abs=1e-2)
+
+
+def test_advantages_of_an_environment_take_the_place_of_those_of_the_rewards():
+    config, groups = GRPOConfig(), [PAIR, PAIR]
+    assert advantages_of([ITEM, ITEM], groups, config) is None
+    zero = advantages_of([ITEM, ITEM | {"overrides": [{"set_advantage_to_zero": True}, {}]}], groups, config)
+    assert zero.tolist() == [[0.5, -0.5], [0.0, -0.5]]
+    sent = {"advantages": [[9, 9, 1, 2, 3, 4], [9, 9, 5, 6]], "overrides": [{}, {"set_advantage_to_zero": True}]}
+    tokens = advantages_of([ITEM, ITEM | sent], groups, config)
+    assert tokens[0].tolist() == [[0.5] * 4, [-0.5] * 4] and tokens[1].tolist() == [[1, 2, 3, 4], [0] * 4]
+    for wrong in ([[1.0], [1.0]], [[float("nan")] * 6, [0] * 4]):
+        with pytest.raises(ValueError, match="advantages for 6 tokens"):
+            advantages_of([ITEM | {"advantages": wrong}], [PAIR], config)
 
 
 async def test_a_group_that_does_not_fit_costs_itself(tiny):
@@ -146,7 +190,7 @@ async def test_training_from_an_environment(tiny, api):
         posting.cancel()
         await asyncio.wait([posting])
     assert len(trained) == 3 and tiny.version > 0
-    assert trained[0]["staleness"] == 0 and trained[0]["logp_diff_max"] < 1e-3  # the first is on-policy, exactly
+    assert trained[0]["staleness"] == 0 and trained[0]["diff_max"] < 1e-3  # the first is on-policy, exactly
     assert all(row["staleness"] <= 3 for row in trained)
 
 

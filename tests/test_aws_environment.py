@@ -12,12 +12,11 @@ from env_harness import SOON, alive, server_process, wait_for
 
 from grpolab.__main__ import main
 from grpolab.env.aws import backend, environment
-from grpolab.env.aws.backend import Simulator, accounts
+from grpolab.env.aws.backend import Simulator
 from grpolab.env.aws.commands import Output
 from grpolab.env.aws.environment import AwsEnv, SetupError, read_command, read_task, shorten
 from grpolab.env.aws.grader import grade
 from grpolab.env.aws.tasks import TIERS, Task, load_tasks
-from grpolab.env.backends import BackendPool
 from grpolab.env.client import EnvSession
 from grpolab.env.pool import GrpoPool
 from grpolab.env.protocol import InvalidAction, ServerError
@@ -29,17 +28,9 @@ MAKE, VERSION = read_task(BUCKET).solution
 LOOK = "aws s3 ls"
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with accounts(1) as pool:
-        yield pool
-
-
 @pytest.fixture
-def account(pool):
-    lease = pool.acquire()
-    yield lease.resource
-    pool.release(lease)
+def account(_account):
+    return _account.endpoint
 
 
 def played(env, *lines, seed=1, task=BUCKET):
@@ -50,18 +41,15 @@ def played(env, *lines, seed=1, task=BUCKET):
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted by /proc")
 def test_an_account_gathers_no_open_files():
     """At seventeen an episode, a simulator that kept those of its connections stopped answering after some 1200."""
-    simulator = Simulator()
-    try:
-        env = AwsEnv(simulator.start(), max_turns=2)
-        (process,) = psutil.Process(simulator.pid).children(recursive=True)
+    with Simulator() as simulator:
+        env = AwsEnv(simulator.address, max_turns=2)
+        (process,) = psutil.Process(simulator.guard.pid).children(recursive=True)
         played(env, MAKE, VERSION)
         before = process.num_fds()
         for _ in range(10):
             played(env, MAKE, VERSION)
         assert process.num_fds() <= before + 5
         env.close()
-    finally:
-        simulator.stop()
 
 
 def test_the_reward_is_paid_once_and_stalling_earns_nothing(account):
@@ -206,11 +194,9 @@ def test_options_that_make_no_sense_are_refused(options):
 
 
 def test_it_says_what_is_missing(monkeypatch):
-    with pytest.raises(ValueError, match="backends=accounts"):
-        AwsEnv()
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"ministack: pip install 'grpolab\[aws\]'"):
-        accounts(1)
+        AwsEnv()
 
 
 def test_eight_accounts_hold_different_buckets_at_once():
@@ -224,10 +210,9 @@ def test_eight_accounts_hold_different_buckets_at_once():
             await here.wait()  # every account holds its buckets now
             return sorted((await session.step({"command": LOOK})).observation["text"].split()[2::3])
 
-        async with serve(AwsEnv, max_sessions=8, backends=accounts(8)) as server, GrpoPool(server.url, size=8) as pool:
+        async with serve(AwsEnv, max_sessions=8) as server, GrpoPool(server.url, size=8) as pool:
             held = await pool.run_group(stock)
             assert held == [sorted([f"bucket-of-{n}", NAME]) for n in range(8)]
-            assert server.status()["backends"]["leased"] == 8
             again = await pool.run_group(lambda session: session.reset(seed=1, task=BUCKET))
             assert len(again) == 8
 
@@ -235,15 +220,14 @@ def test_eight_accounts_hold_different_buckets_at_once():
 
 
 def test_an_account_that_dies_is_an_error_and_replaced():
-    """No reward is made up: the step fails by name, its slot gets a new session, whose backend was started anew."""
+    """No reward is made up: the step fails by name, and its slot gets a new session, which has a new account."""
     async def main():
-        made = []
-        backends = BackendPool(lambda _: made.append(Simulator()) or made[-1], 1)
-        async with serve(AwsEnv, max_sessions=1, backends=backends) as server, GrpoPool(server.url, size=1) as pool:
+        already = set(psutil.Process().children(recursive=True))
+        async with serve(AwsEnv, max_sessions=1) as server, GrpoPool(server.url, size=1) as pool:
             async def killed(session):
                 await session.reset(seed=1, task=BUCKET)
                 await session.step({"command": MAKE})
-                for child in psutil.Process(made[0].pid).children():
+                for child in set(psutil.Process().children(recursive=True)) - already:
                     child.kill()
                 await session.step({"command": VERSION})
 
@@ -256,7 +240,6 @@ def test_an_account_that_dies_is_an_error_and_replaced():
                 return (await session.step({"command": VERSION})).reward
 
             assert await pool.run_group(plays) == [1.0]
-            assert server.status()["backends"]["generations"] == [2]
 
     asyncio.run(main())
 
@@ -278,14 +261,14 @@ def test_nothing_outlives_a_killed_server():
 
         assert asyncio.run(ask(other))[0] is True  # --max-turns 1
         done, children = asyncio.run(ask(url))
-        assert done is False and len(children) >= 5  # two guards with their simulators, and the session's process
+        assert done is False and len(children) >= 4  # the session's process and its simulator, each under a guard
         os.kill(one.pid, signal.SIGKILL)
         wait_for(lambda: not any(alive(pid) for pid in children), SOON, "the end of every process of the server")
         assert asyncio.run(ask(other))[0] is True
 
 
 @pytest.mark.parametrize("options, said", [
-    (("calculator", "--max-turns", "3"), "--max-turns is only of `serve aws`"), (("aws", "--backend", "x"), "brings its own"),
+    (("calculator", "--max-turns", "3"), "--max-turns is only of `serve aws`"),
     (("aws", "--shaping", "2"), "shaping=2.0"), (("guess", "--no-drift"), "--no-drift is only of `serve aws`")])
 def test_the_command_line_refuses(options, said, capsys):
     try:

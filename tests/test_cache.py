@@ -1,11 +1,10 @@
 """Where rows keep their keys and values: pages and slots against each other, and what becomes of pages."""
 
-import numpy as np
 import pytest
 import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
 
-from grpolab.decode.cache import FIRST, PAGE, Pages, Prefilled, Slots, store_for
+from grpolab.decode.cache import PAGE, Pages, Prefilled, Slots, store_for
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.decode.verify import choose_engine
@@ -56,45 +55,6 @@ def test_rows_hold_their_prompts_also_after_moves(engine, kind):
     assert holds(store, 1, prompts[1])
     store.move([0, 1, 2], [1, 2, 0], 3 * PAGE)  # at once, not one after the other
     assert [holds(store, row, prompts[i]) for row, i in ((0, 1), (1, 1), (2, 2))] == [True] * 3
-
-
-def test_a_moved_row_is_read_where_it_came_and_leaves_nothing_behind(engine):
-    store = Pages(engine, 4)
-    _, (gone, prompt) = prefilled(engine, [2 * PAGE, PAGE + 9])
-    store.enter(0, [gone, prompt], 4 * PAGE)
-    pages = store.table[1, :2].tolist()
-    store.release(0, broken=False)
-    assert store.reading(1, 2, 1)[0].max() < FIRST * engine.shape[1] * engine.shape[2], "an empty row reads zeros"
-    store.move([0], [1], 2 * PAGE)
-    read = store.reading(1, 2, 1)[0] // (engine.shape[1] * engine.shape[2])
-    assert read.unique().tolist() == sorted(pages)
-    assert not store.table[1].any()
-
-
-def test_samples_of_a_prompt_share_its_full_pages_and_give_all_back(engine):
-    store = Pages(engine, 16)
-    _, (prompt, other) = prefilled(engine, [2 * PAGE + 7, PAGE])
-    store.enter(0, [prompt] * 8 + [other], 4 * PAGE)
-    assert (store.users >= 1).sum() == 2 + 8 + 1 and sorted(store.users)[-2:] == [8, 8]
-    assert len({tuple(row[:2]) for row in store.table[:8]}) == 1 and len(set(store.table[:8, 2])) == 8
-    store.fit(np.array([prompt.length] * 8 + [PAGE]), 10, 1, 4 * PAGE)
-    assert store.table[8, 1] >= FIRST and store.users[store.table[8, 1]] == 1, "a row at a page's end gets the next"
-    for row in range(9):
-        store.release(row, broken=False)
-    assert not store.users.any() and len(set(store.free)) == len(store.free) == len(store.users) - FIRST
-
-
-def test_pages_of_a_broken_row_are_zeroed_once_nobody_reads_them(engine):
-    store = Pages(engine, 4)
-    cache, (prompt,) = prefilled(engine, [PAGE + 3])
-    for t in cache.tensors:
-        t.fill_(torch.nan)
-    store.enter(0, [prompt] * 2, 2 * PAGE)
-    shared, own = store.table[0, :2]
-    store.release(0, broken=True)
-    assert torch.isnan(store.keys[:, shared]).any() and not store.keys[:, own].any()
-    store.release(1, broken=True)
-    assert not store.keys.any() and not store.values.any()
 
 
 def test_the_page_of_zeros_is_never_written(engine):

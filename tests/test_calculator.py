@@ -4,7 +4,6 @@ import pytest
 
 from grpolab.arithmetic import Task
 from grpolab.env.calculator import CalculatorEnv, ExpressionError, calculate
-from grpolab.env.faults import Faulty
 from grpolab.env.guess import GuessEnv, best_first_guesses, fewest_guesses
 from grpolab.env.protocol import InvalidAction
 
@@ -157,11 +156,3 @@ def test_a_secret_must_be_a_number_of_the_game(task):
 def test_counts_are_whole_numbers(make):
     with pytest.raises(ValueError, match="whole number"):
         make()
-
-
-def test_latency_around_async_methods_is_refused_and_not_ignored():
-    class Waiting(GuessEnv):
-        async def step(self, action): ...
-
-    with pytest.raises(ValueError, match="Waiting has async methods"):
-        Faulty(Waiting(), latency=1.0)

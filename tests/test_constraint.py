@@ -4,7 +4,6 @@ import asyncio
 import json
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 
 import openai
@@ -16,7 +15,6 @@ from test_serve_tools import ask
 from test_tool_calls import ROOM
 
 from grpolab.chat import prompt_ids, user
-from grpolab.cli.serve import ServePolicy
 from grpolab.decode import constraint as constraint_module
 from grpolab.decode.constraint import Constraint, Grammars
 from grpolab.decode.sampler import Sampler
@@ -209,19 +207,6 @@ def test_a_slow_grammar_is_ended_while_it_compiles(grammars, monkeypatch):
     with pytest.raises(ValueError, match="take a simpler schema"):
         grammars.compile("start: /a/")
     assert time.monotonic() - began < 20
-
-
-def test_the_command_says_so_to_the_service(monkeypatch):
-    class Seen(Exception):
-        pass
-
-    def serve_policy(sampler, **options):
-        raise Seen(options["constrained"])
-
-    monkeypatch.setattr("grpolab.serve.service.serve_policy", serve_policy)
-    for wanted_so in (True, False):
-        with pytest.raises(Seen, match=str(wanted_so)):
-            asyncio.run(ServePolicy("tiny", constrained=wanted_so).serve(nullcontext(), None))
 
 
 async def test_without_the_extra_it_is_named(tiny, monkeypatch):

@@ -59,6 +59,7 @@ def test_without_a_change_it_is_the_run_in_every_bit(run, edit):
     assert torch.equal(flat(restore(twin, 3).policy), flat(restore(run, 3).policy)) and len(twin.metrics) == 3
 
 
+@pytest.mark.full
 def test_an_edited_step_is_done_again_from_its_recorded_episodes(run):
     value = run.recorder.groups(1)[0].advantages[1]
     same, other, fewer = (played(run, 1, name, edit=edit, steps=2) for name, edit in (

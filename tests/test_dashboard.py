@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from grpolab import plots
-from grpolab.env.client import Span
 from grpolab.evaluate import Interval
 from grpolab.lab.dashboard import Dashboard, sparkline
 from grpolab.runs.run import Run
@@ -90,38 +89,6 @@ def test_bars_have_their_values_and_intervals():
     ax = plots.rates(table, title="t")
     assert [round(p.get_height(), 6) for p in ax.patches] == [0.2, 0.6]
     assert [t.get_text() for t in ax.texts] == ["20.0%", "60.0%"]
-
-
-@pytest.mark.parametrize("series, categories", [(1, 3), (2, 3), (4, 2), (4, 3)])
-def test_the_labels_of_bars_stand_apart(series, categories):
-    ax = plots.rates({f"policy {k}": {f"rate {c}": Interval(0.956, 0.95, 0.96) for c in range(categories)}
-                      for k in range(series)}, title="t")
-    ax.figure.canvas.draw()
-    boxes = sorted((t.get_window_extent() for t in ax.texts), key=lambda b: b.x0)
-    assert len(boxes) == series * categories and all(a.x1 < b.x0 for a, b in zip(boxes, boxes[1:]))
-
-
-@pytest.mark.parametrize("draw", [
-    lambda ax: plots.stacked({"a": {"x": 1.0}}, title="t", xlabel="MiB alive", colors={"x": plots.SKY}, ax=ax),
-    lambda ax: plots.rates({k: {"c": Interval(0.5, 0.4, 0.6)} for k in "ab"}, title="t", xlabel="share", ax=ax),
-    lambda ax: plots.timeline([Span("step", 1.0, 2.0, 0), Span("reset", 0.0, 1.0, 0)], title="t", ax=ax),
-    lambda ax: plots.group_health(pd.DataFrame({"step": [0, 1], "all_wrong": 0.2, "mixed": 0.5, "all_right": 0.3}), title="t",
-                                  ax=ax),
-], ids=["stacked", "rates", "timeline", "group_health"])
-def test_a_legend_below_stands_clear_of_the_name_of_the_axis(draw):
-    ax = draw(plt.subplots(figsize=(6.4, 2.2))[1])
-    ax.figure.canvas.draw()
-    assert ax.xaxis.label.get_window_extent().y0 >= ax.get_legend().get_window_extent().y1
-
-
-def test_the_name_of_a_side_stands_clear_of_its_last_dot():
-    metrics = pd.DataFrame({"step": range(60), "logps_chosen": -1.0, "logps_rejected": -4.0})
-    points = pd.DataFrame({"step": [0, 60], "logps_chosen": -1.0, "logps_rejected": -4.0})
-    ax = plots.two_sides(metrics, points, title="t", ylabel="nats")
-    ax.figure.canvas.draw()
-    dots = ax.transData.transform([(60, -1.0), (60, -4.0)])
-    assert [t.get_text() for t in ax.texts] == ["chosen", "rejected"]
-    assert all(t.get_window_extent().x0 > x + 3 for t, (x, _) in zip(ax.texts, dots))
 
 
 def test_the_curves_of_several_runs_have_colours_of_their_own_and_their_names():

@@ -76,12 +76,12 @@ def test_a_trainer_that_computes_something_else(tiny, monkeypatch):
     monkeypatch.setattr(module, "rollout_logps", other)
     config = GRPOConfig(steps=3, prompts_per_step=4, group_size=8, max_new_tokens=24, lr=1e-3, max_logp_diff=None)
     rows = rows_of(grpo(copy.copy(tiny), None, PROBLEMS, config, reward=digits))
-    assert "logp_diff is " in illnesses(rows)["sampler and trainer disagree"].evidence
+    assert "diff_abs_mean is " in illnesses(rows)["sampler and trainer disagree"].evidence
 
 
 def test_rollouts_of_older_weights_differ_without_being_ill():
     """Another process that is synced every second update: the difference is what the update changed."""
-    apart = {"step": 7, "logp_diff": 0.03, "logp_diff_max": 0.3}
+    apart = {"step": 7, "diff_abs_mean": 0.03, "diff_max": 0.3}
     assert "sampler and trainer disagree" in illnesses([apart | {"staleness": 0}])
     assert not illnesses([apart | {"staleness": 1}])
 

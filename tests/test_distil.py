@@ -217,6 +217,24 @@ def test_a_teacher_that_is_a_function_gets_the_prompts_of_its_own(student, teach
     assert len(seen) == 8 and {r.prompt for r in seen} == {tuple(prompt_ids(student.tokenizer, "A hint."))}
 
 
+@pytest.mark.parametrize(("answer", "said"), [
+    (lambda right: None, "a NoneType, not log-probs"),  # it would be SFT on the student's own completions
+    (lambda right: [[] for _ in right], "8 lines of 0 log-probs"),
+    (lambda right: [*right, right[0]], "9 lines"),
+    (lambda right: [[math.nan, *line[1:]] for line in right], "gave nan as the log-prob"),
+    (lambda right: [[math.exp(x) for x in line] for line in right], "log-prob of a token: one is finite and not above 0"),
+])
+def test_a_teacher_that_gives_no_log_probs_is_refused(student, teacher, answer, said):
+    config = dataclasses.replace(CONFIG, vocabulary="sampled")
+
+    async def scores(theirs):
+        return answer(trainer_logps(teacher, theirs, config))
+
+    with pytest.raises(ValueError, match=said):
+        rows_of(distil(student, scores, PROBLEMS, config))
+    assert student.version == 0
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
     config = dataclasses.replace(CONFIG, steps=4, save_every=2, on_policy=0.5)
     whole, half, again = (load_policy("tiny") for _ in range(3))

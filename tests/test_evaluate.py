@@ -26,6 +26,7 @@ from grpolab.evaluate import (
     pass_at_k,
     side_by_side,
     stops,
+    student_t,
     suite_table,
     wilson,
 )
@@ -222,3 +223,10 @@ def test_a_long_evaluation_shows_its_progress_to_who_watches(tiny, monkeypatch, 
     monkeypatch.setattr("sys.stderr.isatty", lambda: seen, raising=False)
     run_sync(evaluate(tiny, [Problem(1, "+", 2), Problem(3, "+", 4)], samples=3, max_new_tokens=4))
     assert ("evaluating" in capsys.readouterr().err) is seen
+
+
+def test_students_quantiles_are_those_of_the_closed_forms_and_of_small_samples_alone():
+    assert student_t(1) == pytest.approx(math.tan(math.pi * 0.475), abs=1e-3)
+    assert student_t(2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), abs=1e-3)
+    with pytest.raises(ValueError, match="1 to 10 degrees of freedom, got 0"):
+        student_t(0)

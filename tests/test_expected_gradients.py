@@ -165,6 +165,15 @@ def test_the_unbiased_kl_penalty_stays_so_off_policy_and_k2_does_not():
         assert cosine(kl_gradient(kind, theta, reference, sampler)[1], true) < 0.95
 
 
+def test_the_unbiased_kl_penalty_to_the_sampler_is_the_kl_to_it_on_its_own_tokens():
+    theta, sampler = table(0), table(2).detach()
+    kl = kl_at_prefixes(theta, sampler, visits_of(sampler))
+    value, gradient = kl_gradient("unbiased", theta, sampler, sampler)
+    assert value == pytest.approx(kl.item(), abs=1e-12)
+    same(gradient, grad(kl, theta))
+    assert cosine(kl_gradient("k3", theta, sampler, sampler)[1], grad(kl, theta)) < 0.99  # KL(sampler || policy)'s
+
+
 def test_sft_on_the_data_distribution_is_minus_the_gradient_of_its_cross_entropy():
     theta, data = table(0), probabilities(table(3)).detach()
     value, gradient = expected(lambda n, denominator: losses.sft_loss(logps_of(theta)[n], MASK[n], denominator=denominator),

@@ -19,22 +19,14 @@ import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
-import torch
 
 from grpolab import chat, load_policy, losses, train
 from grpolab.arithmetic import Task, generate
 from grpolab.decode import sampling
 from grpolab.decode.audit import FAULTS
-from grpolab.decode.conversation import Conversation
-from grpolab.decode.engines import llama
-from grpolab.decode.requests import Prefix
-from grpolab.decode.sampler import Sampler
-from grpolab.env.client import EnvSession
 from grpolab.env.guess import GuessEnv
-from grpolab.env.pool import GrpoPool, Results, Slot
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
-from grpolab.train import advantages
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
@@ -100,7 +92,7 @@ def failures_under(sabotage, name, stop, learned, tmp_path, monkeypatch, filled=
 
 def one_fault(cases):
     """Of (sabotage, names of the checks that must fail), `make test` runs the first fault and leaves the honest run to nbval;
-    the others wait for `make test-full`."""
+    that and further faults wait for `make test-full`."""
     honest, first, *others = cases
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in (honest, *others))]
 
@@ -140,24 +132,11 @@ def drop_the_mask(monkeypatch):
     monkeypatch.setattr(losses, "sft_loss", lambda logps, mask, **kw: honest(logps, (logps != 0).float(), **kw))
 
 
-def let_packed_examples_see_each_other(monkeypatch):
-    honest = chat.pack
-
-    def leaking(examples, width, pad_id=0):
-        packed = honest(examples, width, pad_id)
-        n = packed.ids.shape[1]
-        everything = torch.ones(n, n, dtype=torch.bool).tril().expand(len(packed.ids), 1, n, n)
-        return chat.Packed(packed.ids, packed.mask, packed.positions, None if width == 1 else everything)
-
-    monkeypatch.setattr(chat, "pack", leaking)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
         (drop_the_mask, {"loss after the prompt's labels were replaced, change", "pull where a prompt token is predicted"}),
-        (let_packed_examples_see_each_other, {"packed loss / padded loss", "relative gradient difference, packed to padded"}),
     ]),
 )
 def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
@@ -188,17 +167,6 @@ def let_the_slot_decide_the_draw(monkeypatch):
     monkeypatch.setattr("grpolab.decode.batch.uniforms", lambda seeds, at: honest(seeds * 0 + range(len(seeds)), at))
 
 
-def scale_the_attention_of_fp32(monkeypatch):
-    honest = llama.LlamaEngine.__init__
-
-    def crooked(self, *args):
-        honest(self, *args)
-        self.scaling *= 1.02 if self.fp32 else 1
-
-    monkeypatch.setattr("grpolab.decode.verify.disagreement", lambda *_: None)  # it would choose another
-    monkeypatch.setattr(llama.LlamaEngine, "__init__", crooked)
-
-
 def report_other_logps_and_let_the_slot_decide(monkeypatch):
     report_logps_of_another_temperature(monkeypatch)
     let_the_slot_decide_the_draw(monkeypatch)
@@ -210,16 +178,12 @@ def report_other_logps_and_let_the_slot_decide(monkeypatch):
         (None, set()),
         (report_other_logps_and_let_the_slot_decide,
          {"sampler's logps against the forward, largest", "rollouts changed by refill"}),
-        (scale_the_attention_of_fp32, {"sampler's logps against the forward, largest"}),
     ]),
 )
 def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "02_decode_engine", "def spent_on", RACES, tmp_path, monkeypatch, RACED,
                             new_tokens=36)
-    if failed is None:
-        assert sabotage is scale_the_attention_of_fp32  # stopped by the notebook's own comparison with the naive loop
-    else:
-        assert failed == names if not names else names <= failed
+    assert failed == names if not names else names <= failed
 
 
 # --- 03 dpo -----------------------------------------------------------------------------------------------------------
@@ -254,56 +218,11 @@ def swap_chosen_and_rejected(monkeypatch):
     monkeypatch.setattr(losses, "dpo_loss", lambda c, r, rc, rr, **kw: honest(r, c, rr, rc, **kw))
 
 
-def forget_the_reference(monkeypatch):
-    honest = losses.dpo_loss
-    monkeypatch.setattr(losses, "dpo_loss", lambda c, r, rc, rr, **kw: honest(c, r, 0 * rc, 0 * rr, **kw))
-
-
-def round_the_cache(monkeypatch):
-    from grpolab.train import reference
-
-    honest = reference._compute
-    monkeypatch.setattr(reference, "_compute", lambda *args: honest(*args).round(decimals=2))
-
-
-def keep_the_gradient_of_the_step_before(monkeypatch):
-    from grpolab.train import loop
-
-    honest = loop.apply_gradient
-
-    def keeping(policy, optimiser, *args):
-        optimiser.zero_grad = lambda: None
-        return honest(policy, optimiser, *args)
-
-    monkeypatch.setattr(loop, "apply_gradient", keeping)
-
-
-def keep_the_reference_beside_the_cache(monkeypatch):
-    from grpolab.train import reference
-
-    honest = reference._compute
-
-    def keeping(policy, pairs, config):
-        values = honest(policy, pairs, config)
-        values.kept = [p.detach().clone() for p in policy.model.parameters()]
-        return values
-
-    monkeypatch.setattr(reference, "_compute", keeping)
-
-
-def keep_reference_and_gradient(monkeypatch):
-    keep_the_reference_beside_the_cache(monkeypatch)
-    keep_the_gradient_of_the_step_before(monkeypatch)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
         (swap_chosen_and_rejected, {"naive loss − package loss"}),
-        (forget_the_reference, {"policy = reference"}),
-        (round_the_cache, {"weights that differ, resident to cached reference"}),
-        (keep_reference_and_gradient, {"memory the cache saves, in models", "three steps by hand and by the package"}),
     ]),
 )
 def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
@@ -311,8 +230,8 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
 
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
-    counts = sabotage in (None, round_the_cache, keep_reference_and_gradient)
-    failed = failures_under(sabotage, "03_dpo", "plain = await", DPO_LEARNED, tmp_path, monkeypatch, {} if counts else COUNTED)
+    counted = COUNTED if sabotage else {}
+    failed = failures_under(sabotage, "03_dpo", "plain = await", DPO_LEARNED, tmp_path, monkeypatch, counted)
     assert failed == names if not names else names <= failed
 
 
@@ -342,42 +261,18 @@ def taught(tmp_path_factory):
     return policy.save(tmp_path_factory.mktemp("taught") / "policy")
 
 
-def give_equal_groups_a_gradient(monkeypatch):
-    monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind="centred": torch.full_like(rewards, 0.05))
-
-
-def count_a_rollout_in_its_own_baseline(monkeypatch):
-    honest = advantages.advantages
-    monkeypatch.setattr(advantages, "advantages", lambda rewards, kind="centred": honest(rewards, "centred"))
-
-
-def move_the_policy_before_the_first_step(monkeypatch):
-    honest = losses.kl_penalty
-
-    def moved(logps, ref_logps, mask, **kw):
-        return honest(logps + 0.05, ref_logps, mask, **kw)
-
-    monkeypatch.setattr(losses, "kl_penalty", moved)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
         (report_logps_of_another_temperature, {"sampler − trainer, nats a token"}),
-        (give_equal_groups_a_gradient, {"gradient of groups with equal rewards", "advantages of a group sum to"}),
-        (move_the_policy_before_the_first_step, {"KL at step 0"}),
-        (count_a_rollout_in_its_own_baseline, {"bias of leave one out"}),
     ]),
 )
 def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     of_the_record = {start: {} for start in ("places =", 'run.figure("estimators"', "problems =")}
     failed = failures_under(sabotage, "04_grpo", "fixed = doubtful", GRPO_LEARNED, tmp_path, monkeypatch, of_the_record)
-    if failed is None:
-        assert sabotage is give_equal_groups_a_gradient
-    else:
-        assert failed == names if not names else names & failed
+    assert failed == names if not names else names & failed
 
 
 # --- 05 reward model --------------------------------------------------------------------------------------------------
@@ -424,25 +319,11 @@ def read_the_reward_at_the_padding(monkeypatch):
     monkeypatch.setattr(reward, "pad", longer)
 
 
-def begin_with_a_random_head(monkeypatch):
-    monkeypatch.setattr("torch.nn.init.zeros_", torch.nn.init.normal_)
-
-
-def judge_each_reward_alone(monkeypatch):
-    def alone(chosen, rejected, *, denominator, **kw):
-        loss = -(torch.nn.functional.logsigmoid(chosen) + torch.nn.functional.logsigmoid(-rejected)).sum() / denominator
-        return loss, {"bradley_terry_loss": loss.detach()}
-
-    monkeypatch.setattr(losses, "bradley_terry_loss", alone)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
         (read_the_reward_at_the_padding, {"naive loss − package loss"}),
-        (begin_with_a_random_head, {"zero head"}),
-        (judge_each_reward_alone, {"a constant added to every reward changes the loss by"}),
     ]),
 )
 def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
@@ -476,75 +357,17 @@ def let_sessions_hear_each_other(monkeypatch):
     monkeypatch.setattr(GuessEnv, "_compare", overhear)
 
 
-def step_one_after_the_other(monkeypatch):
-    """Each turn is handed on slowly: a busy machine that slows the serial runs alone would otherwise hide it."""
-    honest, lock = Slot.step, asyncio.Lock()
-
-    async def in_turn(self, action):
-        waits = lock.locked()
-        async with lock:
-            await asyncio.sleep(0.05 if waits else 0)
-            return await honest(self, action)
-
-    monkeypatch.setattr(Slot, "step", in_turn)
-
-
-def leave_a_task_behind(monkeypatch):
-    honest = GrpoPool.run_group
-
-    async def untidy(self, *args, **kw):
-        asyncio.get_running_loop().create_task(asyncio.sleep(600))
-        return await honest(self, *args, **kw)
-
-    monkeypatch.setattr(GrpoPool, "run_group", untidy)
-
-
-def ask_the_question_of_another_seat(monkeypatch):
-    honest, before = Slot.reset, [None]
-
-    async def mixed(self, *, task=None, **kw):
-        if isinstance(task, dict) and "secret" in task:
-            task, before[0] = before[0] or task, task
-        return await honest(self, task=task, **kw)
-
-    monkeypatch.setattr(Slot, "reset", mixed)
-
-
-def forget_to_close(monkeypatch):
-    kept = []
-
-    async def nothing(self):
-        kept.append(self)
-
-    monkeypatch.setattr(EnvSession, "close", nothing)
-
-
-def make_up_a_reward_for_the_dead(monkeypatch):
-    honest = GrpoPool.run_group
-
-    async def generous(self, *args, **kw):
-        results = await honest(self, *args, **kw)
-        return Results([*results, *([1.0] * len(results.failures))], results.rollouts, results.failures)
-
-    monkeypatch.setattr(GrpoPool, "run_group", generous)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
         (let_sessions_hear_each_other, {"transcripts equal to those of lone sessions"}),
-        (step_one_after_the_other, {"serial / group wall clock"}),
-        (leave_a_task_behind, {"tasks left by an interrupted group"}),
-        (ask_the_question_of_another_seat, {"rollouts misled in the pool"}),
-        (make_up_a_reward_for_the_dead, {"rewards after one death"}),
-        (forget_to_close, {"most sessions left by a failed connect"}),
     ]),
 )
 def test_the_pool_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     failed = failures_under(sabotage, "06_env_pool", "await stack.aclose", {}, tmp_path, monkeypatch, size=4,
                             latency_ms=20)
-    if failed is not None and sabotage is not step_one_after_the_other:
+    if failed is not None:
         failed -= {"serial / group wall clock", "wall clock of the group / of one session"}  # the clock's, on a busy machine
     assert failed == names if not names else names & failed
 
@@ -576,48 +399,16 @@ def warmed_up():
     return warm_up
 
 
-def count_the_environments_words_as_the_policys(monkeypatch):
-    honest = Conversation.rollout
-    monkeypatch.setattr(Conversation, "rollout", lambda self: dataclasses.replace(
-        honest(self), mask=(1,) * len(honest(self).tokens)))
-
-
-def forget_the_cache_between_turns(monkeypatch):
-    honest = Conversation._submit
-
-    def forgetful(self, ids, params):
-        self._prefix = Prefix()
-        return honest(self, ids, params)
-
-    monkeypatch.setattr(Conversation, "_submit", forgetful)
-
-
-def draw_from_what_is_at_hand(monkeypatch):
-    monkeypatch.setattr(Sampler, "conversation", lambda self, seed=None: Conversation(self, self._fresh_seed()))
-
-
-def leave_sessions_open(monkeypatch):
-    async def nothing(self):
-        self.slots = []
-
-    monkeypatch.setattr(GrpoPool, "close", nothing)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
         (report_logps_of_another_temperature, {"recorded − recomputed logps of whole episodes, nats"}),
-        (count_the_environments_words_as_the_policys, {"episodes whose mask 0 is not the environment's words"}),
-        (forget_the_cache_between_turns, {"tokens prefilled beyond the new ones"}),
-        (draw_from_what_is_at_hand, {"episodes on one slot and on eight are the same"}),
-        (leave_sessions_open, {"sessions that the closed pool left, by the server's count"}),
     ]),
 )
 def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sft", warmed_up)
-    on_the_clock = {} if sabotage in (None, draw_from_what_is_at_hand) else {
-        "async def timed": {"same": True, "together": 1.0, "alone": 5.0}}
+    on_the_clock = {"async def timed": {"same": True, "together": 1.0, "alone": 5.0}} if sabotage else {}
     failed = failures_under(sabotage, "07_multi_turn_grpo", "async def examine", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
                             on_the_clock, warm_up_steps=40, n_eval=8)
     assert failed == names if not names else names & failed

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from test_gates import failures_under, leave_sessions_open, one_fault, report_logps_of_another_temperature
+from test_gates import failures_under, one_fault, report_logps_of_another_temperature
 
-from grpolab import load_policy, losses
+from grpolab import load_policy
 from grpolab.evaluate import Interval
 from grpolab.parity import Parity
 from grpolab.train import ppo
@@ -29,24 +29,18 @@ GUESS_LEARNED = {
 }
 
 
-def stop_too_early(monkeypatch):
-    monkeypatch.setattr("grpolab.env.guess.fewest_guesses", lambda n: max(0, n - 1))
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
         (report_logps_of_another_temperature, {"recorded − recomputed logps, nats"}),
-        (leave_sessions_open, {"sessions that the closed pool left"}),
-        (stop_too_early, None),
     ]),
 )
 def test_the_guess_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
     """The cells up to the training, of which the embedded model, without a warm-up, takes part; the claims are not judged."""
     failed = failures_under(sabotage, "08_guess", "grpo_run = run.child", GUESS_LEARNED, tmp_path, monkeypatch,
                             {"def untrained": {"policy": load_policy("tiny")}}, warm_up_steps=1, steps=1)
-    assert failed == names  # None: the notebook's own assertion stops it
+    assert failed == names
 
 
 class Answers:
@@ -64,10 +58,6 @@ LONGER_LEARNED = {
 }
 
 
-def forget_the_baseline(monkeypatch):
-    monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind: rewards)
-
-
 def box_the_other_parity(monkeypatch):
     honest = Parity.short.fget
     monkeypatch.setattr(Parity, "short", property(lambda self: honest(Parity(self.bits + "1"))))
@@ -76,7 +66,7 @@ def box_the_other_parity(monkeypatch):
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
-        (None, set()), (box_the_other_parity, {"demonstrations that the checker calls wrong"}), (forget_the_baseline, None),
+        (None, set()), (box_the_other_parity, {"demonstrations that the checker calls wrong"}),
     ]),
 )
 def test_the_longer_answers_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
@@ -84,7 +74,7 @@ def test_the_longer_answers_gate_sees_sabotage(sabotage, names, tmp_path, monkey
     skipped = {"def demonstrations": {}, "before = {": {}}
     failed = failures_under(sabotage, "09_longer_answers", "tables = {}", LONGER_LEARNED, tmp_path, monkeypatch, skipped,
                             steps=1)
-    assert failed == names  # None: the notebook's own assertion stops it
+    assert failed == names
 
 
 # --- 00 quickstart ----------------------------------------------------------------------------------------------------
@@ -118,7 +108,6 @@ BOTH_LEARNED = {
     one_fault([
         (None, set()),
         (report_logps_of_another_temperature, {"gradient of imitation − policy gradient with rewards, of its length"}),
-        (forget_the_mean, {"advantages of a group sum to"}),
     ]),
 )
 def test_the_rejection_sampling_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
@@ -129,11 +118,6 @@ def test_the_rejection_sampling_gate_sees_sabotage(sabotage, names, tmp_path, mo
 
 
 # --- 15 distillation --------------------------------------------------------------------------------------------------
-
-
-def turn_the_divergence_around(monkeypatch):
-    honest = losses.divergence
-    monkeypatch.setattr("grpolab.train.losses.divergence", lambda p, q, beta=1.0: honest(q, p, beta))
 
 
 def ask_the_teacher_at_another_temperature(monkeypatch):
@@ -154,9 +138,6 @@ DISTILLED = {
     one_fault([
         (None, set()),
         (ask_the_teacher_at_another_temperature, {"package − plain code, sampled tokens, of the gradient's length"}),
-        (turn_the_divergence_around, {"package − plain code, whole distributions, of the gradient's length",
-                                      "share of 27 and 72 by the reverse KL of whole answers",
-                                      "learned second digit − its closed form, largest"}),
     ]),
 )
 def test_the_distillation_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
@@ -185,16 +166,11 @@ def wait_for_the_whole_return(monkeypatch):
     monkeypatch.setattr(ppo, "gae", lambda *args, lam=1.0, **kw: honest(*args, lam=1.0, **kw))
 
 
-def forget_the_mean_of_the_group(monkeypatch):
-    monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind="centred": rewards)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
         (wait_for_the_whole_return, {"GAE by hand − of the package", "critic by hand − of the package after five steps"}),
-        (forget_the_mean_of_the_group, {"GAE with the group's mean, λ = 1 − GRPO's advantage"}),
     ]),
 )
 def test_the_critic_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):

@@ -104,15 +104,6 @@ shown.update("b")
     assert "ZeroDivisionError" in kernel.run("1 / 0")[2][0]
 
 
-def test_questions_are_asked_live(prepared):
-    code = TRAIN.replace("config.steps", "3").replace("live.update(row)", "live.update(row)\n    await live.ask(policy, asked)")
-    code += "    if row['step'] == 2: break\n"
-    _, _, errors, shown = prepared.run(code)
-    assert errors == []
-    html = shown[-1]["text/html"]
-    assert html.count("<code>") == 2 and html.count("✗") + html.count("✓") >= 2
-
-
 def test_asking_leaves_weights_and_generators_as_they_are(prepared):
     _, said, errors, _ = prepared.run("""
 import random, torch
@@ -126,16 +117,3 @@ for _ in range(2):
 print(len(live.asked), states[0] == states[1])
 """)
     assert (said.splitlines()[-1], errors) == ("2 True", [])
-
-
-def test_figures_of_later_cells_are_drawn_at_double_resolution(kernel):
-    """Also where the cell of `use_style` is the first that knows of matplotlib."""
-    import base64
-    from io import BytesIO
-
-    from PIL import Image
-
-    assert kernel.run("import matplotlib.pyplot as plt\nfrom grpolab import plots\nplots.use_style()")[2] == []
-    _, _, errors, shown = kernel.run("fig, ax = plt.subplots(figsize=(4, 2))\nax.plot([0, 1])\nplt.show()")
-    assert errors == [] and len(shown) == 1
-    assert Image.open(BytesIO(base64.b64decode(shown[0]["image/png"]))).width > 1.5 * 4 * 100

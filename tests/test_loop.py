@@ -14,17 +14,15 @@ from loop_helpers import NAMES, flat, rows_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
-from grpolab.chat import pad
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train import loop as optimise
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.grpo import GRPOConfig, grpo
-from grpolab.train.logps import masked_logps
 from grpolab.train.loop import OPTIMISERS, Optimisation, make_optimiser
 from grpolab.train.preferences import load_preferences
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_model
-from grpolab.train.sft import SFTConfig, demonstrations, sft, sft_gradient
+from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = SFTConfig(steps=5, batch_size=6, lr=1e-3, save_every=1, weight_decay=0.1)
@@ -51,23 +49,6 @@ def test_the_missing_extra_is_named(tiny, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", gone)
     with pytest.raises(ImportError, match=r"adamw_8bit.*grpolab\[8bit\]"):
         make_optimiser(tiny, Optimisation(optimiser="adamw_8bit"))
-
-
-def test_checkpointed_activations_change_no_gradient_and_keep_less_until_the_backward(tiny):
-    examples = demonstrations(tiny, PROBLEMS)
-    parameters, alive, gradients = {p.data_ptr() for p in tiny.model.parameters()}, [], []
-    for on in (False, True):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
-            logps, mask = masked_logps(tiny, pad(examples, tiny.pad_id), checkpointed=on)
-        storages = [x.untyped_storage() for x in kept if x.data_ptr() not in parameters]
-        alive.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
-        assert logps.requires_grad
-        sft_gradient(tiny, examples, dataclasses.replace(CONFIG, checkpoint_activations=on))
-        gradients.append(torch.cat([p.grad.flatten() for p in tiny.model.parameters()]))
-        tiny.model.zero_grad()
-    assert alive[1] < alive[0] / 2 and gradients[0].norm() > 1e-3 and torch.equal(*gradients)
-    assert all("forward" not in vars(m) for m in tiny.model.modules())  # the model is left as it was
 
 
 # --- the event loop keeps answering -----------------------------------------------------------------------------------

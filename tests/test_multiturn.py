@@ -134,17 +134,6 @@ def saying(text):
 # --- one token sequence -----------------------------------------------------------------------------------------------
 
 
-def test_an_observation_stands_where_the_chat_template_puts_it(tiny):
-    tokenizer = tiny.tokenizer
-    said = [*user("What is 1 + 2?"), {"role": "assistant", "content": "calc: 1 + 2"}, *user("3")]
-    answer = {"role": "assistant", "content": "1 + 2 = \\boxed{3}."}
-    whole = encode_chat(tokenizer, [*said, answer])
-    turns = [tokenizer.encode(m["content"], add_special_tokens=False) + [tokenizer.eos_token_id] for m in (said[1], answer)]
-    pieces = [prompt_ids(tokenizer, said[:1]), turns[0], observation_ids(tokenizer, "3"), turns[1]]
-    assert whole.ids == tuple(i for piece in pieces for i in piece)
-    assert whole.mask == tuple(m for piece, m in zip(pieces, (0, 1, 0, 1)) for _ in piece)
-
-
 def test_a_demonstration_is_what_the_environment_would_have_made_of_it(tiny):
     shown, end = demonstration(tiny, Problem(2, "+", 3), True), tiny.tokenizer.eos_token
     said, heard = (tiny.tokenizer.decode([i for i, m in zip(shown.ids, shown.mask) if m == chosen]) for chosen in (1, 0))
@@ -241,14 +230,6 @@ def test_episodes_that_cannot_fit_are_refused(caller):
         Limits(max_turns=0)
 
 
-def test_a_turn_that_fills_the_context_is_cut_and_not_said(tiny):
-    """As many tokens as there are: the base model babbles to the end of the context, and the episode ends there."""
-    tiny.eos_ids = (0,)  # never drawn in earnest
-    episode, = run(played(tiny, CalculatorEnv, PROBLEMS[:1], Limits(max_total_tokens=512), max_new_tokens=10**6))
-    assert episode.rollout.finish_reason == "length" and episode.turns == () and episode.rollout.reward == 0.0
-    assert len(episode.rollout.prompt) + len(episode.rollout.tokens) == 512
-
-
 def test_what_was_paid_is_kept_by_an_episode_that_was_cut(caller):
     class Welcoming(Paying):
         def reset(self, seed=None, task=None):
@@ -274,18 +255,6 @@ def test_no_reward_is_made_up(caller):
     for env, says in ((Over, "ended its episode as it was reset"), (Silent, "without any reward")):
         with pytest.raises(ValueError, match=says):
             run(played(caller, env, PROBLEMS[:1]))
-
-
-@pytest.mark.full
-def test_the_environments_deadline_is_each_episodes_own(caller):
-    """Four episodes of a second each on one slot, and two and a half seconds for one of them."""
-    deadlines = Deadlines(episode=2.5, group=2.5)
-    answered = run(played(caller, lambda: Faulty(CalculatorEnv(), latency=0.5), PROBLEMS[:4], Limits(max_turns=1), size=1,
-                          deadlines=deadlines))
-    assert len(answered) == 4 and None not in answered
-    with pytest.raises(DeadlineExceeded, match="episode of episode 0"):
-        run(played(caller, lambda: Faulty(CalculatorEnv(), latency=3), PROBLEMS[:1], Limits(max_turns=1), size=1,
-                   deadlines=Deadlines(episode=0.5)))
 
 
 # --- lost episodes ----------------------------------------------------------------------------------------------------
@@ -438,24 +407,6 @@ def test_an_episode_with_a_malformed_action_abstains(learner, trained):
     assert len(absent) + 4 * without == round(12 * row["abstained"]) and all(r.tokens == () for r in absent)
 
 
-@pytest.mark.parametrize("on_failure", ["fail", "drop"])
-def test_training_goes_on_over_malformed_actions(learner, on_failure):
-    """Under `drop` without losing a slot for it."""
-    rows = run(train(learner, Numbers, LARGE, config=replace(CONFIG, steps=2), limits=Limits(max_turns=2),
-                     action_format=speaking(), pool_options={"on_failure": on_failure}))
-    assert [row["lost"] for row in rows] == [0, 0] and all(row["invalid"] > 0 for row in rows)
-
-
-def test_where_every_episode_abstains_the_row_and_a_warning_say_so(learner, kl_coef=0.1):
-    action_format = replace(speaking(on_invalid="abstain"), to_action=lambda text: {"number": 9})
-    before = [p.clone() for p in learner.model.parameters()]
-    with pytest.warns(UserWarning, match="every episode of this step abstained"):
-        row, = run(train(learner, Numbers, LARGE, config=replace(CONFIG, kl_coef=kl_coef, max_new_tokens=40),
-                         action_format=action_format, reference=copy_of(learner)))
-    assert row["abstained"] == 1 and row["trained_tokens"] == 0
-    assert all(torch.equal(p, q) for p, q in zip(before, learner.model.parameters()))
-
-
 def test_an_error_of_the_environment_is_not_taken_for_the_policys(caller):
     with pytest.raises(ServerError, match="injected fault"):
         run(played(caller, lambda: Faulty(CalculatorEnv(), faults={1: "raise"}), PROBLEMS[:1]))
@@ -468,19 +419,6 @@ def test_an_error_of_the_environment_is_not_taken_for_the_policys(caller):
 class Sum:
     a: int
     b: int
-
-
-@pytest.mark.parametrize("task, sent", [(Sum(1, 2), {"a": 1, "b": 2}), ([3, "x"], [3, "x"])], ids=["dataclass", "list"])
-def test_a_task_is_any_json_value(learner, task, sent):
-    got = []
-
-    class Recording(CalculatorEnv):
-        def reset(self, seed=None, task=None):
-            got.append(task)
-            return super().reset(seed=0)
-
-    run(train(learner, Recording, [task], config=replace(CONFIG, prompts_per_step=1, group_size=2)))
-    assert got == [sent, sent]
 
 
 def test_rows_say_what_the_episodes_were_like(learner):
@@ -581,6 +519,10 @@ class Forgetful:
         self.log.append(rate)
 
 
+def rate_of(curriculum, task):
+    return next(row["rate"] for row in curriculum.table() if row["task"] == task)
+
+
 def test_a_curriculum_gives_the_tasks_and_gets_the_rates(learner, trained):
     curriculum = tiers()
     wanted = curriculum.next_tasks(3)
@@ -590,7 +532,7 @@ def test_a_curriculum_gives_the_tasks_and_gets_the_rates(learner, trained):
     assert [task for task, _ in results] == wanted and row["tier"] == 0
     assert all(f"What is {t['a']} + {t['b']}?" in text for t, text in zip(wanted, asked))
     rates = [sum(r >= 1.0 for r in g.rewards) / 4 for g in trained[0]]
-    assert [rate for _, rate in results] == rates == [curriculum.rate(task) for task in wanted] and 0 < sum(rates)
+    assert [rate for _, rate in results] == rates == [rate_of(curriculum, task) for task in wanted] and 0 < sum(rates)
 
 
 @pytest.mark.parametrize("success, counts", [(1.0, False), (0.25, True)])
@@ -598,7 +540,7 @@ def test_what_counts_as_a_success_is_the_users(learner, success, counts):
     curriculum = tiers()
     wanted = curriculum.next_tasks(3)
     run(train(learner, Paying, curriculum, limits=Limits(max_turns=1), success=success))
-    assert any(curriculum.rate(task) > 0 for task in wanted) == counts
+    assert any(rate_of(curriculum, task) for task in wanted) == counts
 
 
 async def until(policy, curriculum, stop, folder, steps=4):

@@ -13,7 +13,7 @@ from grpolab.__main__ import main
 from grpolab.cli.run import literal
 from grpolab.lab import notebooks
 from grpolab.lab.notebooks import before_saving
-from grpolab.runs.run import repository, runs_folder
+from grpolab.runs.run import repository
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))
 
@@ -111,14 +111,6 @@ def test_make_lab_starts_its_server_with_the_hook():
     assert f"--FileContentsManager.pre_save_hook={hook}" in (repository() / "Makefile").read_text()
 
 
-def test_other_notebooks_are_saved_as_they_are():
-    for kernel, name in (("python3", "mine.ipynb"), ("julia", "01_sft.ipynb")):
-        content = {"metadata": {"kernelspec": {"name": kernel, "display_name": "Mine"}}}
-        before_saving(model={"type": "notebook", "content": content}, path=f"a/{name}")
-        assert content == {"metadata": {"kernelspec": {"name": kernel, "display_name": "Mine"}}}
-    before_saving(model={"type": "file", "content": "text"}, path="01_sft.ipynb")
-
-
 # --- quick ------------------------------------------------------------------------------------------------------------
 
 QUICK = ("03_dpo", "04_grpo", "05_reward_model", "07_multi_turn_grpo", "08_guess", "09_longer_answers",
@@ -181,26 +173,6 @@ def test_the_series_runs_and_reports_and_changes_no_file_that_git_keeps(series, 
     assert (runs / "01_fine" / "tiny" / "01_fine.ipynb").exists()
     assert before == {path: path.read_bytes() for path in series.parent.rglob("*")
                       if path.is_file() and not path.is_relative_to(runs)}
-
-
-def test_runs_lie_in_the_working_directory_or_beside_the_notebooks_of_a_project(tmp_path, monkeypatch):
-    for name in ("notebooks", "other"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "notebooks")
-    assert runs_folder() == tmp_path / "notebooks" / "runs"
-    (tmp_path / "pyproject.toml").touch()
-    assert runs_folder() == tmp_path / "runs"
-    monkeypatch.chdir(tmp_path / "other")
-    assert runs_folder() == tmp_path / "other" / "runs"
-
-
-def test_a_seed_has_a_folder_of_its_own(series):
-    notebook = small(GATE.format(name="01_fine").replace("model)", "model, seed=seed)"))
-    notebook.cells[0].source += "\nseed: int = 0"
-    nbformat.write(notebook, series / "01_fine.ipynb")
-    assert notebooks.run_series(["01"], {"seed": 3}) == 0
-    folder = series.parent / "runs" / "01_fine" / "tiny" / "seed-3"
-    assert (folder / "01_fine.ipynb").exists() and (folder / "results.json").exists()
 
 
 def test_a_failing_gate_and_a_notebook_that_breaks_fail_the_command(series, capsys):

@@ -5,7 +5,6 @@ import asyncio
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -26,13 +25,6 @@ RELEASES = ["openenv-core 0.3.0", "openenv 0.10.0"]
 
 def run(coroutine):
     asyncio.run(asyncio.wait_for(coroutine, 40))
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_every_package_of_a_release_is_pinned(release):
-    lock = (ROOT / "tests" / f"{release.replace(' ', '-')}.txt").read_text().splitlines()
-    packages = [line for line in lock if line and not line.startswith("#")]
-    assert release.replace(" ", "==") in packages and all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in packages)
 
 
 @pytest.fixture(scope="module", params=RELEASES)

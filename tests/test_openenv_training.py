@@ -129,7 +129,7 @@ def test_training_on_typed_actions(typed_url, answerer):
     rows, moved = run(trained(answerer, typed_url, TYPED))
     assert moved and [row["lost"] for row in rows] == [0, 0, 0]
     assert all(0 <= row["reward"] <= 1 and row["turns"] > 0 for row in rows) and any(row["mixed"] for row in rows)
-    assert max(row.get("logp_diff_max", 0.0) for row in rows) < 1e-3
+    assert max(row.get("diff_max", 0.0) for row in rows) < 1e-3
 
 
 def test_a_value_that_their_validator_refuses_ends_their_session_and_not_ours(typed_url, answerer):
@@ -147,7 +147,7 @@ def test_training_on_tools(tools_url, caller):
     assert moved and [row["lost"] for row in rows] == [0, 0, 0] and any(row["mixed"] for row in rows)
     rates = [(row["reward"], row["tool_rate"], row["turns"]) for row in rows]
     assert all(0 <= reward <= 1 and tools > 0.5 and turns >= 1 for reward, tools, turns in rates) and rates[0][2] > 1, rates
-    assert max(row.get("logp_diff_max", 0.0) for row in rows) < 1e-3
+    assert max(row.get("diff_max", 0.0) for row in rows) < 1e-3
 
 
 def test_what_the_tools_server_says(tools_url):

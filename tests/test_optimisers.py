@@ -107,7 +107,7 @@ def test_grpo_in_bf16_has_a_ratio_of_one_in_exact_mode(exact):
     policy = bf16()
     config = GRPOConfig(steps=2, prompts_per_step=16, group_size=8, max_new_tokens=21, lr=1e-4, warmup=0, exact=exact)
     rows = rows_of(grpo(policy, None, PROBLEMS, config, reward=lambda text, row, rollout: float(len(set(rollout.tokens)))))
-    drift = [row["logp_diff_max"] for row in rows]
+    drift = [row["diff_max"] for row in rows]
     assert drift == [0.0, 0.0] if exact else max(drift) > 0
 
 

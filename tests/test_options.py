@@ -119,6 +119,8 @@ CASES = {
         "sampler_cap": [case(sampler_cap=1.05, foreign=True), case(sampler_cap=1.05, foreign=True, also=MOVED)],
         "refills": [case(refills=2, also={"steps": 1})],
         "kl_coef": [case(kl_coef=0.5)],
+        "kl_to": [case(kl_to="sampler", also=MOVED | {"kl_coef": 0.5, "kl_kind": k, "lr": 0.5}) for k in ("unbiased", "k3")]
+                 + [case(kl_to="sampler", foreign=True, also={"kl_coef": 0.5, "sampler_cap": 1.05})],
         "kl_kind": [case(kl_kind=k, also={"kl_coef": 0.5}) for k in ("k1", "k3")]
                    + [case(kl_kind=k, also=MOVED | {"kl_coef": 0.5, "lr": 0.5}) for k in ("k2", "k3")],
         "share_prompts": [case(lambda new, base: new.tokens > base.tokens, share_prompts=False)],
@@ -453,6 +455,8 @@ class Trial:
             if config.kl_coef:
                 with torch.no_grad():
                     ref = self.logps(self.reference, r.prompt, r.tokens, config.temperature)
+                if config.kl_to == "sampler":  # arXiv 1707.06347, eq. 8
+                    ref = old = sampled
                 k3 = (ref - logps).exp() - 1 - (ref - logps)  # joschu.net/blog/kl-approx.html
                 kl = {"k1": logps - ref, "k2": (logps - ref) ** 2 / 2, "k3": k3, "unbiased": (logps - old).exp() * k3}
                 terms = terms + config.kl_coef * kl[config.kl_kind]

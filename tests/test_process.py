@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,10 +11,9 @@ import time
 import odd_envs
 import psutil
 import pytest
-from env_harness import ROOT, SOON, EchoEnv, alive, eventually, server_process, status, wait_for
-from test_backends import STORE, StoreEnv, store
+from env_harness import ROOT, SOON, EchoEnv, alive, eventually, server_process, wait_for
 
-from grpolab.env.backends import BackendPool, ProcessBackend
+from grpolab.env import child_processes
 from grpolab.env.client import Deadlines, EnvSession
 from grpolab.env.process import Isolation
 from grpolab.env.protocol import FactoryError, ServerError, SessionLost
@@ -127,19 +125,6 @@ async def test_an_async_environment_that_is_deaf_to_cancellation_holds_no_slot(i
     await left.close()
 
 
-def test_sigterm_ends_a_server_whose_environments_are_deaf():
-    for isolate in ("thread", "process"):
-        with server_process("odd_envs:DeafInClose", "--isolate", isolate, "--close-timeout", "0.3") as (process, url):
-            async def main(url=url, process=process):
-                session = EnvSession(url, deadlines=Deadlines(close=0.2))
-                await session.connect()
-                process.send_signal(signal.SIGTERM)
-                await session.close()
-
-            run(main())
-            assert process.wait(SOON) == 0
-
-
 async def test_memory_is_limited():
     async with serve(odd_envs.Inspects, isolate=Isolation(memory_mib=256)) as server, EnvSession(server.url) as session:
         with pytest.raises(ServerError, match="MemoryError"):
@@ -170,14 +155,47 @@ def test_a_process_inherits_neither_secrets_nor_descriptors(monkeypatch, tmp_pat
         run(main())
 
 
-def test_a_backend_inherits_no_secrets(monkeypatch):
+TALKS = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "60"])
+print(os.getpid(), child.pid, "AWS_SECRET_ACCESS_KEY" in os.environ, os.environ.get("MINE"), flush=True)
+for i in range(50_000): print("x" * 20)
+os.kill(child.pid, 9)
+time.sleep(60)
+"""
+
+
+def test_a_server_of_an_environments_own_says_its_address_and_ends_with_all_that_it_started(monkeypatch):
+    """It inherits no secret, and however much it prints it is not blocked."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
-    tell = "import os, time; print('AWS_SECRET_ACCESS_KEY' in os.environ, os.environ.get('MINE'), flush=True); time.sleep(60)"
-    backend = ProcessBackend([sys.executable, "-c", tell], env={"MINE": "1"})
-    try:
-        assert backend.start() == "False 1"
-    finally:
-        backend.stop()
+    guard, address = child_processes.start_server([sys.executable, "-c", TALKS], {"MINE": "1"})
+    pid, child, secret, mine = address.split()
+    assert (secret, mine) == ("False", "1")
+    wait_for(lambda: not alive(int(child)), SOON, "all is printed")
+    child_processes.stop(guard)
+    assert not alive(int(pid))
+    guard, child = child_processes.start_server(["sh", "-c", "sleep 60 & echo $!; wait"])
+    assert alive(int(child))
+    child_processes.stop(guard)
+    wait_for(lambda: not alive(int(child)), SOON)
+
+
+@pytest.mark.parametrize("command", ["exit 3", "sleep 60", "echo; sleep 60"])
+def test_a_server_that_gives_no_address_is_an_error(command):
+    before = children()
+    with pytest.raises(RuntimeError, match="sh printed no address"):
+        child_processes.start_server(["sh", "-c", command], seconds=0.3 if command == "sleep 60" else 10)
+    assert children() <= before
+
+
+@BOTH
+async def test_an_environment_gets_its_arguments(isolate):
+    async with serve(EchoEnv, isolate=isolate, arguments={"resource": {"a": 1}}) as server, EnvSession(server.url) as session:
+        assert (await session.reset()).observation["resource"] == {"a": 1}
+    if isolate == "process":
+        async with serve(EchoEnv, isolate=isolate, arguments={"resource": {1}}) as server:
+            with pytest.raises(FactoryError, match="not JSON serializable"):
+                await EnvSession(server.url).connect()
 
 
 async def test_what_an_environment_prints_is_no_reply():
@@ -193,7 +211,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process
 @pytest.mark.parametrize("end", ["close", "hang", "kill", "server"])
 async def test_what_escapes_its_group_and_its_parent_ends_with_the_session(end):
     """A daemon: a session of its own, its parent gone."""
-    with server_process("odd_envs:Inspects", "--step-timeout", "5", "--close-timeout", "0.2") as (process, url):
+    with server_process("odd_envs:Inspects", "--step-timeout", "2", "--close-timeout", "0.2") as (process, url):
         session = EnvSession(url, deadlines=Deadlines(close=1))
         await session.connect()
         seen = (await session.step({"escape": True})).observation
@@ -259,26 +277,6 @@ def test_what_another_process_cannot_import_is_refused_when_serving_starts():
     assert children() <= before
 
 
-async def test_backends_and_processes_go_together():
-    async with serve(StoreEnv, isolate="process", max_sessions=1, backends=BackendPool(store, 1)) as server:
-        async with EnvSession(server.url) as session:
-            assert (await session.step({"text": "SET mine"})).observation["answer"] == "mine"
-        async with EnvSession(server.url) as session:
-            assert (await session.step({"text": "GET"})).observation["answer"] == "-"
-
-
-async def test_the_command_line_leases_backends(tmp_path):
-    (tmp_path / "a store.py").write_text(STORE)
-    backend = f"{sys.executable} -I -S '{tmp_path / 'a store.py'}'"
-    with server_process("test_backends:StoreEnv", "--max-sessions", "2", "--backend", backend) as (_, url):
-        for _ in range(3):
-            async with EnvSession(url) as session:
-                assert (await session.step({"text": "GET"})).observation["answer"] == "-"
-                await session.step({"text": "SET dirty"})
-        said = await asyncio.to_thread(status, url)
-        assert said["backends"]["size"] == 2 and said["isolate"] == "process"
-
-
 @pytest.mark.parametrize("isolate, thing", [*(("thread", thing) for thing in odd_envs.Returns.THINGS),
                                             ("process", "huge"), ("process", "set")])
 async def test_what_cannot_be_sent_is_an_error_that_names_the_environment(isolate, thing):
@@ -314,14 +312,11 @@ async def test_many_processes_leave_nothing_behind():
     (["chess"], "environment 'chess' cannot be imported"),
     (["calculator", "--isolate", "thread", "--memory-mib", "100"], "--memory-mib"),
     (["calculator", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),
-    (["calculator", "--backend", ""], "write a command"),
     (["calculator", "--host", "0.0.0.0"], "--token-file"),
     (["calculator", "--token-file", "empty"], "empty is empty"),
     (["calculator", "--token-file", "two lines"], "holds spaces, line breaks"),
     (["calculator", "--token-file", "none"], "none"),
     (["calculator", "--token-file", "bytes"], "the bearer token of bytes holds spaces, line breaks or letters beyond ASCII"),
-    (["calculator", "--backend", "nosuchcommand here"], "nosuchcommand: No such file or directory"),
-    (["calculator", "--backend", "'"], "No closing quotation"),
     (["exits:Env", "--isolate", "thread"], "environment 'exits:Env' cannot be imported: SystemExit(0)"),
     (["raises:Env", "--isolate", "thread"], "environment 'raises:Env' cannot be imported: KeyError('a key')"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
@@ -352,20 +347,3 @@ def test_a_signal_ends_a_server_that_is_still_importing(number, tmp_path):
     said = server.communicate(timeout=SOON)[1]
     assert server.returncode == (130 if number == signal.SIGINT else -signal.SIGTERM)
     assert "Traceback" not in said and "checkpoint" not in said
-
-
-def names_under(pid):
-    """Of the processes under this one; some are gone before they are asked."""
-    for p in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            yield p.name()
-
-
-def test_a_signal_ends_a_server_whose_backends_are_still_starting():
-    server = subprocess.Popen([sys.executable, "-m", "grpolab", "serve", "calculator", "--backend", "sleep 60"],
-                              stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    wait_for(lambda: any("sleep" in name for name in names_under(server.pid)), SOON)
-    family = psutil.Process(server.pid).children(recursive=True)
-    server.send_signal(signal.SIGTERM)
-    assert "Traceback" not in server.communicate(timeout=SOON)[1] and server.returncode == 0
-    wait_for(lambda: not any(alive(p.pid) for p in family), SOON)

@@ -62,7 +62,7 @@ def test_a_file_of_saved_weights_that_is_cut_short_is_named(run, tiny, tmp_path,
 
 
 def test_a_changed_configuration_or_a_damaged_start_is_named(run):  # noqa: F811
-    path = run.folder / "run.json"
+    path = run.kept()[0] / "state.json"
     text = path.read_text()
     path.write_text(text.replace('"lr": 0.001', '"lr": 0.003'))
     assert path.read_text() != text and "where the run had" in replay(run, 2).differs[0]

@@ -40,21 +40,6 @@ def test_resident_and_cached_reference_train_alike_in_every_bit(tiny, tmp_path, 
     assert untimed(resident) == untimed(cached) == untimed(read)
 
 
-def test_a_resident_model_scores_each_block_once_and_gives_what_the_cache_holds(tiny, monkeypatch):
-    from grpolab.train import reference
-
-    honest, seen = reference._score_block, []
-    monkeypatch.setattr(reference, "BLOCK", 4)
-    monkeypatch.setattr(reference, "_score_block", lambda *args: seen.append(args[2]) or honest(*args))
-    pairs = preferences(tiny)
-    whole = cache_logps(tiny, pairs).values
-    assert whole.shape == (9, 2) and seen == [0, 1, 2]
-    values = reference_values(tiny, pairs, Optimisation())
-    for places in ([8, 0, 8], [0, 3], [5, 7], range(9)):
-        assert torch.equal(values(places), whole[list(places)])
-    assert sorted(seen[3:]) == [0, 1, 2]
-
-
 def test_a_damaged_cache_is_named(tiny, tmp_path):
     cache_logps(tiny, preferences(tiny), tmp_path)
     (path,) = tmp_path.iterdir()

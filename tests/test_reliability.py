@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from env_harness import ROOT, SOON, alive, eventually, proxy, server_process, start_process, status, wait_for
+from env_harness import ROOT, SOON, eventually, server_process, start_process, status, wait_for
 from websockets.asyncio.server import serve as serve_websockets
 
 from grpolab.env import protocol
@@ -131,18 +131,19 @@ def test_a_stopped_client_loses_its_slot_in_seconds_and_a_killed_one_at_once():
         client.wait()
 
 
-async def test_a_silent_network_loses_the_session_on_both_sides():
-    with server_process("env_harness:EchoEnv", "--ping-interval", "0.5", "--ping-timeout", "1") as (_, url):
-        async with proxy(url) as p:
-            session = EnvSession(p.url, ping_interval=0.5, ping_timeout=1, deadlines=Deadlines(step=30, close=0.3))
-            await session.connect()
-            p.freeze()
-            start = time.monotonic()
+async def test_a_server_that_has_gone_silent_is_found_by_pings():
+    with server_process() as (process, url):
+        session = EnvSession(url, ping_interval=0.5, ping_timeout=1, deadlines=Deadlines(step=30, close=0.3))
+        await session.connect()
+        process.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        try:
             with pytest.raises(SessionLost):
                 await session.step({"text": "into the void"})
-            assert time.monotonic() - start < SOON  # by the client's pings, not by the step's 30 s
-            await asyncio.to_thread(wait_for, lambda: sessions(url) == 0, SOON)
+            assert time.monotonic() - start < SOON  # not the step's 30 s
             await session.close()
+        finally:
+            process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("isolate", ["thread", "process"])
@@ -176,31 +177,6 @@ async def test_a_killed_server_fails_every_rollout_at_once():
         await pool.close()
         assert time.monotonic() - start < SOON
         await eventually(lambda: len(asyncio.all_tasks()) == 2, SOON)
-
-
-SERVER_WITH_BACKENDS = """
-import asyncio, sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from test_backends import BackendPool, StoreEnv, store
-from grpolab.env.server import serve_forever
-asyncio.run(serve_forever(StoreEnv, max_sessions=3, backends=BackendPool(store, 3)))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_no_backend_survives_its_server(number):
-    code = SERVER_WITH_BACKENDS.format(root=str(ROOT))
-    process, url = start_process(sys.executable, "-c", code)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 6  # three backends, each under its guard
-
-    session = EnvSession(url)
-    await session.connect()
-    await session.step({"text": "SET x"})
-    process.send_signal(number)
-    await asyncio.to_thread(process.wait, 5)
-    await session.close()
-    wait_for(lambda: not any(alive(c.pid) for c in children), 2, "every backend is gone")
 
 
 def test_five_hundred_cycles_leave_descriptors_threads_children_and_memory_flat():

@@ -135,10 +135,10 @@ def test_training_with_a_sampler_elsewhere(tiny, elsewhere):
             return [row async for row in grpo_from(tiny, None, following(remote, source, every), config, longest=64)]
 
     near = asyncio.run(main(1))
-    assert [r["staleness"] for r in near] == [0] * 4 and max(r["logp_diff_max"] for r in near) < 1e-3
+    assert [r["staleness"] for r in near] == [0] * 4 and max(r["diff_max"] for r in near) < 1e-3
     assert all(r["sync_s"] > 0 for r in near) and tiny.version == 4
     far = asyncio.run(main(2))
-    assert [r["staleness"] for r in far] == [0, 1, 0, 1] and far[1]["logp_diff_max"] > 1e-3
+    assert [r["staleness"] for r in far] == [0, 1, 0, 1] and far[1]["diff_max"] > 1e-3
     for row in (*near, far[0]):  # how far the policy is from who sampled: nowhere, and with a step in between somewhere
         assert [row[f"ratio_{which}"] for which in ("low", "median", "high")] == pytest.approx([1] * 3, abs=1e-3)
         assert row["ess"] == pytest.approx(1, abs=1e-6)
@@ -201,10 +201,10 @@ def test_a_run_outlives_its_teacher(tiny, teacher, tmp_path):
 
 @pytest.mark.parametrize(("changes", "said"), [
     (dict(probe=[1, 2, 3]), "another vocabulary"),
-    (dict(choice={"logprobs": None}), "gave 0 log-probs for 13 tokens: a teacher must score prompts"),
-    (dict(), "gave 6 log-probs for 13 tokens"),  # those of what it sampled: it does not know echo
-    (dict(most=2), "for 13 tokens"),
-    (dict(choice={"logprobs": {"token_logprobs": [None] * 6}}), "a teacher must score prompts"),
+    (dict(choice={"logprobs": None}), "did not give each of 13 tokens a log-prob: a teacher must score prompts"),
+    (dict(), "each of 13 tokens"),  # those of what it sampled: it does not know echo
+    (dict(most=2), "each of 13 tokens"),
+    (dict(choice={"logprobs": {"token_logprobs": [-1.0] * 4}, "index": 0}), "each of 13 tokens"),
 ])
 def test_a_server_that_cannot_teach(tiny, changes, said):
     rollouts = [Rollout(tuple(prompt), (5, 1), (1, 1), (0.0,) * 2, (0.0,) * 2, "eos") for prompt in ([9, 9], [9], [9, 8, 7, 6])]

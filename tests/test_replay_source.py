@@ -71,19 +71,9 @@ def test_from_the_same_weights_it_is_the_runs_own_training_in_every_bit(record, 
 def test_a_record_that_is_used_again_shows_its_distance(record):
     source = recorded_groups(record[0], steps=[0] * 6)
     rows = train(load_policy("tiny"), source, dataclasses.replace(CONFIG, steps=6, lr=5e-3, **FAR))
-    assert rows[0]["logp_diff"] < 1e-4 < rows[-1]["logp_diff"] and rows[-1]["ess"] < 0.99 < rows[0]["ess"]
+    assert rows[0]["diff_abs_mean"] < 1e-4 < rows[-1]["diff_abs_mean"] and rows[-1]["ess"] < 0.99 < rows[0]["ess"]
     assert rows[-1]["ratio_low"] < rows[-1]["ratio_median"] < rows[-1]["ratio_high"]
     assert {r["record_step"] for r in rows} == {0}
-
-
-def test_beyond_the_bound_the_step_stops_before_a_weight_moves(record):
-    policy = load_policy("tiny")
-    with torch.no_grad():
-        policy.model.get_input_embeddings().weight.mul_(1.5)
-    before = weights(policy)
-    with pytest.raises(RuntimeError, match="step 0: .*beyond max_logp_diff.*set sampler_cap"):
-        train(policy, recorded_groups(record[0]))
-    assert torch.equal(before, weights(policy))
 
 
 def test_the_weights_are_truncated_at_the_cap_and_counted():
@@ -109,13 +99,6 @@ def test_it_records_and_resumes_as_any_run(record, tmp_path):
     old, new = record[0].rollouts(2), run.rollouts(0)
     assert list(old["completion"]) == list(new["completion"]) and list(old["problem"]) == list(new["problem"])
     assert list(old["advantage"]) == list(new["advantage"])
-
-
-def test_it_records_the_advantages_that_it_trained_on(record, tmp_path):
-    config, run = dataclasses.replace(CONFIG, advantage_kind="leave_one_out"), Run("other", root=tmp_path)
-    train(load_policy("tiny"), recorded_groups(record[0]), config, n=1, run=run)
-    old, new = (r.rollouts(0)["advantage"].to_numpy() for r in (record[0], run))
-    assert new == pytest.approx(old * 4 / 3) and abs(old).max() > 0
 
 
 # --- what is refused, before anything is trained ------------------------------------------------------------------------

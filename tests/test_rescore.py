@@ -1,8 +1,6 @@
 """Another reward over a record: asked as in training, async ones too, and its advantages are those of an update."""
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -67,25 +65,6 @@ def test_an_async_reward_is_asked_for_a_step_at_once(run):  # noqa: F811
     same = rescore(run, judge)
     assert same.changed == 0 and (same.rollouts["reward"] == same.rollouts["rescored_reward"]).all()
     assert max(most) == 12 and len(most) == 60
-
-
-@pytest.mark.full
-def test_an_async_reward_inside_a_running_loop(run):  # noqa: F811
-    """In a process of its own, since nest_asyncio patches asyncio."""
-    code = f"""
-import asyncio
-from grpolab.lab.rescore import rescore
-from grpolab.runs.run import Run
-from tests.test_rescore import waited
-
-async def cell():
-    return rescore(Run(root={str(run.folder)!r}), waited)
-
-found = asyncio.run(cell())
-print(len(found.rollouts), found.changed)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["60", "0"], done.stderr
 
 
 def test_a_reward_that_raises_costs_its_own_rollout(run):  # noqa: F811

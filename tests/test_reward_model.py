@@ -8,7 +8,6 @@ import torch
 from test_train import preferences, trained_scorer
 from transformers import AutoModelForSequenceClassification
 
-from grpolab.rollouts import Rollout
 from grpolab.train.reward_model import RewardModel
 
 
@@ -89,16 +88,3 @@ def test_others_read_it_right_where_the_end_token_was_the_padding(tiny, tmp_path
     policy.tokenizer = SimpleNamespace(pad_token_id=1, all_special_ids=[1], bos_token_id=None)
     with pytest.raises(ValueError, match="has no other special token to pad with"):
         RewardModel.from_policy(policy)
-
-
-def test_a_rollout_is_scored_with_its_question(tiny):
-    """The same words answer one question well and another badly; by the model's own plain forward."""
-    model = RewardModel.from_policy(tiny)
-    torch.nn.init.normal_(model.model.score.weight, generator=torch.Generator().manual_seed(0))
-    tokens, prompts = (20, 21, 22, tiny.eos_ids[0]), [(10, 11, 12), (13, 14, 15, 16)]
-    rollouts = [Rollout(p, tokens, (1,) * 4, (-1.0,) * 4, (-1.0,) * 4, "eos") for p in prompts]
-    with torch.no_grad():
-        plain = [model.model(torch.tensor([p + tokens])).logits.item() for p in prompts]
-    assert abs(plain[0] - plain[1]) > 0.01
-    assert model.batch(["", ""], [None, None], rollouts) == pytest.approx(plain, abs=1e-4)
-    assert model("", None, rollouts[1]) == pytest.approx(plain[1], abs=1e-4)

@@ -154,14 +154,6 @@ def test_keep_is_all_or_none(tmp_path):
         Run("x", root=tmp_path, keep=64)
 
 
-def test_a_recorded_rollout_takes_few_bytes(tiny, tmp_path):
-    """Some 120 bytes for one of 24 tokens."""
-    run = Run("x", root=tmp_path)
-    train(tiny, run, replace(CONFIG, steps=3, prompts_per_step=16, group_size=8, max_new_tokens=24))
-    held = sum(path.stat().st_size for path in run.recorder.files())
-    assert len(run.rollouts()) == 3 * 128 and 50 < held / (3 * 128) < 250
-
-
 def test_a_damaged_file_costs_itself_and_is_named(tmp_path):
     run = Run("x", root=tmp_path)
     write(run.recorder.folder, range(4))
@@ -194,5 +186,3 @@ def test_a_run_that_goes_on_has_the_record_of_one_that_never_stopped(tiny, tmp_p
     again = Run("one", root=tmp_path)  # the cell once more: the record of a run that starts over begins anew
     train(fresh(tiny), again, replace(CONFIG, steps=2))
     assert again.recorder.steps() == [0, 1]
-
-

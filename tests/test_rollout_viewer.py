@@ -112,12 +112,6 @@ def dom(page, folder, script=""):
     return done.stdout.split("<main")[1].split("</main>")[0], done.stdout
 
 
-def using(**values):
-    """Fields of the page set as a user sets them."""
-    return "".join(f"at('{name}').value = {json.dumps(value)}; at('{name}').dispatchEvent(new Event('input'));"
-                   for name, value in values.items())
-
-
 browser = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium")
 
 
@@ -127,29 +121,6 @@ def test_it_opens_in_a_browser(left, tmp_path):
     shown, whole = dom(browse(evil_run(tmp_path)), tmp_path)
     assert shown.count("<article>") == 4 and "<title>hit" not in whole and "<img" not in whole
     assert shown.count('class="env"') == 4 and "onerror=document.title" in shown  # there, as text
-
-
-@browser
-def test_what_is_searched_is_found_and_marked(left, tmp_path):
-    """In completions token by token, in prompts, and in the answers of two checkpoints."""
-    table, page = left.rollouts(), browse(left, tmp_path / "a.html", compare=(0, 3))
-    data = data_of(page)
-    needle = table["completion"][5][1:4]
-    found = [needle.lower() in (c + "|" + p).lower() for c, p in zip(table["completion"], table["prompt"])]
-    shown = dom(page, tmp_path, using(search=needle))[0]
-    assert shown.count("<article>") == min(60, sum(found)) and shown.count('class="hit"') >= sum(
-        needle.lower() in c.lower() for c in table["completion"][found][:60])
-    row = data["rows"][5]
-    assert "".join(data["vocabulary"][str(i)] for i in row["t"]).lower().find(needle.lower()) == 1
-    nowhere = dom(page, tmp_path, using(search="nowhere at all"))[0]
-    assert "<article>" not in nowhere
-    asked = data["diff"][2]["prompt"]
-    script = "at('diff').checked = true;" + using(search=asked.splitlines()[0])
-    compared = dom(page, tmp_path, script)[0]
-    assert compared.count("<article>") == sum(asked.splitlines()[0] in d["prompt"] for d in data["diff"]) >= 1
-    one = dom(page, tmp_path, using(step="1", group="2", sort="-w", by="advantage"))[0]
-    rewards = table[(table["step"] == 1) & (table["group"] == 2)]["reward"].sort_values()
-    assert re.findall(r"reward ([\d.]+) ", one) == [f"{r:g}" for r in rewards]
 
 
 def hostile_run(folder, texts):

@@ -105,25 +105,6 @@ def test_a_new_policy_is_never_taken_back_to_an_old_start(tiny, tmp_path, capsys
     assert train(new, Run("x", root=tmp_path)) == rows
 
 
-def test_the_start_of_another_policy_is_no_start(tiny, tmp_path, capsys):
-    """Two policies in one folder by turns: the folder keeps the start of the last, and the first is told so."""
-    other = fresh(tiny)
-    train(other, None, replace(CONFIG, lr=1e-4))
-    train(tiny, Run("x", root=tmp_path))
-    theirs = train(other, Run("x", root=tmp_path))
-    capsys.readouterr()
-    rows = train(tiny, Run("x", root=tmp_path))
-    assert "the start of" in (out := capsys.readouterr().out) and "tiny is trained on from where it is" in out
-    assert rows[0]["loss"] != theirs[0]["loss"]
-
-
-def test_without_a_run_the_steps_so_far_are_told(tiny, capsys):
-    train(tiny, None)
-    assert not capsys.readouterr().out
-    train(tiny, None)
-    assert capsys.readouterr().out == "tiny: 5 steps were taken on this policy before; training goes on from there\n"
-
-
 def interrupted(policy, run, config, moment):
     """The cell, cancelled once `moment()`."""
 
@@ -181,23 +162,6 @@ def test_a_step_whose_update_failed_half_way_is_not_kept(tiny, tmp_path):
     assert policy.version == 5 and not list((tmp_path / "x").glob("checkpoint-*"))
     weight._backward_hooks.clear()
     assert torch.equal(cell(policy, Run("x", root=tmp_path)), cell(fresh(tiny), Run("whole", root=tmp_path)))
-
-
-def test_the_newest_of_two_checkpoints_counts(tiny, tmp_path):
-    """A kill between a save and the removal of the one before leaves both."""
-    run = Run("x", root=tmp_path)
-    train(tiny, run, stop=2)
-    shutil.copytree(run.folder / "checkpoint-00000002", tmp_path / "kept")
-    train(tiny, run, stop=4)
-    shutil.copytree(tmp_path / "kept", run.folder / "checkpoint-00000002")
-    rows = []
-
-    async def cell():
-        async for row in sft(tiny, demonstrations(tiny, PROBLEMS), CONFIG, run=run):
-            rows.append(row["step"])
-
-    asyncio.run(cell())
-    assert rows == [4] and not list(run.folder.glob("checkpoint-*"))
 
 
 # --- one folder, one loop ---------------------------------------------------------------------------------------------
@@ -263,18 +227,6 @@ def test_a_shortened_notebook_leaves_its_runs_apart(tmp_path, monkeypatch):
         assert Run("x").folder == tmp_path / folder
 
 
-@pytest.mark.parametrize("seed", ["1/2", -1, 0.5])
-def test_a_seed_is_a_whole_number(tmp_path, seed):
-    with pytest.raises(ValueError, match="a whole number from 0 on"):
-        Run("x", root=tmp_path, seed=seed)
-    assert not list(tmp_path.iterdir())
-
-
-def test_where_locks_do_not_exist_training_goes_on(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpolab.files.fcntl", None)
-    assert len(train(tiny, Run("x", root=tmp_path))) == 5
-
-
 # --- a folder that holds a run ----------------------------------------------------------------------------------------
 
 
@@ -310,11 +262,6 @@ def test_an_earlier_run_is_opened_done_again_or_moved_aside(tiny, earlier, tmp_p
     train(fresh(tiny), run, replace(CONFIG, lr=3e-3))  # the cell again, changed: this process may replace what it wrote
     assert not (tmp_path / "x.2").exists() and "x held a run of another configuration (lr 0.002 -> 0.003): this" in (
         capsys.readouterr().out)
-
-
-def test_another_seed_has_a_folder_of_its_own(tmp_path):
-    assert Run("x", root=tmp_path, seed=1).folder == tmp_path / "x" / "seed-1"
-    assert Run("x", root=tmp_path, seed=0).folder == tmp_path / "x"
 
 
 def test_the_start_lies_on_the_disk_only_while_the_model_lives(tiny, tmp_path):
@@ -411,10 +358,13 @@ def test_a_hash_of_data_is_of_its_content(tiny):
     assert len({data_hash([make()]) for make in same} | {data_hash([Plain(4)]), data_hash([PROBLEMS[1]])}) == 7
 
 
-@pytest.mark.parametrize("names", [(Path("runs"),), ("x", None), ("",), ("..",), (3,)])
-def test_a_name_that_is_no_text_is_refused(names, tmp_path):
-    with pytest.raises(ValueError, match=r"a run's names are plain text .* root=folder"):
-        Run(*names, root=tmp_path)
-    assert not list(tmp_path.iterdir()) and Run("a/b", root=tmp_path).folder == tmp_path / "a--b"
-
-
+def test_names_are_text_and_a_seed_is_a_whole_number_with_a_folder_of_its_own(tmp_path):
+    for names in ((Path("runs"),), ("x", None), ("",), ("..",), (3,)):
+        with pytest.raises(ValueError, match=r"a run's names are plain text .* root=folder"):
+            Run(*names, root=tmp_path)
+    for seed in ("1/2", -1, 0.5):
+        with pytest.raises(ValueError, match="a whole number from 0 on"):
+            Run("x", root=tmp_path, seed=seed)
+    assert not list(tmp_path.iterdir())
+    folders = [Run("a/b", root=tmp_path, seed=seed).folder for seed in (None, 0, 1)]
+    assert folders == [tmp_path / "a--b", tmp_path / "a--b", tmp_path / "a--b" / "seed-1"]

@@ -162,18 +162,6 @@ def test_a_request_cancelled_while_another_is_prefilled_is_cancelled(policy, how
         assert sampler.stats.new_tokens <= 25 + 1 + 25
 
 
-def test_a_prompt_that_a_new_model_has_no_room_for_is_refused_while_it_waits():
-    policy, small = tiny_policy(), tiny_policy(context=64).model
-    with Sampler(policy, slots=1) as sampler:
-        running = sampler.submit([[1, 2]], params=SamplingParams(max_new_tokens=40))
-        waits, fits = sampler.submit([[3] * 100], params=PARAMS), sampler.submit([[4, 5]], params=PARAMS)
-        sampler.run_sync(setattr, policy, "model", small)
-        assert len(running.result(timeout=10)[0][0].tokens) == 40
-        with pytest.raises(ValueError, match="100 tokens and leaves no room in the context of 64"):
-            waits.result(timeout=10)
-        assert len(fits.result(timeout=10)[0][0].tokens) == 25
-
-
 # --- waiting, the choice of the engine, closing -----------------------------------------------------------------------
 
 

@@ -20,8 +20,7 @@ from grpolab.models.load import load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.runs.selection import Selection
-from grpolab.train import GRPOConfig, RewardConfig, RewardModel, SFTConfig, demonstrations, grpo, reward_model, sft
-from grpolab.train.preferences import Pair
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
 from grpolab.train.rewards import held_out_reward
 from grpolab.train.sft import sft_value
 
@@ -197,16 +196,6 @@ def test_several_numbers_are_selected_by_one_or_watched_alone(tmp_path):
     watching = Run("y", root=tmp_path, select=Selection(measure, every=3, by=None))
     train(load_policy("tiny"), watching)
     assert len(watching.measured()) == 3 and watching.selected.best() is None
-
-
-def test_a_reward_model_is_selected_too(tmp_path):
-    policy = load_policy("tiny")
-    pairs = [Pair((5, 6), Example((7, 8), (1, 1)), Example((9, 10), (1, 1)))]
-    measure, seen = scripted({0: 0.1, 2: 0.9})
-    run = Run("x", root=tmp_path, select=Selection(measure, every=2))
-
-    rows_of(reward_model(RewardModel.from_policy(policy), pairs, RewardConfig(steps=2, batch_size=1), run=run))
-    assert torch.equal(weights(run.best(RewardModel.load)), seen[2])
 
 
 @pytest.mark.parametrize("value", ["0.5", None, {"right": "x"}, {"right": 0.5}])

@@ -160,16 +160,6 @@ async def test_a_blocking_client_in_a_running_loop(tiny):
             assert [m.id for m in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
 
 
-async def test_the_same_cell_again_and_two_services_at_once(tiny):
-    for _ in range(2):
-        async with served(tiny) as (one, client), served(tiny) as (two, other):
-            assert one.url != two.url
-            a, b = await asyncio.gather(chat(client, seed=1, max_tokens=8), chat(other, seed=1, max_tokens=8))
-            assert a.choices[0].message == b.choices[0].message
-    with pytest.raises(ConnectionError):
-        await post(one, {})
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 BAD = [

@@ -126,16 +126,6 @@ async def test_completions_of_token_ids_go_on_too(tiny):
     assert whole.tokens == (*a.token_ids, 7, 8, *b.token_ids, *c.token_ids)
 
 
-async def test_streamed_turns_append_as_well(tiny):
-    async with in_session(tiny) as (service, session, client):
-        said = list(ASK)
-        for _ in range(3):
-            chunks = await client.chat.completions.create(model="tiny", messages=said, max_tokens=12, stream=True)
-            text = "".join([c.choices[0].delta.content or "" async for c in chunks])
-            said += [{"role": "assistant", "content": text}, MORE]
-        assert len(service.rollout(session).tokens) > 24
-
-
 def test_a_session_asks_for_the_same_again(tiny):
     """Its seed decides, whatever else is sampled: the same session on a busy service writes the same."""
     async def run(busy):

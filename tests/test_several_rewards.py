@@ -18,7 +18,7 @@ from grpolab.runs.rollout_log import COLUMNS
 from grpolab.runs.run import Run
 from grpolab.train import Several, grpo, trl_reward
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.rewards import Faults, held_out_reward, score, scored
+from grpolab.train.rewards import Faults, score, scored
 
 
 @pytest.fixture
@@ -112,11 +112,6 @@ def test_normalised_then_summed_is_the_papers_formula(tiny):
     groups = asyncio.run(scored(tiny, [{}], [group_of(tiny, "7", "71", "abc", "abcde")], abstained, Faults()))
     a = abstained.advantages(groups, "centred")  # who abstains moves nobody
     assert a[0, 3] == 0 and torch.equal(a[:, :3], several.advantages(short, "centred"))
-
-
-def test_what_abstains_does_not_count_in_a_held_out_mean(tiny):
-    half = held_out_reward(ROWS, lambda text, row, rollout: 1.0 if row["answer"] % 2 else float("nan"), max_new_tokens=2)
-    assert asyncio.run(half(tiny)) == 1.0
 
 
 def test_a_curriculum_gets_the_first_reward(tiny):

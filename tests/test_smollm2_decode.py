@@ -45,27 +45,6 @@ def test_fp32_tokens_equal_recompute_and_logps_the_forward(fp32):
 
 
 @pytest.mark.full
-def test_a_long_rollout_equals_recompute_while_others_come_and_go(fp32):
-    """One greedy row across several windows while its neighbours' slots change hands; some prefixes anew from nothing.
-    (A thousand tokens of a small model: tests/test_sampler.py.)"""
-    policy, new = fp32, 100
-    prompts = prompts_of(policy)
-    with Sampler(policy, slots=2) as sampler:
-        long = sampler.submit([prompts[3]], params=SamplingParams(greedy=True, max_new_tokens=new, ignore_eos=True))
-        others = [sampler.submit([p], params=SamplingParams(greedy=True, max_new_tokens=n, ignore_eos=True))
-                  for p, n in zip(prompts, (16, 32, 25, 7))]
-        rollout, *rest = (flat(request.result())[0] for request in (long, *others))
-    found = audit(policy, [rollout])
-    print(f"{found.tokens} tokens, least gap {found.min_gap:.2e}, largest error {found.raw_max_error:.2e}, "
-          f"margin {found.margin:.1f}")
-    assert found.tokens == new and found.disagreements == 0 and audit(policy, rest).disagreements == 0
-    for t in (0, 1, 65, new - 1):
-        ids = torch.tensor([rollout.prompt + rollout.tokens[:t]])
-        with torch.no_grad():
-            assert int(policy.model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].argmax()) == rollout.tokens[t]
-
-
-@pytest.mark.full
 def test_bf16_is_within_two_ulps_and_exact_mode_within_nothing():
     policy = load_policy("smollm2-135m", device="cpu", dtype=torch.bfloat16)
     prompts = prompts_of(policy)

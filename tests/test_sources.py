@@ -12,14 +12,13 @@ from grpolab.arithmetic import Problem
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.curriculum import Curriculum
 from grpolab.lab.restore import restore
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import Run
 from grpolab.train import GRPOConfig, grpo, grpo_from
 from grpolab.train.rewards import Faults, finished_and_correct, sample_and_score
-from grpolab.train.sources import StepGroups, distinct
+from grpolab.train.sources import StepGroups
 
 ROWS = [{"prompt": f"What is {a} + 2?", "answer": a + 2} for a in range(6)]
 CONFIG = GRPOConfig(steps=2, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, seed=5)
@@ -113,15 +112,6 @@ def test_a_cancelled_step_leaves_no_reward_behind(tiny):
         return [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
     assert asyncio.run(run()) == [] and tiny.version == 0
-
-
-def test_refills_are_not_for_a_curriculum(tiny):
-    with pytest.raises(ValueError, match="refills=1: a curriculum"):
-        train(tiny, Curriculum([ROWS], seed=1), config=dataclasses.replace(CONFIG, refills=1))
-
-
-def test_rows_of_the_same_content_count_once():
-    assert distinct([{"a": 1, "b": 2}, 3, {"b": 2, "a": 1}, 3, [1]]) == [{"a": 1, "b": 2}, 3, [1]]
 
 
 def from_source(policy, source, config=CONFIG, run=None):

@@ -94,10 +94,3 @@ def test_a_quantity_that_is_not_there_is_refused(policy, by):
         group_view(policy, [rollout(policy, "1")], by=by)
     with pytest.raises(ValueError, match="2 tokens needs as many logps, got 1"):
         group_view(policy, [rollout(policy, "12")], logps=[[-1.0]])
-
-
-def test_steps_are_a_static_page(policy):
-    views = {step: [group_view(policy, [rollout(policy, text)], by="logp")] for step, text in ((0, "1"), (75, "2"))}
-    shown = by_step(views | {150: views[0][0]})
-    assert re.findall(r"<h4>step (\d+)", shown._repr_html_()) == ["0", "75", "150"]
-    assert all(v[0].data in shown.data for v in views.values())

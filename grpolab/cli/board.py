@@ -22,12 +22,15 @@ class Speedrun:
     tries: int = 1  # recipes that were tried to find this one, for the board
 
     def run(self) -> int:
+        out = self.out or self.recipe.with_suffix(".json")
+        if out.is_dir() or out.resolve() == self.recipe.resolve():
+            raise ValueError(f"the entry cannot be written to {out}: name another file with --out")
         entry = speedrun(self.recipe.read_text(encoding="utf-8"), self.title or self.recipe.stem, threads=self.threads,
                          tries=self.tries)
         found = summary(entry)
         print(f"{found['accuracy']:.1%} of the held-out questions, {found['tokens']:,.0f} sampled tokens, "
               f"{found['seconds']:.0f} s; the target is {STANDARD.target:.0%}")
-        print(save(entry, self.out or self.recipe.with_suffix(".json")))
+        print(save(entry, out))
         return 0 if found["accuracy"] >= STANDARD.target else 1
 
 

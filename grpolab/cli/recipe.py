@@ -32,6 +32,7 @@ RENAMED = {
     "steps-per-generation": "minibatches", "delta": "dual-clip", "reward-funcs": "reward", "lora-r": "lora-rank",
     "lora-target-modules": "lora-target", "run-name": "name", "output-dir": "out", "save-path": "out",
     "dataset-name": "data", "torch-dtype": "dtype", "hub-model-id": "push-to-hub", "importance-sampling-level": "ratio",
+    "weight-bridge-mode": "weight-bridge", "vllm-restart-interval": "sync-every",
 }
 RENAMED_OF = {"grpo": {"beta": "kl-coef"}, "dpo": {"loss-type": "kind"}}
 
@@ -51,13 +52,21 @@ def renamed(arguments: Sequence[str], method: str) -> list[str]:
     return [ours(argument) if argument.startswith("--") and argument != "--" else argument for argument in arguments]
 
 
-def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str]) -> tuple[str, list[str]]:
-    """(method, arguments) of a file, with `overrides` in the place of what they name. UsageError that names the line's key
-    where it is no option's value."""
+def with_none(arguments: Sequence[str]) -> list[str]:
+    """Arguments with None where a value is none: tyro reads only that spelling. One way of the weights is called none, too."""
+    before = ["", *arguments]
+    return ["None" if a == "none" and b != "--weight-bridge" else a for a, b in zip(arguments, before)]
+
+
+def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
+         skip: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """(method, arguments) of a file, with `overrides` in the place of what they name, without its tables `skip`. UsageError
+    that names the line's key where it is no option's value."""
     try:
         entries = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} is no TOML: {error}") from error
+    entries = {key: value for key, value in entries.items() if key not in skip}
     method, model = entries.pop("method", None), entries.pop("model", None)
     if method not in methods or not isinstance(model, str):
         raise UsageError(f"{path}: a recipe says method = one of {', '.join(methods)}, and model = a name or folder; it has "
@@ -69,12 +78,14 @@ def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str]) -> 
     for key, value in entries.items():
         name = flag(key, method)
         if name not in taken:
-            arguments += _spelled(name, value, f"{path}: {key}")
+            arguments += spelled(name, value, f"{path}: {key}")
     return method, overrides[:1] * positional + arguments + overrides[positional:]
 
 
-def _spelled(name: str, value: Any, where: str) -> list[str]:
+def spelled(name: str, value: Any, where: str) -> list[str]:
     """An entry as arguments."""
+    if isinstance(value, dict) and name == "up":
+        raise UsageError(f"{where} is a table for grpolab up, which starts the trainer with the rest")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     values = value if isinstance(value, list) else [value]

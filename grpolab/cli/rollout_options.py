@@ -1,5 +1,5 @@
-"""Where the rollouts of `grpolab grpo` come from, where they are not completions of prompts: episodes in an environment or with
-tools, runs of an agent, or Atropos."""
+"""Where the rollouts of `grpolab grpo` come from, where they are not completions of prompts by this process: episodes in an
+environment or with tools, runs of an agent, Atropos, or a served policy, to which the updates are brought."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpolab.cli import UsageError
 from grpolab.decode.sampler import Sampler
@@ -20,10 +20,12 @@ from grpolab.env.pool import GrpoPool
 from grpolab.env.worker import load_factory
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run
+from grpolab.train import distributed
 from grpolab.train.episodes import Limits, evaluate_episodes
-from grpolab.train.grpo import GRPOConfig, grpo_from
+from grpolab.train.grpo import GRPOConfig, asked, grpo_from
 from grpolab.train.loop import off_loop
 from grpolab.train.multiturn import multi_turn_grpo
+from grpolab.train.sources import Source, sampled
 from grpolab.train.tools import Tools
 
 KINDS = ("env", "tools", "agent", "atropos_url")
@@ -44,6 +46,13 @@ class RolloutOptions:
     max_total_tokens: int = 512  # tokens in an episode, an agent's conversation, or a sequence of Atropos
     action_format: str | None = None  # module:name of an ActionFormat (default: {"text": ...} for --env)
     timeout: float = 120.0  # seconds that one run of an agent, or Atropos' next batch, may take
+    server_url: str | None = None
+    """A served policy (serve-policy) that samples the completions or, with --atropos-url, answers Atropos' environments"""
+    weight_bridge: Literal["shared", "lora_only", "lora_restart", "none"] | None = None
+    """How it gets the updates: all weights through a file (shared: its --weights), an adapter through a folder (lora_only: its
+    --adapters), or by starting it again with the saved adapter (lora_restart) or model (none), which this process then does"""
+    bridge_path: Path | None = None  # that file, or the folder of adapters or models
+    sync_every: int = 1  # optimiser steps from one update of the server to the next
     curriculum: str | None = None  # a field of the rows: its values in order are tiers, and the next opens when one is learned
 
     @property
@@ -51,7 +60,7 @@ class RolloutOptions:
         """Which of the four it is; None for completions of prompts."""
         return next((name for name in KINDS if getattr(self, name)), None)
 
-    def check(self, reward: str | None) -> None:
+    def check(self, reward: str | None, lora_rank: int) -> None:
         chosen = ["--" + name.replace("_", "-") for name in KINDS if getattr(self, name)]
         if len(chosen) > 1:
             raise UsageError(f"{' and '.join(chosen)}: rollouts come from one of them")
@@ -63,6 +72,22 @@ class RolloutOptions:
             raise UsageError("--action-format is of --env")
         if self.curriculum and self.kind == "atropos_url":
             raise UsageError("--curriculum: Atropos' environments choose their tasks themselves")
+        self._check_bridge(lora_rank)
+
+    def _check_bridge(self, lora_rank: int) -> None:
+        given = {"--server-url": self.server_url, "--weight-bridge": self.weight_bridge, "--bridge-path": self.bridge_path}
+        missing = [name for name, value in given.items() if value is None]
+        if 0 < len(missing) < len(given):
+            raise UsageError(f"{', '.join(sorted(given.keys() - {*missing}))} without {' and '.join(missing)}: a served policy "
+                             "needs an address, a way for the updates, and a file or folder for them")
+        if not missing and self.kind not in (None, "atropos_url"):
+            raise UsageError("--server-url: a served policy samples prompts, or answers Atropos' environments")
+        if (self.weight_bridge or "").startswith("lora") != bool(lora_rank) and self.weight_bridge not in (None, "shared"):
+            raise UsageError(f"--weight-bridge {self.weight_bridge} " + (
+                "sends whole models: with --lora-rank take lora_only or lora_restart" if lora_rank else
+                "sends an adapter: add --lora-rank N"))
+        if self.sync_every < 1:
+            raise UsageError(f"--sync-every {self.sync_every}: at least every optimiser step")
 
     def tasks(self, rows: Sequence[Any], seed: int) -> Any:
         """The rows, or the curriculum that they make."""
@@ -89,16 +114,7 @@ def rollouts_of(options: RolloutOptions, policy: Policy, reference: Policy | Non
         return lambda run: agent_grpo(policy, reference, rows, config, agent, timeout=options.timeout,
                                       max_total_tokens=options.max_total_tokens, run=run), None
     if options.kind == "atropos_url":
-        from grpolab.serve.atropos import AtroposTrainer, atropos_source
-
-        def posted(run: Run) -> AsyncIterator[dict]:
-            trainer = AtroposTrainer(options.atropos_url, batch_size=config.prompts_per_step * config.group_size,
-                                     max_token_len=options.max_total_tokens, num_steps=config.steps, timeout=options.timeout,
-                                     name=str(run.folder.resolve()))  # a run that goes on is the same trainer
-            source = atropos_source(trainer, policy, config)
-            return within(trainer, grpo_from(policy, reference, source, config, longest=options.max_total_tokens, run=run))
-
-        return posted, None
+        return lambda run: posted(options, policy, reference, config, run), None
     limits = Limits(options.max_turns, options.max_total_tokens)
     if options.tools:
         functions = [load_object(name, "--tools") for name in options.tools]
@@ -125,6 +141,64 @@ def rollouts_of(options: RolloutOptions, policy: Policy, reference: Policy | Non
         return measure
 
     return played, measured
+
+
+async def posted(options: RolloutOptions, policy: Policy, reference: Policy | None, config: GRPOConfig,
+                 run: Run) -> AsyncIterator[dict]:
+    """GRPO's rows from what Atropos' environments post; a served policy that they sample from follows this one."""
+    from grpolab.serve.atropos import AtroposTrainer, atropos_source
+
+    trainer = AtroposTrainer(options.atropos_url, batch_size=config.prompts_per_step * config.group_size,
+                             max_token_len=options.max_total_tokens, num_steps=config.steps, timeout=options.timeout,
+                             name=str(run.folder.resolve()))  # a run that goes on is the same trainer
+    drawn, registered = atropos_source(trainer, policy, config), False
+
+    async def source(step: int):
+        nonlocal registered
+        if not registered:  # only now: environments begin with it, and the server has the weights of a run that goes on
+            await trainer.__aenter__()
+            registered = True
+        return await drawn(step)
+
+    async with bridged(options, policy) as (_, follow):
+        rows = grpo_from(policy, reference, follow(source), config, longest=options.max_total_tokens, run=run)
+        async with aclosing(rows) as steps:
+            async for row in steps:
+                yield row
+
+
+async def served(options: RolloutOptions, policy: Policy, reference: Policy | None, rows: Any, config: GRPOConfig,
+                 reward: Callable, run: Run) -> AsyncIterator[dict]:
+    """GRPO's rows from completions that a served policy samples."""
+    tasks, ids_of, longest = await asked(policy, reference, rows, config, reward, None, run, 1.0)
+    async with bridged(options, policy) as (sampler, follow):
+        source = follow(sampled(policy, sampler, tasks, ids_of, config, reward))
+        steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
+        async with aclosing(steps) as rows:
+            async for row in rows:
+                yield row
+
+
+@asynccontextmanager
+async def bridged(options: RolloutOptions, policy: Policy) -> AsyncIterator[tuple[Any, Callable[[Source], Source]]]:
+    """(sampler, source -> the source before whose steps the updates are brought to the server) of --server-url; (None, the
+    source itself) without one. What a server refuses ends the command with its text."""
+    from grpolab.serve.http_client import RemoteError
+    from grpolab.serve.remote import RemoteSampler, following
+    from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile
+
+    bridges = {"shared": SharedFile, "lora_only": AdapterSwap, "lora_restart": Restart, "none": Restart}
+    try:
+        if options.server_url is None:
+            yield None, lambda source: source
+            return
+        if distributed.world().size > 1:
+            raise ValueError("--server-url: one process trains and publishes; start it without torchrun")
+        bridge = bridges[options.weight_bridge](options.bridge_path)
+        async with RemoteSampler(options.server_url, policy, bridge=bridge) as sampler:
+            yield sampler, lambda source: following(sampler, source, options.sync_every)
+    except RemoteError as error:
+        raise ConnectionError(str(error)) from error
 
 
 async def within(opened: Any, rows: AsyncIterator[dict]) -> AsyncIterator[dict]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import signal
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +14,6 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from grpolab.access import check_token, is_loopback
 from grpolab.cli import UsageError
 from grpolab.env.aws.options import AwsOptions
-from grpolab.env.backends import BackendError, BackendPool, ProcessBackend
 from grpolab.env.process import Isolation
 from grpolab.env.server import serve_forever
 from grpolab.env.worker import load_factory
@@ -60,12 +58,11 @@ class Serve:
     """Where a session's environment runs: in a thread, or in a process of its own that can be killed, with all that it started
     (except, on macOS, what has left its process group)."""
     env: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME[=VALUE]")] = ()
-    """A variable that those processes and the backends get beside PATH and the like."""
+    """A variable that those processes get beside PATH and the like."""
     cwd: Path | None = None  # working folder of those processes
     memory_mib: int | None = None
     """The most private memory that one of those processes may allocate; shared mappings (/dev/shm) are not counted, and each
     process that it starts has as much again."""
-    backend: str | None = None  # what each session leases: a command that prints its address as its first line
     limits: OmitArgPrefixes[Limits] = Limits()
     aws: OmitArgPrefixes[AwsOptions] = AwsOptions()
 
@@ -75,38 +72,20 @@ class Serve:
         if self.environment != "aws" and (changed := self.aws_changed()):
             name = min(changed)
             raise UsageError(f"--{'no-' * (name == 'drift')}{name.replace('_', '-')} is only of `serve aws`")
-        if self.environment == "aws" and self.backend is not None:
-            raise UsageError("--backend: the aws environment brings its own")
         variables = dict(map(variable, self.env))
         isolation = "thread" if self.isolate == "thread" else Isolation(variables, self.cwd, self.memory_mib)
         token = self.address.token()
         # A thread's module is imported here, while signals still end this process: on the loop they would wait for it.
         environment = self.environment if self.isolate == "process" else load_factory(self.environment)
         options = asdict(self.limits) | {"ping_interval": self.limits.ping_interval or None}
-        try:
-            asyncio.run(serve_forever(
-                environment, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port,
-                isolate=isolation, backends=self.backends(variables), token=token, **options))
-        except BackendError as error:
-            raise ValueError(str(error)) from error
+        asyncio.run(serve_forever(
+            environment, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port, isolate=isolation,
+            arguments=self.aws_changed(), token=token, **options))
         return 0
 
     def aws_changed(self) -> dict:
         """The options of `aws` that differ from their defaults."""
         return {f.name: getattr(self.aws, f.name) for f in fields(self.aws) if getattr(self.aws, f.name) != f.default}
-
-    def backends(self, variables: dict[str, str]) -> BackendPool | None:
-        """What the sessions lease: accounts for `aws`, what --backend starts, or nothing."""
-        if self.environment == "aws":
-            from grpolab.env.aws.backend import accounts  # which needs botocore
-
-            return accounts(max(self.max_sessions, 1), options=self.aws_changed())
-        if self.backend is None:
-            return None
-        command = shlex.split(self.backend)  # as a shell splits it, with nothing expanded
-        if not command:
-            raise UsageError("--backend: write a command")
-        return BackendPool(lambda _: ProcessBackend(command, env=variables), max(self.max_sessions, 1))
 
 
 def variable(option: str) -> tuple[str, str]:

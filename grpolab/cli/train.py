@@ -25,7 +25,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
 from grpolab.cli import UsageError, publish, recipe
-from grpolab.cli.rollout_options import RolloutOptions, load_object, rollouts_of
+from grpolab.cli.rollout_options import RolloutOptions, load_object, rollouts_of, served
 from grpolab.evaluate import fixed_rates
 from grpolab.files import atomic_write, remove_folder
 from grpolab.models.load import Policy, load_policy
@@ -279,7 +279,7 @@ class GRPO(TaskTraining):
 
     def check(self) -> None:
         super().check()
-        self.rollouts.check(self.reward)
+        self.rollouts.check(self.reward, self.lora_rank)
         if self.select_every and (self.held_out or self.held_out_data) and self.rollouts.kind in ("agent", "atropos_url"):
             raise UsageError("--select-every measures completions and episodes: agents and Atropos have --fixed-prompts alone")
         if self.show_every < 0:
@@ -299,12 +299,16 @@ class GRPO(TaskTraining):
 
     def prepare(self, policy, rows, held_out) -> Plan:
         config, options = self.config, self.rollouts
-        reference = self.reference(policy) if config.kl_coef else None
+        reference = self.reference(policy) if config.needs_reference else None
         asked = options.tasks(rows, config.seed)
         if options.kind is None:
-            return Plan(policy, reference, self.prompt_lengths(policy, rows),
-                        lambda run: grpo(policy, reference, asked, config, reward=self.rewarded, run=run),
-                        self.measure(held_out, config.max_new_tokens))
+            def steps(run: Run) -> AsyncIterator[dict]:
+                if options.server_url:
+                    return served(options, policy, reference, asked, config, self.rewarded, run)
+                return grpo(policy, reference, asked, config, reward=self.rewarded, run=run)
+
+            measure = self.measure(held_out, config.max_new_tokens)
+            return Plan(policy, reference, self.prompt_lengths(policy, rows), steps, measure)
         steps, measured = rollouts_of(options, policy, reference, asked, config, self.reward and self.rewarded)
         return Plan(policy, reference, [max(1, options.max_total_tokens - config.max_new_tokens)], steps,
                     measured(held_out) if held_out and measured else None)

@@ -1,1 +1,1 @@
-"""Environments over WebSockets: the wire, the server, the client, leased backends, and two environments."""
+"""Environments over WebSockets: the wire, the server, the client, and two environments."""

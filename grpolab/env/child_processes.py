@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 
 # What a child process inherits of our environment variables: where things are and how text is written. Everything else may
 # be a secret, and a child runs what strangers wrote.
@@ -37,6 +38,25 @@ def start(command, extra=None, **options) -> subprocess.Popen:
                             env=environment(extra), **options)
 
 
+def start_server(command, extra=None, seconds=10.0) -> tuple[subprocess.Popen, str]:
+    """`start` for a server that prints its address as its first line, such as a database of an environment's own: (guard,
+    address). RuntimeError where there is none within `seconds`; what it writes to stderr goes where ours does."""
+    guard = start(command, extra, stdout=subprocess.PIPE, text=True, errors="replace")
+    ready, _, _ = select.select([guard.stdout], [], [], seconds)
+    address = guard.stdout.readline().strip() if ready else ""
+    if not address:
+        stop(guard)
+        raise RuntimeError(f"{command[0]} printed no address {'first' if ready else f'within {seconds:g} s'}; what "
+                           "it wrote to stderr is in the log")
+
+    def drain() -> None:  # a full pipe would block it
+        for _ in guard.stdout:
+            pass
+
+    threading.Thread(target=drain, daemon=True).start()
+    return guard, address
+
+
 def stop(guard: subprocess.Popen) -> None:
     """Kill the command of a guard and everything in its group; returns when it is gone."""
     with contextlib.suppress(OSError):
@@ -48,33 +68,18 @@ def stop(guard: subprocess.Popen) -> None:
         guard.wait()
 
 
-def fork() -> int:
-    """os.fork, whose child leads a session and a group of its own and is killed by the kernel when this process ends; what the
-    child's own leave behind becomes ours (both on Linux). Only for a process with one thread."""
-    parent = os.getpid()
-    if linux := sys.platform == "linux":
-        import ctypes
-
-        prctl = ctypes.CDLL(None).prctl
-        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER, which a fork does not inherit
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        if linux:
-            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            if os.getppid() != parent:
-                os._exit(1)
-    return pid
-
-
 def guard(pid: int) -> int:
     """Wait until our child `pid` ends, the owner closes our standard input, or SIGTERM; then kill the child's group and what
-    has become ours. Returns the child's exit status, as a shell gives it."""
+    has become ours. SIGINT is handed on to the child. Returns the child's exit status, as a shell gives it."""
+    def hand_on(*_):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the group; the owner decides
+    signal.signal(signal.SIGINT, hand_on)  # of the owner: a terminal's does not reach us
     signal.set_wakeup_fd(woken)
     poller = select.poll()
     poller.register(0, 0)  # asks for nothing, so that only a hang-up is reported
@@ -84,6 +89,7 @@ def guard(pid: int) -> int:
         ready = dict(poller.poll())
         if 0 in ready or (wake in ready and signal.SIGTERM in os.read(wake, 4096)):
             break
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: all of the group are zombies (macOS)
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # what the killed leave to us is killed too, until there is nothing
@@ -120,17 +126,27 @@ def _children() -> list[int]:
 
 
 def main(command: list[str]) -> int:
-    """Run `command` until it ends or its owner is gone; returns its exit status."""
-    pid = fork()
-    if pid == 0:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        try:
-            os.execvp(command[0], command)
-        except OSError as fault:
-            print(f"{command[0]}: {fault.strerror}", file=sys.stderr, flush=True)
-            os._exit(127)
-    return guard(pid)
+    """Run `command` in a session and a group of its own until it ends or the owner is gone; returns its exit status."""
+    me, linux = os.getpid(), sys.platform == "linux"
+    if linux:
+        import ctypes
+
+        prctl = ctypes.CDLL(None).prctl
+        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what it leaves behind becomes ours
+
+    def end_with_us() -> None:  # in the child, before it becomes the command
+        if linux:
+            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if os.getppid() != me:
+                os._exit(1)
+
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False, start_new_session=True,
+                                 preexec_fn=end_with_us)
+    except OSError as fault:
+        print(f"{command[0]}: {fault.strerror}", file=sys.stderr, flush=True)
+        return 127
+    return guard(child.pid)
 
 
 if __name__ == "__main__":

@@ -88,9 +88,7 @@ def _refused(response: Response, url: str) -> ConnectError:
     message = f"{url} refused the session with HTTP {response.status_code}: {reason}"
     if response.status_code != 503:
         return ConnectError(message, response.status_code)
-    wait = response.headers.get("Retry-After", "")  # a date, or more than a day, says nothing to us
-    seconds = float(wait) if wait.isascii() and wait.isdigit() and len(wait) < 6 else None
-    return CapacityError(message, body.get("active_sessions"), body.get("max_sessions"), seconds)
+    return CapacityError(message, body.get("active_sessions"), body.get("max_sessions"))
 
 
 class EnvSession:

@@ -120,11 +120,6 @@ class Curriculum:
         self._since = 0  # the result with which the newest tier opened
         self._permanent = 0  # tiers up to this one stay open: patience ended below
 
-    @property
-    def tasks(self) -> tuple:
-        """All tasks, tier by tier."""
-        return tuple(progress.task for progress in self._all)
-
     def next_task(self) -> Any:
         """The task to train on now; the same one until a result is recorded."""
         return self.next_tasks(1)[0]
@@ -160,10 +155,6 @@ class Curriculum:
                 self._permanent = self.tier
         elif self.tier > self._permanent and _hopeful_rate(self._tiers[self.tier - 1]) < config.demote:
             self.tier, self._since = self.tier - 1, self.results
-
-    def rate(self, task: Any) -> float:
-        """Mean of the task's last `window` results; 0.0 when it was never tried."""
-        return self._find(task).rate
 
     def table(self) -> list[dict]:
         """One row a task: task, tier, open, tries, rate, mastered, hopeless, due, interval."""

@@ -27,7 +27,7 @@ from grpolab.env.protocol import CapacityError, DeadlineExceeded, EnvError, Fact
 from grpolab.env.server import serve
 
 LAST_FAILURES = 100  # how many failures a pool remembers
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # s between two attempts at a server that does not say when to ask again
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # s between two attempts at a full server
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class GrpoPool:
         self.slots = [Slot(self, i, session) for i, session in enumerate(sessions)]
 
     async def _open(self, indices: Sequence[int], seconds: float) -> list[EnvSession]:
-        """A session for each, or none; a full server is asked again for up to `seconds`, when its Retry-After says, else later
-        each time. A pause is a `queue` span of the trace."""
+        """A session for each, or none; a full server is asked again for up to `seconds`, later each time. A pause is a `queue`
+        span of the trace."""
         end, pause = perf_counter() + seconds, FIRST_PAUSE
         while True:
             sessions = [self._session(i) for i in indices]
@@ -205,14 +205,12 @@ class GrpoPool:
                 return sessions
             except BaseException as fault:
                 await _close_all(sessions)
-                # FACTORY_ERROR: OpenEnv frees places too early, and a lost session's backend may be on its way back.
-                retry = isinstance(fault, CapacityError | FactoryError)
+                retry = isinstance(fault, CapacityError | FactoryError)  # the latter: OpenEnv frees places too early
                 start = perf_counter()
                 if not retry or start >= end or (getattr(fault, "max_sessions", None) or self.size) < len(indices):
                     raise
-                wait = getattr(fault, "retry_after", None) or pause
-            wait *= random.Random().uniform(0.5, 1.5)  # those who were refused together come back apart
-            await asyncio.sleep(min(wait, end - start))
+            # Those who were refused together come back apart.
+            await asyncio.sleep(min(pause * random.Random().uniform(0.5, 1.5), end - start))
             self._trace.append(Span("queue", start, perf_counter(), indices[0]))
             pause = min(2 * pause, LONGEST_PAUSE)
 

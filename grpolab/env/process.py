@@ -15,8 +15,7 @@ import pkgutil
 import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,26 +62,21 @@ def importable(factory: Callable[..., Any] | str) -> str:
 class Child:
     """One environment in its own process, called as an `EnvThread`: `await Child.start(...)`.
 
-    When the process ends, every call that waits or comes later is answered with SESSION_ERROR.
+    Where the process has ended every call is answered with SESSION_ERROR.
     """
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str):
         self.pid = process.pid
         self._process, self._reader, self._writer, self._name = process, reader, writer, name
-        self._waiting: deque[asyncio.Future] = deque()
-        self._listening = asyncio.ensure_future(self._listen())
+        self._owed = 0  # replies: more than one where a call was given up
 
     @classmethod
-    async def start(cls, factory: str, isolation: Isolation, name: str, *, arguments: tuple = ()) -> Child:
-        """Start a process for `factory(*arguments)`; raises ValueError if the arguments are no JSON, OSError if it cannot."""
-        try:
-            description = protocol.dumps({
-                "factory": factory, "arguments": arguments, "name": name,
-                "path": [os.path.abspath(folder) for folder in sys.path],
-                "memory": isolation.memory_mib and isolation.memory_mib * 2**20})
-        except TypeError as fault:
-            raise ValueError(f"a backend's resource goes to the process of {name} as JSON ({fault}): let its start() return "
-                             "text, or use isolate='thread'") from fault
+    async def start(cls, factory: str, isolation: Isolation, name: str, arguments: Mapping[str, Any]) -> Child:
+        """Start a process for `factory(**arguments)`; raises TypeError where these are no JSON, OSError if it cannot."""
+        description = protocol.dumps({
+            "factory": factory, "arguments": dict(arguments), "name": name,
+            "path": [os.path.abspath(folder) for folder in sys.path],
+            "memory": isolation.memory_mib and isolation.memory_mib * 2**20})
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [sys.executable, str(Path(__file__).with_name("process_main.py")), str(theirs.fileno())]
@@ -95,12 +89,18 @@ class Child:
 
     async def call(self, kind: str, data: Any = None) -> tuple[str, str]:
         """(reply, fault) of one call (`worker.Worker`); fault is "ProcessEnded" where there is nobody to make it."""
-        if self._listening.done():
-            return self._ending()
-        outcome = asyncio.get_running_loop().create_future()
-        self._waiting.append(outcome)
+        self._owed += 1
         self._write(json.dumps([kind, data]))
-        return await outcome
+        with contextlib.suppress(OSError, ValueError):  # it died, or something else wrote there
+            while line := await self._reader.readline():
+                self._owed -= 1
+                if not self._owed:
+                    return json.loads(line)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has hung up, so its status is there or about to be
+            await asyncio.to_thread(self._process.wait, 1.0)
+        code = self._process.poll()
+        how = "was ended" if code is None else f"ended with status {code}" + (" (killed)" if code == 137 else "")
+        return protocol.error(f"the process of {self._name} {how}; the session is over", "SESSION_ERROR"), "ProcessEnded"
 
     def cancel(self) -> None:
         self._write('["cancel",null]')
@@ -109,31 +109,11 @@ class Child:
         if not self._writer.is_closing():
             self._writer.write(line.encode() + b"\n")
 
-    async def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it died, or something else wrote there
-            while line := await self._reader.readline():
-                self._settle(json.loads(line))
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it has hung up, so its status is there or about to be
-            await asyncio.to_thread(self._process.wait, 1.0)
-        self._writer.close()
-        while self._waiting:
-            self._settle(self._ending())
-
-    def _settle(self, outcome: Sequence[str]) -> None:
-        """Answer the call that has waited longest, unless it was given up."""
-        if not (waiting := self._waiting.popleft()).done():
-            waiting.set_result(outcome)
-
-    def _ending(self) -> tuple[str, str]:
-        code = self._process.poll()
-        how = "was ended" if code is None else f"ended with status {code}" + (" (killed)" if code == 137 else "")
-        return protocol.error(f"the process of {self._name} {how}; the session is over", "SESSION_ERROR"), "ProcessEnded"
-
     async def end(self, kill: bool) -> None:
         """End the process and all of its group: at once under `kill`, else after GRACE. Complete when it returns."""
         if not kill:
             self._write('["stop",null]')
-            await asyncio.wait([self._listening], timeout=GRACE)
-        self._listening.cancel()
+            with contextlib.suppress(TimeoutError, OSError):
+                await asyncio.wait_for(self._reader.read(), GRACE)
         self._writer.close()
         await asyncio.to_thread(child_processes.stop, self._process)

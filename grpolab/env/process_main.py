@@ -23,7 +23,7 @@ def main(descriptor: int) -> None:
     sys.path[:] = description["path"]
     from grpolab.env.worker import Worker, load_factory
 
-    worker = Worker(lambda: load_factory(description["factory"])(*description["arguments"]), description["name"])
+    worker = Worker(lambda: load_factory(description["factory"])(**description["arguments"]), description["name"])
 
     def answer(*reply: str) -> None:
         stream.write(json.dumps(reply).encode() + b"\n")

@@ -105,9 +105,9 @@ class ConnectError(EnvError):
 class CapacityError(ConnectError):
     """All the server's sessions are taken. `active` and `max_sessions` as the server reports them, or None."""
 
-    def __init__(self, message: str, active: Any = None, max_sessions: Any = None, retry_after: float | None = None):
+    def __init__(self, message: str, active: Any = None, max_sessions: Any = None):
         super().__init__(message, 503)
-        self.active, self.max_sessions, self.retry_after = whole(active), whole(max_sessions), retry_after
+        self.active, self.max_sessions = whole(active), whole(max_sessions)
 
 
 class FactoryError(ConnectError):

@@ -3,10 +3,9 @@
     async with serve(CalculatorEnv, max_sessions=8) as server:    # in a notebook or a script: server.url, .status()
     python -m grpolab serve calculator --port 0 --max-sessions 8    # a process of its own, and one for each session
 
-A session holds a place from the handshake until its environment has closed and its leased backend is back; over capacity the
-handshake is answered with HTTP 503 and Retry-After. An environment that raises gets an error reply; one that hangs past its
-deadline loses its session, its backend and its process. A thread cannot be killed: it is left behind and counted
-(`abandoned`), at most `max_sessions` of them.
+A session holds a place from the handshake until its environment has closed; over capacity the handshake is answered with HTTP
+503 and Retry-After. An environment that raises gets an error reply; one that hangs past its deadline loses its session and its
+process. A thread cannot be killed: it is left behind and counted (`abandoned`), at most `max_sessions` of them.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class EnvServer:
         self.hosting, self.options = hosting, hosting.options
         self.url = ""
         self._sessions: dict[ServerConnection, Session] = {}
-        self._counts = {"opened": 0, "closed": 0, "refused": 0, "most_sessions": 0}
+        self._counts = {"opened": 0, "closed": 0, "refused": 0}
 
     def status(self) -> dict:
-        """Sessions, leases and generations, as JSON-able numbers. `sessions` are the places that are taken."""
+        """What the server holds, as JSON-able numbers. `sessions` are the places that are taken."""
         options = self.options
         return {
             "environment": self.hosting.name, "isolate": "thread" if options.isolation is None else "process",
@@ -68,8 +67,7 @@ class EnvServer:
             "abandoned": self.hosting.abandoned,
             "session_list": [
                 {"session": s.number, "episode_id": s.episode_id, "steps": s.steps, "busy": s.busy,
-                 "backend": s.lease and s.lease.name, "pid": s.env and s.env.pid} for s in self._sessions.values()],
-            "backends": options.backends and options.backends.status(),
+                 "pid": s.env and s.env.pid} for s in self._sessions.values()],
         }
 
     def answer_http(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -101,7 +99,6 @@ class EnvServer:
             return _json(503, body, Retry_After=str(RETRY_AFTER))
         self._sessions[connection] = session = Session(self._counts["opened"], self.hosting, connection)
         self._counts["opened"] += 1
-        self._counts["most_sessions"] = max(self._counts["most_sessions"], len(self._sessions))
 
         def closed(_: asyncio.Future) -> None:
             if session.serving is None:  # before its handler began: nobody else gives its place back
@@ -137,7 +134,7 @@ class EnvServer:
         try:
             await session.serve()
         finally:
-            # In a task of its own, so that no cancellation can leave an environment or a backend behind.
+            # In a task of its own, so that no cancellation can leave an environment behind.
             closing = asyncio.ensure_future(session.close())
             closing.add_done_callback(lambda _: self._free(connection))
             await asyncio.shield(closing)
@@ -163,7 +160,7 @@ async def _until(condition: Callable[[], bool], seconds: float) -> None:
 
 @contextlib.asynccontextmanager
 async def serve(env_factory: Callable[..., Any] | str, **options: Any) -> AsyncIterator[EnvServer]:
-    """Serve `env_factory()` (or `env_factory(resource)` with `backends`) to at most `max_sessions` sessions at once.
+    """Serve `env_factory(**arguments)` to at most `max_sessions` sessions at once.
 
     `env_factory` may be the name of one: "package.module:Class". Options are the fields of `ServeOptions`. Browsers are refused
     (a page of any site could connect to a loopback address).
@@ -176,20 +173,18 @@ async def serve(env_factory: Callable[..., Any] | str, **options: Any) -> AsyncI
         factory = load_factory(env_factory) if isinstance(env_factory, str) else env_factory
         name = getattr(factory, "__name__", type(factory).__name__)
     server = EnvServer(Hosting(factory, name, settings))
-    async with contextlib.AsyncExitStack() as stack:
-        if settings.backends is not None:
-            stack.push_async_callback(asyncio.to_thread, settings.backends.close)  # also of those that are about to start
-            await asyncio.to_thread(settings.backends.start)
-        # max_queue: one message is buffered while the session does not read; the rest stays with the client.
-        listener = await serve_websockets(
-            server.host, settings.host, settings.port, process_request=server.answer_http, process_response=server.admit,
-            origins=[None], compression=None, open_timeout=HANDSHAKE, close_timeout=CLOSE_HANDSHAKE,
-            ping_interval=settings.ping_interval, ping_timeout=settings.ping_timeout, max_size=MAX_MESSAGE_BYTES,
-            max_queue=0, server_header=None, logger=_wire_log)
-        stack.push_async_callback(server.stop, listener)
+    # max_queue: at most two messages are buffered while the session does not read; the rest stays with the client.
+    listener = await serve_websockets(
+        server.host, settings.host, settings.port, process_request=server.answer_http, process_response=server.admit,
+        origins=[None], compression=None, open_timeout=HANDSHAKE, close_timeout=CLOSE_HANDSHAKE,
+        ping_interval=settings.ping_interval, ping_timeout=settings.ping_timeout, max_size=MAX_MESSAGE_BYTES,
+        max_queue=1, server_header=None, logger=_wire_log)
+    try:
         bound = listener.sockets[0].getsockname()
         server.url = f"ws://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
         yield server
+    finally:
+        await server.stop(listener)
 
 
 async def serve_forever(env_factory: Callable[..., Any] | str, **options: Any) -> None:

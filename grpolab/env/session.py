@@ -1,4 +1,4 @@
-"""One session of the server: recv -> parse -> call -> send, from the factory to the backend's return."""
+"""One session of the server: recv -> parse -> call -> send, from the making of its environment to its closing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
@@ -17,15 +17,11 @@ from websockets.protocol import State
 
 from grpolab.access import check_host
 from grpolab.env import protocol
-from grpolab.env.backends import BackendPool, Lease
 from grpolab.env.process import Child, Isolation
 from grpolab.env.protocol import InvalidRequest
 from grpolab.env.worker import EnvThread
 
 log = logging.getLogger("grpolab.env.server")
-
-MAX_WAITING = 2**20  # bytes of messages that may wait for their replies; beyond it the session stops reading
-MESSAGE_BYTES = 100  # what a message costs beside its text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +30,8 @@ class ServeOptions:
 
     isolate: "thread", one for each session (an `async` environment has an event loop in it); or "process", one that can be
     killed and inherits no secrets, for which the environment must be importable; an `Isolation` says more about that process.
-    backends: each session leases one. token: every client must send it; required on an address that other machines reach.
+    arguments: keyword arguments of the environment, JSON where it is in a process. token: every client must send it; required
+    on an address that other machines reach.
     A client that answers no ping for ping_interval + ping_timeout is gone, however long its step takes, and so is one that
     has not taken a reply by then; None turns pings off.
     """
@@ -43,7 +40,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 0  # 0 takes a free one
     isolate: str | Isolation = "thread"
-    backends: BackendPool | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     token: str | None = None
     reset_timeout: float = 60.0
     step_timeout: float = 60.0
@@ -61,8 +58,6 @@ class ServeOptions:
             if not (seconds is None and name.startswith("ping")) and not 0 < (seconds or 0) < math.inf:
                 raise ValueError(f"{name}={seconds}: seconds, more than 0 and finite")
         check_host(self.host, self.token)
-        if self.backends is not None and self.backends.size < self.max_sessions:
-            raise ValueError(f"{self.backends.size} backends for max_sessions={self.max_sessions}: each session leases one")
         if self.isolate not in ("thread", "process") and not isinstance(self.isolate, Isolation):
             raise ValueError(f"isolate={self.isolate!r}: use 'thread', 'process' or an Isolation(...)")
 
@@ -100,33 +95,28 @@ class Session:
         self.busy: str | None = None
         self.episode_id: Any = None
         self.steps = 0
-        self.lease: Lease | None = None
         self.env: EnvThread | Child | None = None
         self.serving: asyncio.Task | None = None  # since its handler has begun
         self._over = False  # no further request is served
-        self._left = False  # the client
-        self._hung = False  # the environment, in its last call
-        self._inbox: asyncio.Queue[str | bytes | None] = asyncio.Queue()
-        self._waiting = 0  # bytes in the inbox
-        self._taken = asyncio.Event()  # a message, out of the inbox
 
     @property
     def leaving(self) -> bool:
         """Whether its place is about to be free."""
-        return self._over or self._left or self.connection.state in (State.CLOSING, State.CLOSED)
+        return self._over or self.connection.state in (State.CLOSING, State.CLOSED)
 
     async def serve(self) -> None:
         """Answer every message but `close`, in order."""
         self.serving = asyncio.current_task()
-        reading = asyncio.ensure_future(self._read())
+        left = asyncio.ensure_future(self.connection.wait_closed())
+        left.add_done_callback(lambda _: self.env and self.env.cancel())  # nobody waits for what it does
         try:
             await self._open()
-            while not self._over and (message := await self._inbox.get()) is not None and not self._left:
-                self._waiting -= len(message) + MESSAGE_BYTES
-                self._taken.set()
+            async for message in self.connection:
                 if (reply := await self._answer(message)) is not None:
                     await self._send(reply)
                 self._over |= self.hosting.stopping
+                if self._over:
+                    break
         except InvalidRequest as fault:
             with contextlib.suppress(ConnectionClosed):
                 await self._send(fault.reply)
@@ -134,22 +124,7 @@ class Session:
             pass
         finally:
             self._over = True
-            reading.cancel()
-
-    async def _read(self) -> None:
-        """Take messages as they come, so that pongs are read and a client that leaves is noticed; but none while more than
-        MAX_WAITING bytes wait: what else the client sends stays with it."""
-        with contextlib.suppress(ConnectionClosed):
-            async for message in self.connection:
-                self._waiting += len(message) + MESSAGE_BYTES
-                self._inbox.put_nowait(message)
-                while self._waiting > MAX_WAITING:
-                    self._taken.clear()
-                    await self._taken.wait()
-        self._left = True
-        if self.env is not None:
-            self.env.cancel()  # nobody waits for what it does
-        self._inbox.put_nowait(None)
+            left.cancel()
 
     async def _send(self, text: str) -> None:
         """Send a reply. A client that does not take it for as long as it may leave a ping unanswered is cut off: pings would
@@ -163,16 +138,13 @@ class Session:
             self.connection.transport.abort()
 
     async def _open(self) -> None:
-        """Lease a backend if there are any, and make the environment; raises InvalidRequest(FACTORY_ERROR)."""
+        """Make the environment; raises InvalidRequest(FACTORY_ERROR)."""
         options, factory, name = self.options, self.hosting.factory, self.hosting.name
         try:
-            if options.backends is not None:
-                self.lease = await asyncio.to_thread(options.backends.acquire)
-            arguments = () if self.lease is None else (self.lease.resource,)
             if options.isolation is None:
-                self.env = EnvThread(lambda: factory(*arguments), name)
+                self.env = EnvThread(lambda: factory(**options.arguments), name)
             else:
-                self.env = await Child.start(factory, options.isolation, name, arguments=arguments)
+                self.env = await Child.start(factory, options.isolation, name, options.arguments)
             reason, fault = await self._call("create", options.reset_timeout)
         except Exception as raised:
             log.exception("session %d: %s could not be made", self.number, name)
@@ -210,7 +182,6 @@ class Session:
             async with asyncio.timeout(seconds):
                 return await self.env.call(phase, data)
         except TimeoutError as raised:
-            self._hung = True
             raise InvalidRequest(f"{phase} of {self.hosting.name} took longer than {seconds:g} s; the session is over",
                                  f"{phase.upper()}_TIMEOUT") from raised
         finally:
@@ -219,23 +190,12 @@ class Session:
     def abort(self) -> None:
         """End `serve` now: the server stops, and what is in flight had its time."""
         if self.serving is not None and not self._over:
-            self._hung = self.busy is not None
             self.serving.cancel()
 
     async def close(self) -> None:
-        """Close the environment, then give the backend back; bounded, and complete when it returns."""
-        if self._hung:  # killing what the environment waits for is what makes most hung threads return
-            await self._release(poisoned=True)
-        in_order = self.env is None or await self._close_env()
-        await self._release(poisoned=not in_order)
-
-    async def _release(self, poisoned: bool) -> None:
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            await asyncio.to_thread(self.options.backends.release, lease, poisoned=poisoned)
-
-    async def _close_env(self) -> bool:
-        """Close the environment and end its thread or process; whether all went as it should."""
+        """Close the environment and end its thread or process; bounded, and complete when it returns."""
+        if self.env is None:
+            return
         self.env.cancel()  # a hung `async` call
         try:
             reason, fault = await self._call("close", self.options.close_timeout)
@@ -246,4 +206,3 @@ class Session:
         if fault:
             log.warning("session %d: closing %s failed: %s", self.number, self.hosting.name, reason)
         await self.env.end(kill=bool(fault))
-        return not fault

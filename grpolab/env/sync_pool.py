@@ -4,18 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable, Coroutine
+from functools import partialmethod
 from typing import Any
 
 from grpolab.env.client import Span
 from grpolab.env.pool import GrpoPool
 
 
-def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of GrpoPool as one of MultiTurnEnvPool. Its deadlines bound the wait; an interrupt cancels it first."""
-    @wraps(method)
-    def call(self: MultiTurnEnvPool, *arguments: Any, **options: Any) -> Any:
+class MultiTurnEnvPool:
+    """The synchronous pool: a GrpoPool, with the same arguments and methods, without `await`; rollouts are `async` still.
+
+    The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
+    pings are answered while the caller computes. A server on the caller's own loop cannot answer while the caller waits: give
+    the environment's class in place of its URL. Interrupting a call (Ctrl-C) cancels it there before it returns.
+    """
+
+    def __init__(self, url: str, size: int = 8, **options: Any):
+        self.pool = GrpoPool(url, size, **options)
+        self.record_group_result = self.pool.record_group_result
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> MultiTurnEnvPool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the loop's thread and connect, all or nothing; a failure leaves nothing, and it may be tried again."""
+        if self._loop is not None:
+            return
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self._call(GrpoPool.connect)
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self) -> None:
+        """Close every session and end the thread; bounded by `deadlines.close`. Idempotent."""
+        if self._loop is not None:
+            self._call(GrpoPool.close)
+            self._end()
+
+    @property
+    def trace(self) -> list[Span]:
+        return self.pool.trace
+
+    def _call(self, method: Callable[..., Coroutine], *arguments: Any, **options: Any) -> Any:
+        """The result of a method of GrpoPool on the loop's thread. Its deadlines bound the wait; an interrupt cancels it
+        first."""
         if self._loop is None:
             raise RuntimeError("the pool is not started: use `with MultiTurnEnvPool(url) as pool`, or pool.start()")
         ended = threading.Event()
@@ -34,59 +76,9 @@ def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
             ended.wait(self.pool.deadlines.close + 1.0)
             raise
 
-    return call
-
-
-class MultiTurnEnvPool:
-    """The synchronous pool: a GrpoPool, with the same arguments and methods, without `await`; rollouts are `async` still.
-
-    The sessions live on an event loop in a thread of their own, so this works in a script and in a notebook alike, and
-    pings are answered while the caller computes. A server on the caller's own loop cannot answer while the caller waits: give
-    the environment's class in place of its URL. Interrupting a call (Ctrl-C) cancels it there before it returns.
-    """
-
-    def __init__(self, url: str, size: int = 8, **options: Any):
-        self.pool = GrpoPool(url, size, **options)
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __enter__(self) -> MultiTurnEnvPool:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Start the loop's thread and connect, all or nothing; a failure leaves nothing, and it may be tried again."""
-        if self._loop is not None:
-            return
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        try:
-            self._connect()
-        except BaseException:
-            self._end()
-            raise
-
-    def close(self) -> None:
-        """Close every session and end the thread; bounded by `deadlines.close`. Idempotent."""
-        if self._loop is not None:
-            self._disconnect()
-            self._end()
-
-    _connect = _synchronous(GrpoPool.connect)
-    _disconnect = _synchronous(GrpoPool.close)
-    reset_group = _synchronous(GrpoPool.reset_group)
-    run_group_step = _synchronous(GrpoPool.run_group_step)
-    run_group = _synchronous(GrpoPool.run_group)
-
-    @property
-    def trace(self) -> list[Span]:
-        return self.pool.trace
-
-    def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
-        return self.pool.record_group_result(task, rewards, success=success)
+    reset_group = partialmethod(_call, GrpoPool.reset_group)
+    run_group_step = partialmethod(_call, GrpoPool.run_group_step)
+    run_group = partialmethod(_call, GrpoPool.run_group)
 
     def _end(self) -> None:
         loop, self._loop = self._loop, None

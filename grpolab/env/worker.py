@@ -29,14 +29,6 @@ METHODS = ("reset", "step", "state", "close")
 TOOLS = ("list_tools", "call_tool")  # of an environment that serves MCP
 
 
-class _Fault(Exception):
-    """What a JSON-RPC request is refused with."""
-
-    def __init__(self, code: int, message: str):
-        super().__init__(message)
-        self.code = code
-
-
 def load_factory(name: str) -> Callable[..., Any]:
     """`calculator`, `guess`, `aws`, or `package.module:Class` of an environment of your own; raises ValueError if it is none or
     cannot be imported."""
@@ -98,52 +90,73 @@ class Worker:
             self._wake.clear()
 
     def _answer(self, kind: str, data: Any) -> tuple[str, str]:
+        """(reply, name of what was raised). The session goes on, whatever the environment does with a request."""
         try:
-            value = self._perform(kind, data)
-            if inspect.isawaitable(value):
-                value = self._runner.run(self._awaited(kind, value))
-            return self._reply(kind, data, value), ""
+            return self._reply(kind, data), ""
         except BaseException as raised:  # noqa: BLE001  the thread must outlive whatever an environment raises
-            return self._refusal(kind, data, raised), type(raised).__name__[:100]
+            reason, fault = _reason(raised), type(raised).__name__[:100]
+            if kind in ("create", "close"):
+                log.error("%s of %s failed", kind, self._name, exc_info=raised)
+                return reason, fault
+            if isinstance(raised, InvalidAction):
+                return protocol.invalid("value_error", ["data"], str(raised)).reply, fault
+            log.info("%s of %s raised %s", kind, self._name, reason)
+            return protocol.error(reason, "EXECUTION_ERROR"), fault
 
-    async def _awaited(self, kind: str, value: Any) -> Any:
-        self._task = None if kind == "close" else asyncio.current_task()
-        try:
-            return await value
-        finally:
-            self._task = None
-
-    def _perform(self, kind: str, data: Any) -> Any:
-        """Make the call; what it returns may have to be awaited."""
+    def _reply(self, kind: str, data: Any) -> str:
+        """Make the call; the reply's text. TypeError or ValueError where the environment returned what cannot be sent."""
         env = self._env
         if kind == "create":
-            return self._create()
-        if kind == "stop":
-            return None
-        if kind == "close":
+            self._create()
+        if kind == "close" and env is not None:
             self._env = None
-            return None if env is None else env.close()
+            self._result(env.close(), cancellable=False)
+        if kind in ("create", "close", "stop"):
+            return ""
         if env is None:
             raise RuntimeError(f"{self._name} is not there: it was closed, or never made")
-        if kind == "reset":
-            return env.reset(**protocol.declared(env.reset, data))
         if kind == "mcp":
             return self._mcp(data)
-        return env.step(data) if kind == "step" else env.state()
+        value = self._result(env.reset(**protocol.declared(env.reset, data)) if kind == "reset" else
+                             env.step(data) if kind == "step" else env.state())
+        right = dict if kind == "state" else StepResult
+        if not isinstance(value, right):
+            raise TypeError(f"{self._name} returned a {type(value).__name__} from a {kind}; it is a {right.__name__}")
+        try:
+            return protocol.message("state", {**data, **value}) if kind == "state" else protocol.observation(value)
+        except (TypeError, ValueError, RecursionError) as fault:
+            raise ValueError(f"{self._name} returned from a {kind} what JSON cannot hold: {fault}") from fault
 
-    def _mcp(self, request: dict) -> Any:
-        """The tools of an environment that has them, or what one of them returns; `_Fault` for what it cannot do."""
+    def _result(self, value: Any, cancellable: bool = True) -> Any:
+        """What a call returned, or what it comes to where that has to be awaited."""
+        async def awaited() -> Any:
+            self._task = asyncio.current_task() if cancellable else None
+            try:
+                return await value
+            finally:
+                self._task = None
+
+        return self._runner.run(awaited()) if inspect.isawaitable(value) else value
+
+    def _mcp(self, request: dict) -> str:
+        """The tools of an environment that has them, or what one of them returns, as MCP has it (JSON-RPC)."""
         method, params = request.get("method"), request.get("params") or {}
-        if not all(hasattr(self._env, name) for name in TOOLS):
-            raise _Fault(-32603, "Environment does not support MCP")
-        if method == "tools/list":
-            return self._env.list_tools()
-        if method != "tools/call":
-            raise _Fault(-32601, f"Method not found: {method!r:.80}")
         name, arguments = (params.get("name"), params.get("arguments") or {}) if isinstance(params, dict) else (None, None)
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise _Fault(-32602, "tools/call takes a name and arguments, an object")
-        return self._env.call_tool(name, arguments)
+        try:
+            if not all(hasattr(self._env, tools) for tools in TOOLS):
+                outcome = _error(-32603, "Environment does not support MCP")
+            elif method == "tools/list":
+                outcome = {"result": {"tools": self._result(self._env.list_tools())}}
+            elif method != "tools/call":
+                outcome = _error(-32601, f"Method not found: {method!r:.80}")
+            elif not isinstance(name, str) or not isinstance(arguments, dict):
+                outcome = _error(-32602, "tools/call takes a name and arguments, an object")
+            else:
+                outcome = {"result": self._result(self._env.call_tool(name, arguments))}
+        except BaseException as raised:  # noqa: BLE001
+            outcome = _error(-32603, _reason(raised))
+        id = request.get("id")  # 1e999 is infinite, which no reply can hold
+        return protocol.message("mcp", {"jsonrpc": "2.0", "id": id if isinstance(id, str | int) else None, **outcome})
 
     def _create(self) -> None:
         env = self._make()
@@ -155,40 +168,14 @@ class Worker:
             self._wake = asyncio.Event()
             self._loop = self._runner.get_loop()
 
-    def _reply(self, kind: str, data: Any, value: Any) -> str:
-        """The reply's text; raises TypeError or ValueError where the environment returned what cannot be sent."""
-        if kind in ("create", "close", "stop"):
-            return ""
-        if kind == "mcp":
-            result = {"tools": value} if data["method"] == "tools/list" else value
-            return _mcp_reply(data, result=result)
-        right = dict if kind == "state" else StepResult
-        if not isinstance(value, right):
-            raise TypeError(f"{self._name} returned a {type(value).__name__} from a {kind}; it is a {right.__name__}")
-        try:
-            return protocol.message("state", {**data, **value}) if kind == "state" else protocol.observation(value)
-        except (TypeError, ValueError, RecursionError) as fault:
-            raise ValueError(f"{self._name} returned from a {kind} what JSON cannot hold: {fault}") from fault
 
-    def _refusal(self, kind: str, data: Any, raised: BaseException) -> str:
-        """The reply to a request that the environment did not fulfil; the session goes on."""
-        reason = "".join(traceback.format_exception_only(raised)).strip()  # `KeyError: 'a key'`
-        if kind in ("create", "close"):
-            log.error("%s of %s failed", kind, self._name, exc_info=raised)
-            return reason
-        if kind == "mcp":
-            code, why = (raised.code, str(raised)) if isinstance(raised, _Fault) else (-32603, reason)
-            return _mcp_reply(data, error={"code": code, "message": why, "data": None})
-        if isinstance(raised, InvalidAction):
-            return protocol.invalid("value_error", ["data"], str(raised)).reply
-        log.info("%s of %s raised %s", kind, self._name, reason)
-        return protocol.error(reason, "EXECUTION_ERROR")
+def _error(code: int, message: str) -> dict:
+    return {"error": {"code": code, "message": message, "data": None}}
 
 
-def _mcp_reply(request: dict, **outcome: Any) -> str:
-    """With the request's id, where that is one of JSON-RPC: 1e999 is infinite, which no reply can hold."""
-    id = request.get("id")
-    return protocol.message("mcp", {"jsonrpc": "2.0", "id": id if isinstance(id, str | int) else None, **outcome})
+def _reason(raised: BaseException) -> str:
+    """`KeyError: 'a key'`, where str says but 'a key'."""
+    return "".join(traceback.format_exception_only(raised)).strip()
 
 
 class EnvThread(Worker):

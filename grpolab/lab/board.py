@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import tempfile
 import tomllib
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from grpolab.arithmetic import Problem, Task, generate
-from grpolab.evaluate import evaluate
+from grpolab.evaluate import evaluate, student_t
 from grpolab.files import atomic_write
 from grpolab.lab.restore import with_threads
 from grpolab.models.load import Policy, load_policy
@@ -32,7 +33,6 @@ from grpolab.runs.run import Run, seed_everything
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
 
 FORMAT = 1  # of an entry
-STUDENT = 2.776  # quantile of Student's t for two means of three values
 NEW_TOKENS = 24
 MACHINE = ("python", "grpolab", "torch", "transformers", "system", "processor", "device", "dtype", "threads")  # decide the bits
 
@@ -77,13 +77,17 @@ def config_of(recipe: str) -> GRPOConfig:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the recipe is no TOML: {error}") from error
     method, options = entries.pop("method", None), {name.replace("-", "_"): value for name, value in entries.items()}
-    allowed = {f.name for f in fields(GRPOConfig)} - {"seed"}
-    if method != "grpo" or (other := options.keys() - allowed):
+    kinds = {f.name: f.type for f in fields(GRPOConfig) if f.name != "seed"}
+    if len(options) < len(entries):
+        raise ValueError("the recipe sets an option twice, once with - and once with _")
+    if method != "grpo" or (other := options.keys() - kinds.keys()):
         what = f"method = {method!r}" if method != "grpo" else f"{sorted(other)}"
         raise ValueError(f"the recipe has {what}: it says method = 'grpo' and options of GRPOConfig; model, questions, reward "
                          "and seeds are the task's")
     plain = {name: tuple(v) if isinstance(v, list) else None if v == "none" else v for name, v in options.items()}
     try:
+        if wrong := [name for name, v in plain.items() if kinds[name] == "int" and type(v) is not int]:
+            raise TypeError(f"{wrong[0]} = {plain[wrong[0]]} is no integer")
         return GRPOConfig(**plain)
     except TypeError as error:
         raise ValueError(f"the recipe has an option of another type than it takes: {error}") from error
@@ -91,7 +95,7 @@ def config_of(recipe: str) -> GRPOConfig:
 
 async def trained(task: Speedrun, start: Policy, config: GRPOConfig) -> dict:
     """One seed's training and its result, as an entry holds it."""
-    policy, reference = load_policy("tiny", device="cpu"), load_policy("tiny", device="cpu") if config.kl_coef else None
+    policy, reference = load_policy("tiny", device="cpu"), load_policy("tiny", device="cpu") if config.needs_reference else None
     for copy in filter(None, (policy, reference)):
         copy.model.load_state_dict(start.model.state_dict())
     _, practice, held_out = task.split
@@ -145,12 +149,25 @@ def read(path: str | Path) -> dict:
             raise ValueError("its fields are others")
         if entry["board"] != FORMAT or entry["machine"].keys() != set(MACHINE):
             raise ValueError(f"it is of format {entry['board']}, not {FORMAT}")
-        config_of(entry["recipe"])
+        config = config_of(entry["recipe"])
+        if not all(can_be(of, config) for of in entry["seeds"].values()):
+            raise ValueError("its recipe cannot give such numbers")
+        if not (entry["title"].isprintable() and entry["tries"] > 0):
+            raise ValueError("its title is no line of text, or its tries are not positive")
     except OSError:
         raise
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no entry of the board: {error}") from error
     return entry
+
+
+def can_be(of: dict, config: GRPOConfig) -> bool:
+    """Whether a seed's numbers may be those of a recipe: as many steps, shares that are shares, a token or more a rollout."""
+    rollouts = sum(map(len, of["asked"])) * config.group_size
+    return (0 <= of["accuracy"] <= 1 and 0 < of["seconds"] < math.inf
+            and rollouts <= of["tokens"] <= rollouts * config.max_new_tokens
+            and len(of["rewards"]) == len(of["asked"]) == config.steps
+            and all(type(x) is float for x in of["rewards"]) and all(type(q) is str for step in of["asked"] for q in step))
 
 
 @dataclass(frozen=True)
@@ -173,8 +190,7 @@ def verify(entry: dict, *, task: Speedrun = STANDARD) -> Verdict:
     """Refuse what its own text shows to be wrong, then train again and compare."""
     if why := refusal(entry, task):
         return Verdict(why)
-    threads = entry["machine"]["threads"]
-    again = speedrun(entry["recipe"], entry["title"], task=task, threads=threads if threads in (1, 2) else 2)
+    again = speedrun(entry["recipe"], entry["title"], task=task, threads=entry["machine"]["threads"])
     other = [name for name in MACHINE if entry["machine"][name] != again["machine"][name]]
     why = statistics(entry, again, task) if other else bits(entry, again)
     how = f"statistically (not the entry's {', '.join(other)})" if other else "in every bit"
@@ -192,6 +208,8 @@ def refusal(entry: dict, task: Speedrun) -> str:
         return f"it trained on {len(seen)} of the held-out questions, {min(seen)} among them"
     if strange := asked - known:
         return f"it trained on {len(strange)} questions that are not the task's, {min(strange)} among them"
+    if entry["machine"]["threads"] not in (1, 2):
+        return f"it was made with {entry['machine']['threads']} threads, and the task is for one or two cores"
     if set(entry["seeds"]) != set(map(str, task.seeds)):
         return f"it has the seeds {sorted(entry['seeds'])}, and the task {list(task.seeds)}"
     if summary(entry)["accuracy"] < task.target:
@@ -218,10 +236,10 @@ def bits(entry: dict, again: dict) -> str:
 
 def statistics(entry: dict, again: dict, task: Speedrun) -> str:
     """What differs from a replay elsewhere by more than chance over the seeds: more than Student's interval of the difference
-    of two means, and a hundredth."""
+    of two means, by the replay's variance, and a hundredth."""
     for name, unit in (("accuracy", 1.0), ("tokens", summary(again)["tokens"])):
         theirs, ours = (torch.tensor([float(of[name]) for of in e["seeds"].values()]) for e in (entry, again))
-        chance = STUDENT * ((theirs.var() + ours.var()) / len(ours)).sqrt() + 0.01 * unit
+        chance = student_t(2) * (2 * ours.var() / len(ours)).sqrt() + 0.01 * unit
         if (theirs.mean() - ours.mean()).abs() > chance:
             return (f"its {name} is {theirs.mean():.4g} on average, and {ours.mean():.4g} here, where chance explains "
                     f"{chance:.2g}")

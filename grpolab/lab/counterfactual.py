@@ -22,13 +22,12 @@ import torch
 from grpolab.arithmetic import Problem
 from grpolab.env.action_format import TEXT, ActionFormat
 from grpolab.env.pool import GrpoPool
-from grpolab.files import atomic_write
+from grpolab.files import atomic_write, remove_folder
 from grpolab.lab import plots
 from grpolab.lab.replay import check_seeded
 from grpolab.lab.restore import (
     State,
     check_synchronous,
-    identity,
     load_start,
     longest,
     restore,
@@ -40,7 +39,7 @@ from grpolab.lab.restore import (
 from grpolab.models.load import Policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import plain_config, weights_hash
-from grpolab.runs.run import FORKED, Run
+from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, verify_both
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.optimisers import make_optimiser
@@ -85,7 +84,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
     if episodes and (pool is None or watch or reward is not finished_and_correct) or pool is not None and not episodes:
         raise ValueError("the rewards of episodes come from their environment: a run of them is forked with a pool of it, and "
                          "without a reward or watch; other runs have no use for a pool")
-    reference = reference or (load_start(run) if config.kl_coef else None)
+    reference = reference or (load_start(run) if config.needs_reference else None)
     forked = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.replay_every)
     with forked.held():
         done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, forked, state, config, edit, reference))
@@ -121,7 +120,9 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
     if run.recorder.folder.exists():
         shutil.copytree(run.recorder.folder, forked.recorder.folder)
     forked.recorder.rewind(state.step)
-    atomic_write(forked.folder / FORKED, json.dumps({"step": state.step, "run": identity(run)}) + "\n")
+    shutil.copytree(run.replay_states.folder, forked.replay_states.folder)
+    for later in (folder for s, folder in forked.kept().items() if s > state.step):
+        remove_folder(later)
     rows = {row["step"]: row for row in rows_of(run)}
     forked.metrics = [row for s, row in rows.items() if s < state.step]
     done, policy = state.step, state.policy

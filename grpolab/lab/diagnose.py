@@ -73,10 +73,14 @@ RULES = (  # illness, the columns of which one must stray from its range, remedy
      "a reward that asks for the end token (finished_and_correct), SFT on ended examples, or a larger max_new_tokens"),
     ("the entropy is gone", ("entropy",),
      "a smaller lr, a KL penalty (kl_coef=0.01), a higher upper clip (clip_eps=(0.2, 0.28)), or temperature 1"),
-    ("sampler and trainer disagree", ("logp_diff", "logp_diff_max"),
+    ("the same words again and again", ("repetition",),
+     "a reward that repetition does not raise, an earlier checkpoint, a KL penalty, or a smaller lr"),
+    ("sampler and trainer disagree", ("diff_abs_mean", "diff_mean", "diff_max"),
      "the same dtype and attention on both sides, no modules that one of them does not see, or sampler_cap=2"),
-    ("steps that are too large", ("ratio_max", "clip_low", "clip_high"),
-     "a smaller lr, fewer inner_epochs or minibatches, clip_eps=(0.2, 0.2)"),
+    ("steps that are too large", ("ratio_max", "ratio", "clip_low", "clip_high", "sampler_kl"),
+     "a smaller lr, fewer inner_epochs or minibatches, clip_eps=(0.2, 0.2), or a KL penalty (kl_to='sampler', kl_coef=0.1)"),
+    ("tokens are driven out", ("low_logp", "policy_loss"),
+     "a smaller lr, objective='ppo' or a dual_clip, and advantages that are not all negative for long completions"),
     ("far from the reference", ("kl",), "a larger kl_coef, a smaller lr, or fewer steps"),
 )
 
@@ -84,7 +88,7 @@ RULES = (  # illness, the columns of which one must stray from its range, remedy
 def _shown(row: Mapping, columns: Sequence[str]) -> str:
     """Those of a row's numbers that stray, in words; "" where none does or where that is healthy."""
     solved = "uninformative" in columns and row.get("all_right", 0.0) >= row.get("uninformative", 0.0) / 2
-    older = "logp_diff" in columns and row.get("staleness", 0.0) > 0  # weights of earlier updates differ by those
+    older = "diff_abs_mean" in columns and row.get("staleness", 0.0) > 0  # weights of earlier updates differ by those
     return "" if solved or older else "; ".join(
         f"{c} is {readable(row[c], 3)}, usually {METRICS[c].range} ({METRICS[c].meaning})"
         for c in columns if c in row and METRICS[c].strays(row[c]))

@@ -58,25 +58,23 @@ def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
         return Verdict(name, WRONG, f"it raised {type(error).__name__}: {error}")
 
     def decorate(asserts):
+        async def later(asserting):
+            try:
+                await asserting
+            except Exception as error:
+                return verdict(error)
+            return Verdict(name, RIGHT)
+
         @functools.wraps(asserts)
         def check(answer):
             try:
-                asserts(_refusing_nothing(answer))
+                asserting = asserts(_refusing_nothing(answer))
             except Exception as error:
                 return verdict(error)
-            return Verdict(name, RIGHT)
+            return later(asserting) if inspect.iscoroutine(asserting) else Verdict(name, RIGHT)
 
-        @functools.wraps(asserts)
-        async def async_check(answer):
-            try:
-                await asserts(_refusing_nothing(answer))
-            except Exception as error:
-                return verdict(error)
-            return Verdict(name, RIGHT)
-
-        chosen = async_check if inspect.iscoroutinefunction(asserts) else check
-        chosen.wrong = tuple(wrong)
-        return chosen
+        check.wrong = tuple(wrong)
+        return check
 
     return decorate
 

@@ -11,7 +11,7 @@ import io
 import json
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from operator import index
@@ -93,25 +93,19 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
     that sampled ahead each token is drawn from the weights of its version."""
     step = index(step)  # numpy's numbers, too
     groups, session = run.recorder.groups(step), session_at(run, step)
-
-    def state_of(places):
-        versions = {v for g, i in places for v in groups[g].group[i].token_versions}
-        steps = {row.get("version"): row["step"] for row in rows_of(run) if row["step"] <= step}
-        earlier = {v: restore(run, steps[v], reference=reference) for v in sorted(versions) if steps.get(v, step) < step}
-        return restore(run, step, reference=reference), {v: state.policy.model for v, state in earlier.items()}
-
-    return _replay(groups, step, session, group, rollout, state_of)
-
-
-def _replay(groups: Sequence[RecordedGroup], step: int, session: dict, group: int | None, rollout: int | None,
-            state_of: Callable[[list], tuple[State, Mapping[int, Module]]]) -> Replay:
-    """`state_of(places)` gives the state before the step, and by version the earlier models that drew tokens, once the rollouts
-    are known to be there and to be drawn from their seeds."""
     check_seeded(groups, step, session)
     places = select(groups, step, group, rollout)
-    state, earlier = state_of(places)
+    versions = {v for g, i in places for v in groups[g].group[i].token_versions}
+    steps = {row.get("version"): row["step"] for row in rows_of(run) if row["step"] <= step}
+    earlier = {v: restore(run, steps[v], reference=reference).policy.model for v in versions if steps.get(v, step) < step}
+    return _compared(groups, places, session, restore(run, step, reference=reference), earlier)
+
+
+def _compared(groups: Sequence[RecordedGroup], places: list[tuple[int, int]], session: dict, state: State,
+              earlier: Mapping[int, Module]) -> Replay:
+    """The rollouts at these places beside the same sampled again. `earlier`: by version, models that drew tokens before."""
     again, differs = with_threads(session.get("threads"), lambda: regenerate(state, groups, places, session, earlier))
-    rollouts = tuple(Replayed(step, g, i, groups[g].group[i], a, difference(groups[g].group[i], a, bool(groups[g].turns)))
+    rollouts = tuple(Replayed(state.step, g, i, groups[g].group[i], a, difference(groups[g].group[i], a, bool(groups[g].turns)))
                      for (g, i), a in zip(places, again))
     return Replay(rollouts, (*state.notes, *differs), state.kept)
 
@@ -264,4 +258,6 @@ def replay_bundle(path: str | Path, group: int | None = None, rollout: int | Non
     except Exception as error:  # each layer of a damaged file, or of one made by others, raises types of its own
         raise ValueError(f"{path} is not a whole bundle of a step ({error}): make it again with bundle(run, step, path)"
                          ) from error
-    return _replay(groups, step, session, group, rollout, lambda _: (State(step, None, policy, None, config, notes), {}))
+    check_seeded(groups, step, session)
+    places = select(groups, step, group, rollout)
+    return _compared(groups, places, session, State(step, None, policy, None, config, notes), {})

@@ -14,7 +14,7 @@ from grpolab.lab.restore import config_of
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.rewards import Faults, Reward, report, score_texts
+from grpolab.train.rewards import Faults, Reward, report, score
 from grpolab.train.several_rewards import check_sum
 
 
@@ -85,7 +85,7 @@ def _scored(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup],
     there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
     written = [of[i] for of, places in zip(texts, there) for i in places]
     rollouts = [[g.group[i] for i in places] for g, places in zip(groups, there)]
-    scored = score_texts(written, [as_problem(g.problem) for g in groups], rollouts, reward, faults)
+    scored = score(None, [as_problem(g.problem) for g in groups], rollouts, reward, faults, written)
     rewards = [dict(zip(places, g.rewards)) for places, g in zip(there, scored)]
     return [[of.get(i) for i in range(len(g.group))] for g, of in zip(groups, rewards)]
 

@@ -20,8 +20,8 @@ import torch
 from grpolab.decode.engines.attention import share_attention
 from grpolab.models.load import Policy, load_policy
 from grpolab.rollouts import RecordedGroup
-from grpolab.runs.checkpoints import data_hash, load_state
-from grpolab.runs.run import FORKED, Run
+from grpolab.runs.checkpoints import load_state
+from grpolab.runs.run import Run
 from grpolab.sync import set_own_threads
 from grpolab.train.async_grpo import AsyncGRPOConfig
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_update, verify_both
@@ -45,39 +45,36 @@ class State:
 
 
 def restore(run: Run, step: int, *, reference: Policy | None = None) -> State:
-    """The state before `step` (with the number of the run's steps: at its end), computed with as many threads as the run. The
-    steps before a fork are those of the run in the folder above.
+    """The state before `step` (with the number of the run's steps: at its end), computed with as many threads as the run.
 
     The `reference` of a run with a KL penalty is its start unless another is given. Raises ValueError where no weights were
     kept, where a step between is not wholly on the record, and for files that are damaged."""
-    step, config, kept = index(step), config_of(run), run.kept()
-    parent, forked_at = parent_of(run)
-    if parent is not None and step < forked_at:
-        return restore(parent, step, reference=reference)
+    step, steps, kept = index(step), config_of(run).steps, run.kept()
     start = max((s for s in kept if s <= step), default=None)
-    if start is None or step > config.steps:
+    if start is None or step > steps:
         there = f"weights are kept before steps {', '.join(map(str, kept))}" if kept else (
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
-        raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {config.steps}: {there}")
-    return with_threads(session_at(run, start).get("threads"), lambda: _updated(run, start, step, config, reference))
+        raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {steps}: {there}")
+    return with_threads(session_at(run, start).get("threads"), lambda: _updated(run, start, step, reference))
 
 
-def _updated(run: Run, start: int, step: int, config: GRPOConfig, reference: Policy | None) -> State:
-    """The weights kept before `start`, with the recorded updates from there to `step`."""
-    policy = load_start(run)
-    if config.exact:  # the trainer's forward of such a run, too
-        share_attention(policy.model)
-    optimiser = make_optimiser(policy, config)
-    folder = run.kept()[start]
+def _updated(run: Run, start: int, step: int, reference: Policy | None) -> State:
+    """The weights kept before `start`, with the recorded updates from there to `step`, by the configuration kept beside them:
+    that of the steps before a fork is another than the fork's own."""
+    policy, folder = load_start(run), run.kept()[start]
     try:
+        config = as_config(json.loads((folder / "state.json").read_text())["config"])
+        optimiser = make_optimiser(policy, config)
         policy.version = load_state(folder, policy, optimiser)["version"]
     except Exception as error:  # safetensors, json and torch each raise types of their own for a damaged file
         raise ValueError(f"the weights kept in {folder} cannot be read ({error}), or are of another model than "
                          f"{policy.name!r}; without them, replay from another kept step") from error
+    if config.exact:  # the trainer's forward of such a run, too
+        share_attention(policy.model)
     if start == step:
         return State(step, start, policy, optimiser, config)
     recorded = {s: run.recorder.groups(s) for s in range(start, step)}
-    reference = reference or (load_start(run) if config.kl_coef else None)
+    reference = reference or (load_start(run) if config.needs_reference else None)
     policy.model.train(bool(session_at(run, start).get("training")))
     check_reference(policy, reference, config)
     verify_both(policy, reference, config, longest(g for groups in recorded.values() for g in groups))
@@ -127,8 +124,7 @@ def session_at(run: Run, step: int) -> dict:
 
 
 def rows_of(run: Run) -> list[dict]:
-    """The rows of a run, of this process or from metrics.csv with every bit, which pandas may round; a value that is absent
-    there has no key."""
+    """The rows of a run with every bit, which pandas may round; a value that is absent from metrics.csv has no key."""
     path = run.folder / "metrics.csv"
     if run.metrics or not path.exists():
         return [dict(row) for row in run.metrics]
@@ -143,28 +139,8 @@ def _value(text: str) -> int | float | str:
     return text
 
 
-def parent_of(run: Run) -> tuple[Run | None, int]:
-    """The run that a fork left, and at which step; (None, 0) for a run that is no fork. ValueError where the folder above holds
-    another run by now."""
-    path = run.folder / FORKED
-    if not path.exists():
-        return None, 0
-    note, parent = json.loads(path.read_text()), Run(root=run.folder.parent)
-    if identity(parent) != note["run"]:
-        raise ValueError(f"{run.shown(run.folder)} was forked from another run than {run.shown(parent.folder)} holds now, so "
-                         "the steps before it are gone: fork again")
-    return parent, note["step"]
-
-
-def identity(run: Run) -> str:
-    """A hash of where a run started and of its configuration."""
-    note = json.loads((run.folder / "run.json").read_text())
-    return data_hash([note["start"], note["config"]])
-
-
 def config_of(run: Run) -> GRPOConfig:
-    """The configuration of the run's last loop; ValueError where it is not known. A value that was changed since is noticed by
-    the rows of the updates that are done again."""
+    """The configuration of the run's last loop; ValueError where it is not known."""
     path = run.folder / "run.json"
     try:
         return as_config(json.loads(path.read_text())["config"])
@@ -189,10 +165,7 @@ def check_synchronous(config: GRPOConfig, what: str) -> None:
 
 
 def load_start(run: Run) -> Policy:
-    """The policy that the run, or the one that it was forked from, started from; ValueError where its files are missing or
-    damaged."""
-    while (parent := parent_of(run)[0]) is not None:
-        run = parent
+    """The policy that the run started from; ValueError where its files are missing or damaged."""
     folder = run.folder / "replay" / "policy"
     try:
         return load_policy(str(folder), **device_and_dtype((run.recorder.sessions() or [{}])[-1]))

@@ -159,14 +159,8 @@ def load_policy(
     broken or lacks a tensor of the model or holds another: nothing is filled in and nothing is left out.
     """
     target, dtype = choose_device(device, dtype)
-    if name == "tiny":
-        source = str(data_path("tiny"))
-    elif name == "smollm2-135m":
-        source = smollm2_source()
-    else:
-        source = name
+    source, saved = _source(name)
     folder = Path(source).expanduser()
-    saved = (folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file()
     if saved and adapter:
         raise ValueError(f"{source} is an adapter already, and a model takes one: load it without adapter=, or merge it first")
     if saved:
@@ -175,14 +169,25 @@ def load_policy(
         lora.exchange(model, folder)
     else:
         model, tokenizer = _load(source, dtype)
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = CHAT_TEMPLATE
     shown = Path(name).name if Path(name).expanduser().is_dir() else name
     if adapter:
         lora.inject(model, adapter, name)
     policy = Policy(in_own_memory(model).to(target).eval(), tokenizer, shown, _eos_ids(model, tokenizer, shown))
     policy.provenance = read_provenance(name, source)
     return policy
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of the policy that `load_policy` loads, without its weights."""
+    source, saved = _source(name)
+    return load_tokenizer(lora.base_of(Path(source).expanduser())) if saved else _load(source, None)[1]
+
+
+def _source(name: str) -> tuple[str, bool]:
+    """The folder or Hugging Face id that a name stands for, and whether that is a saved adapter."""
+    source = str(data_path("tiny")) if name == "tiny" else smollm2_source() if name == "smollm2-135m" else name
+    folder = Path(source).expanduser()
+    return source, (folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def read_provenance(name: str, source: str) -> dict:
@@ -220,7 +225,8 @@ def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in all_ids if i is not None))
 
 
-def _load(source: str, dtype: torch.dtype):
+def _load(source: str, dtype: torch.dtype | None):
+    """(model, tokenizer), which has a chat template; (None, tokenizer) without a dtype."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -233,6 +239,9 @@ def _load(source: str, dtype: torch.dtype):
     source = str(folder) if looks_local else source
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        if dtype is None:
+            return None, tokenizer
         model, report = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )

@@ -34,8 +34,6 @@ from grpolab.runs.checkpoints import Checkpoints, computed_on, load_state, plain
 from grpolab.runs.rollout_log import Recorder, table
 from grpolab.runs.selection import PREFIX, Selected, Selection
 
-FORKED = "forked.json"  # in a fork's folder: the step at which it left the run in the folder above
-
 
 def repository() -> Path:
     """The working directory; the one above it where that is the notebooks/ of a project, as for a notebook's kernel."""
@@ -266,7 +264,7 @@ class Run:
         if note.get("start") != start.key:
             self.drop_checkpoint()
         self.metrics, self._columns, self._session, self._data, self.base = [], [], None, data, start.base
-        steps = self._load_checkpoint(plain, policy, optimiser, again)
+        steps = self._load_checkpoint(plain, policy, optimiser, key if again else None)
         self.selected.begin(steps)
         if again and not steps and start.key != key:
             put_weights(policy, start.file)
@@ -311,9 +309,9 @@ class Run:
         self.checkpoints.drop(keep=path)
         return path
 
-    def _load_checkpoint(self, plain: dict, policy, optimiser, again: bool) -> int:
+    def _load_checkpoint(self, plain: dict, policy, optimiser, known: str | None) -> int:
         """Restore the newest checkpoint of the same configuration and return its steps; 0 when there is none. One of
-        another configuration is dropped."""
+        another configuration is dropped. `known`: the hash of the weights, for a policy that this run has trained."""
         _, newest = max(self.checkpoints.saved().items(), default=(0, None))
         if newest is None:
             return 0
@@ -332,13 +330,12 @@ class Run:
             raise ValueError(
                 f"{self.shown(newest)} was trained on other data, or against another reference, than it would now go on with: "
                 "bring those back, or delete that folder to start over, or give this run another name")
-        policy.version = max(state["version"], policy.version + again)  # never one that stood for other weights of this policy
+        moved = known is not None and weights_hash(policy) != known
+        policy.version = max(state["version"], policy.version + moved)  # never one that stood for other weights of this policy
         self.metrics = metrics
         self.write_table()
-        steps, forked = state["step"], (self.folder / FORKED).exists()
-        print(f"{self.shown(self.folder)} begins after step {steps}, where it was forked" if forked else
-              f"going on after step {steps} of an interrupted run (delete {self.shown(newest)} to start over)")
-        return steps
+        print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
+        return state["step"]
 
     def checkpointed(self) -> int:
         """The steps after which the newest checkpoint was kept; 0 without one."""

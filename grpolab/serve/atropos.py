@@ -14,37 +14,55 @@ import math
 import secrets
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.serve.http_client import Caller, RemoteError
+from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig
-from grpolab.train.sources import Source, StepGroups
+from grpolab.train.sources import Source, StepGroups, as_recorded
 
 MASKED = -100  # in `masks`, where the policy did not choose the token
 POLL = 0.1  # s between two looks
-UNSUPPORTED = ("advantages", "overrides", "group_overrides", "images", "distill_token_ids", "distill_logprobs")
+UNSUPPORTED = ("images", "distill_token_ids", "distill_logprobs")
+OVERRIDES = {"temperature", "set_advantage_to_zero"}  # of a sequence
+GROUP_OVERRIDES = {"temperature", "group_size"}  # the latter is between an environment and the API
 
 
-def as_group(item: dict, vocab: int, temperature: float, context: int | None = None, eos_ids: Sequence[int] = ()) -> Group:
-    """ScoredData as a group with its rewards; `vocab` ids, the loss's `temperature` and `context` tokens a sequence are what it
-    must fit. ValueError names what does not. A sequence that ends in one of `eos_ids` was ended by the policy, another was cut.
-    `ref_logprobs` and `messages` are not read: a KL penalty is to the trainer's own reference."""
+def as_group(item: dict, vocab: int, temperature: float, context: int | None = None, eos_ids: Sequence[int] = (),
+             version: int = 0) -> Group:
+    """ScoredData as a group with its rewards; `vocab` ids and `context` tokens a sequence are what it must fit. ValueError
+    names what does not. A sequence that ends in one of `eos_ids` was ended by the policy, another was cut. Its temperature is
+    that of its `overrides`, else of the group's `generation_params`, else of `group_overrides`, else 1; where it is not the
+    loss's, `temperature`, the rollout has it. `version` is that of the weights where `generation_params` have no
+    `policy_version`. `ref_logprobs` and `messages` are not read: a KL penalty is to the trainer's own reference."""
     for name in UNSUPPORTED:
         sent = item.get(name)
         if any(sent) if isinstance(sent, list) else sent:
             raise ValueError(f"an environment sent {name!r}, which this trainer does not know: switch it off there")
-    params = item.get("generation_params") or {}
-    if (theirs := params.get("temperature", 1.0)) != temperature:
-        raise ValueError(f"an environment sampled at temperature {theirs}, and the loss is at {temperature}: set one of them")
+    params, of_group = item.get("generation_params") or {}, item.get("group_overrides") or {}
+    overrides = item.get("overrides") or [{}] * len(item.get("tokens") or ())
+    unknown = {name for o in overrides for name in o or ()} - OVERRIDES | of_group.keys() - GROUP_OVERRIDES
+    if unknown:
+        raise ValueError(f"an environment sent the overrides {sorted(unknown)}, and this trainer knows of a sequence "
+                         f"{sorted(OVERRIDES)} and of a group {sorted(GROUP_OVERRIDES)}")
     if not item.get("inference_logprobs"):
         raise ValueError("a group came without inference_logprobs, which the loss compares the policy with: start the "
                          "environment with --openai.server_type vllm, or another that returns log-probs, not openai")
     parts = [item.get(name) or () for name in ("tokens", "masks", "scores", "inference_logprobs")]
-    if len(set(map(len, parts))) != 1:
-        raise ValueError(f"half a group came: {[len(part) for part in parts]} tokens, masks, scores and log-probs")
-    version = int(params.get("policy_version", 0))
-    rollouts = tuple(_rollout(*sequence, version=version, vocab=vocab, eos_ids=eos_ids) for sequence in zip(*parts))
+    if len({*map(len, parts), len(overrides)}) != 1:
+        raise ValueError(f"half a group came: {[len(part) for part in parts]} tokens, masks, scores and log-probs, and "
+                         f"{len(overrides)} overrides")
+    at = [{**of_group, **params, **(o or {})}.get("temperature", 1.0) for o in overrides]
+    if wrong := [t for t in at if not (isinstance(t, int | float) and 0 < t < math.inf)]:
+        raise ValueError(f"an environment sampled at temperature {wrong[0]!r}: nothing can be learned from the argmax")
+    version = int(params.get("policy_version", version))
+    rollouts = tuple(
+        replace(_rollout(*sequence, version=version, vocab=vocab, eos_ids=eos_ids), temperature=None if t == temperature else t)
+        for *sequence, t in zip(*parts, at))
     longest = max(len(r.prompt) + len(r.tokens) for r in rollouts)
     if context is not None and longest > context:
         raise ValueError(f"a sequence of {longest} tokens came, and this trainer registered for at most {context}: lower the "
@@ -122,25 +140,56 @@ class AtroposTrainer:
             await asyncio.sleep(POLL)
 
 
+def advantages_of(items: Sequence[dict], groups: Sequence[Group], config: GRPOConfig) -> torch.Tensor | None:
+    """What environments say of advantages: those that they sent for each token (`advantages`), 0 for a sequence with
+    `set_advantage_to_zero`, and the others as the rewards give them: (B, G), or (B, G, T) where some are of tokens. None
+    where no environment says anything."""
+    sent = [item.get("advantages") for item in items]
+    zero = [[bool((o or {}).get("set_advantage_to_zero")) for o in item.get("overrides") or ()] for item in items]
+    if not any(sent) and not any(map(any, zero)):
+        return None
+    a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind)
+    if any(sent):
+        a = a[:, :, None].repeat(1, 1, max(len(r.tokens) for g in groups for r in g))
+    for b, (rows, zeros) in enumerate(zip(sent, zero)):
+        for g, row in enumerate(rows or ()):
+            n = len(groups[b][g].tokens)
+            if len(row) != len(items[b]["tokens"][g]) or not all(map(math.isfinite, row)):
+                raise ValueError(f"an environment sent {len(row)} advantages for {len(items[b]['tokens'][g])} tokens, or some "
+                                 "that are no numbers")
+            a[b, g, :n] = torch.tensor(row[len(row) - n :])
+        for g in (g for g, none in enumerate(zeros) if none):
+            a[b, g] = 0.0
+    return a
+
+
 def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) -> Source:
     """A batch a step. Groups may differ in size: an empty rollout without reward fills up the smaller ones."""
     async def source(step: int) -> StepGroups:
         vocab = len(policy.model.get_input_embeddings().weight)
-        groups, refused = [], []
+        items, groups, refused = [], [], []
         for item in await trainer.batch():  # a group that does not fit costs itself
             try:
-                groups.append(as_group(item, vocab, config.temperature, trainer.max_token_len, policy.eos_ids))
+                group = as_group(item, vocab, config.temperature, trainer.max_token_len, policy.eos_ids, policy.version)
+                advantages_of([item], [group], config)
             except ValueError as error:
                 refused.append(error)
+            else:
+                groups.append(group)
+                items.append(item)
         if not groups:
             raise ValueError(f"no group of the batch can be trained on: {refused[0]}") from refused[0]
         if refused:
             warnings.warn(f"{len(refused)} of {len(refused) + len(groups)} groups were left out: {refused[0]}", stacklevel=2)
         size = max(map(len, groups))
         filled = [Group((*g, *[Rollout(g[0].prompt, (), (), (), (), "lost")] * (size - len(g)))) for g in groups]
+        a = advantages_of(items, filled, config)
         state = await trainer.caller.ask("GET", "/status")
-        behind = policy.version - min(r.policy_version for g in groups for r in g)
+        said = [g for g, item in zip(groups, items) if "policy_version" in (item.get("generation_params") or {})]
+        behind = policy.version - min(r.policy_version for g in said for r in g) if said else math.nan
         row = {"refused_groups": len(refused), "staleness": behind, "queued_groups": state.get("queue_size", 0)}
-        return StepGroups(filled, row, engine="atropos")
+        shown = a if a is None or a.dim() == 2 else a.mean(-1)
+        return StepGroups(filled, row, advantages=a, engine="atropos", record=lambda: as_recorded(
+            [(None, g) for g in filled], filled, config.advantage_kind, shown))
 
     return source

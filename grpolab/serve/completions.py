@@ -226,15 +226,19 @@ class CompletionResponse:
 
     async def _whole(self, events: asyncio.Queue, scope, receive, send) -> None:
         await events.get()
-        rollouts, choices = self._rollouts(), []
+        rollouts = self._rollouts()
         read = [await self._read(text_of(self.policy, r, self.params.stop_strings), r) for r in rollouts]
-        for i, (rollout, (turn, error)) in enumerate(zip(rollouts, read)):
+        for i, (rollout, (turn, _)) in enumerate(zip(rollouts, read)):
             self._record(i // self.request.n, rollout, turn)
-            choices.append(openai_schema.choice(
-                self.request, i, self.request.content(turn), rollout.tokens, rollout.logps, self._pieces(rollout.tokens),
-                rollout=rollout, prompt=rollout.prompt, turn=turn, format_error=error))
-        body = self._body(min(r.policy_version for r in rollouts), choices) | self._usage(rollouts)
-        await JSONResponse(body)(scope, receive, send)
+        await JSONResponse(self._answer(rollouts, read))(scope, receive, send)
+
+    def _answer(self, rollouts: Sequence[Rollout], read: Sequence[tuple[ParsedTurn, str | None]]) -> dict:
+        """The body of a whole answer: what was sampled, and each as it was read."""
+        choices = [
+            openai_schema.choice(self.request, i, self.request.content(turn), r.tokens, r.logps, self._pieces(r.tokens),
+                                 rollout=r, prompt=r.prompt, turn=turn, format_error=error)
+            for i, (r, (turn, error)) in enumerate(zip(rollouts, read))]
+        return self._body(min(r.policy_version for r in rollouts), choices) | self._usage(rollouts)
 
     async def _stream(self, events: asyncio.Queue, send) -> None:
         """Server-sent events, as OpenAI's."""

@@ -56,13 +56,13 @@ def unknown_model(name: str, names: Sequence[str]) -> Refused:
                    "model_not_found")
 
 
-def _one_or_several(value: Any) -> Any:
+def one_or_several(value: Any) -> Any:
     """A single text or list of token ids as a list of one."""
     single = isinstance(value, str) or isinstance(value, list) and value and type(value[0]) is int
     return [value] if single else value
 
 
-def _of_the_sampled_token(logprobs: Any) -> bool:
+def of_the_sampled_token(logprobs: Any) -> bool:
     if logprobs != 0 or isinstance(logprobs, bool):
         raise ValueError("this service gives the log-prob of the sampled token alone; send logprobs=0")
     return True
@@ -125,7 +125,7 @@ class CompletionRequest(Strict):
     model: str
     n: int = Field(1, ge=1)
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    stop: Annotated[list[str], BeforeValidator(_one_or_several)] = Field([], max_length=16)
+    stop: Annotated[list[str], BeforeValidator(one_or_several)] = Field([], max_length=16)
     stop_token_ids: list[TokenId] = Field([], max_length=1024)
     seed: int | None = None
     temperature: float = Field(1.0, ge=0, le=100)  # 0 is the argmax
@@ -219,8 +219,8 @@ class TextRequest(CompletionRequest):
     id_prefix = "cmpl-"
     prompt_field = "prompt"
 
-    prompt: Annotated[list[PromptText], BeforeValidator(_one_or_several)] = Field(min_length=1)
-    logprobs: Annotated[bool, BeforeValidator(_of_the_sampled_token)] = False
+    prompt: Annotated[list[PromptText], BeforeValidator(one_or_several)] = Field(min_length=1)
+    logprobs: Annotated[bool, BeforeValidator(of_the_sampled_token)] = False
     max_tokens: int | None = Field(None, ge=0, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     echo: bool = False  # the prompts are scored, and nothing is sampled
 

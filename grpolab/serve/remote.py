@@ -24,6 +24,7 @@ from grpolab.rollouts import Group, Rollout
 from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.serve.openai_schema import fingerprint
 from grpolab.serve.weight_sync import Bridge
+from grpolab.train.distil import checked_scores
 from grpolab.train.sources import Source, StepGroups
 
 APART = 0.1  # nats a token, on average: bfloat16 on one side is a fifth of it
@@ -200,13 +201,19 @@ class RemoteTeacher:
             self._known = True
         ids = [[int(t) for t in r.prompt + r.tokens] for r in rollouts]
         body = {"model": self.model, "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}
-        choices = (await self.caller.ask("POST", "/v1/completions", body)).get("choices") or []
-        logps = [(c.get("logprobs") or {}).get("token_logprobs") or [] for c in sorted(choices, key=lambda c: c["index"])]
-        scores = [line[len(r.prompt) :] for line, r in zip(logps, rollouts)]
-        if [*map(len, logps)] != [*map(len, ids)] or not all(isinstance(x, float | int) for line in scores for x in line):
-            raise RemoteError(f"{self.url} gave {sum(map(len, logps))} log-probs for {sum(map(len, ids))} tokens: a teacher "
-                              "must score prompts, by echo with max_tokens=0 and logprobs=0, as serve-policy and vLLM do")
-        return scores
+        answer = await self.caller.ask("POST", "/v1/completions", body)
+        try:
+            lines = {c["index"]: c["logprobs"]["token_logprobs"] for c in answer["choices"]}
+            whole = {i: len(line) for i, line in lines.items()} == dict(enumerate(map(len, ids)))
+        except (KeyError, TypeError):
+            whole = False
+        if not whole:
+            raise RemoteError(f"{self.url} did not give each of {sum(map(len, ids))} tokens a log-prob: a teacher must score "
+                              "prompts, by echo with max_tokens=0 and logprobs=0, as serve-policy and vLLM do")
+        try:
+            return checked_scores([lines[i][len(r.prompt) :] for i, r in enumerate(rollouts)], rollouts)
+        except ValueError as error:
+            raise RemoteError(f"{self.url}: {error}") from error
 
 
 async def recognised(caller: Caller, policy: Policy, model: str | None) -> tuple[str, dict]:
@@ -244,6 +251,6 @@ def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:
         drawn = await source(step)
         seen = drawn.groups if drawn.seen is None else drawn.seen
         behind = policy.version - min((r.policy_version for g in seen for r in g if r.finish_reason != "lost"), default=0)
-        return replace(drawn, row=dict(drawn.row) | {"staleness": behind, "sync_s": seconds}, off_policy=True)
+        return replace(drawn, row={"staleness": behind, "sync_s": seconds} | dict(drawn.row), off_policy=True)
 
     return source_of

@@ -35,6 +35,7 @@ from grpolab.decode.sampling import COLDEST
 from grpolab.models.load import Policy
 from grpolab.models.lora import exchange
 from grpolab.serve.completions import CompletionResponse
+from grpolab.serve.generate import GenerateRequest, GenerateResponse
 from grpolab.serve.openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -84,6 +85,12 @@ async def complete(request: Request, kind: type[CompletionRequest]) -> Completio
     service, id = request.app.state.service, request.path_params.get("session")
     wanted = check_request(await read(request, kind), service.names)
     return CompletionResponse(service, wanted, None if id is None else service.sessions.get(id, create=True))
+
+
+async def generate(request: Request) -> GenerateResponse:
+    service, wanted = request.app.state.service, await read(request, GenerateRequest)
+    wanted.model = wanted.model or service.name
+    return GenerateResponse(service, check_request(wanted, service.names), None)
 
 
 async def models(request: Request):
@@ -167,7 +174,8 @@ async def refuse(request: Request, refused: Refused):
 
 async def refuse_route(request: Request, error: HTTPException):
     path = request.url.path[:80]
-    message = f"{request.method} {path}: {error.detail}; there are /v1/chat/completions, /v1/completions and /v1/models"
+    there = "/v1/chat/completions, /v1/completions, /v1/models and /generate"
+    message = f"{request.method} {path}: {error.detail}; there are {there}"
     return await refuse(request, Refused(error.status_code, message))
 
 
@@ -180,8 +188,8 @@ def application(service: Service):
     """The ASGI application of a service."""
     routes = [
         Route("/health", health), Route("/status", status), Route("/weights", load_weights, methods=["POST"]),
-        Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]), Route("/sessions", open_session, methods=["POST"]),
-        Route("/sessions", list_sessions, methods=["GET"]),
+        Route("/generate", generate, methods=["POST"]), Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
+        Route("/sessions", open_session, methods=["POST"]), Route("/sessions", list_sessions, methods=["GET"]),
         Route("/sessions/{session}", session, methods=["GET", "DELETE"])]
     for prefix in ("/v1", "/sessions/{session}/v1"):
         routes += [

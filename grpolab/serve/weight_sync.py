@@ -226,8 +226,7 @@ class Restart(_Folder):
                               "port") from error
         log = self.folder / "server.log"
         with open(log, "wb") as file:  # guarded: the server and its children end with us, however we end
-            self._process = subprocess.Popen([sys.executable, child_processes.__file__, *command],
-                                             stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True)
+            self._process = child_processes.start(command, os.environ, stdout=file, stderr=file)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.seconds):
                 while (status := self._process.poll()) is None:
@@ -242,8 +241,7 @@ class Restart(_Folder):
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.stdin.close()  # the guard then kills the server's group
-            process.wait()
+            child_processes.stop(process)
 
 
 Bridge = SharedFile | AdapterSwap | Restart

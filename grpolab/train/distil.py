@@ -8,6 +8,7 @@ Thinking Machines, On-Policy Distillation (2025).
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ from grpolab.train.loop import (
 )
 from grpolab.train.verify import verify_forward
 
+ROUNDING = 1e-3  # nats that a teacher's log-prob may be above 0
 CHUNK = 2**23  # logits of student and teacher each that exist at a time
 Scores = Sequence[Sequence[float]]  # log-probs of each rollout's tokens, in nats
 
@@ -131,7 +133,7 @@ async def distil(
         if config.vocabulary == "sampled" and off_policy:
             source = None
         elif not isinstance(teacher, Policy):
-            source = await teacher(theirs)
+            source = checked_scores(await teacher(theirs), theirs)
         sampling = time.perf_counter() - began
 
         def update(optimiser):
@@ -243,6 +245,21 @@ def _check_teacher(policy, teacher, config, teacher_prompt) -> None:
     if sizes[0] != sizes[1] or policy.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
         raise ValueError(f"student and teacher have other tokens ({sizes[0]} and {sizes[1]}): their distributions cannot be "
                          "compared")
+
+
+def checked_scores(scores: Any, rollouts: Sequence[Rollout]) -> list[list[float]]:
+    """What a teacher's function gave to these rollouts; ValueError unless it is a log-prob for each of their tokens."""
+    try:
+        lines = [[float(x) for x in line] for line in scores]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the teacher gave a {type(scores).__name__}, not log-probs for each rollout: {error}") from error
+    if [*map(len, lines)] != [len(r.tokens) for r in rollouts]:
+        raise ValueError(f"the teacher gave {len(lines)} lines of {sum(map(len, lines))} log-probs in all, and {len(rollouts)} "
+                         f"rollouts have {sum(len(r.tokens) for r in rollouts)} tokens: each needs its own")
+    chosen = [x for line, r in zip(lines, rollouts) for x, kept in zip(line, r.mask) if kept]
+    if wrong := [x for x in chosen if not -math.inf < x <= ROUNDING]:
+        raise ValueError(f"the teacher gave {wrong[0]:.4g} as the log-prob of a token: one is finite and not above 0")
+    return lines
 
 
 def _as_rollout(example: Example) -> Rollout:

@@ -6,20 +6,17 @@ Every rank holds the policy, the optimiser and the data, and knows the whole bat
 minibatches that one process would have. What is divided is the work: whole groups, examples or pairs (`shard`), whose gradients
 and metrics are added up once an optimiser step (`add_up`). Rank 0 alone writes, and the others start as it starts (`start`).
 
-Before every collective the ranks exchange a message that names the place in the program (`exchange`). A rank that fails sends
-its error in the next one (`abort`); a rank that is gone is missed there. The others then end with a RankError, at the latest
-after PATIENCE.
+Before every collective the ranks compare their place in the program (`exchange`). A rank that fails raises its own error, and
+the launcher then ends the others; without one they end with a RankError as they next talk to it, at the latest after PATIENCE.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -27,22 +24,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from grpolab.rollouts import Group, Rollout
+from grpolab.rollouts import Group
 from grpolab.runs.checkpoints import data_hash, join, split, weights_hash
 from grpolab.runs.run import Run, origin
 from grpolab.train import losses
 
 T = TypeVar("T")
 PATIENCE = 1800.0  # seconds that a rank waits for the others, which may still be sampling, before it gives up
-FAREWELL = 60.0  # seconds that it waits at the end of a loop that failed, while rank 0 saves a checkpoint
 
 
 class RankError(RuntimeError):
-    """Another rank failed, is at another place of the program, or brings other data. All ranks raise it."""
-
-
-class RankLost(RankError):
-    """Another rank ended, or sent nothing for PATIENCE."""
+    """Another rank ended, sent nothing for PATIENCE, is at another place of the program, or brings other data."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,6 @@ class World:
 
 
 ALONE = World()
-_failure: RankError | None = None  # of the present loop
 
 
 def world() -> World:
@@ -91,47 +82,31 @@ def shard(items: Sequence[T]) -> Sequence[T]:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def exchange(place: str, value: Any = None, *, error: str = "") -> list:
-    """The values (JSON) that the ranks bring to this `place`, in the order of the ranks. RankError where one failed, is at
-    another place or is gone."""
-    if world().size == 1:
-        return [value]
-    messages = [json.loads(data) for data in _all_bytes(json.dumps([place, value, error], default=lambda x: x.item()).encode())]
-    failed = [f"rank {rank} failed with {error}" for rank, (_, _, error) in enumerate(messages) if error]
-    places = [f"rank {rank} at {place!r}" for rank, (place, _, _) in enumerate(messages)]
-    if failed or len({place for place, _, _ in messages}) > 1:
-        raise _noted(RankError("; ".join(failed) or f"the ranks are not at the same place of the program: {', '.join(places)}. "
-                               "All run the same loops, in one order and one at a time"))
-    return [value for _, value, _ in messages]
-
-
-def _noted(failure: RankError) -> RankError:
-    global _failure
-    _failure = failure
-    return failure
-
-
-def _all_bytes(data: bytes) -> list[bytes]:
-    """The bytes of every rank, filled up with spaces."""
+def exchange(place: str, value: Any = None) -> list:
+    """The values that the ranks bring to this `place`, in the order of the ranks. RankError where one is at another place or is
+    gone."""
     here = world()
+    if here.size == 1:
+        return [value]
+    messages: list = [None] * here.size
     with _noticing_loss():
         dist.monitored_barrier(here.group, timedelta(seconds=PATIENCE))  # its error says who is silent
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(here.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), here.group)
-        padded = torch.frombuffer(bytearray(data.ljust(int(max(lengths)))), dtype=torch.uint8)
-        parts = [torch.empty_like(padded) for _ in range(here.size)]
-        dist.all_gather(parts, padded, here.group)
-    return [part.numpy().tobytes() for part in parts]
+        dist.all_gather_object(messages, (place, value), here.group)
+    if len({other for other, _ in messages}) > 1:
+        places = ", ".join(f"rank {rank} at {other!r}" for rank, (other, _) in enumerate(messages))
+        raise RankError(f"the ranks are not at the same place of the program: {places}. All run the same loops, in one order "
+                        "and one at a time")
+    return [of for _, of in messages]
 
 
 @contextmanager
 def _noticing_loss():
-    """RankLost where torch.distributed fails, by a closed connection or by a timeout."""
+    """RankError where torch.distributed fails, by a closed connection or by a timeout."""
     try:
         yield
     except RuntimeError as fault:
-        raise _noted(RankLost("a rank is lost: it ended, or sent nothing for too long. Start all of them again: a run goes on "
-                              "from its last checkpoint")) from fault
+        raise RankError("a rank is lost: it failed (its own output says why), ended, or sent nothing for too long. Start "
+                        "all of them again: a run goes on from its last checkpoint") from fault
 
 
 def same(what: str, value: str, remedy: str) -> None:
@@ -139,20 +114,7 @@ def same(what: str, value: str, remedy: str) -> None:
     values = exchange(what, value)
     other = [str(rank) for rank, text in enumerate(values) if text != values[0]]
     if other:
-        raise _noted(RankError(f"{what} differ between rank 0 and rank {', '.join(other)}: {remedy}"))
-
-
-def abort(error: BaseException) -> None:
-    """Tell the others, unless they know, that this rank ends its loop; then wait until rank 0 has saved its checkpoint."""
-    here = world()
-    if _failure is None:
-        if isinstance(error, Exception):
-            print(f"rank {here.rank}: {error!r}; it tells the other ranks as they come", file=sys.stderr, flush=True)
-        with suppress(RankError):
-            exchange("", error=f"{type(error).__name__}: {error}"[:1000])
-    if not isinstance(_failure, RankLost):
-        with suppress(RuntimeError):  # they are gone: there is nothing to wait for
-            dist.monitored_barrier(here.group, timedelta(seconds=FAREWELL))
+        raise RankError(f"{what} differ between rank 0 and rank {', '.join(other)}: {remedy}")
 
 
 # --- the start --------------------------------------------------------------------------------------------------------
@@ -163,8 +125,6 @@ def start(policy, optimiser, config, run: Run | None, data: Callable[[], str]) -
 
     Rank 0 asks its run, and the others take over what it finds: the weights and the optimiser of a checkpoint, the rows. All
     must bring the same weights, configuration and data; RankError where they differ."""
-    global _failure
-    _failure = None
     here, key, version = world(), data() if run is not None or world().size > 1 else "", policy.version
     if here.size > 1:
         same("the configurations", repr(config), "start every rank with the same command")
@@ -176,33 +136,30 @@ def start(policy, optimiser, config, run: Run | None, data: Callable[[], str]) -
         done, base = run.begin(config, policy, optimiser, key), run.base
     if here.size == 1:
         return done, base
-    tensors, scalars = split(optimiser.state_dict()) if done else ({}, {})
-    found = exchange("the start", {
-        "done": done, "base": base, "moved": done > 0 or policy.version != version, "version": policy.version,
-        "rows": run.metrics if run is not None else [], "scalars": scalars,
-        "tensors": {name: [str(t.dtype).removeprefix("torch."), t.shape] for name, t in tensors.items()},
-    })[0]
-    if found["moved"]:
+    moved = done > 0 or policy.version != version
+    done, base, moved, policy.version, rows = _from_first((done, base, moved, policy.version, run and run.metrics))
+    if run is not None:
+        run.metrics = rows
+    if moved:
         with torch.no_grad():
             for p in policy.model.parameters():
                 if p.requires_grad:
-                    p.copy_(_from_first(p.detach().cpu().contiguous()))
-        for name, (dtype, shape) in found["tensors"].items():
-            tensors[name] = _from_first(tensors.get(name, torch.empty(shape, dtype=getattr(torch, dtype))))
-        if found["done"] and here.rank:
-            optimiser.load_state_dict(join(tensors, found["scalars"]))
-    policy.version = found["version"]
-    if run is not None and here.rank:
-        run.metrics = found["rows"]
-    return found["done"], found["base"]
+                    p.copy_(_from_first(p.detach().cpu()))
+    if done:  # tensor by tensor: all at once would take twice the memory
+        tensors, scalars = split(optimiser.state_dict())
+        names, scalars = _from_first((list(tensors), scalars))
+        tensors = {name: _from_first(tensors.get(name)) for name in names}
+        if here.rank:
+            optimiser.load_state_dict(join(tensors, scalars))
+    return done, base
 
 
-def _from_first(x: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tensor in the place of x, which has its shape."""
-    if x.numel():
-        with _noticing_loss():
-            dist.broadcast(x.view(-1).view(torch.uint8), 0, world().group)
-    return x
+def _from_first(value: T) -> T:
+    """Rank 0's value."""
+    box = [value if first() else None]
+    with _noticing_loss():
+        dist.broadcast_object_list(box, 0, world().group)
+    return box[0]
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
@@ -231,16 +188,16 @@ def agree(policy, done: int) -> None:
              "the ranks compute differently; use machines, GPUs and versions of one kind")
 
 
-def gathered(place: str, tasks: Iterable, values: Sequence[T], plain: Callable[[T], Any], back: Callable[[Any], T]) -> list[T]:
-    """What all ranks made of their shares of the `tasks`, in the order of the tasks; `plain` makes JSON of a value and
-    `back` the value again. RankError where the ranks did not have the same tasks."""
+def gathered(place: str, tasks: Iterable, values: Sequence[T]) -> list[T]:
+    """What all ranks made of their shares of the `tasks`, in the order of the tasks. RankError where the ranks did not have the
+    same tasks."""
     if world().size == 1:
         return list(values)
     same(f"{place}: the tasks", data_hash(tasks), "what chooses them must depend on the seed, the step and its results alone")
-    shares = exchange(place, [plain(v) for v in values])
+    shares = exchange(place, list(values))
     out: list = [None] * sum(map(len, shares))
     for rank, share in enumerate(shares):
-        out[rank :: len(shares)] = map(back, share)
+        out[rank :: len(shares)] = share
     return out
 
 
@@ -250,24 +207,3 @@ def same_groups(groups: Sequence[Group], step: int) -> None:
         rows = ([r.prompt, r.tokens, repr(r.reward)] for g in groups for r in g)
         same(f"the groups of step {step}", data_hash(rows), "a source gives every rank all groups of the step; one that draws "
                                                             "only its own share hands them on by distributed.gathered")
-
-
-# --- rollouts as JSON -------------------------------------------------------------------------------------------------
-
-
-def plain_of(x: Any) -> dict:
-    """The fields of a dataclass."""
-    return {f.name: getattr(x, f.name) for f in fields(x)}
-
-
-def plain_group(group: Group) -> list[dict]:
-    return [plain_of(r) for r in group]
-
-
-def group_of(rollouts: list[dict]) -> Group:
-    """The inverse of `plain_group`, the same numbers in every bit."""
-    return Group(tuple(map(rollout_of, rollouts)))
-
-
-def rollout_of(plain: dict) -> Rollout:
-    return Rollout(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})

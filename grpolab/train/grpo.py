@@ -40,7 +40,7 @@ async def grpo(
 
     `problems` are rows, anything with a prompt (`tasks.prompt_of`), or a curriculum (`sources.Tasks`), which is told how
     large a share of a group earned at least `success`. `reward(text, row, rollout)` is a number, or None to abstain; it may
-    be async, take a step at once, or be several (`rewards`). A `reference` is needed where kl_coef > 0. The rewards in
+    be async, take a step at once, or be several (`rewards`). A `reference` is needed for a KL penalty to it. The rewards in
     `watch` are not trained on: their means stand in each row under their names. With a `critic` it is PPO (`ppo`).
     """
     tasks, ids_of, longest = await asked(policy, reference, problems, config, reward, watch, run, success)
@@ -131,7 +131,7 @@ async def grpo_from(
 
     def data():
         more = () if critic is None else (critic.config,)
-        return data_hash((*content(), *more), reference if config.kl_coef and type(reference) is Policy else None)
+        return data_hash((*content(), *more), reference if config.needs_reference and type(reference) is Policy else None)
 
     with nullcontext() if critic is None else critic.beside(policy):
         async with aclosing(loop(policy, config, run, gather, data)) as rows:
@@ -141,8 +141,9 @@ async def grpo_from(
 
 def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig) -> None:
     """Refuse a KL penalty without a reference, and a reference that would move along."""
-    if config.kl_coef and reference is None:
-        raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None")
+    if config.needs_reference and reference is None:
+        raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None: give one, or set "
+                         "kl_to='sampler'")
     if reference is policy or reference is not None and reference.model is policy.model and type(reference) is Policy:
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
 
@@ -161,7 +162,7 @@ def check_names(reward: Reward, watch: Iterable[str]) -> None:
 def verify_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
     verify_forward(policy, config, longest)
-    if config.kl_coef and not isinstance(reference, BasePolicy):  # that is the policy's own forward
+    if config.needs_reference and not isinstance(reference, BasePolicy):  # that is the policy's own forward
         with reference.acting():  # as its log-probs are taken
             verify_forward(reference, config, longest)
 
@@ -182,7 +183,7 @@ def grpo_update(
     shard, own = distributed.shard(ordered), {}
     if config.sampler_cap or off_policy:
         values = [trainer_logps(policy, groups[i], config) for i in shard]
-        own = dict(zip(ordered, distributed.gathered(f"step {step}, log-probs", ordered, values, list, list)))
+        own = dict(zip(ordered, distributed.gathered(f"step {step}, log-probs", ordered, values)))
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
@@ -206,7 +207,7 @@ def grpo_update(
     if not rows:
         return _unmeasured(config, off_policy) | size
     row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
-    before = {k: rows[0][k] for k in ("logp_diff", "logp_diff_max")}  # sampler against trainer: the policy has not moved yet
+    before = {k: rows[0][k] for k in ("diff_mean", "diff_abs_mean", "diff_max")}  # sampler against trainer, before any update
     if own:
         size |= importance([x for i in teaching for x in own[i]], [r for i in teaching for r in groups[i]], config.sampler_cap)
     return row | before | size
@@ -214,9 +215,9 @@ def grpo_update(
 
 def _unmeasured(config: GRPOConfig, off_policy: bool) -> dict:
     """The columns of an update as NaN, for a step in which no group had a signal: a row's names are always the same."""
-    names = ["policy_loss", "ratio", "ratio_max", "clip_low", "clip_high", "logp_diff", "logp_diff_max", "entropy", "grad_norm",
-             "lr"]
-    names += ["kl"] * bool(config.kl_coef) + ["clip_dual"] * (config.dual_clip is not None)
+    names = ["policy_loss", "ratio", "ratio_max", "clip_low", "clip_high", "diff_mean", "diff_abs_mean", "diff_max",
+             "sampler_kl", "low_logp", "entropy", "grad_norm", "lr"]
+    names += ["kl"] * config.needs_reference + ["clip_dual"] * (config.dual_clip is not None)
     names += ["sampler_weight", "sampler_capped"] * bool(config.sampler_cap)
     weights = importance((), (), None) if config.sampler_cap or off_policy else {}
     return dict.fromkeys(names, float("nan")) | weights
@@ -294,18 +295,19 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
     )
     metrics["entropy"] = (entropy * mask).sum() / tokens
     if config.kl_coef:
-        with torch.no_grad(), reference.acting():
-            ref_logps, _ = rollout_logps(reference, layout, mask.shape, config.temperature)
-        kl, kl_metrics = losses.kl_penalty(
-            logps, ref_logps, mask, denominator=denominator, kind=config.kl_kind, old_logps=old_logps,
-            aggregation=config.aggregation,
-        )
-        loss, metrics = loss + config.kl_coef * kl, metrics | kl_metrics
+        anchor, drawn = sampled, sampled
+        if config.needs_reference:
+            with torch.no_grad(), reference.acting():
+                anchor, _ = rollout_logps(reference, layout, mask.shape, config.temperature)
+            drawn = old_logps
+        kl, kl_metrics = losses.kl_penalty(logps, anchor, mask, denominator=denominator, kind=config.kl_kind, old_logps=drawn,
+                                           aggregation=config.aggregation)
+        loss, metrics = loss + config.kl_coef * kl, metrics | (kl_metrics if config.needs_reference else {})
     return loss, metrics
 
 
 def describe(groups: Sequence[Group]) -> dict:
-    """Reward, group health, and lengths by finish reason, of what the policy made of the questions batch."""
+    """Reward, group health, lengths by finish reason, and repetition, of what the policy made of the questions batch."""
     rewards = reward_tensor([g.rewards for g in groups])
     rollouts = [r for g in groups for r in g if r.finish_reason != "lost"]  # an episode that is not there has no length
     cut = [len(r.tokens) for r in rollouts if r.finish_reason in CUT]
@@ -317,7 +319,14 @@ def describe(groups: Sequence[Group]) -> dict:
         "ended_length": mean(ended),
         "truncated_length": mean(cut),
         "truncated": len(cut) / len(rollouts) if rollouts else float("nan"),
+        "repetition": mean([repetition([t for t, m in zip(r.tokens, r.mask) if m]) for r in rollouts]),
     }
+
+
+def repetition(tokens: Sequence[int], n: int = 4) -> float:
+    """The share of a completion's n-grams that it has had before (seq-rep-n, arXiv 1908.04319, eq. 10)."""
+    ngrams = list(zip(*(tokens[i:] for i in range(n))))
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def mean(values: Sequence[float]) -> float:

@@ -21,6 +21,12 @@ class GRPOConfig(Optimisation):
     arXiv 2503.14476, eq. 11): groups without a difference in reward are replaced by groups of further questions, up to so many
     times a step.
 
+    The KL penalty is to a frozen reference, or with kl_to="sampler" to the policy that drew the rollouts, by the log-probs that
+    came with them: no second model, and a trust region instead of a leash (the penalised objective of PPO, arXiv 1707.06347,
+    eq. 8, with the estimate and direction of `losses.kl_penalty`; Atropos' example trainer has kl_coef 0.1 and kl_kind "k3").
+    It is zero, gradient and all, until the policy has moved away from the one that drew: in the second update of a step, or on
+    rollouts of older weights.
+
     `exact` samples with the trainer's attention (`Sampler(exact=True)`) and trains on one rollout a row, since behind a shared
     prompt the keys of a token are added in another order: so the first ratio of a step is 1 in every bit. That needs a
     processor and bf16 parameters.
@@ -40,6 +46,7 @@ class GRPOConfig(Optimisation):
     dual_clip: float | None = None  # bound of the ratio where the advantage is negative
     refills: int = 0  # times a step that groups without a difference in reward are replaced
     kl_coef: float = 0.0  # coefficient of the KL penalty; 0 needs no reference
+    kl_to: Literal["reference", "sampler"] = "reference"  # what the penalty keeps the policy close to
     kl_kind: Literal["k1", "k2", "k3", "unbiased"] = "unbiased"  # estimator of the KL divergence
     share_prompts: bool = True  # compute a prompt once for its completions (Llama-shaped models)
     max_logp_diff: tuple[float, float] | None = (0.1, 5.0)  # allowed difference of trainer and sampler: mean, largest
@@ -57,5 +64,11 @@ class GRPOConfig(Optimisation):
             raise ValueError(f"max_logp_diff must be None or (mean, largest), both positive, got {self.max_logp_diff}")
         if self.group_size == 1 and not self.kl_coef:
             raise ValueError("group_size=1 never trains: an advantage compares with others of the group. Take at least 2")
+        if self.kl_to == "sampler" and not self.kl_coef:
+            raise ValueError("kl_to='sampler' without a KL penalty: set kl_coef, as to 0.1")
         if self.minibatches > self.prompts_per_step:
             raise ValueError(f"minibatches={self.minibatches} must not exceed prompts_per_step={self.prompts_per_step}")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0 and self.kl_to == "reference"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -107,14 +108,11 @@ class Layout:
 
     def _families(self) -> list[list[int]]:
         """The numbers of neighbouring rollouts that share a prompt."""
-        families: list[list[int]] = []
-        for i, r in enumerate(self.rollouts):
-            before = families and self.rollouts[families[-1][0]]
-            if self.share and before and r.prompt and before.prompt == r.prompt:
-                families[-1].append(i)
-            else:
-                families.append([i])
-        return families
+        def shared(i: int):
+            prompt = self.rollouts[i].prompt
+            return prompt if self.share and prompt else i
+
+        return [list(members) for _, members in groupby(range(len(self.rollouts)), key=shared)]
 
 
 def _table(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

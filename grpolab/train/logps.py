@@ -125,8 +125,14 @@ def rollout_logps(
     policy: Policy, layout: Layout, shape, temperature: float, with_entropy=False, *, way: str | None = None,
     checkpointed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p of the chosen tokens under `policy` at `temperature`: (N, T) = shape, 0 elsewhere; and their entropy, or None."""
+    """log p of the chosen tokens under `policy` at `temperature`, or a rollout's own: (N, T) = shape, 0 elsewhere; and their
+    entropy, or None."""
     d, hidden = policy.device, rollout_states(policy, layout, way=way, checkpointed=checkpointed)
+    own = torch.tensor([r.temperature or temperature for r in layout.rollouts])
+    if bool((own != temperature).any()):  # logits W h / T are W (h / T): target_logps divides by the one temperature
+        if head_of(policy)["bias"] is not None:
+            raise ValueError(f"the head of {policy.name!r} has a bias: give all rollouts the loss's temperature, {temperature}")
+        hidden = hidden * (temperature / own)[layout.row].to(d, hidden.dtype)[:, None]
     options = {"temperature": temperature, "with_entropy": with_entropy} | head_of(policy)
     values = losses.target_logps(hidden, targets=layout.target.to(d), **options)
     place = (layout.row.to(d), layout.column.to(d))

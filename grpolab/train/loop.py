@@ -259,31 +259,26 @@ async def loop(
     which a Run refuses to go on with something else.
 
     After an interrupt, a cancel, an error or a consumer that leaves, an update that has begun is finished, and a Run gets a
-    checkpoint of the whole steps. Of several processes the first one writes, and all end with an error where one does.
+    checkpoint of the whole steps. Of several processes the first one writes.
     """
     if run is None and policy.version and distributed.first():
         print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there")
     training = Training(policy, config, run, data)
     writer = training.writer
-    try:
-        with writer.held() if writer else nullcontext():
-            start = await in_thread(policy, training.begin)
-            if writer is not None and start not in writer.selected.rows:
-                await writer.measure(start, config.steps, policy, in_thread)
-            for step in range(start, config.steps):
-                try:
-                    row = await in_thread(policy, partial(training.step, step, await gather(step)))
-                    if writer is not None:  # the other ranks wait at the next step
-                        row = row | await writer.measure(training.done, config.steps, policy, in_thread)
-                    yield row
-                except BaseException:
-                    if writer is not None:
-                        await in_thread(policy, training.keep)  # queued behind the step that the thread may still be in
-                    raise
-    except BaseException as error:
-        if distributed.world().size > 1 and training.done < config.steps:
-            await off_loop(partial(distributed.abort, error))
-        raise
+    with writer.held() if writer else nullcontext():
+        start = await in_thread(policy, training.begin)
+        if writer is not None and start not in writer.selected.rows:
+            await writer.measure(start, config.steps, policy, in_thread)
+        for step in range(start, config.steps):
+            try:
+                row = await in_thread(policy, partial(training.step, step, await gather(step)))
+                if writer is not None:  # the other ranks wait at the next step
+                    row = row | await writer.measure(training.done, config.steps, policy, in_thread)
+                yield row
+            except BaseException:
+                if writer is not None:
+                    await in_thread(policy, training.keep)  # queued behind the step that the thread may still be in
+                raise
 
 
 async def over_batches(

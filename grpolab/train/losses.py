@@ -24,6 +24,7 @@ CHUNK_BYTES = 2**26  # of the logits in the default chunk, in the dtype of the p
 KEPT_BYTES = 2**28  # up to so many of all logits are one chunk where a backward follows, which then finds them kept
 STRIP = 2**20  # logits that are normalised together on a processor, where they stay in the cache; elsewhere 16 times as many
 MAX_LOG_RATIO = 20.0  # ratios are capped at e^20 so that fp32 cannot overflow; beyond it the gradient is zero
+LOW_LOGP = -10.0  # nats; of a token below it, one in 22,000 draws, the policy holds that it does not happen
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
@@ -302,7 +303,9 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
     sampler_logps (N, T): for a sampler that is not the trainer, whose own are then old_logps; each token is weighed by
     min(pi_old / pi_sampler, sampler_cap), truncated importance sampling (Ionides 2008, J. Comput. Graph. Stat. 17, p. 295; by
     the step: IMPALA, arXiv 1802.01561, eq. 1). Metrics are means over `tokens`, the kept tokens of the whole batch (default:
-    the denominator): `logp_diff` is between logps and the sampler's; clip_low, clip_high: share of tokens without gradient.
+    the denominator). Of the trainer's log-probs minus the sampler's: `diff_mean`, `diff_abs_mean`, and `diff_max`, the largest
+    absolute one; `sampler_kl` is k3 of KL(policy || sampler). clip_low, clip_high: share of tokens without gradient; low_logp:
+    of tokens whose log-prob is below LOW_LOGP.
     """
     keep = _keep(mask, logps, old_logps, *([] if sampler_logps is None else [sampler_logps]))
     check_policy_options(objective, ratio, clip_eps, dual_clip, sampler_cap)
@@ -321,7 +324,8 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
     clipped = r.clamp(1 - clip_eps[0], 1 + clip_eps[1])
     x = -clipped.detach() * a * logps if objective == "cispo" else -torch.minimum(r * a, clipped * a)
     means = {"ratio": r, "clip_low": (r < 1 - clip_eps[0]) & (a < 0), "clip_high": (r > 1 + clip_eps[1]) & (a > 0),
-             "logp_diff": (logps - sampled).abs()}
+             "diff_mean": logps - sampled, "diff_abs_mean": (logps - sampled).abs(), "sampler_kl": kl_estimate(logps, sampled),
+             "low_logp": logps < LOW_LOGP}
     if dual_clip is not None:
         x = torch.where(a < 0, torch.minimum(x, -dual_clip * a), x)
         means["clip_dual"] = (r > dual_clip) & (a < 0)
@@ -332,7 +336,7 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
     loss = aggregate(x, keep, denominator=denominator, aggregation=aggregation)
     tokens = denominator if tokens is None else tokens
     values = {k: aggregate(v.to(logps.dtype), keep, denominator=tokens) for k, v in means.items()}
-    maxima = {k + "_max": _fill(means[k], keep).amax() for k in ("ratio", "logp_diff")}
+    maxima = {"ratio_max": _fill(r, keep).amax(), "diff_max": (logps - sampled).abs().amax()}
     return loss, {k: v.detach() for k, v in ({"policy_loss": loss} | values | maxima).items()}
 
 

@@ -81,7 +81,7 @@ def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, l
             seeds=[_draws_of(config.seed, step, g * size + i) for g in shard for i in range(size)],
             reset_seeds=[rollout_seed(config.seed, step, -1 - g) for g in shard for _ in range(size)])
         own = [episodes[i * size : (i + 1) * size] for i in range(len(shard))]
-        by_task = await off_loop(lambda: distributed.gathered(f"the episodes of step {step}", rows, own, _plain, _back))
+        by_task = await off_loop(lambda: distributed.gathered(f"the episodes of step {step}", rows, own))
         episodes = [episode for members in by_task for episode in members]
         groups = as_groups(rows, episodes, config.advantage_kind, pool.min_group if pool.on_failure == "drop" else 1)
         habits = _habits(episodes)
@@ -92,16 +92,6 @@ def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, l
             after_step=lambda: tasks.record(rows, rewards), record=lambda: groups, engine=sampler.engine.name)
 
     return source
-
-
-def _plain(members: Sequence[Episode | None]) -> list[dict | None]:
-    """The episodes of a group as JSON; a lost one is None."""
-    return [e and distributed.plain_of(e) | {"rollout": distributed.plain_of(e.rollout)} for e in members]
-
-
-def _back(members: Sequence[dict | None]) -> list[Episode | None]:
-    return [e and Episode(**e | {"rollout": distributed.rollout_of(e["rollout"]), "turns": tuple(map(tuple, e["turns"])),
-                                 "heard": tuple(e["heard"])}) for e in members]
 
 
 def _draws_of(seed: int, step: int, rollout: int) -> int:

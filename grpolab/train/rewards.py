@@ -100,20 +100,17 @@ def _call(reward: Reward, texts: Sequence[str], rows: Sequence[Any], rollouts: S
     return list(map(one, texts, rows, rollouts))
 
 
-def _pending(values: Any) -> Awaitable | None:
-    """What is to be awaited for the values that `_call` returned, all at once; None where they are there."""
-    if inspect.isawaitable(values):
-        return values
-    if isinstance(values, list) and any(map(inspect.isawaitable, values)):
-        return _gathered(values)
-    return None
+def _pending(values: Any) -> bool:
+    """Whether something is to be awaited for the values that `_call` returned."""
+    return inspect.isawaitable(values) or isinstance(values, list) and any(map(inspect.isawaitable, values))
 
 
-async def _gathered(values: Sequence) -> list:
+async def _awaited(values: Any) -> Any:
+    """Such values, those of a list all at once."""
     async def one(value):
         return await value if inspect.isawaitable(value) else value
 
-    return await asyncio.gather(*map(one, values), return_exceptions=True)
+    return await (asyncio.gather(*map(one, values), return_exceptions=True) if isinstance(values, list) else values)
 
 
 def _checked(values: Any, expected: int, name: str) -> list[Total | Exception]:
@@ -135,8 +132,7 @@ async def outcomes(reward: Reward, texts: Sequence[str], rows: Sequence[Any], ro
         values = _call(reward, texts, rows, rollouts)
     else:
         values = await off_loop(lambda: _call(reward, texts, rows, rollouts))
-    pending = _pending(values)
-    return _checked(values if pending is None else await pending, len(texts), name or name_of(reward))
+    return _checked(await _awaited(values) if _pending(values) else values, len(texts), name or name_of(reward))
 
 
 def _rewarded(groups: Sequence[Sequence[Rollout]], values: Sequence[Total | Exception], faults: Faults | None) -> list[Group]:
@@ -150,21 +146,15 @@ def _rewarded(groups: Sequence[Sequence[Rollout]], values: Sequence[Total | Exce
     return [Group(tuple(replace(r, reward=t.reward, parts=t.parts) for r, t in zip(g, totals))) for g in groups]
 
 
-def score_texts(texts: Sequence[str], rows: Sequence[Any], groups: Sequence[Sequence[Rollout]], reward: Reward,
-                faults: Faults | None = None) -> list[Group]:
-    """`score` of completions whose `texts` are known already, one a rollout."""
-    values = _call(reward, texts, *_flat(rows, groups))
-    pending = _pending(values)
-    values = values if pending is None else run_sync(pending)
-    return _rewarded(groups, _checked(values, len(texts), name_of(reward)), faults)
-
-
-def score(policy: Policy, rows: Sequence[Any], groups: Sequence[Sequence[Rollout]], reward: Reward,
-          faults: Faults | None = None) -> list[Group]:
+def score(policy: Policy | None, rows: Sequence[Any], groups: Sequence[Sequence[Rollout]], reward: Reward,
+          faults: Faults | None = None, texts: Sequence[str] | None = None) -> list[Group]:
     """Groups with a reward for each rollout, from synchronous code; the reward may be async. TypeError for a reward that is no
     number, ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are
-    given."""
-    return score_texts([policy.decode(r.tokens) for g in groups for r in g], rows, groups, reward, faults)
+    given. Where the completions' `texts` are known, one a rollout, no policy is needed."""
+    texts = [policy.decode(r.tokens) for g in groups for r in g] if texts is None else texts
+    values = _call(reward, texts, *_flat(rows, groups))
+    values = run_sync(_awaited(values)) if _pending(values) else values
+    return _rewarded(groups, _checked(values, len(texts), name_of(reward)), faults)
 
 
 async def scored(policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults) -> list[Group]:
@@ -245,7 +235,7 @@ async def watched(
         if reward is not trained:
             shard = await scored(policy, distributed.shard(rows), shard, reward, faults)
         own = [g.rewards for g in shard]
-        values = await off_loop(lambda: distributed.gathered(place, rows, own, list, list))  # noqa: B023
+        values = await off_loop(lambda: distributed.gathered(place, rows, own))  # noqa: B023
         report(await faults_of_all(faults, place), sum(map(len, groups)), warnings_given)
         groups = [g.with_rewards(g.rewards, [{**r.parts, name: x} for r, x in zip(g, of)]) for g, of in zip(groups, values)]
     return groups

@@ -114,8 +114,7 @@ def sampled(
             if distributed.world().size > 1:  # the rollouts that one process would draw, each rank its groups
                 seeds = group_seeds(seed, distributed.shard(range(len(rows))), config.group_size)
             own = await sample_and_score(policy, sampler, shard, prompts, config.group_size, params, reward, faults, seeds)
-            return await off_loop(lambda: distributed.gathered(
-                f"the groups of step {step}", rows, own, distributed.plain_group, distributed.group_of))
+            return await off_loop(lambda: distributed.gathered(f"the groups of step {step}", rows, own))
 
         rows = await off_loop(lambda: tasks.tasks(step))
         first = await sample(rows, config.seed * 1_000_003 + step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,7 +53,8 @@ def _first_right(policy: Policy, config: Optimisation, longest: int, what: str, 
     with evaluating(policy.model), without_tf32():
         if what != "rewards":
             _check_head(policy)
-        task, checkpointed = TASKS[what](policy, width, longest), config.checkpoint_activations
+        task, checkpointed = TASKS[what], config.checkpoint_activations
+        task = task(policy, longest, width) if what == "examples" else task(policy, longest)
         way, wrong = first_right(ways, Comparison(policy, task, policy.dtype, checkpointed).failure)
         if config.autocast and way is not None:
             with autocast(policy, config), torch.no_grad():
@@ -90,10 +90,10 @@ def _check_head(policy: Policy) -> None:
 
 
 def check_drift(policy: Policy, metrics: dict, bounds: tuple[float, float] | None, step: int) -> None:
-    """Stop before the optimiser step where sampler and trainer disagree by more than `bounds` nats: `logp_diff`, the mean
-    over the tokens, or `logp_diff_max`. In fp32 they are 1e-6 and 1e-4; in bf16 honest means are 0.005 to 0.04 and the
+    """Stop before the optimiser step where sampler and trainer disagree by more than `bounds` nats: `diff_abs_mean`, the mean
+    over the tokens, or `diff_max`. In fp32 they are 1e-6 and 1e-4; in bf16 honest means are 0.005 to 0.04 and the
     largest below 2; another mask, window or stale weights are off by nats. NaN stops too."""
-    mean, most = metrics["logp_diff"], metrics["logp_diff_max"]
+    mean, most = metrics["diff_abs_mean"], metrics["diff_max"]
     if bounds is not None and not (mean <= bounds[0] and most <= bounds[1]):
         policy.model.zero_grad()
         raise RuntimeError(
@@ -106,16 +106,12 @@ def check_drift(policy: Policy, metrics: dict, bounds: tuple[float, float] | Non
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Task:
-    """`plain()` yields the values of one sequence after another by the model's own forward, `ours(way=, checkpointed=)` gives
-    all of them in the same order, in fp32."""
-
-    plain: Callable[[], Iterator[Tensor]]
-    ours: Callable[..., Tensor]
+# (plain, ours): plain() yields the values of one sequence after another by the model's own forward, ours(way=, checkpointed=)
+# gives all of them in the same order, in fp32.
+Task = tuple[Callable[[], Iterator[Tensor]], Callable[..., Tensor]]
 
 
-def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
+def rollouts_task(policy: Policy, longest: int) -> Task:
     """Completions that share a prompt, of the longest rollouts and of short ones: their logps. Of some there are many, so that
     rounding hides no gradient."""
     draw, group = _tokens(policy), _positions(policy, GROUP, least=6)
@@ -133,10 +129,10 @@ def rollouts_task(policy: Policy, width: int, longest: int) -> Task:
         logps, _ = rollout_logps(policy, layout, written.shape, 1.0, **how)
         return logps[written.to(logps.device)]
 
-    return Task(lambda: (_plain_logps(policy, p + t)[len(p) - 1 :] for p, t in pieces), ours)
+    return lambda: (_plain_logps(policy, p + t)[len(p) - 1 :] for p, t in pieces), ours
 
 
-def examples_task(policy: Policy, width: int, longest: int) -> Task:
+def examples_task(policy: Policy, longest: int, width: int) -> Task:
     """Examples that share rows of `width` tokens, and a long and a short one: the logps of all tokens but the first."""
     draw, row = _tokens(policy), _positions(policy, width or min(longest, 64), least=6)
     each = max(2, min(row // 3, longest))
@@ -151,10 +147,10 @@ def examples_task(policy: Policy, width: int, longest: int) -> Task:
         logps, mask = masked_logps(policy, batch, **how)
         return logps[mask.bool()]
 
-    return Task(lambda: (_plain_logps(policy, e.ids) for e in examples), ours)
+    return lambda: (_plain_logps(policy, e.ids) for e in examples), ours
 
 
-def rewards_task(policy: Policy, width: int, longest: int) -> Task:
+def rewards_task(policy: Policy, longest: int) -> Task:
     """Sequences of several lengths: the last state of each, which a head of zeros would not show, and its reward."""
     draw, long = _tokens(policy), _positions(policy, longest)
     sequences = [draw(n) for n in (long, max(1, long // 3), min(SHORT, long))]
@@ -169,7 +165,7 @@ def rewards_task(policy: Policy, width: int, longest: int) -> Task:
         states, rewards = policy.read(sequences, **how)
         return torch.cat((states.float(), rewards[:, None]), 1).flatten()
 
-    return Task(plain, ours)
+    return plain, ours
 
 
 TASKS = {"rollouts": rollouts_task, "examples": examples_task, "rewards": rewards_task}
@@ -207,12 +203,13 @@ class Comparison:
     what a rounding of its inputs does to them."""
 
     def __init__(self, policy: Policy, task: Task, dtype: torch.dtype, checkpointed: bool):
-        self.policy, self.task, self.checkpointed = policy, task, checkpointed
-        self.own, self.moved = beside_rounding(policy.model, dtype, lambda: _measure(policy, task.plain()))
+        plain, self.ours = task
+        self.policy, self.checkpointed = policy, checkpointed
+        self.own, self.moved = beside_rounding(policy.model, dtype, lambda: _measure(policy, plain()))
 
     def failure(self, way: str) -> str | None:
         """None where the way's values and gradients are the plain forward's, else what differs by how much."""
-        ours = (self.task.ours(way=w, checkpointed=self.checkpointed) for w in [way])
+        ours = (self.ours(way=w, checkpointed=self.checkpointed) for w in [way])
         values, gradients = _measure(self.policy, ours)
         if why := difference(values, self.own[0], self.moved and self.moved[0]):
             return f"its values {why}"

@@ -1,60 +1,49 @@
-"""Simulated accounts as leased backends: one MiniStack process a session, wiped between two tenants.
-
-    with accounts(8) as pool: ...                                   # a BackendPool; its leases hold http://127.0.0.1:PORT
-    async with serve(AwsEnv, max_sessions=8, backends=accounts(8)) as server: ...
-"""
+"""A simulated account: one MiniStack process, wiped between two episodes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import urllib3
 
+from grpolab.env import child_processes
 from grpolab.env.aws import simulator
 from grpolab.env.aws.clients import SIMULATED, AccountGone
-from grpolab.env.backends import BackendPool, ProcessBackend
 
 ANSWER_SECONDS = 10.0  # what a healthy one needs at most, on a busy machine
 START_SECONDS = 30.0  # on a busy machine eight start at once
 
 
-class Simulator(ProcessBackend):
-    """One MiniStack process. A lease holds its address, or under `options` the mapping {"account": address, **options} for
-    `AwsEnv`."""
+class Simulator:
+    """One MiniStack process, which ends with `close` or with this process; `address` is http://127.0.0.1:PORT.
 
-    def __init__(self, options: Mapping[str, Any] | None = None):
+    `with Simulator() as account: AwsEnv(account.address)`. ImportError where MiniStack is not installed.
+    """
+
+    def __init__(self):
+        if find_spec("ministack") is None:
+            raise ImportError("the aws environment needs ministack: pip install 'grpolab[aws]'")
         # -P keeps the folder of simulator.py, whose modules have common names, off the path.
-        super().__init__([sys.executable, "-P", simulator.__file__, *SIMULATED], health=healthy, scrub=wipe,
-                         start_timeout=START_SECONDS)
-        self.options = options
+        command = [sys.executable, "-P", simulator.__file__, *SIMULATED]
+        self.guard, self.address = child_processes.start_server(command, seconds=START_SECONDS)
 
-    def start(self) -> Any:
-        address = super().start()
-        return address if self.options is None else {"account": address, **self.options}
+    def close(self) -> None:
+        child_processes.stop(self.guard)
 
+    def __enter__(self) -> Simulator:
+        return self
 
-def accounts(size: int, *, options: Mapping[str, Any] | None = None) -> BackendPool:
-    """`size` accounts for `serve(AwsEnv, backends=accounts(size))`; `options` are those of `AwsEnv` for every session.
-    Raises ImportError where MiniStack is not installed."""
-    if find_spec("ministack") is None:
-        raise ImportError("the aws environment needs ministack: pip install 'grpolab[aws]'")
-    return BackendPool(lambda _: Simulator(options), size)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def healthy(address: str) -> bool:
-    """Whether the process answers within ANSWER_SECONDS."""
-    return _ask("GET", f"{address}/_ministack/health").status == 200
-
-
-def wipe(address: str) -> bool:
+def wipe(address: str) -> None:
     """Delete everything in the account, in all regions; raises AccountGone where the backend does not say that it did."""
     answer = _ask("POST", f"{address}/_ministack/reset")
     if answer.status != 200 or answer.json() != {"reset": "ok"}:
         raise AccountGone(f"the account at {address} could not be wiped: {answer.status} {answer.data!r:.100}")
-    return True
 
 
 def messages(address: str, queue: str) -> list[dict[str, str]]:

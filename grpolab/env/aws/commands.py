@@ -20,14 +20,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import jmespath
 from awscli.argparser import ArgTableArgParser
 from awscli.clidriver import ServiceCommand, ServiceOperation
 from awscli.formatter import get_formatter
 from awscli.plugin import load_plugins
 from botocore import xform_name
-from botocore.exceptions import BotoCoreError, ClientError
-from botocore.parsers import ResponseParserError
 
 from grpolab.env.aws import s3
 from grpolab.env.aws.clients import CONNECTION_ERRORS, AccountGone, check_region, error_text, isolated_session, make_client
@@ -40,26 +37,6 @@ from grpolab.files import data_path
 # account has (configure, sso, support).
 OPERATIONS = {service: frozenset(" ".join(lines).split())
               for service, lines in json.loads(data_path("aws", "operations.json").read_text(encoding="utf-8")).items()}
-GLOBAL_SERVICES = ("s3", "iam")
-# (service, operation that lists what it holds, path to the names in its answer)
-LISTINGS = (
-    ("s3", "list_buckets", "Buckets[].Name"),
-    ("iam", "list_users", "Users[].UserName"),
-    ("iam", "list_groups", "Groups[].GroupName"),
-    ("iam", "list_roles", "Roles[].RoleName"),
-    ("iam", "list_policies", "Policies[?!starts_with(Arn, 'arn:aws:iam::aws:')].PolicyName"),
-    ("iam", "list_instance_profiles", "InstanceProfiles[].InstanceProfileName"),
-    ("dynamodb", "list_tables", "TableNames"),
-    ("sqs", "list_queues", "QueueUrls"),
-    ("sns", "list_topics", "Topics[].TopicArn"),
-    ("ssm", "describe_parameters", "Parameters[].Name"),
-    ("secretsmanager", "list_secrets", "SecretList[].Name"),
-    ("kms", "list_keys", "Keys[].KeyId"),
-    ("logs", "describe_log_groups", "logGroups[].logGroupName"),
-    ("cloudwatch", "describe_alarms", "MetricAlarms[].AlarmName"),
-    ("events", "list_rules", "Rules[].Name"),
-    ("events", "list_event_buses", "EventBuses[?Name != 'default'].Name"),
-)
 MOVES = ("CreateBucket", "DeleteBucket")  # after which a client of S3, which remembers a bucket's region, may be wrong
 BODY_CHARACTERS = 65_536  # of an object that get-object prints
 # Options of every operation that read files, or print what is no result of it.
@@ -101,7 +78,6 @@ class Account:
     endpoint: str
     region: str = "us-east-1"
     _clients: dict = field(default_factory=dict, repr=False)
-    _used: set = field(default_factory=set, repr=False)  # (service, region) of every client so far
 
     def __post_init__(self):
         if not re.fullmatch(r"http://127\.0\.0\.1:[0-9]{1,5}", self.endpoint):
@@ -110,7 +86,6 @@ class Account:
     def client(self, service: str, region: str | None = None) -> Any:
         """The account's botocore client of a service ("s3", "dynamodb") in a region, made once until `close`."""
         key = service, region or self.region
-        self._used.add(key)
         if key not in self._clients:
             self._clients[key] = make_client(service, self.endpoint, key[1])
         return self._clients[key]
@@ -139,24 +114,6 @@ class Account:
         finally:
             if call is not None and call.operation in MOVES:
                 self.close("s3")
-
-    def inventory(self) -> dict[str, list[str]]:
-        """What the account holds, as {"iam list_users": ["ada"]}, with the region behind it where that is not the account's;
-        empty listings are left out, and so are services and regions of which there was no client: asking would load them.
-        Raises AccountGone."""
-        used = {(service, self.region if service in GLOBAL_SERVICES else region) for service, region in self._used}
-        listed = {f"{service} {operation}" + ("" if region == self.region else f" {region}"):
-                  self._names(self.client(service, region), operation, path)
-                  for service, region in sorted(used) for of, operation, path in LISTINGS if of == service}
-        return {listing: names for listing, names in listed.items() if names}
-
-    def _names(self, client: Any, operation: str, path: str) -> list[str]:
-        try:
-            return jmespath.search(path, getattr(client, operation)()) or []
-        except ResponseParserError:  # something is there, with a name that no XML can hold
-            return ["(unreadable)"]
-        except (BotoCoreError, ClientError) as error:
-            raise AccountGone(f"the account at {self.endpoint} does not answer {operation}: {error}") from error
 
     def call(self, call: Call) -> str:
         """Send a parsed command and print its result. Raises CommandRefused with the service's error, AccountGone."""

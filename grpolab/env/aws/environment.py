@@ -1,6 +1,6 @@
 """An AWS account to be administered: a task, `aws` command lines, and a reward for the state that the account ends up in.
 
-    async with serve(AwsEnv, max_sessions=8, backends=accounts(8)) as server: ...
+    async with serve(AwsEnv, max_sessions=8) as server: ...
     python -m grpolab serve aws --max-sessions 8
 
 Reward, paid once: 1.0 for the task done, 0.0 when the turns are used up. What is typed earns nothing.
@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpolab.env.aws.backend import wipe
+from grpolab.env.aws.backend import Simulator, wipe
 from grpolab.env.aws.commands import MOVES, Account, Output
 from grpolab.env.aws.grader import Grade, grade
 from grpolab.env.aws.options import AwsOptions
@@ -28,24 +28,19 @@ class SetupError(RuntimeError):
 
 
 class AwsEnv:
-    """One task an episode, in an account of its own. `account` is its endpoint, or a mapping {"account": endpoint, **options}
-    as a `backend.Simulator` with options hands it over; the options are those of `AwsOptions`.
+    """One task an episode, in an account of its own, or in the one at the address `account`, whose next episode then wipes it.
+    The options are those of `AwsOptions`.
 
     An action is {"command": "aws ..."}, or {"text": ...} of which the first line that starts with aws is taken. The
     observation is {"text": ..., "ok": whether the command went well}; its text is the output without JSON's indentation. The
     task is given to `reset` as its id (or {"id": ...}), or drawn.
     """
 
-    def __init__(self, account: str | Mapping[str, Any] | None = None, **options: Any):
-        if isinstance(account, Mapping):
-            options = {**account, **options}
-            account = options.pop("account", None)
-        if account is None:
-            raise ValueError("AwsEnv needs an account: serve(AwsEnv, max_sessions=8, backends=accounts(8)), with accounts from "
-                             "grpolab.env.aws.backend, or python -m grpolab serve aws")
+    def __init__(self, account: str | None = None, **options: Any):
         self.options = AwsOptions(**options)
-        self.account = Account(account)
-        self._grader = Account(account)  # with clients of its own, which nothing that is typed can change
+        self._simulator = Simulator() if account is None else None
+        self.account = Account(account or self._simulator.address)
+        self._grader = Account(self.account.endpoint)  # with clients of its own, which nothing that is typed can change
         self._task: Task | None = None
         self._begin()
 
@@ -108,16 +103,15 @@ class AwsEnv:
         return grade(self._task, self._grader.client)
 
     def state(self) -> dict:
-        """What anybody may know of the episode, what its account holds included: neither its criteria nor its solution."""
-        task, account = None, {}
-        if self._task is not None:
-            task, account = self._task.shown(), self.account.inventory()
-        return {"task": task, "account": account, "turn": self._turn, "max_turns": self.options.max_turns,
+        """What anybody may know of the episode: neither its criteria nor its solution."""
+        return {"task": self._task and self._task.shown(), "turn": self._turn, "max_turns": self.options.max_turns,
                 "progress": self._progress, "achieved": self._achieved, "done": self._done}
 
     def close(self) -> None:
         self.account.close()
         self._grader.close()
+        if self._simulator is not None:
+            self._simulator.close()
 
 
 def read_command(action: dict) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
 
 from grpolab.env.aws.tasks import TIERS, Task, Template, templates, words
 from grpolab.env.curriculum import Curriculum
@@ -62,36 +61,14 @@ def instances(tier: str, n: int, seed: int, split: str = "train") -> list[Task]:
     return list(tasks.values())
 
 
-@dataclass
-class FreshTasks:
+class FreshTasks(Curriculum):
     """A curriculum of templates as the tasks of `multi_turn_grpo`: what is played is a fresh instance of each template that it
-    wants, by its id, and its result is recorded in the curriculum under the template's name.
+    wants, by its id, and its result is recorded under the template's name.
 
-    What is drawn depends on `seed` and the results so far, so that a run that was interrupted asks for the same again."""
-
-    curriculum: Curriculum
-    seed: int = 0
-
-    @property
-    def tier(self) -> int:
-        """The newest of the tiers that are open, from 0."""
-        return self.curriculum.tier
-
-    @property
-    def config(self) -> list:
-        """What a run notes of its tasks beside the curriculum's state."""
-        return [self.curriculum.config, self.seed]
+    What is drawn depends on the seed and the results so far, so that a run that was interrupted asks for the same again."""
 
     def next_tasks(self, n: int) -> list[str]:
-        results = self.curriculum.results
-        return [instance(template, f"{self.seed}:{results}:{i}").id
-                for i, template in enumerate(self.curriculum.next_tasks(n))]
+        return [instance(template, f"{self.seed}:{self.results}:{i}").id for i, template in enumerate(super().next_tasks(n))]
 
     def record_result(self, task: str, rate: float) -> None:
-        self.curriculum.record_result(task.partition("/")[0], rate)
-
-    def state(self) -> dict:
-        return self.curriculum.state()
-
-    def load(self, state: dict) -> None:
-        self.curriculum.load(state)
+        super().record_result(task.partition("/")[0], rate)

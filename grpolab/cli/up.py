@@ -1,0 +1,260 @@
+"""`grpolab up run.toml`: training on an environment of Atropos by one command. It starts, each once the one before answers,
+
+    Atropos' trajectory API        run-api
+    the policy's server            grpolab serve-policy; with weight-bridge lora_restart or none the trainer starts it itself
+    the environment                grpolab.env.gsm8k on the recipe's `data`, or any program on Atropos' BaseEnv
+    the trainer                    grpolab grpo --atropos-url ... --server-url ...
+
+each with a log of its own, shows the trainer's, and ends all of them with what they started when the trainer is done, when one
+fails, and on Ctrl-C. The file is a recipe for `grpolab train`; options of this command stand in its table [up].
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+from tyro.conf import Positional
+
+from grpolab.cli import UsageError, recipe
+from grpolab.cli.train import GRPO
+from grpolab.env import child_processes
+from grpolab.files import atomic_write
+from grpolab.models.load import load_tokenizer
+
+HOST = "127.0.0.1"
+OWN = "{python} -m grpolab.env.gsm8k serve"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Up:
+    """Start Atropos' API, the policy's server, an environment and the trainer; end all of them together. Further options are
+    those of `grpolab grpo` and win over the recipe's."""
+
+    recipe: Positional[Path]  # TOML file, as of grpolab train
+    environment: str = OWN  # program that runs the environment; options of Atropos' BaseEnv are added to it
+    api: str = "run-api"  # Atropos' program
+    api_port: int = 8002
+    server_port: int = 9001
+    logs: Path = Path("logs")  # folder of the logs, the tokenizer and what passes between trainer and server
+    patience: float = 120.0  # seconds until the API or the server must answer
+    dry_run: bool = False  # print the commands and the trainer's recipe, and start nothing
+
+
+@dataclass
+class Service:
+    """A process that `up` starts; `answers` is the address by which it is known to be ready (None: it is at once)."""
+
+    name: str
+    command: Sequence[str]
+    answers: str | None = None
+    log: Path = Path()
+    guard: subprocess.Popen | None = field(default=None, repr=False)
+
+    def start(self, logs: Path) -> None:
+        self.log = logs / f"{self.name}.log"
+        with open(self.log, "wb") as file:
+            self.guard = child_processes.start(self.command, dict(os.environ), stdout=file, stderr=file)
+
+    @property
+    def ended(self) -> int | None:
+        return self.guard.poll()
+
+    def last_lines(self) -> str:
+        lines = [line for line in self.log.read_bytes()[-4000:].decode("utf-8", "replace").splitlines() if line.strip()]
+        return "\n".join(f"    {line[:300]}" for line in lines[-4:]) or "    it wrote nothing"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`grpolab up FILE ...`; returns the exit status."""
+    if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-h", "--help"):
+        raise UsageError("name a file, as in: grpolab up run.toml --steps 30")
+    own = table(arguments[0]) if not arguments[0].startswith("-") else []
+    up, further = tyro.cli(Up, prog="grpolab up", args=[arguments[0], *own, *arguments[1:]], return_unknown_args=True)
+    training = trainer_of(up, further)
+    services = services_of(up, training)
+    if up.dry_run:
+        print("\n".join(f"{s.name:12} {shlex.join(s.command)}" for s in services), training.as_recipe(), sep="\n\n", end="")
+        return 0
+    check(up, training)
+    return run(up, training, services)
+
+
+def table(path: str) -> list[str]:
+    """The recipe's table [up] as arguments."""
+    with open(path, "rb") as file:
+        try:
+            entries = tomllib.load(file).get("up", {})
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"{path} is no TOML: {error}") from error
+    return [part for key, value in entries.items() for part in recipe.spelled(key.replace("_", "-"), value, f"{path}: {key}")]
+
+
+def trainer_of(up: Up, further: Sequence[str]) -> GRPO:
+    """The trainer of the recipe and of further options, joined to the API and the server; checked."""
+    _, arguments = recipe.read(up.recipe, further, ("grpo",), skip=("up",))
+    training: GRPO = tyro.cli(GRPO, prog="grpolab up", args=recipe.with_none(arguments))
+    options = training.rollouts
+    if options.kind not in (None, "atropos_url") or training.reward:
+        raise UsageError("grpolab up trains on an environment of Atropos: leave --env, --tools, --agent and --reward out")
+    way = options.weight_bridge or ("lora_only" if training.lora_rank else "shared")
+    memory = Path("/dev/shm") if way == "shared" and os.access("/dev/shm", os.W_OK) else up.logs
+    path = options.bridge_path or (memory / f"grpolab-{os.getpid()}.safetensors" if way == "shared" else up.logs / "weights")
+    training = replace(training, rollouts=replace(
+        options, atropos_url=f"http://{HOST}:{up.api_port}", server_url=f"http://{HOST}:{up.server_port}", weight_bridge=way,
+        bridge_path=path.resolve()))
+    training.check()
+    return training
+
+
+def services_of(up: Up, training: GRPO) -> list[Service]:
+    """What is started, in this order."""
+    options, python = training.rollouts, sys.executable
+    api, server = options.atropos_url, options.server_url
+    services = [Service("api", [up.api, "--host", HOST, "--port", str(up.api_port)], f"{api}/info")]
+    if options.weight_bridge in ("shared", "lora_only"):
+        into = "--weights" if options.weight_bridge == "shared" else "--adapters"
+        command = [python, "-m", "grpolab", "serve-policy", training.model, "--port", str(up.server_port), into,
+                   str(options.bridge_path)]
+        services.append(Service("server", command, f"{server}/health"))
+    folder, config = str(up.logs / "tokenizer"), training.config
+    name = Path(training.model).name if Path(training.model).is_dir() else training.model
+    told = {
+        "env.rollout_server_url": api, "env.tokenizer_name": folder, "env.group_size": config.group_size,
+        "env.max_token_length": options.max_total_tokens, "env.total_steps": -1, "env.use_wandb": "wandb" in training.report_to,
+        "openai.base_url": f"{server}/v1", "openai.model_name": name, "openai.tokenizer_name": folder, "openai.api_key": "-",
+        "openai.server_type": "vllm"}
+    if up.environment.startswith(OWN):
+        told |= {"env.data_path": training.data, "env.max_new_tokens": config.max_new_tokens,
+                 "env.temperature": config.temperature, "env.seed": config.seed}
+    command = shlex.split(up.environment.replace("{python}", shlex.quote(python)))
+    services.append(Service("environment", command + [f"--{name}={value}" for name, value in told.items()]))
+    services.append(Service("trainer", [python, "-m", "grpolab", "train", str(up.logs / "trainer.toml")]))
+    return services
+
+
+def check(up: Up, training: GRPO) -> None:
+    """Refuse what would fail later: before anything is started."""
+    if up.environment.startswith(OWN) and (training.data is None or importlib.util.find_spec("atroposlib") is None):
+        raise UsageError("name the environment's rows, --data FILE (GSM8K's form), or another program as [up] environment"
+                         if training.data is None else "the environment needs atroposlib: pip install atroposlib")
+    if training.data:
+        from grpolab.tasks import gsm8k
+
+        gsm8k(training.data)
+    if shutil.which(up.api) is None:
+        raise UsageError(f"--api {up.api}: there is no such program; pip install atroposlib, or name it with its path")
+    for option, port in (("--api-port", up.api_port), ("--server-port", up.server_port)):
+        try:
+            socket.create_server((HOST, port)).close()
+        except OSError as error:
+            why = f"is not free ({error.strerror}): end what listens there, or take another"
+            raise UsageError(f"{option} {port} {why}") from error
+
+
+def run(up: Up, training: GRPO, services: Sequence[Service]) -> int:
+    """Write what the processes read, and supervise them."""
+    tokenizer = load_tokenizer(training.model)
+    up.logs.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(up.logs / "tokenizer")
+    atomic_write(up.logs / "trainer.toml", training.as_recipe())
+    began = time.monotonic()
+    try:
+        supervise(services, up.logs, up.patience)
+    finally:
+        if training.rollouts.weight_bridge == "shared":  # a trainer that is killed leaves it
+            training.rollouts.bridge_path.unlink(missing_ok=True)
+    print(f"done in {time.monotonic() - began:.0f} s; the logs of all processes are in {up.logs}/")
+    return 0
+
+
+def supervise(services: Sequence[Service], logs: Path, patience: float) -> None:
+    """Start one after the other, show the log of the last one, the trainer, until it ends, and end all. ChildProcessError where
+    one fails, TimeoutError where one does not answer in `patience` seconds. At Ctrl-C or SIGTERM the trainer may first keep
+    its checkpoint; at a second one all end at once."""
+    running: list[Service] = []
+    *others, trainer = services
+    with terminated_as_interrupted(), ExitStack() as stack:
+        for service in services:
+            service.start(logs)
+            running.append(service)
+            stack.callback(child_processes.stop, service.guard)
+            await_answer(service, running, patience)
+            print(f"{service.name:12} {service.answers or 'started'}   log: {service.log}", flush=True)
+        show = shown(trainer.log)
+        try:
+            while trainer.ended is None:
+                refuse_dead(others)
+                show()
+                time.sleep(0.2)
+        except KeyboardInterrupt:
+            print("interrupted: the trainer keeps a checkpoint; once more ends it at once", file=sys.stderr, flush=True)
+            trainer.guard.send_signal(signal.SIGINT)
+            trainer.guard.wait()
+            raise
+        finally:
+            show()
+    refuse_dead([trainer])
+
+
+def await_answer(service: Service, running: Sequence[Service], patience: float) -> None:
+    """Wait until a service answers; ChildProcessError where it, or an earlier one, ends before, and TimeoutError after
+    `patience` seconds."""
+    until = time.monotonic() + patience
+    while service.answers:
+        refuse_dead(running)
+        with suppress(OSError), urllib.request.urlopen(service.answers, timeout=5):
+            return
+        if time.monotonic() > until:
+            raise TimeoutError(f"the {service.name} did not answer at {service.answers} in {patience:g} s:\n"
+                               f"{service.last_lines()}\n  its log: {service.log}")
+        time.sleep(0.1)
+
+
+def refuse_dead(services: Sequence[Service]) -> None:
+    """ChildProcessError for a service that has ended; environment and trainer may be done."""
+    for service in services:
+        status = service.ended
+        if status is not None and (status or service.name not in ("environment", "trainer")):
+            raise ChildProcessError(f"the {service.name} ended with status {status}, so all were ended:\n"
+                                    f"{service.last_lines()}\n  its log: {service.log}")
+
+
+def shown(log: Path) -> Callable[[], None]:
+    """A function that prints what has been added to a file."""
+    at = 0
+
+    def show() -> None:
+        nonlocal at
+        with open(log, "rb") as file:
+            file.seek(at)
+            new = file.read()
+        at += len(new)
+        print(new.decode("utf-8", "replace"), end="", flush=True)
+
+    return show
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[Any]:
+    """SIGTERM ends what is in the block as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

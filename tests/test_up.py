@@ -1,0 +1,180 @@
+"""`grpolab up`: several processes that start in order and end together."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from grpolab.__main__ import main
+from grpolab.cli import up as command
+from grpolab.cli.up import Service, supervise
+
+RECIPE = """
+method = "grpo"
+model = "tiny"
+data = "train.jsonl"
+steps = 2
+prompts-per-step = 2
+group-size = 4
+max-new-tokens = 12
+max-total-tokens = 64
+"""
+ANSWERS = ("import http.server, sys; http.server.ThreadingHTTPServer(('127.0.0.1', int(sys.argv[1])), "
+           "http.server.SimpleHTTPRequestHandler).serve_forever()")
+
+
+ANSWERS_FOR_A_WHILE = f"""
+import os, threading
+print(os.getpid(), flush=True)
+def die():
+    print("no memory left", flush=True)
+    os._exit(3)
+threading.Timer(1.5, die).start()
+{ANSWERS}
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """A function that writes the recipe and a file of rows into the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(command.shutil, "which", lambda name: name)
+    (tmp_path / "train.jsonl").write_text('{"question": "What is 2 + 3?", "answer": "2 plus 3 is 5. #### 5"}\n')
+
+    ports = f"[up]\napi-port = {free_port()}\nserver-port = {free_port()}\n"
+
+    def write(more="", up=ports):
+        (tmp_path / "run.toml").write_text(RECIPE + more + up)
+        return "run.toml"
+
+    return write
+
+
+@pytest.mark.parametrize("way", ["shared", "lora_only", "lora_restart", "none"])
+def test_dry_run_prints_what_it_would_start(recipe, capsys, way):
+    more = f'weight-bridge = "{way}"\n' + "lora-rank = 4\n" * way.startswith("lora")
+    assert main(["up", recipe(more), "--dry-run", "--steps", "3", "--server-port", "9999"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    started = [line.split()[0] for line in lines[: lines.index("")]]
+    server = ["server"] * (way in ("shared", "lora_only"))  # else the trainer starts it
+    assert started == ["api", *server, "environment", "trainer"] and not Path("logs").exists()
+    assert "steps = 3" in lines and f'weight_bridge = "{way}"' in lines and 'server_url = "http://127.0.0.1:9999"' in lines
+    environment = next(line for line in lines if line.startswith("environment"))
+    assert "--openai.server_type=vllm" in environment and "--env.group_size=4" in environment
+    assert "--env.data_path=train.jsonl" in environment
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monkeypatch):
+    monkeypatch.setattr(command, "run", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["up", recipe(), "--server-port", str(port)]) == 2
+        assert f"--server-port {port} is not free" in capsys.readouterr().err
+    for flags, says in ((["--env", "calculator"], "leave --env"), (["--lora-rank", "4", "--weight-bridge", "shared", "--steps",
+                        "x"], "invalid"), (["--stepss", "3"], "--stepss"), (["--weight-bridge", "none", "--lora-rank", "4"],
+                        "sends whole models")):
+        with suppress(SystemExit):  # of the parser
+            assert main(["up", recipe(), *flags]) == 2
+        assert says in "".join(capsys.readouterr())
+    monkeypatch.setattr(command.shutil, "which", lambda name: None)
+    assert main(["up", recipe()]) == 2 and "there is no such program" in capsys.readouterr().err
+    Path("train.jsonl").write_text('{"question": "What?", "answer": "5"}\n')
+    assert main(["up", recipe()]) == 1 and "does not end in '#### number'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["up", recipe(up="[up]\napi-prt = 3\n"), "--dry-run"])
+    assert "api-prt" in "".join(capsys.readouterr())
+    assert main(["train", recipe()]) == 2 and "a table for grpolab up" in capsys.readouterr().err
+
+
+def python(name, script, *arguments, answers=None):
+    return Service(name, [sys.executable, "-S", "-c", script, *arguments], answers)
+
+
+def gone(services, seconds=10):
+    """Whether no process of theirs is left: each wrote its id first."""
+    pids = [int(s.log.read_text().split()[0]) for s in services if s.log.is_file() and s.log.read_text().split()]
+    until = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    return bool(pids) and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+PID = "import os, time; print(os.getpid(), flush=True); "
+
+
+def api(port):
+    return python("api", PID + ANSWERS, str(port), answers=f"http://127.0.0.1:{port}/")
+
+
+def test_they_end_together_when_the_trainer_is_done(tmp_path, capfd):
+    services = [api(free_port()), python("environment", PID), python("trainer", PID + "time.sleep(.5); print('step 1/1')")]
+    supervise(services, tmp_path, 20)
+    out = capfd.readouterr().out
+    assert gone(services) and "step 1/1" in out and f"log: {tmp_path}/api.log" in out
+
+
+@pytest.mark.parametrize("dies", [0, 1, 2])
+def test_one_that_dies_ends_all_and_is_named(tmp_path, dies):
+    services = [api(free_port()), python("environment", PID + "time.sleep(60)"), python("trainer", PID + "time.sleep(60)")]
+    last = PID + "time.sleep(.3); print('no memory left'); os._exit(3)"
+    if dies:
+        services[dies] = python(services[dies].name, last)
+    else:
+        port = free_port()
+        services[0] = python("api", ANSWERS_FOR_A_WHILE, str(port), answers=f"http://127.0.0.1:{port}/")
+    with pytest.raises(ChildProcessError, match=f"(?s)the {services[dies].name} ended with status 3.*no memory left"):
+        supervise(services, tmp_path, 20)
+    assert gone(services)
+
+
+def test_an_api_that_never_answers_is_named(tmp_path):
+    port = free_port()
+    services = [python("api", PID + "time.sleep(60)", answers=f"http://127.0.0.1:{port}/"), python("trainer", PID)]
+    with pytest.raises(TimeoutError, match=rf"the api did not answer at http://127.0.0.1:{port}/ in 0.5 s"):
+        supervise(services, tmp_path, 0.5)
+    assert gone(services[:1]) and services[1].guard is None
+
+
+STUBBORN = """
+import os, signal, sys, time
+print(os.getpid(), flush=True)
+def keep(*_):
+    print("kept a checkpoint", flush=True)
+    if sys.argv[1] == "once":
+        os._exit(130)
+signal.signal(signal.SIGINT, keep)
+print("ready", flush=True)
+time.sleep(60)
+while True: time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["once", "twice"])
+def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how):
+    services = [api(free_port()), python("environment", PID + "time.sleep(60)"), python("trainer", STUBBORN, how)]
+
+    def interrupt():
+        trainer = tmp_path / "trainer.log"
+        for text in ("ready", "kept a checkpoint")[: 1 + (how == "twice")]:
+            while not trainer.is_file() or text not in trainer.read_text():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        supervise(services, tmp_path, 20)
+    thread.join()
+    assert gone(services) and "kept a checkpoint" in services[-1].log.read_text()
