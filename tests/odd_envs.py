@@ -11,9 +11,6 @@ from grpolab.env.protocol import StepResult
 
 
 class Base:
-    def __init__(self, resource=None):
-        self.resource = resource
-
     def reset(self, **options):
         return StepResult({"options": options, "pid": os.getpid()})
 
@@ -21,7 +18,7 @@ class Base:
         return StepResult({"pid": os.getpid(), **action})
 
     def state(self):
-        return {"resource": self.resource}
+        return {}
 
     def close(self):
         pass
