@@ -14,7 +14,7 @@ from grpolab.decode.audit import audit
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
-from grpolab.serve.agents import AgentRun, agent_grpo, as_groups, run_agent
+from grpolab.serve.agents import AgentRun, agent_grpo, as_groups, last_rollouts, padded, run_agent
 from grpolab.serve.service import serve_policy
 from grpolab.train import GRPOConfig
 
@@ -96,14 +96,13 @@ def test_a_run_that_rewrites_history_counts_once(tiny):
     runs = [AgentRun((rollout([3], 1.0), rollout([4, 5], 1.0), rollout([6], 1.0)), 1.0), AgentRun((rollout([7], 0.0),), 0.0),
             AgentRun((), None, KeyError("boom")), AgentRun((rollout([8], None),), None), AgentRun((), None)]
     group, abstained = as_groups("tus", [runs, [runs[3]] * 5, [runs[4]] * 5], "centred")  # in u none asked
-    assert group.trained and not abstained.trained and list(abstained.advantages) == [0.0] * 5
-    rollouts, weights = zip(*group.padded(3))
-    assert weights == (0.5, 0.5, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    assert [r.tokens for r in rollouts if r.tokens] == [(3,), (4, 5), (6,), (7,)]
-    assert [r.reward for r in group.last_rollouts()] == [1.0, 0.0, None, None, None]
-    record = group.recorded()
-    assert record.absent == (False, False, False, False, True) and record.parts["run"] == [0, 0, 0, 1, 3]
-    assert record.advantages == (0.5, 0.5, 0.5, -0.5, 0.0)
+    assert group.used and not abstained.used and list(abstained.advantages) == [0.0] * 5
+    assert group.absent == (False, False, False, False, True) and group.parts["run"] == [0, 0, 0, 1, 3]
+    assert group.advantages == (0.5, 0.5, 0.5, -0.5, 0.0)
+    rollouts, weights = padded(group, 7)
+    assert weights == [0.5, 0.5, 0.5, -0.5, 0, 0, 0] and [r.tokens for r in rollouts] == [(3,), (4, 5), (6,), (7,), (), (), ()]
+    assert [r.reward for r in rollouts] == [1.0, 1.0, 1.0, 0.0, None, None, None]
+    assert [r.reward for r in last_rollouts(runs)] == [1.0, 0.0, None, None, None]
 
 
 def test_a_rewriting_agent_trains(tiny):

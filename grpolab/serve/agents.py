@@ -126,62 +126,46 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
             warnings.warn(f"an agent failed with {faults[0]!r}; its run abstains, and rows count such runs as agent_errors and "
                           "agent_timeouts", stacklevel=2)
         by_task = [runs[i : i + size] for i in range(0, len(runs), size)]
-        groups = as_groups(step_tasks, by_task, config.advantage_kind)
-        width = max((len(run.rollouts) for run in runs if run.trained), default=1)
-        padded = [group.padded(width) for group in groups if group.trained]
+        groups = sorted(as_groups(step_tasks, by_task, config.advantage_kind), key=lambda group: not group.used)
+        most = max(len(group.group) for group in groups)
+        trained = [padded(group, most) for group in groups if group.used]
         return StepGroups(
-            [Group(tuple(rollout for rollout, _ in pairs)) for pairs in padded], habits(runs),
-            seen=[group.last_rollouts() for group in groups],
+            [group for group, _ in trained], habits(runs),
+            seen=[last_rollouts(members) for members in by_task if any(run.rollouts for run in members)],
             tokens=sum(len(r.tokens) for run in runs for r in run.rollouts),
             after_step=lambda: tasks.record(step_tasks, [[run.reward for run in members] for members in by_task]),
-            advantages=torch.tensor([[a for _, a in pairs] for pairs in padded]) if padded else None,
-            record=lambda: [group.recorded() for group in sorted(groups, key=lambda group: not group.trained)],
+            advantages=torch.tensor([a for _, a in trained]) if trained else None, record=lambda: groups,
             engine=service.sampler.engine.name)
 
     return source
 
 
-@dataclass(frozen=True)
-class TaskRuns:
-    """The runs of an agent on one task, with each one's advantage, which all of its rollouts have; 0 where it abstains."""
-
-    task: Any
-    runs: Sequence[AgentRun]
-    advantages: Sequence[float]
-
-    @property
-    def trained(self) -> bool:
-        return any(run.trained for run in self.runs)
-
-    @property
-    def _absent(self) -> Rollout:
-        return Rollout(next(run.rollouts[0].prompt for run in self.runs if run.rollouts), (), (), (), (), "lost")
-
-    def padded(self, width: int) -> list[tuple[Rollout, float]]:
-        """(rollout, advantage) of all that is trained on, `width` for each run: an empty rollout without reward stands where a
-        run has fewer, or abstains."""
-        return [pair for run, a in zip(self.runs, self.advantages)
-                for pair in [*((r, a) for r in run.rollouts if run.trained), *[(self._absent, 0.0)] * width][:width]]
-
-    def last_rollouts(self) -> Group:
-        """One rollout a run, which the step's row describes."""
-        return Group(tuple(run.rollouts[-1] if run.trained else self._absent for run in self.runs))
-
-    def recorded(self) -> RecordedGroup:
-        """The group as the record keeps it: all that was sampled, also of runs that abstain."""
-        rollouts = [(i, run, rollout) for i, run in enumerate(self.runs) for rollout in run.rollouts]
-        return RecordedGroup(
-            Group(tuple(rollout for _, _, rollout in rollouts)),
-            tuple(self.advantages[i] if run.trained else 0.0 for i, run, _ in rollouts), self.task,
-            parts={"run": [float(i) for i, _, _ in rollouts]}, used=self.trained,
-            absent=tuple(not run.trained for _, run, _ in rollouts))
-
-
-def as_groups(tasks: Sequence[Any], runs: Sequence[Sequence[AgentRun]], kind: str) -> list[TaskRuns]:
-    """Each task's runs with their advantages; tasks for which nothing was sampled are left out."""
+def as_groups(tasks: Sequence[Any], runs: Sequence[Sequence[AgentRun]], kind: str) -> list[RecordedGroup]:
+    """Each task's runs with all that was sampled in them, as the record keeps it: a run's rollouts share its advantage, and are
+    absent where it abstains. Tasks for which nothing was sampled are left out."""
     sampled = [(task, members) for task, members in zip(tasks, runs) if any(run.rollouts for run in members)]
     weights = advantages(reward_tensor([[run.reward for run in members] for _, members in sampled]), kind).tolist()
-    return [TaskRuns(task, members, row) for (task, members), row in zip(sampled, weights)]
+    groups = []
+    for (task, members), row in zip(sampled, weights):
+        rollouts = [(i, run, rollout) for i, run in enumerate(members) for rollout in run.rollouts]
+        groups.append(RecordedGroup(
+            Group(tuple(rollout for *_, rollout in rollouts)), tuple(row[i] if run.trained else 0.0 for i, run, _ in rollouts),
+            task, parts={"run": [float(i) for i, *_ in rollouts]}, used=any(run.trained for run in members),
+            absent=tuple(not run.trained for _, run, _ in rollouts)))
+    return groups
+
+
+def last_rollouts(runs: Sequence[AgentRun]) -> Group:
+    """One rollout a run, which the step's row describes: an empty one where it abstains."""
+    prompt = next(run.rollouts[0].prompt for run in runs if run.rollouts)
+    return Group(tuple(run.rollouts[-1] if run.trained else Rollout(prompt, (), (), (), (), "lost") for run in runs))
+
+
+def padded(group: RecordedGroup, n: int) -> tuple[Group, list[float]]:
+    """What is trained on of a group and its advantages, `n` of each: empty rollouts without reward fill it up."""
+    more = n - len(group.group)
+    lost = Rollout(group.group[0].prompt, (), (), (), (), "lost")
+    return Group((*group.trained, *[lost] * more)), [*group.advantages, *[0.0] * more]
 
 
 def habits(runs: Sequence[AgentRun]) -> dict:
