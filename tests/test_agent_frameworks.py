@@ -22,7 +22,7 @@ from grpolab.serve.state import Service
 from grpolab.train.grpo import GRPOConfig
 
 PACKAGES, pytestmark = "agents", pytest.mark.usefixtures("packages")
-NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
+NAMES, caller = test_serve_tools.NAMES, test_serve_tools.caller
 
 
 @pytest.fixture
@@ -162,6 +162,27 @@ def test_a_hundred_loops_train_the_policy(caller, sampled, trained, agent):
     assert len({id for id, _, _ in sampled}) == 100 and len(sampled) > 180  # the call and the answer of each
     check_trained(trained, wire, 100)
     assert 0 < row["reward"] <= 1
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_hundred_loops_of_smolagents_train_the_policy(caller, trained):
+    """Each of several rollouts, since it rewrites what was said; it asks again where it cannot read a call."""
+    wire = []
+    caller.model.config.max_position_embeddings = 4096  # its histories are long
+
+    async def agent(url, name):
+        return await asyncio.to_thread(smolagents_agent, url, name, wire, max_steps=2)
+
+    async def main():
+        config = GRPOConfig(steps=1, prompts_per_step=25, group_size=4, max_new_tokens=40, lr=1e-5)
+        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, agent, timeout=500, concurrent=16)]
+        return rows[0]
+
+    row = asyncio.run(main())
+    assert row["agent_errors"] == row["agent_timeouts"] == row["silent"] == row["abstained"] == row["unread"] == 0
+    assert row["rewritten"] > 0.5 and len(wire) >= 200
+    check_trained(trained, wire, 100)
 
 
 @pytest.mark.parametrize("failing", ["503", "slow", "tool"])

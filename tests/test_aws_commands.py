@@ -188,6 +188,11 @@ def test_many_items_come_in_pages(account):
     assert json.loads(good(account.run(f"{scan} --no-paginate --limit 4")).stdout)["Count"] == 4
 
 
+def test_every_allowed_operation_exists():
+    for service, operations in OPERATIONS.items():
+        assert set(commands.commands_of(service)) == operations, service
+
+
 @pytest.mark.parametrize("line", [
     "aws a b", "a 'b c' d", 'a "b \\" c" \\d', "a ''", "a=b\\ c", "a'b'\"c\"",
     "'a\\b'", '"a\\b"', "  a  ", "{\"a\": 1}", "a\tb", 'x"\\\\"'])

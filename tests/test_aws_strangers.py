@@ -85,6 +85,7 @@ def test_an_observation_is_text_that_can_be_written(account):
     assert shorten(Output(True, "1.10\n", ""), 100) == "1.10" and shorten(Output(True, '{"a": 1}', ""), 100) == '{"a":1}'
 
 
+@pytest.mark.full
 def test_every_operation_that_is_offered_is_simulated(account):
     """As far as the simulator says so: with made-up values the answers are errors, of which none is `unknown operation`."""
     unknown = []

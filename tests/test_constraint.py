@@ -27,7 +27,7 @@ from grpolab.serve.service import serve_policy
 from grpolab.train.grpo import GRPOConfig
 
 PACKAGES, pytestmark = "agents", pytest.mark.usefixtures("packages")
-of_bytes, _caller, caller = test_serve.of_bytes, test_serve_tools._caller, test_serve_tools.caller
+of_bytes, caller = test_serve.of_bytes, test_serve_tools.caller
 SMALL = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
          "required": ["a", "b"], "additionalProperties": False}
 

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+from functools import cache
 
 import openai
 import pytest
@@ -12,7 +13,7 @@ from test_tools import call, turns_of
 
 from grpolab.chat import encode_chat, prompt_ids, user
 from grpolab.decode.audit import audit
-from grpolab.models.load import Policy
+from grpolab.models.load import Policy, load_policy
 from grpolab.serve.service import serve_policy
 from grpolab.train.sft import SFTConfig, sft
 from grpolab.train.tools import Tools
@@ -26,9 +27,10 @@ def example(tokenizer, name):
                                    {"role": "tool", "content": "12"}, {"role": "assistant", "content": "12"}], [ROOM])
 
 
-def trained_caller(tiny):
-    """A policy that learned to call `room` for these names, and then to say what it was told."""
-    policy = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, tiny.name, tiny.eos_ids)
+@cache
+def trained_caller():
+    """A policy that learned to call `room` for these names, and then to say what it was told; trained once for all files."""
+    policy = load_policy("tiny", device="cpu")
 
     async def train():
         shown = [example(policy.tokenizer, name) for name in NAMES]
@@ -39,14 +41,10 @@ def trained_caller(tiny):
     return policy
 
 
-@pytest.fixture(scope="module")
-def _caller(_tiny):
-    return trained_caller(_tiny)
-
-
 @pytest.fixture
-def caller(_caller):
-    return Policy(copy.deepcopy(_caller.model), _caller.tokenizer, _caller.name, _caller.eos_ids)
+def caller(_tiny):
+    known = trained_caller()
+    return Policy(copy.deepcopy(known.model), known.tokenizer, known.name, known.eos_ids)
 
 
 async def ask(client, messages, **options):

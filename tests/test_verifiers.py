@@ -9,7 +9,7 @@ from grpolab.serve.service import serve_policy
 from grpolab.train.grpo import GRPOConfig
 
 PACKAGES, pytestmark = "verifiers", [pytest.mark.full, pytest.mark.usefixtures("packages")]  # they weigh some hundreds of MB
-NAMES, _caller, caller = test_serve_tools.NAMES, test_serve_tools._caller, test_serve_tools.caller
+NAMES, caller = test_serve_tools.NAMES, test_serve_tools.caller
 
 
 def rooms(tool=room):
