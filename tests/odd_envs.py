@@ -94,6 +94,20 @@ class DeafInClose(AsyncOdd):
     deaf_in_close = 3600.0
 
 
+class Marks(Base):
+    """Its step waits to be cancelled, and `close` leaves a file at `path`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    async def step(self, action):
+        await asyncio.sleep(3600)
+
+    def close(self):
+        time.sleep(0.5)
+        open(self.path, "w").close()
+
+
 async def deaf(seconds):
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:

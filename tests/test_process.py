@@ -105,6 +105,15 @@ async def test_an_async_environment_has_a_loop_to_itself(isolate):
 
 
 @BOTH
+async def test_a_hung_async_step_is_cancelled_and_its_environment_closes(isolate, tmp_path):
+    options = {"arguments": {"path": str(tmp_path / "closed")}, "step_timeout": 0.2}
+    async with serve(odd_envs.Marks, isolate=isolate, **options) as server, EnvSession(server.url) as session:
+        with pytest.raises(SessionLost, match="STEP_TIMEOUT"):
+            await session.step({})
+    assert (tmp_path / "closed").exists() and server.status()["abandoned"] == 0
+
+
+@BOTH
 async def test_an_async_environment_that_is_deaf_to_cancellation_holds_no_slot(isolate):
     start = time.monotonic()
     options = {"close_timeout": 0.3, "step_timeout": 0.3, "max_sessions": 4}
