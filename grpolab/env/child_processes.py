@@ -38,10 +38,11 @@ def start(command, extra=None, **options) -> subprocess.Popen:
                             env=environment(extra), **options)
 
 
-def start_server(command, extra=None, seconds=10.0) -> tuple[subprocess.Popen, str]:
+def start_server(command, extra=None, seconds=10.0, **options) -> tuple[subprocess.Popen, str]:
     """`start` for a server that prints its address as its first line, such as a database of an environment's own: (guard,
-    address). RuntimeError where there is none within `seconds`; what it writes to stderr goes where ours does."""
-    guard = start(command, extra, stdout=subprocess.PIPE, text=True, errors="replace")
+    address). RuntimeError where there is none within `seconds`; what it writes to stderr goes where ours does, or where
+    `stderr=` says."""
+    guard = start(command, extra, stdout=subprocess.PIPE, text=True, errors="replace", **options)
     ready, _, _ = select.select([guard.stdout], [], [], seconds)
     address = guard.stdout.readline().strip() if ready else ""
     if not address:
