@@ -64,7 +64,9 @@ def test_without_a_change_it_is_the_run_in_every_bit(run, step, edit):
     assert (drawn.get_title(loc="left") or drawn.get_title()) == f"reward at the end: the run {end}, twin {end}"
 
 
-@pytest.mark.parametrize("change", [{"lr": 5e-3}, {"reward": length}, {"kl_coef": 0.5}, {"clip_eps": (0.0, 0.0)}])
+@pytest.mark.parametrize("change", [
+    {"lr": 5e-3}, {"reward": length},
+    *(pytest.param(change, marks=pytest.mark.full) for change in ({"kl_coef": 0.5}, {"clip_eps": (0.0, 0.0)}))])
 def test_one_thing_changed_differs_from_there_on(run, change):
     twin = forked(run, 2, **change)
     same, other = run.recorder.groups(2), run.recorder.groups(4)

@@ -52,7 +52,8 @@ def played(run, step, name="twin", problems=SUMS, limits=LIMITS, **options):
     return asyncio.run(cell())
 
 
-@pytest.mark.parametrize("edit", [None, lambda groups, state: groups], ids=["played again", "from the record"])
+@pytest.mark.parametrize("edit", [None, pytest.param(lambda groups, state: groups, marks=pytest.mark.full)],
+                         ids=["played again", "from the record"])
 def test_without_a_change_it_is_the_run_in_every_bit(run, edit):
     twin = played(run, 1, edit=edit)
     assert content(twin.recorder.folder) == content(run.recorder.folder)
@@ -69,11 +70,6 @@ def test_an_edited_step_is_done_again_from_its_recorded_episodes(run):
     assert [row["step"] for row in same.metrics] == [0, 1] and replay(same, 1).equal and len(fewer.recorder.groups(1)) == 2
     later = played(fewer, 1, "later", steps=3)  # a fork of a fork, on the run's way again
     assert content(later.recorder.folder) == content(run.recorder.folder)
-
-
-def test_another_setting_is_warned_of(run):
-    with pytest.warns(UserWarning, match=r"of 12 rollouts of step 1 are not the run's.*limits"):
-        played(run, 1, limits=Limits(1, 96))
 
 
 def test_a_fork_of_episodes_needs_their_environment(run):

@@ -1,7 +1,6 @@
 """The decoder that training uses on Llama-shaped models is the model's own, value and gradient, and keeps less of it."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout, collate
 from grpolab.train import forward
-from grpolab.train.grpo import GRPOConfig, grpo_gradient
 from grpolab.train.layout import distinct_parts, lay_out
 from grpolab.train.logps import decoder_states, rollout_logps, way_of
 
@@ -102,30 +100,6 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     assert len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
     assert layout.tokens.lone.shape == (3, 2) and layout.tokens.completions.shape == (4, 29)
     assert layout.rows.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
-
-
-@pytest.mark.parametrize("prompt", [64, 700])
-def test_a_long_prompt_is_computed_once_a_group(prompt, monkeypatch):
-    """However narrow the rows of other forwards are, and however small the budget of tokens in which a group fits."""
-    policy, seen, honest = policy_of(CONFIGS["llama"]), [], forward.states
-    policy.tokenizer = SimpleNamespace(pad_token_id=0)
-    texts = [tuple(range(5, 55)) * 20, tuple(range(6, 56)) * 20]
-    rollouts = [Rollout(text[:prompt], (7, 8, 9 + g, 10), (1,) * 4, (-1.0,) * 4, (-1.0,) * 4, "eos")
-                for text in texts for g in range(8)]
-    config = GRPOConfig(token_budget=prompt + 8 * 4)
-
-    def counted(decoder, ids, *rest):
-        seen.append(len(ids))
-        return honest(decoder, ids, *rest)
-
-    monkeypatch.setattr(forward, "states", counted)
-    found = []
-    for narrow in (config, dataclasses.replace(config, share_prompts=False, token_budget=10**6)):
-        grpo_gradient(policy, None, rollouts, torch.linspace(-1, 1, 16), narrow)
-        found.append(gradients(policy))
-    assert seen == [prompt + 8 * 3] * 2 + [16 * (prompt + 3)]  # the last chosen token predicts nothing
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(gradient, found[1][name])
 
 
 def test_parts_count_what_is_computed():

@@ -384,7 +384,7 @@ def test_dpo_at_initialisation_is_log_two_with_gradient_half_beta():
     exactly(*gradients(loss, logps), torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, 3) * 0.1 / 2 / 3)
 
 
-def test_bradley_terry_by_hand_and_antisymmetric():
+def test_bradley_terry_by_hand():
     c, r = torch.tensor([2.0, 0.0], dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
     minus_log_sigmoid = lambda x: math.log(1 + math.exp(-x))  # noqa: E731
     value = lambda **k: losses.bradley_terry_loss(c, r, denominator=2, **k)[0].item()  # noqa: E731
@@ -396,14 +396,6 @@ def test_bradley_terry_by_hand_and_antisymmetric():
     assert m["accuracy"] == 0.5 and m["margin"] == -1 and m["reward_chosen"] == 1 and m["reward_rejected"] == 2
     wins = lambda c, r: losses.bradley_terry_loss(c, r, denominator=2)[1]["accuracy"].item()  # noqa: E731
     assert (wins(c, c), wins(c + 1, c), wins(c - 1, c)) == (0, 1, 0)
-    scores = randn(2, 3).requires_grad_()
-    loss = losses.bradley_terry_loss(*scores, denominator=3)[0]
-    (grad,) = gradients(loss, scores)
-    exactly(grad[0], -grad[1])
-    assert (grad[0] < 0).all()
-    shifted = losses.bradley_terry_loss(*(scores + 5), denominator=3)[0]
-    exactly(loss, shifted)  # only differences matter, unless centred
-    assert losses.bradley_terry_loss(*(scores + 5), denominator=3, centering=0.1)[0] > shifted + 1
 
 
 # --- KL ---------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from decode_helpers import ragged_prompts, tiny_policy
 
-from grpolab.decode import sampler as module
 from grpolab.decode.audit import recompute
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -179,34 +178,6 @@ def test_who_would_wait_for_ever_is_refused(policy):
         assert len(conversation.sample_sync([1], PARAMS).tokens) == 25
         with pytest.raises(RuntimeError, match="worker thread"):
             sampler.run_sync(lambda: sampler.sample_sync([[1, 2, 3]]))
-
-
-def test_choosing_and_decoding_never_hold_up_the_loop(policy, monkeypatch):
-    """A loop that ticks every 2 ms, while a slow choice of the engine and a decode run in the worker."""
-    honest = module.choose_engine
-    monkeypatch.setattr(module, "choose_engine", lambda *args: time.sleep(1.0) or honest(*args))
-
-    async def main():
-        stalls = []
-
-        async def tick():
-            while True:
-                before = time.perf_counter()
-                await asyncio.sleep(0.002)
-                stalls.append(time.perf_counter() - before)
-
-        ticking = asyncio.create_task(tick())
-        sampler = Sampler(policy)
-        entering = asyncio.create_task(sampler.__aenter__())
-        await asyncio.sleep(0.01)
-        entering.cancel()  # the choice goes on
-        groups = await sampler.sample([[1, 2]] * 4, group_size=8, params=SamplingParams(max_new_tokens=200))
-        ticking.cancel()
-        await sampler.close()
-        return groups, stalls
-
-    groups, stalls = asyncio.run(main())
-    assert len(groups[3][7].tokens) == 200 and len(stalls) > 20 and max(stalls) < 0.5
 
 
 def test_every_caller_gets_the_error_of_an_engine_that_does_not_fit(policy):
