@@ -1,6 +1,7 @@
 """The board: an honest entry is verified, and a hostile one is refused with a word."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 from functools import cached_property
@@ -78,6 +79,7 @@ def test_what_its_own_text_shows_is_refused_without_training(entry, monkeypatch)
         (edited(entry, asked=[[asked]]), f"1 of the held-out questions, {asked}"),
         (edited(entry, asked=[["1 + 1000"]]), "questions that are not the task's, 1 + 1000"),
         (entry | {"task": "0"}, "another task"),
+        (entry | {"machine": entry["machine"] | {"threads": 64}}, "made with 64 threads"),
         (entry | {"seeds": {"7": entry["seeds"]["0"]}}, "has the seeds"),
     ):
         assert why in verify(other, task=SMALL).refused
@@ -126,6 +128,17 @@ def test_on_another_processor_the_means_are_compared(entry, replayed):
     for of in fewer["seeds"].values():
         of["tokens"] //= 2
     assert "its tokens is" in verify(fewer, task=SMALL).refused
+    fewer["seeds"]["1"]["tokens"] = entry["seeds"]["1"]["tokens"]  # a spread of its own explains nothing
+    assert "its tokens is" in verify(fewer, task=SMALL).refused
+
+
+@pytest.mark.parametrize("change", [
+    {"accuracy": math.nan}, {"accuracy": 1.5}, {"seconds": math.nan}, {"seconds": -1.0}, {"tokens": 10**400}, {"tokens": 3},
+    {"asked": [1, 2]}, {"asked": [[{}], ["1 + 1"]]}, {"rewards": [0.5]}, {"rewards": ["a", "b"]},
+])
+def test_numbers_that_its_recipe_cannot_give_are_refused(entry, change, tmp_path):
+    with pytest.raises(ValueError, match="no entry of the board"):
+        read(save(edited(entry, **change), tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize(("text", "why"), [
@@ -133,6 +146,7 @@ def test_on_another_processor_the_means_are_compared(entry, replayed):
     (b"{}", "no entry of the board"),
     (b"[]", "no entry of the board"),
     (b'{"board": 1, "seeds": {"0": {}}}', "no entry of the board"),
+    (b"[" * 100_000, "no entry of the board"),
 ])
 def test_what_is_no_entry_is_refused(text, why, tmp_path, capsys):
     path = tmp_path / "bad.json"
@@ -149,6 +163,8 @@ def test_what_is_no_entry_is_refused(text, why, tmp_path, capsys):
     ('method = "grpo"\nseed = 3', "seed"),
     ('method = "sft"', "method = 'sft'"),
     ('method = "grpo"\nsteps = "many"', "another type"),
+    ('method = "grpo"\ngroup_size = 8.5', "no integer"),
+    ('method = "grpo"\ngroup-size = 8\ngroup_size = 9', "twice"),
     ('method = "grpo"\nlr = -1.0', "lr"),
 ])
 def test_a_recipe_sets_the_options_of_grpo_alone(recipe, why, entry, tmp_path):
@@ -169,6 +185,8 @@ def test_speedrun_and_verify_from_the_command_line(tmp_path, monkeypatch, capsys
     for f in (board.speedrun, board.verify):
         monkeypatch.setitem(f.__kwdefaults__, "task", SMALL)
     (tmp_path / "mine.toml").write_text(RECIPE)
+    assert main(["speedrun", str(tmp_path / "mine.toml"), "--out", str(tmp_path / "mine.toml")]) == 1
+    assert (tmp_path / "mine.toml").read_text() == RECIPE and "cannot be written" in capsys.readouterr().err
     assert main(["speedrun", str(tmp_path / "mine.toml"), "--threads", "1", "--tries", "2"]) in (0, 1)
     assert main(["verify", str(tmp_path / "mine.json")]) == 0
     assert "verified in every bit" in capsys.readouterr().out

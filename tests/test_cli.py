@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from grpolab.__main__ import main
+from grpolab.cli.scout import Scout
 from grpolab.tasks import read_rows
 
 
@@ -66,6 +68,15 @@ def test_scout_puts_the_tasks_first_of_which_groups_differ(tmp_path, capsys):
     assert "[3/3] some.jsonl" in capsys.readouterr().out
     assert main(["scout", "tiny", files[1], "--samples", "1"]) == 2 and "at least 2" in capsys.readouterr().err
     assert main(["scout", "./no/model", files[1]]) == 1 and "answer" in capsys.readouterr().err
+
+
+def test_two_files_of_one_name_are_two_tasks(tmp_path):
+    files = [str(tmp_path / folder / "some.jsonl") for folder in "ab"]
+    for file in files:
+        Path(file).parent.mkdir()
+        Path(file).write_text('{"prompt": "1 + 1 = ", "answer": 2}\n')
+    assert [name for file in files for name, *_ in Scout("tiny", (*files, "arithmetic")).named(file)] == files
+    assert [name for name, *_ in Scout("tiny", tuple(files[:1])).named(files[0])] == ["some.jsonl"]
 
 
 def test_an_unknown_model_is_an_error_not_a_traceback(monkeypatch, capsys):

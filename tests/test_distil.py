@@ -235,6 +235,14 @@ def test_a_teacher_that_gives_no_log_probs_is_refused(student, teacher, answer, 
     assert student.version == 0
 
 
+def test_a_hint_may_be_longer_than_the_context_of_the_student(student, teacher):
+    student.model.config.max_position_embeddings = 40
+    config = dataclasses.replace(CONFIG, steps=1)
+    rows_of(distil(student, teacher, PROBLEMS, config, teacher_prompt=lambda row: f"{prompt_of(row)} The sum is {row.answer}."))
+    with pytest.raises(ValueError, match="context"):
+        rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(config, max_new_tokens=30)))
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(teacher, tmp_path):
     config = dataclasses.replace(CONFIG, steps=4, save_every=2, on_policy=0.5)
     whole, half, again = (load_policy("tiny") for _ in range(3))

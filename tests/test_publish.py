@@ -92,7 +92,8 @@ def test_what_the_hub_would_not_take_is_said_before_anything_is_trained(tmp_path
     done = grpolab(tmp_path, "sft", "tiny", *SHORT, "--push-to-hub", "me/model", HF_ENDPOINT=hub[0], HF_TOKEN="hf_wrong")
     assert done.returncode == 1 and "refuses the token" in done.stderr and not hub[2]
     monkeypatch.chdir(tmp_path)
-    for repo, says in (("model", "name it as owner/model"), ("me/model", "needs a token of the hub")):
+    for repo, says in (("model", "name it as owner/model"), ("../model", "name it as owner/model"),
+                       ("me/model", "needs a token of the hub")):
         monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
         assert main(["sft", "tiny", *SHORT, "--push-to-hub", repo]) == 1 and says in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

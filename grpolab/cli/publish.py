@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCardData  # transformers brings it
-from huggingface_hub.errors import LocalTokenNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from matplotlib import pyplot as plt
 
 from grpolab.files import atomic_write, png, source_commit
@@ -70,8 +71,12 @@ def _samples(run: Run) -> str:
 
 def check_hub(repo: str) -> None:
     """ValueError where the hub would not take an upload to `repo`: before anything is trained."""
-    if repo.count("/") != 1:
-        raise ValueError(f"--push-to-hub {repo!r}: name it as owner/model")
+    try:
+        if repo.count("/") != 1:
+            raise HFValidationError("it has no owner")
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"--push-to-hub {repo!r}: name it as owner/model ({error})") from error
     try:
         HfApi().whoami()
     except LocalTokenNotFoundError as error:

@@ -50,7 +50,7 @@ class Scout:
         if self.samples < 2 or self.questions < 1:
             raise UsageError("--samples is at least 2, since groups are compared inside, and --questions at least 1; got "
                              f"{self.samples} and {self.questions}")
-        named = [task for name in self.tasks for task in self.named(name)]
+        named = [task for name in dict.fromkeys(self.tasks) for task in self.named(name)]
         table = asyncio.run(self.measured(named))
         print("\n" + table.to_string(na_rep=""))
         if self.save:
@@ -71,7 +71,9 @@ class Scout:
         rows = tasks.read_rows(name)[: self.questions]
         if self.reward is None:
             tasks.check_answers(rows, name)
-        return [(Path(name).name, lambda: rows, load_object(self.reward, "--reward") if self.reward else tasks.right_number)]
+        same = [other for other in self.tasks if Path(other).name == Path(name).name]
+        title = Path(name).name if len(set(same)) == 1 else name
+        return [(title, lambda: rows, load_object(self.reward, "--reward") if self.reward else tasks.right_number)]
 
     async def measured(self, named: Sequence[tuple[str, Callable, Callable]]) -> pd.DataFrame:
         """A row a task, those with most groups to learn from first; one that cannot be sampled says why."""

@@ -8,8 +8,9 @@ weights are those before step k - max_staleness, while earlier steps are sampled
 max_staleness + 1 steps are in progress or wait, and no token that is trained on is older than that.
 
 By default new weights wait until the completions in progress have ended. Then step k is sampled whole from the weights before
-step max(0, k - max_staleness): the schedule is a function of the step, and the run is reproducible in every bit. With
-`in_flight` they come between two decode steps (PipelineRL, arXiv 2509.19128), and where that is depends on the clock.
+step max(0, k - max_staleness): the schedule is a function of the step, and the run is reproducible in every bit where a row's
+bits do not depend on its batch (`Sampler`; a mixture of experts' do). With `in_flight` they come between two decode steps
+(PipelineRL, arXiv 2509.19128), and where that is depends on the clock.
 `Rollout.token_versions` says which weights drew each token. Keys and values that older weights computed stay in the cache, and
 those of a token are computed by the weights that draw the next one: the log-prob of a token is under the distribution that it
 was drawn from, of which the cache is a part, and versions and weights determine it.

@@ -107,12 +107,13 @@ async def distil(
 
     def start():
         prompts = [prompts_of(row) for row in rows]
-        longest = max(max(map(len, pair)) for pair in prompts) + config.max_new_tokens
-        longest = max(longest, *(len(r.prompt) + len(r.tokens) for r in given), 0)
-        for one in {id(p): p for p in (policy, teacher) if isinstance(p, Policy)}.values():
-            check_lengths(one, longest, "prompt and completion")
-            with one.acting():
-                verify_forward(one, config, longest)
+        for k, one in enumerate((policy, teacher)):
+            if isinstance(one, Policy):
+                longest = max(*(len(pair[k]) + config.max_new_tokens for pair in prompts),
+                              *(len(r.prompt) + len(r.tokens) for r in given), 0)
+                check_lengths(one, longest, "prompt and completion")
+                with one.acting():
+                    verify_forward(one, config, longest)
         return prompts
 
     prompts = await in_thread(policy, start)
