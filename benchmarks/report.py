@@ -693,11 +693,13 @@ def ladder(series: Path, results: Path) -> str:
     for path in sorted(series.glob("[0-9][0-9]_*.ipynb")):
         text = "".join(json.loads(path.read_text())["cells"][0]["source"])
         title = re.search(r"^# (.*)$", text, re.M)
-        learn = re.search(r"^\| you will learn \| (.*) \|$", text, re.M)
-        if not title or not learn:
-            raise ValueError(f"{path.name}: its first cell needs a line `# NN · title` and a row `| you will learn | ... |`")
+        learn, before = (re.search(rf"^\| {row} \| (.*) \|$", text, re.M) for row in ("you will learn", "read first"))
+        if not title or not learn or not before:
+            raise ValueError(f"{path.name}: its first cell needs a line `# NN · title` and rows `| you will learn | ... |` and "
+                             "`| read first | ... |`")
         kept = record(f"notebooks/{path.stem}", results)
         rows.append({"notebook": f"[{title[1]}](notebooks/{path.name})", "you will learn": learn[1],
+                     "read first": re.sub(r"\[(\d+)\]\([^)]*\)", r"\1", before[1]),
                      "minutes": kept["minutes"] if kept else "not recorded"})
     return table(rows)
 
