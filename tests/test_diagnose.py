@@ -54,7 +54,6 @@ def test_an_illness_is_found_in_the_run_made_to_have_it(name):
 
 def test_a_run_was_recorded_for_every_illness():
     known = {rule[0] for rule in RULES} | {"length runs away", "the reward has fallen", "reward up while the judge falls"}
-    known -= {"the same words again and again", "tokens are driven out"}  # shown by rows of numbers alone (RANGES)
     assert set().union(*ILL.values()) == known and len(RECORDED.keys() - ILL.keys()) >= 9
 
 
@@ -92,7 +91,7 @@ RANGES = {  # column: (healthy, ill); the ranges that Atropos' example trainer n
     "kl": ([0.0, 0.29], [0.31]), "sampler_kl": ([0.0, 0.05, 0.09], [0.11, 40.0]), "ratio": ([0.81, 1.0, 1.19], [0.79, 1.21]),
     "clip_low": ([0.0, 0.09], [0.11]), "clip_high": ([0.0, 0.09], [0.11]), "diff_mean": ([-0.019, 0.0, 0.019], [-0.021, 0.021]),
     "diff_abs_mean": ([0.0, 0.019], [0.021]), "diff_max": ([0.0, 1.9], [2.1]), "repetition": ([0.0, 0.29], [0.31, 1.0]),
-    "low_logp": ([0.0, 0.009], [0.011]), "policy_loss": ([-9.9, 0.0, 5.0], [-10.1]),
+    "low_logp": ([0.0, 0.0034], [0.0036]), "policy_loss": ([-9.9, 0.0, 5.0], [-10.1]),
 }
 
 

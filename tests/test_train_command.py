@@ -1,10 +1,12 @@
 """The training commands: their flags are the configurations' fields, and they train what they say."""
 
 import ast
+import asyncio
 import dataclasses
 import gc
 import json
 import re
+import signal
 import sys
 import tomllib
 import types
@@ -373,6 +375,32 @@ def test_an_adapter_is_trained_beside_its_reference(tmp_path, monkeypatch):
     assert main(["grpo", "tiny", *SHORT, "--lora-rank", "2", "--kl-coef", "0.1"]) == 0 and len(loaded) == 1
     assert (tmp_path / "runs/cli_grpo/tiny/policy/adapter_config.json").is_file()
     assert main(["reward", "tiny", "--data", "x.jsonl", "--lora-rank", "2"]) == 2
+
+
+async def test_one_interrupt_lets_the_step_end_and_a_second_ends_the_process(capsys, monkeypatch):
+    ended, statuses = [], []
+
+    async def step():
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.2)
+            ended.append(True)
+            raise
+
+    monkeypatch.setattr(commands.os, "_exit", statuses.append)
+    for again in (False, True):
+        working = asyncio.ensure_future(commands.until_interrupted(step()))
+        await asyncio.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.05)
+        if again:
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        assert statuses == [130] * again and len(ended) == 1 + again
+    said = capsys.readouterr().err
+    assert said.count("again for at once") == 2 and said.count("interrupted twice") == 1
 
 
 # --- where rollouts come from -----------------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ import contextlib
 import importlib
 import json
 import os
+import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,7 +165,10 @@ class Training:
         with contextlib.ExitStack() as stack:
             if distributed.first():
                 run.sinks += [stack.enter_context(tracker(name, run.folder)) for name in self.report_to]
-            asyncio.run(self.steps(ready, run))
+            try:
+                asyncio.run(until_interrupted(self.steps(ready, run)))
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
         if distributed.first():
             atomic_write(run.folder / recipe.NAME, self.as_recipe())
             saved = ready.model.save(run.folder / "policy")
@@ -193,6 +198,23 @@ class Training:
 
     def tell(self, row: dict, run: Run) -> None:
         """What a method says of a step beside its numbers."""
+
+
+async def until_interrupted(work: Coroutine) -> None:
+    """Do the work. The first Ctrl-C cancels it, which ends with the step in progress, a second one ends the process at once:
+    what lies on the disk is whole, since files are renamed into place."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if task.cancelling():
+            print("interrupted twice: ended in the midst of a step", file=sys.stderr, flush=True)
+            os._exit(130)
+        else:
+            print("interrupted: the step in progress ends first; again for at once", file=sys.stderr, flush=True)
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    await task
 
 
 @contextlib.contextmanager
