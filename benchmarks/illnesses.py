@@ -143,11 +143,12 @@ def plans(base, start, calls) -> dict:
                               lambda: single(copied(base), replace(PLAIN, steps=6))),
         "step_x10": (("steps that are too large", "the reward has fallen", "far from the reference"),
                      lambda: single(again(), replace(CAREFUL, lr=2e-3), reference=again())),
-        "step_x10/no_leash": (("the reward has fallen", "groups without a difference"),
+        "step_x10/no_leash": (("the reward has fallen", "groups without a difference", "tokens are driven out"),
                               lambda: single(again(), replace(CAREFUL, lr=2e-3, kl_coef=0.0))),
         "other_forward": (("sampler and trainer disagree",),
                           lambda: other_forward(again(), replace(PLAIN, steps=6, max_logp_diff=None))),
-        "one_answer": (("the entropy is gone",),  # the weakest KL penalty: without it equal groups have no forward pass
+        # The weakest KL penalty: without it equal groups have no forward pass.
+        "one_answer": (("the entropy is gone", "the same words again and again"),
                        lambda: single(again(), replace(PLAIN, steps=30, lr=3e-3, max_new_tokens=8, kl_coef=1e-6), reward=ones,
                                       reference=again())),
         "ever_longer": (("length runs away",), lambda: single(again(), replace(PLAIN, steps=16, lr=2e-3), reward=length)),

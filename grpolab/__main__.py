@@ -50,9 +50,11 @@ def main(argv: list[str] | None = None) -> int:
         if name == "train":
             from grpolab.cli.recipe import read
 
+            if arguments[:1] == ["--config"]:
+                arguments = arguments[1:]
             if not arguments or arguments[0].startswith("-"):
-                raise UsageError("name a file, as in: grpolab train run.toml --steps 30 (--print-config of grpo, sft, dpo or "
-                                 "reward writes one)")
+                raise UsageError("name a file, as in: grpolab train run.toml --steps 30, or run.yaml (--print-config of grpo, "
+                                 "sft, dpo or reward writes one)")
             name, arguments = read(arguments[0], arguments[1:], TRAINING)
         elif name == "up":
             return import_module("grpolab.cli.up").main(arguments)

@@ -13,6 +13,7 @@ from loop_helpers import rows_of
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.dashboard import Dashboard
 from grpolab.lab.diagnose import RULES, diagnose
+from grpolab.lab.metrics import METRICS, readable
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
 from tests.test_rollout_log import digits
@@ -84,6 +85,27 @@ def test_rollouts_of_older_weights_differ_without_being_ill():
     apart = {"step": 7, "diff_abs_mean": 0.03, "diff_max": 0.3}
     assert "sampler and trainer disagree" in illnesses([apart | {"staleness": 0}])
     assert not illnesses([apart | {"staleness": 1}])
+
+
+RANGES = {  # column: (healthy, ill); the ranges that Atropos' example trainer names are among them
+    "kl": ([0.0, 0.29], [0.31]), "sampler_kl": ([0.0, 0.05, 0.09], [0.11, 40.0]), "ratio": ([0.81, 1.0, 1.19], [0.79, 1.21]),
+    "clip_low": ([0.0, 0.09], [0.11]), "clip_high": ([0.0, 0.09], [0.11]), "diff_mean": ([-0.019, 0.0, 0.019], [-0.021, 0.021]),
+    "diff_abs_mean": ([0.0, 0.019], [0.021]), "diff_max": ([0.0, 1.9], [2.1]), "repetition": ([0.0, 0.29], [0.31, 1.0]),
+    "low_logp": ([0.0, 0.0034], [0.0036]), "policy_loss": ([-9.9, 0.0, 5.0], [-10.1]),
+}
+
+
+@pytest.mark.parametrize("column", RANGES)
+def test_a_number_outside_of_its_range_is_warned_of_and_one_inside_is_not(column):
+    healthy, ill = RANGES[column]
+    inside = {"ratio_max": 1.2} | {c: of[0][-1] for c, of in RANGES.items()}
+    assert not any(diagnose([inside | {column: value}]) for value in healthy)
+    for value in ill:
+        (found,) = diagnose([inside | {column: value}])
+        assert found.evidence.startswith(f"{column} is {readable(value, 3)}") and found.remedy
+    page = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+    cells = [line.split("|") for line in page.partition("## DPO")[0].splitlines() if line.startswith("| `")]
+    assert [c[3].strip() for c in cells if f"`{column}`" in c[1]] == [METRICS[column].range]
 
 
 def test_a_single_row_is_diagnosed():

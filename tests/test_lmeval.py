@@ -34,7 +34,7 @@ def test_the_command_of_the_page_finds_the_greedy_rate(tmp_path, packages):
             done = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", *shlex.split(command), cwd=tmp_path, stderr=asyncio.subprocess.PIPE,
                 env=os.environ | {"PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")})
-            _, said = await asyncio.wait_for(done.communicate(), 200)
+            _, said = await asyncio.wait_for(done.communicate(), 600)
             assert done.returncode == 0, said.decode()[-2000:]
         return (await evaluate(policy, held_out)).exact.value
 

@@ -54,6 +54,15 @@ def test_steps_are_those_of_fp32_weights_with_the_same_gradients(optimiser):
     assert moved > 0.1  # steps of 3e-5 add up, most of which bf16 would round away
 
 
+def test_states_on_the_host_take_the_steps_of_adamw_in_every_bit():
+    policies = [load_policy("tiny", device="cpu") for _ in range(2)]
+    for policy, name in zip(policies, ("adamw", "adamw_cpu")):
+        rows_of(sft(policy, examples(policy), SFTConfig(steps=3, batch_size=4, lr=1e-3, warmup=0, optimiser=name)))
+    assert all(torch.equal(a, b) for a, b in zip(*map(weights, policies)))
+    optimiser = make_optimiser(policies[1], SFTConfig(optimiser="adamw_cpu"))
+    assert all(m.device.type == "cpu" and m.data_ptr() != p.data_ptr() for p, m in zip(optimiser.parameters, optimiser.masters))
+
+
 def gradient_of(policy, parts):
     """The gradient of SFT on 512 rows, forwarded in so many parts, as one vector in fp64."""
     rows = examples(policy) * 32

@@ -1,11 +1,14 @@
 """The training commands: their flags are the configurations' fields, and they train what they say."""
 
 import ast
+import asyncio
 import dataclasses
 import gc
 import json
 import re
+import signal
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -22,7 +25,7 @@ OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
          "clip_eps": (0.1, 0.3), "max_logp_diff": (0.5, 2.0), "dual_clip": 3.0, "sampler_cap": 2.0,
          "minibatches": 2, "label_smoothing": 0.1, "checkpoint_activations": True, "length_normalised": True,
-         "exact": True, "share_prompts": False}
+         "exact": True, "share_prompts": False, "kl_to": "sampler"}
 
 
 def command(method, *flags):
@@ -75,7 +78,7 @@ def test_none_is_a_value_where_the_field_allows_it():
     assert parsed("grpo", "--sampler-cap", "none").sampler_cap is None
 
 
-@pytest.mark.parametrize("flags, says", [(["--clip-eps", "0.2"], "'--clip-eps'. Expected 2"), (["--lr", "-1"], "lr"),
+@pytest.mark.parametrize("flags, says", [(["--clip-eps", "wide"], "--clip-eps"), (["--lr", "-1"], "lr"),
                                          (["--kl-kind", "foo"], "Expected one of ('k1', 'k2',"),
                                          (["--stepz", "3"], "--steps"), (["--steps", "many"], "--steps")])
 def test_a_value_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys, flags, says):
@@ -267,9 +270,74 @@ def options_of(command):
     return [name for key, value in values.items() for name in (options_of(value) if dataclasses.is_dataclass(value) else [key])]
 
 
-def test_the_page_for_people_who_know_trl_lists_every_name():
+def test_the_page_for_people_who_know_trl_lists_every_name_and_names_what_exists():
     page = (Path(__file__).parents[1] / "docs" / "trl.md").read_text()
     assert all(f"| `{there}` | `{here}` |" in page for there, here in recipe.RENAMED.items())
+    assert all(f"| `{there} ({m.upper()})` | `{here}` |" in page
+               for m, of in recipe.RENAMED_OF.items() for there, here in of.items())
+    refused = recipe.NO_OPTION | {f"{k} (GRPO)": why for k, why in recipe.NO_OPTION_OF["grpo"].items()}
+    assert all(f"| `{there}` | {why} |" in page for there, why in refused.items())
+    fields = {f"{type(c).__name__}.{f.name}" for c in map(parsed, CONFIGS) for f in dataclasses.fields(c)}
+    assert set(re.findall(r"`(\w+Config\.\w+)`", page)) <= fields
+    flags = {name.replace("_", "-") for m in CONFIGS for name in options_of(command(m))}
+    tables = "".join(line.split("|", 2)[2] for line in page.splitlines() if line.startswith("|"))
+    assert set(re.findall(r"--([a-z][a-z-]+)", tables)) <= flags and len(flags) > 80
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--lora-dropout", "0.1"], "there is no dropout"), (["--epsilon-high=0.28"], "both sides"), (["--bf16"], "--autocast"),
+    (["--batch-size", "4"], "--prompts-per-step"), (["--top_p", "0.9"], "whole distribution"),
+    (["--gradient-accumulation-steps", "0"], "at least 1"),
+])
+def test_an_option_that_has_no_counterpart_says_what_has(monkeypatch, capsys, flags, says):
+    monkeypatch.setattr(commands, "load_policy", None)
+    assert main(["grpo", "tiny", *flags]) == 2 and says in capsys.readouterr().err
+
+
+def test_names_of_the_shell_of_another_trainer(capsys):
+    """As Atropos' example trainer is started: one clip, the model by a flag, micro-batches that add up, a tracker's switch."""
+    flags = ["--model-name", "tiny", "--clip-eps", "0.1", "--optimizer", "adamw_cpu", "--use-wandb", "--tensorboard",
+             "--kl-coef", "0.1", "--kl-to", "sampler", "--training-steps", "7", "--gradient-accumulation-steps", "3",
+             "--print-config"]
+    assert main(["grpo", *flags]) == 0
+    config = tomllib.loads(capsys.readouterr().out)
+    assert config == {"method": "grpo", "model": "tiny", "clip_eps": [0.1, 0.1], "optimiser": "adamw_cpu", "kl_coef": 0.1,
+                      "report_to": ["wandb", "tensorboard"], "kl_to": "sampler", "steps": 7, "prompts_per_step": 192}
+    assert main(["sft", "tiny", "--batch-size=4", "--gradient_accumulation_steps", "4", "--print-config"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["batch_size"] == 16
+
+
+def test_a_recipe_in_yaml_is_the_one_in_toml(tmp_path, capsys):
+    """Read by `--config`, with an option that wins over it; what is no mapping is refused."""
+    path = tmp_path / "run.yaml"
+    path.write_text("method: grpo\nmodel_name_or_path: tiny\nlearning_rate: 1.0e-3\nclip_eps: [0.1, 0.3]\n"
+                    "gradient_checkpointing: false\nwandb: true\n")
+    assert main(["train", "--config", str(path), "--steps", "9", "--print-config"]) == 0
+    found = tomllib.loads(capsys.readouterr().out)
+    assert found == {"method": "grpo", "model": "tiny", "lr": 1e-3, "clip_eps": [0.1, 0.3], "steps": 9, "report_to": ["wandb"]}
+    for text, says in (("- steps", "no options"), ("a: b: c", "is no YAML"), ("method: grpo\nmodel: a\nbf16: true", "--bf16")):
+        path.write_text(text)
+        assert main(["train", str(path)]) == 2 and says in capsys.readouterr().err
+
+
+def test_resume_goes_on_or_says_that_there_is_nothing_to_go_on_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["sft", "tiny", *SMALL[:6], "--batch-size", "4", "--steps", "4", "--save-every", "1", "--out", "kept"]
+    assert main([*asked, "--resume"]) == 2 and "holds no checkpoint" in capsys.readouterr().err
+    real = commands.Run.log
+
+    def stops(run, row):
+        if row["step"] == 2:
+            raise KeyboardInterrupt
+        return real(run, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.Run, "log", stops)
+        assert main(asked) == 130
+    capsys.readouterr()
+    assert main([*asked, "--resume"]) == 0
+    assert "step 1/4" not in (out := capsys.readouterr().out) and "step 4/4" in out
+    assert "resume" not in (tmp_path / "kept/cli_sft/tiny/recipe.toml").read_text()
 
 
 # --- what a training leaves -------------------------------------------------------------------------------------------
@@ -307,6 +375,32 @@ def test_an_adapter_is_trained_beside_its_reference(tmp_path, monkeypatch):
     assert main(["grpo", "tiny", *SHORT, "--lora-rank", "2", "--kl-coef", "0.1"]) == 0 and len(loaded) == 1
     assert (tmp_path / "runs/cli_grpo/tiny/policy/adapter_config.json").is_file()
     assert main(["reward", "tiny", "--data", "x.jsonl", "--lora-rank", "2"]) == 2
+
+
+async def test_one_interrupt_lets_the_step_end_and_a_second_ends_the_process(capsys, monkeypatch):
+    ended, statuses = [], []
+
+    async def step():
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.2)
+            ended.append(True)
+            raise
+
+    monkeypatch.setattr(commands.os, "_exit", statuses.append)
+    for again in (False, True):
+        working = asyncio.ensure_future(commands.until_interrupted(step()))
+        await asyncio.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.05)
+        if again:
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        assert statuses == [130] * again and len(ended) == 1 + again
+    said = capsys.readouterr().err
+    assert said.count("again for at once") == 2 and said.count("interrupted twice") == 1
 
 
 # --- where rollouts come from -----------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""`grpolab train run.toml`: the options of a training command in a file, a line each; and the names that they have elsewhere.
+"""`grpolab train run.toml` (or run.yaml): the options of a training command in a file, a line each; and the names that they
+have elsewhere.
 
     method = "grpo"                                  # sft, grpo, dpo or reward
     model = "runs/cli_sft/tiny/policy"
@@ -18,6 +19,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpolab.cli import UsageError
 
 NAME = "recipe.toml"  # in a run's folder
@@ -25,16 +28,59 @@ NAME = "recipe.toml"  # in a run's folder
 # The options of TRL's and Atropos' trainers by our names, in RENAMED_OF those that mean another thing in one method
 # (docs/trl.md lists them, and those without a counterpart).
 RENAMED = {
-    "learning-rate": "lr", "max-steps": "steps", "training-steps": "steps", "warmup-steps": "warmup",
+    "learning-rate": "lr", "epsilon": "clip-eps", "max-steps": "steps", "training-steps": "steps", "warmup-steps": "warmup",
     "lr-scheduler-type": "schedule", "optim": "optimiser", "optimizer": "optimiser", "save-steps": "save-every",
     "eval-steps": "select-every", "eval-every": "select-every", "gradient-checkpointing": "checkpoint-activations",
     "num-generations": "group-size", "max-completion-length": "max-new-tokens", "num-iterations": "inner-epochs",
-    "steps-per-generation": "minibatches", "delta": "dual-clip", "reward-funcs": "reward", "lora-r": "lora-rank",
+    "steps-per-generation": "minibatches", "max-tool-calling-iterations": "max-turns",
+    "center-rewards-coefficient": "centering", "delta": "dual-clip", "reward-funcs": "reward", "lora-r": "lora-rank",
     "lora-target-modules": "lora-target", "run-name": "name", "output-dir": "out", "save-path": "out",
-    "dataset-name": "data", "torch-dtype": "dtype", "hub-model-id": "push-to-hub", "importance-sampling-level": "ratio",
-    "weight-bridge-mode": "weight-bridge", "vllm-restart-interval": "sync-every",
+    "wandb-run-name": "name", "dataset-name": "data", "torch-dtype": "dtype", "hub-model-id": "push-to-hub",
+    "importance-sampling-level": "ratio", "resume-from-checkpoint": "resume", "weight-bridge-mode": "weight-bridge",
+    "vllm-restart-interval": "sync-every",
 }
-RENAMED_OF = {"grpo": {"beta": "kl-coef"}, "dpo": {"loss-type": "kind"}}
+RENAMED_OF = {
+    "grpo": {"beta": "kl-coef", "seq-len": "max-total-tokens"},
+    "dpo": {"loss-type": "kind", "per-device-train-batch-size": "batch-size"},
+    "sft": {"per-device-train-batch-size": "batch-size"},
+    "reward": {"per-device-train-batch-size": "batch-size"},
+}
+MODEL = ("model", "model-name", "model-name-or-path")  # here the first argument
+TRACKERS = {"wandb": "wandb", "use-wandb": "wandb", "trackio": "trackio", "tensorboard": "tensorboard"}  # as switches
+
+# Options without a counterpart, and what to say in their place.
+NO_OPTION = {
+    "bf16": "say --dtype bfloat16 (parameters), or --autocast bfloat16 (products of the update)",
+    "fp16": "float16 would need loss scaling: say --autocast bfloat16",
+    "epsilon-high": "say both sides: --clip-eps 0.2 0.28",
+    "scale-rewards": "say --advantage-kind standardised (group), batch_standardised or centred (none)",
+    "loss-type": "say --aggregation token (dapo), sequence (grpo) or constant (dr_grpo), or --objective cispo",
+    "use-bias-correction-kl": "say --kl-kind unbiased, which is the default, or k3",
+    "lora-dropout": "sampler and trainer share one forward, so there is no dropout",
+    "num-train-epochs": "say --steps: rows / --batch-size is an epoch",
+    "generation-batch-size": "say --prompts-per-step questions of --group-size completions",
+    "max-length": "nothing is cut: a row longer than the model's context is refused",
+    "logging-steps": "every step is a line, and a row of metrics.csv",
+    "log-completions": "every rollout is recorded; --show-every N prints one",
+    "save-total-limit": "the last checkpoint is kept; of the policies that --export-every saves, the last --keep-last",
+    "top-p": "training samples from the whole distribution, of which the log-probs are",
+    "top-k": "training samples from the whole distribution, of which the log-probs are",
+    "min-p": "training samples from the whole distribution, of which the log-probs are",
+    "repetition-penalty": "training samples from the whole distribution, of which the log-probs are",
+    "use-vllm": "the sampler is in the same process; RemoteSampler (docs/serving.md) takes a vLLM server",
+    "vllm-port": "say --server-url http://host:port/v1, where the sampler is not in the same process",
+    "vllm-importance-sampling-cap": "say --sampler-cap",
+    "wandb-project": "say --report-to wandb; the project is grpolab, or WANDB_PROJECT",
+    "assistant-only-loss": "the loss is always of the assistant's tokens alone",
+    "completion-only-loss": "the loss is always of the assistant's tokens alone",
+    "packing": "say --pack-width, the tokens of a packed row",
+    "precompute-ref-log-probs": "the reference's log-probs are computed once anyway; in Python cache_logps keeps them on disk",
+    "disable-dropout": "the models are trained without dropout",
+    "load-in-4bit": "there are no quantised weights; --lora-rank with --dtype bfloat16 takes least memory",
+    "use-peft": "say --lora-rank",
+}
+WHOLE = "say the step's whole batch as --prompts-per-step questions of --group-size completions; --token-budget bounds one pass"
+NO_OPTION_OF = {"grpo": {"batch-size": WHOLE, "per-device-train-batch-size": WHOLE}}
 
 
 def flag(name: str, method: str) -> str:
@@ -45,11 +91,33 @@ def flag(name: str, method: str) -> str:
 
 def renamed(arguments: Sequence[str], method: str) -> list[str]:
     """Arguments with the options in this project's names."""
-    def ours(argument: str) -> str:
+    found: list[str] = []
+    trackers: list[str] = []
+    models: list[str] = []
+    waiting = iter(arguments)
+    for argument in waiting:
         name, equals, value = argument.partition("=")
-        return f"--{flag(name[2:], method)}{equals}{value}"
+        option = name[2:].replace("_", "-") if name.startswith("--") else ""
+        known = flag(option, method)
+        if option in MODEL:
+            models.append(value if equals else next(waiting, ""))
+        elif option in TRACKERS:
+            trackers.append(TRACKERS[option])
+        elif why := NO_OPTION_OF.get(method, {}).get(known) or NO_OPTION.get(known):
+            raise UsageError(f"--{option} is no option here: {why}")
+        else:
+            found.append(f"--{known}{equals}{value}" if option else argument)
+    return models + _both_sides(found) + (["--report-to", *dict.fromkeys(trackers)] if trackers else [])
 
-    return [ours(argument) if argument.startswith("--") and argument != "--" else argument for argument in arguments]
+
+def _both_sides(arguments: list[str]) -> list[str]:
+    """Arguments with a single value of --clip-eps said twice."""
+    found = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--clip-eps=") else [a])]
+    if "--clip-eps" in found:
+        at = found.index("--clip-eps") + 1
+        if at < len(found) and all(second.startswith("--") for second in found[at + 1 : at + 2]):
+            found.insert(at, found[at])
+    return found
 
 
 def with_none(arguments: Sequence[str]) -> list[str]:
@@ -63,11 +131,15 @@ def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
     """(method, arguments) of a file, with `overrides` in the place of what they name, without its tables `skip`. UsageError
     that names the line's key where it is no option's value."""
     try:
-        entries = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}") from error
+        text = Path(path).read_text(encoding="utf-8")
+        entries = yaml.safe_load(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} is no {'YAML' if 'yaml' in type(error).__module__ else 'TOML'}: {error}") from error
+    if not isinstance(entries, dict):
+        raise UsageError(f"{path} holds {entries!r:.60}, no options: a line each, as in `steps: 30`")
     entries = {key: value for key, value in entries.items() if key not in skip}
-    method, model = entries.pop("method", None), entries.pop("model", None)
+    method = entries.pop("method", None)
+    model = next((entries.pop(key) for key in list(entries) if str(key).replace("_", "-") in MODEL), None)
     if method not in methods or not isinstance(model, str):
         raise UsageError(f"{path}: a recipe says method = one of {', '.join(methods)}, and model = a name or folder; it has "
                          f"method {method!r} and model {model!r}")
@@ -76,9 +148,9 @@ def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
     positional = bool(overrides) and not overrides[0].startswith("--")
     arguments = [] if positional else [model]
     for key, value in entries.items():
-        name = flag(key, method)
-        if name not in taken:
-            arguments += spelled(name, value, f"{path}: {key}")
+        said = renamed(spelled(flag(key, method), value, f"{path}: {key}"), method)
+        if said[0].removeprefix("--").removeprefix("no-") not in taken:
+            arguments += said
     return method, overrides[:1] * positional + arguments + overrides[positional:]
 
 

@@ -12,9 +12,11 @@ import contextlib
 import importlib
 import json
 import os
+import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median_low
@@ -77,6 +79,8 @@ class Training:
     lora_rank: int = 0  # rank of an adapter that is trained in the place of the weights (0: none)
     lora_alpha: float = 16.0  # its scale is alpha / rank
     lora_target: tuple[str, ...] = ATTENTION  # names of the projections that it stands beside
+    resume: bool = False  # an error where no interrupted run left a checkpoint; where one did, the command goes on anyway
+    gradient_accumulation_steps: int = 1  # batches that make a step: multiplies --batch-size, or --prompts-per-step
     print_config: bool = False  # print the options as a file for `grpolab train`, and do nothing else
 
     held_out: ClassVar[int] = 0  # options of some methods alone
@@ -84,6 +88,8 @@ class Training:
 
     def run(self) -> int:
         """Load, plan, train, save. Of several processes the first one prints and saves."""
+        if self.gradient_accumulation_steps != 1:
+            return self.accumulated().run()
         with contextlib.nullcontext() if distributed.first() else contextlib.redirect_stdout(None):
             self.check()
             if self.print_config:
@@ -102,13 +108,23 @@ class Training:
                 self.train(ready)
         return 0
 
+    def accumulated(self) -> Training:
+        """The same training with its whole batch in one number. A step's gradient is that of the batch, in however many forward
+        passes --token-budget makes of it, so this is all that accumulation means here."""
+        if self.gradient_accumulation_steps < 1:
+            raise UsageError(f"--gradient-accumulation-steps {self.gradient_accumulation_steps}: at least 1")
+        name = "prompts_per_step" if self.method == "grpo" else "batch_size"
+        whole = getattr(self.config, name) * self.gradient_accumulation_steps
+        print(f"# --gradient-accumulation-steps {self.gradient_accumulation_steps}: --{name.replace('_', '-')} {whole} a step")
+        return replace(self, config=replace(self.config, **{name: whole}), gradient_accumulation_steps=1)
+
     @property
     def adapter(self) -> LoRA | None:
         return LoRA(self.lora_rank, self.lora_alpha, self.lora_target, self.config.seed) if self.lora_rank else None
 
     def as_recipe(self) -> str:
         options = recipe.entries(self)
-        return recipe.written(self.method, {k: v for k, v in options.items() if k not in ("print_config", "dry_run")})
+        return recipe.written(self.method, {k: v for k, v in options.items() if k not in ("print_config", "dry_run", "resume")})
 
     def reference(self, policy: Policy) -> Policy:
         """The policy as it starts: without its adapter, or loaded again."""
@@ -143,10 +159,16 @@ class Training:
         shown = Path(self.model).name if Path(self.model).is_dir() else self.model
         run = Run(self.name or f"cli_{self.method}", shown, root=self.out, seed=self.config.seed, select=select,
                   replay_every=self.replay_every)
+        if self.resume and not run.checkpointed():
+            raise UsageError(f"--resume: {run.shown(run.folder)} holds no checkpoint of an interrupted run; without --resume "
+                             "the command begins one")
         with contextlib.ExitStack() as stack:
             if distributed.first():
                 run.sinks += [stack.enter_context(tracker(name, run.folder)) for name in self.report_to]
-            asyncio.run(self.steps(ready, run))
+            try:
+                asyncio.run(until_interrupted(self.steps(ready, run)))
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
         if distributed.first():
             atomic_write(run.folder / recipe.NAME, self.as_recipe())
             saved = ready.model.save(run.folder / "policy")
@@ -176,6 +198,23 @@ class Training:
 
     def tell(self, row: dict, run: Run) -> None:
         """What a method says of a step beside its numbers."""
+
+
+async def until_interrupted(work: Coroutine) -> None:
+    """Do the work. The first Ctrl-C cancels it, which ends with the step in progress, a second one ends the process at once:
+    what lies on the disk is whole, since files are renamed into place."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if task.cancelling():
+            print("interrupted twice: ended in the midst of a step", file=sys.stderr, flush=True)
+            os._exit(130)
+        else:
+            print("interrupted: the step in progress ends first; again for at once", file=sys.stderr, flush=True)
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    await task
 
 
 @contextlib.contextmanager

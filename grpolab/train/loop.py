@@ -42,7 +42,8 @@ class Optimisation:
     schedule: Literal["constant", "cosine"] = "constant"  # learning rate after the warm-up: constant, or cosine to zero
     weight_decay: float = 0.0  # decoupled weight decay
     max_grad_norm: float = 1.0  # largest norm of the gradient
-    optimiser: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"  # adamw_8bit needs the extra '8bit'
+    # adamw_8bit needs the extra '8bit'; adamw_cpu keeps its states in the host's memory
+    optimiser: Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu"] = "adamw"
     token_budget: int = 8192  # most tokens, padding counted, in one forward pass
     checkpoint_activations: bool = False  # compute activations again in the backward pass: less memory, more time
     autocast: Literal["bfloat16"] | None = None  # lower dtype for the matrix products of the update

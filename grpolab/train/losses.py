@@ -304,7 +304,7 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
     min(pi_old / pi_sampler, sampler_cap), truncated importance sampling (Ionides 2008, J. Comput. Graph. Stat. 17, p. 295; by
     the step: IMPALA, arXiv 1802.01561, eq. 1). Metrics are means over `tokens`, the kept tokens of the whole batch (default:
     the denominator). Of the trainer's log-probs minus the sampler's: `diff_mean`, `diff_abs_mean`, and `diff_max`, the largest
-    absolute one; `sampler_kl` is k3 of KL(policy || sampler). clip_low, clip_high: share of tokens without gradient; low_logp:
+    absolute one; `sampler_kl` is k3 of KL(sampler || policy). clip_low, clip_high: share of tokens without gradient; low_logp:
     of tokens whose log-prob is below LOW_LOGP.
     """
     keep = _keep(mask, logps, old_logps, *([] if sampler_logps is None else [sampler_logps]))
@@ -324,7 +324,7 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
     clipped = r.clamp(1 - clip_eps[0], 1 + clip_eps[1])
     x = -clipped.detach() * a * logps if objective == "cispo" else -torch.minimum(r * a, clipped * a)
     means = {"ratio": r, "clip_low": (r < 1 - clip_eps[0]) & (a < 0), "clip_high": (r > 1 + clip_eps[1]) & (a > 0),
-             "diff_mean": logps - sampled, "diff_abs_mean": (logps - sampled).abs(), "sampler_kl": kl_estimate(logps, sampled),
+             "diff_mean": logps - sampled, "diff_abs_mean": (logps - sampled).abs(), "sampler_kl": kl_estimate(sampled, logps),
              "low_logp": logps < LOW_LOGP}
     if dual_clip is not None:
         x = torch.where(a < 0, torch.minimum(x, -dual_clip * a), x)

@@ -30,20 +30,25 @@ def adafactor(parameters, **options):
     return torch.optim.Adafactor(parameters, **options)
 
 
-# One more is an entry here: (parameters, lr=, weight_decay=) -> an optimiser, e.g. torchao's CPUOffloadOptimizer on a GPU.
-OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
+# One more is an entry here: (parameters, lr=, weight_decay=) -> an optimiser. That of adamw_cpu gets copies on the processor.
+OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor, "adamw_cpu": adamw}
 
 
 def make_optimiser(policy, config) -> torch.optim.Optimizer | Masters:
-    """The optimiser of the parameters that are trained; of bf16 ones over fp32 master weights."""
+    """The optimiser of the parameters that are trained; of bf16 ones, and with adamw_cpu, over fp32 master weights."""
     trained = [p for p in policy.model.parameters() if p.requires_grad]
     make = partial(OPTIMISERS[config.optimiser], lr=config.lr, weight_decay=config.weight_decay)
-    return Masters(trained, make) if any(p.dtype == torch.bfloat16 for p in trained) else make(trained)
+    host = config.optimiser == "adamw_cpu"
+    kept_apart = host or any(p.dtype == torch.bfloat16 for p in trained)
+    return Masters(trained, make, "cpu" if host else None) if kept_apart else make(trained)
 
 
 class Masters:
-    """An optimiser whose steps are taken on fp32 copies of bf16 parameters, which are then what the copies round to
+    """An optimiser whose steps are taken on fp32 copies of the parameters, on `device`, which are then what the copies round to
     (arXiv 1710.03740, section 3.1). A step of 1e-6 on a weight of 1 would otherwise be lost, since bf16 keeps eight bits.
+
+    On the processor (adamw_cpu) copies, moments and the step take none of an accelerator's memory, and the way there and back
+    is what it costs.
 
     The gradients of micro-batches add up in fp32 too (`Tensor.grad_dtype`): in bf16 a small share added to a large sum is lost.
 
@@ -51,9 +56,10 @@ class Masters:
     somebody else changed a parameter (a loaded checkpoint, a run that begins again), it wins over its copy.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], make: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+                 device: str | None = None):
         self.parameters = list(parameters)
-        self.masters = [p.detach().float() for p in self.parameters]
+        self.masters = [p.detach().to(device or p.device, torch.float32, copy=True) for p in self.parameters]
         for p in self.parameters:
             if p.grad_dtype != torch.float32:
                 p.grad, p.grad_dtype = None, torch.float32
@@ -67,9 +73,9 @@ class Masters:
     def take_gradients(self) -> None:
         """Move the parameters' gradients to their copies, of which those are renewed that their parameter left."""
         for p, master in zip(self.parameters, self.masters):
-            if not torch.equal(master.to(p.dtype), p):
+            if not torch.equal(master.to(p), p):
                 master.copy_(p)
-            master.grad, p.grad = None if p.grad is None else p.grad.float(), None
+            master.grad, p.grad = None if p.grad is None else p.grad.to(master), None
 
     @torch.no_grad()
     def step(self) -> None:

@@ -25,7 +25,7 @@ from grpolab.train.sft import SFTConfig, sft_gradient
 PROBE_TOKENS = 512  # of the probe's forward and backward at most
 PROBE_ROWS = 32  # of the probe's decode batch at most
 PROBE_STEPS = 12  # tokens that each of them writes
-STATE = {"adamw": 8.0, "adamw_8bit": 2.04, "adafactor": 0.08}  # bytes of optimiser state for each parameter
+STATE = {"adamw": 8.0, "adamw_8bit": 2.04, "adafactor": 0.08, "adamw_cpu": 8.0}  # bytes of optimiser state for each parameter
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
         "gradients": 4 * count,
         f"optimiser ({config.optimiser})": int(STATE[config.optimiser] * count),
     }
-    if any(p.dtype == torch.bfloat16 for p in trained):  # optimisers.Masters
+    if config.optimiser == "adamw_cpu" or any(p.dtype == torch.bfloat16 for p in trained):  # optimisers.Masters
         memory["master weights"] = 4 * count
     if reference is not None and reference.model is not policy.model:
         memory["reference"] = _bytes(reference)
