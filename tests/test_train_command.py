@@ -12,6 +12,7 @@ import tomllib
 import types
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import safetensors.torch
 
@@ -20,6 +21,7 @@ from grpolab.cli import recipe
 from grpolab.cli import train as commands
 from grpolab.cli.rollout_options import load_object
 from grpolab.models.load import load_policy
+from grpolab.serve.service import serve_policy
 
 OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16", "advantage_kind": "standardised",
          "aggregation": "sequence", "objective": "cispo", "ratio": "sequence", "kl_kind": "k1", "kind": "ipo",
@@ -468,10 +470,34 @@ def test_tools_and_agents(tmp_path, monkeypatch, capsys, flags):
     assert "step 3/3  reward" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("way", ["shared", "lora_only"])
+async def test_a_served_policy_samples_and_follows(tmp_path, monkeypatch, capsys, way):
+    """Another server than the trainer's model is refused before the first step."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def some(text, row, rollout):\n    return sum(rollout.tokens) % 97 / 97\n")
+    path = tmp_path / ("weights.safetensors" if way == "shared" else "adapters")
+    options = {"weights": path} if way == "shared" else {"adapters": path}
+    lora = ["--lora-rank", "2"] if way == "lora_only" else []
+    async with serve_policy(load_policy("tiny"), **options) as service:
+        asked = ["grpo", "tiny", *SHORT, "--reward", "own.py:some", "--lr", "1e-2", "--weight-bridge-mode", way, *lora,
+                 "--server-url", service.url, "--bridge-path", str(path)]
+        assert await asyncio.to_thread(main, asked) == 0
+        assert service.policy.version == 2 and not path.is_file()  # before the third step
+        rows = pd.read_csv(tmp_path / "runs" / "cli_grpo" / "tiny" / "metrics.csv")
+        assert list(rows["staleness"]) == [0, 0, 0] and rows["logp_diff_max"].max() < 1e-3 and rows["sync_s"].min() > 0
+        if way == "shared":
+            other = ["--name", "other", "--dtype", "bfloat16"]
+            assert await asyncio.to_thread(main, asked + other) == 1
+            assert "holds another model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--env", "calculator", "--agent", "x.py:f"], "one of them"), (["--tools", "x.py:f"], "needs --reward"),
     (["--env", "calculator", "--reward", "x.py:f"], "comes from there"), (["--action-format", "x:y"], "is of --env"),
     (["--atropos-url", "http://127.0.0.1:1", "--curriculum", "level"], "choose their tasks"),
+    (["--server-url", "http://h", "--weight-bridge", "shared"], "without --bridge-path"),
+    (["--server-url", "http://h", "--weight-bridge", "lora_only", "--bridge-path", "x"], "add --lora-rank"),
+    (["--server-url", "http://h", "--weight-bridge", "shared", "--bridge-path", "x", "--env", "calculator"], "prompts"),
     (["--agent", "x.py:f", "--select-every", "2", "--held-out", "3"], "alone"), (["--keep-last", "0"], "at least one"),
 ])
 def test_rollouts_that_do_not_fit_together_are_refused_first(monkeypatch, capsys, flags, says):

@@ -1,6 +1,9 @@
 """`grpolab up`: several processes that start in order and end together."""
 
+import csv
+import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -12,19 +15,14 @@ from pathlib import Path
 import pytest
 
 from grpolab.__main__ import main
+from grpolab.arithmetic import Task, generate
 from grpolab.cli import up as command
 from grpolab.cli.up import Service, supervise
+from grpolab.runs.run import repository
+from tests.test_atropos import HOME
 
-RECIPE = """
-method = "grpo"
-model = "tiny"
-data = "train.jsonl"
-steps = 2
-prompts-per-step = 2
-group-size = 4
-max-new-tokens = 12
-max-total-tokens = 64
-"""
+PAGE = (repository() / "docs" / "serving.md").read_text()
+RECIPE = re.search(r"```toml\n(.*?)\[up\]", PAGE, flags=re.DOTALL)[1].replace("runs/cli_sft/tiny/policy", "tiny")
 ANSWERS = ("import http.server, sys; http.server.ThreadingHTTPServer(('127.0.0.1', int(sys.argv[1])), "
            "http.server.SimpleHTTPRequestHandler).serve_forever()")
 
@@ -56,7 +54,9 @@ def recipe(tmp_path, monkeypatch):
     ports = f"[up]\napi-port = {free_port()}\nserver-port = {free_port()}\n"
 
     def write(more="", up=ports):
-        (tmp_path / "run.toml").write_text(RECIPE + more + up)
+        named = {line.partition(" =")[0] for line in more.splitlines()}
+        (tmp_path / "run.toml").write_text("".join(
+            line for line in RECIPE.splitlines(True) if line.partition(" =")[0] not in named) + more + up)
         return "run.toml"
 
     return write
@@ -72,7 +72,7 @@ def test_dry_run_prints_what_it_would_start(recipe, capsys, way):
     assert started == ["api", *server, "environment", "trainer"] and not Path("logs").exists()
     assert "steps = 3" in lines and f'weight_bridge = "{way}"' in lines and 'server_url = "http://127.0.0.1:9999"' in lines
     environment = next(line for line in lines if line.startswith("environment"))
-    assert "--openai.server_type=vllm" in environment and "--env.group_size=4" in environment
+    assert "--openai.server_type=vllm" in environment and "--env.group_size=8" in environment
     assert "--env.data_path=train.jsonl" in environment
 
 
@@ -178,3 +178,31 @@ def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how)
         supervise(services, tmp_path, 20)
     thread.join()
     assert gone(services) and "kept a checkpoint" in services[-1].log.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["shared", "none"])
+def test_the_embedded_model_learns_from_a_real_environment(recipe, tmp_path, monkeypatch, capfd, way):
+    """Four real processes: atroposlib's API, a served policy, an environment on its BaseEnv, the trainer."""
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    if not (Path(HOME) / "lib").is_dir() or not list(Path(HOME).glob("lib/python*/site-packages/aiohttp")):
+        pytest.skip("atroposlib's environments are not installed: make atropos")
+    (installed,) = Path(HOME).glob("lib/python*/site-packages")
+    monkeypatch.setenv("PYTHONPATH", f"{repository()}:{installed}")
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: True)
+    rows = [{"question": p.question, "answer": f"#### {p.answer}"} for p in generate(40, 0, seed=1, task=Task("+", 9))[0]]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["sft", "tiny", "--ops", "+", "--max-operand", "9", "--steps", "60", "--lr", "3e-3"]) == 0
+    more = ["--steps", "4", "--prompts-per-step", "4", "--max-new-tokens", "24", "--lr", "3e-4", "--timeout", "300"]
+    path = recipe(f'model = "runs/cli_sft/tiny/policy"\nweight-bridge = "{way}"\n')
+    assert main(["up", path, "--api", f"{HOME}/bin/run-api", *more]) == 0
+    assert "done in" in capfd.readouterr().out
+    (metrics,) = tmp_path.glob("runs/cli_grpo/*/metrics.csv")
+    table = list(csv.DictReader(metrics.open()))
+    assert len(table) == 4 and all(float(row["mixed"]) == 1 for row in table)  # BaseEnv drops the others
+    assert float(table[0]["logp_diff_max"]) < 1e-3 and table[0]["staleness"] == "0"  # the first batch is on-policy
+    assert max(float(row["sync_s"]) for row in table[1:]) > 0 and max(float(row["staleness"]) for row in table) <= 4
+    environment = (tmp_path / "logs" / "environment.log").read_text()
+    assert "Error" not in environment or way == "none"  # which is away while it starts again
+    assert not list(Path("/dev/shm").glob(f"grpolab-{os.getpid()}*"))
