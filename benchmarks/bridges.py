@@ -1,4 +1,4 @@
-"""What each weight bridge costs: seconds a sync, tokens a second after it, memory of the server, staleness of what is sampled.
+"""What each weight bridge costs: seconds a sync, tokens a second after it, memory, staleness of what is sampled.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/bridges.py                # our service
     make vllm && OMP_NUM_THREADS=1 .venv/bin/python benchmarks/bridges.py --vllm    # and vLLM's server, on SmolLM2
@@ -35,11 +35,12 @@ from grpolab import SamplingParams, load_policy  # noqa: E402
 from grpolab.models import lora  # noqa: E402
 from grpolab.models.lora import LoRA  # noqa: E402
 from grpolab.serve.http_client import RemoteError  # noqa: E402
+from grpolab.serve.mapped import Mapped  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
 from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile  # noqa: E402
 
 ADAPTER = LoRA(rank=8, target=("q_proj", "k_proj", "v_proj", "o_proj"))
-KINDS = ("shared memory", "adapter swap", "adapter, restart", "whole, restart")
+KINDS = ("one copy", "shared memory", "adapter swap", "adapter, restart", "whole, restart")
 VLLM = ROOT / ".venv" / "vllm" / "bin" / "python"
 VLLM_ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
@@ -74,6 +75,13 @@ def peak_mb(pid: int) -> float:
     return int(own.split()[1]) / 1024 + sum(peak_mb(int(child)) for child in children)
 
 
+def held_mb(pid: int) -> float:
+    """What a process and its children hold now, of shared pages their share (Pss)."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    own = next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+    return int(own.split()[1]) / 1024 + sum(held_mb(int(child)) for child in children)
+
+
 @contextlib.contextmanager
 def started(command: list[str], log: Path):
     """A server that runs on: its process, once it says that it serves (ours) or for the caller to wait for."""
@@ -105,7 +113,8 @@ async def serving(model: str, kind: str, policy, folder: Path, peer: str):
     else:
         load_policy(model).save(base)
         command = [part.format(name=policy.name, host="127.0.0.1", port=port) for part in vllm(base)]
-    bridge = SharedFile(shared) if kind == "shared memory" else AdapterSwap(folder / "adapters")
+    bridges = {"one copy": Mapped, "shared memory": SharedFile}
+    bridge = bridges[kind](shared) if kind in bridges else AdapterSwap(folder / "adapters")
     try:
         with started(command, folder / "server.log") as server:
             async with RemoteSampler(url, policy, bridge=bridge) as remote:
@@ -164,11 +173,11 @@ async def measure(model: str, kind: str, peer: str, rounds: int, tokens: int) ->
                 busy.append(remote.synced_s)
             done.set()
             await asking
-            peak = peak_mb(pid())
+            peak, both = peak_mb(pid()), held_mb(os.getpid())  # the server is a child of ours
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     row = {"model": model, "server": peer, "bridge": kind, "sync_s": sync, "busy_sync_s": busy, "tokens_per_s_after": after,
-           "tokens_per_s": later, "server_peak_mb": round(peak), "behind_max": max(behind, default=0), "failed": failed,
+           "tokens_per_s": later, "server_peak_mb": round(peak), "both_mb": round(both), "behind_max": max(behind, default=0), "failed": failed,
            "behind_mean": statistics.fmean(behind) if behind else 0.0,
            "travels_mb": round(sum(p.nbytes for n, p in policy.model.named_parameters()
                                    if not lora.layers(policy.model) or "lora_" in n) / 2**20, 2)}

@@ -551,11 +551,14 @@ def bridges(found: dict, results: Path) -> list:
              "travels": f"{r['travels_mb']:,.1f} MB", "seconds a sync": f"{median(r['sync_s']):.2f}",
              "beside other requests": f"{median(r['busy_sync_s']):.2f}",
              "tokens/s right after": f"{median(r['tokens_per_s_after']):,.0f}", "later": f"{median(r['tokens_per_s']):,.0f}",
-             "server's peak memory": f"{r['server_peak_mb']:,} MB", "versions behind, at most": r["behind_max"],
+             "server's peak memory": f"{r['server_peak_mb']:,} MB",
+             "both processes": f"{r['both_mb']:,} MB" if "both_mb" in r else "–", "versions behind, at most": r["behind_max"],
              "requests that failed": r["failed"]} for r in found["rows"]]
     return [f"From `publish` to a server that samples with the new weights; medians, a batch is {found['batch']}, "
             f"{found['threads']} thread ({found['machine']}). The last two columns are of a second client that samples all the "
-            "while.", rows]
+            "while. `both processes`: what trainer and server hold at the end, pages that they share counted once; – where "
+            "it was not measured. `one copy`, `shared memory`, `adapter swap` and the restarts are `--weight-bridge shared` "
+            "(on processors, else the file), `lora_only`, `lora_restart` and `none` of `grpolab grpo`.", rows]
 
 
 # --- RESULTS.md: question -> (title, record, what makes the section, command where the record does not say it) --------

@@ -484,7 +484,7 @@ async def test_a_served_policy_samples_and_follows(tmp_path, monkeypatch, capsys
         assert await asyncio.to_thread(main, asked) == 0
         assert service.policy.version == 2 and not path.is_file()  # before the third step
         rows = pd.read_csv(tmp_path / "runs" / "cli_grpo" / "tiny" / "metrics.csv")
-        assert list(rows["staleness"]) == [0, 0, 0] and rows["logp_diff_max"].max() < 1e-3 and rows["sync_s"].min() > 0
+        assert list(rows["staleness"]) == [0, 0, 0] and rows["diff_max"].max() < 1e-3 and rows["sync_s"].min() > 0
         if way == "shared":
             other = ["--name", "other", "--dtype", "bfloat16"]
             assert await asyncio.to_thread(main, asked + other) == 1

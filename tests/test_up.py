@@ -201,7 +201,7 @@ def test_the_embedded_model_learns_from_a_real_environment(recipe, tmp_path, mon
     (metrics,) = tmp_path.glob("runs/cli_grpo/*/metrics.csv")
     table = list(csv.DictReader(metrics.open()))
     assert len(table) == 4 and all(float(row["mixed"]) == 1 for row in table)  # BaseEnv drops the others
-    assert float(table[0]["logp_diff_max"]) < 1e-3 and table[0]["staleness"] == "0"  # the first batch is on-policy
+    assert float(table[0]["diff_max"]) < 1e-3 and table[0]["staleness"] == "0"  # the first batch is on-policy
     assert max(float(row["sync_s"]) for row in table[1:]) > 0 and max(float(row["staleness"]) for row in table) <= 4
     environment = (tmp_path / "logs" / "environment.log").read_text()
     assert "Error" not in environment or way == "none"  # which is away while it starts again

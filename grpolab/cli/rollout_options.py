@@ -49,7 +49,7 @@ class RolloutOptions:
     server_url: str | None = None
     """A served policy (serve-policy) that samples the completions or, with --atropos-url, answers Atropos' environments"""
     weight_bridge: Literal["shared", "lora_only", "lora_restart", "none"] | None = None
-    """How it gets the updates: all weights through a file (shared: its --weights), an adapter through a folder (lora_only: its
+    """How it gets the updates: all weights in a file (shared: its --weights; on processors both use that one copy), an adapter through a folder (lora_only: its
     --adapters), or by starting it again with the saved adapter (lora_restart) or model (none), which this process then does"""
     bridge_path: Path | None = None  # that file, or the folder of adapters or models
     sync_every: int = 1  # optimiser steps from one update of the server to the next
@@ -82,7 +82,7 @@ class RolloutOptions:
                              "needs an address, a way for the updates, and a file or folder for them")
         if not missing and self.kind not in (None, "atropos_url"):
             raise UsageError("--server-url: a served policy samples prompts, or answers Atropos' environments")
-        if (self.weight_bridge or "").startswith("lora") != bool(lora_rank) and self.weight_bridge not in (None, "shared"):
+        if self.weight_bridge and self.weight_bridge.startswith("lora") != bool(lora_rank):
             raise UsageError(f"--weight-bridge {self.weight_bridge} " + (
                 "sends whole models: with --lora-rank take lora_only or lora_restart" if lora_rank else
                 "sends an adapter: add --lora-rank N"))
@@ -184,10 +184,11 @@ async def bridged(options: RolloutOptions, policy: Policy) -> AsyncIterator[tupl
     """(sampler, source -> the source before whose steps the updates are brought to the server) of --server-url; (None, the
     source itself) without one. What a server refuses ends the command with its text."""
     from grpolab.serve.http_client import RemoteError
+    from grpolab.serve.mapped import Mapped
     from grpolab.serve.remote import RemoteSampler, following
     from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile
 
-    bridges = {"shared": SharedFile, "lora_only": AdapterSwap, "lora_restart": Restart, "none": Restart}
+    bridges = {"shared": Mapped if policy.device.type == "cpu" else SharedFile, "lora_only": AdapterSwap, "lora_restart": Restart, "none": Restart}
     try:
         if options.server_url is None:
             yield None, lambda source: source

@@ -209,6 +209,8 @@ class CompletionResponse:
         """What was sampled; Refused for what the sampler raised."""
         if error := self.job.future.exception():
             raise Refused(400 if isinstance(error, ValueError) else 500, f"{type(error).__name__}: {error}") from error
+        if getattr(self.policy.lock, "torn", False):
+            raise Refused(503, "the trainer ended in mid-step, so the mapped weights are half-written: publish again")
         return [rollout for group in self.job.future.result() for rollout in group]
 
     def _body(self, version: int, choices: Sequence[dict]) -> dict:

@@ -36,6 +36,7 @@ from grpolab.models.load import Policy
 from grpolab.models.lora import exchange
 from grpolab.serve.completions import CompletionResponse
 from grpolab.serve.generate import GenerateRequest, GenerateResponse
+from grpolab.serve.mapped import attach
 from grpolab.serve.openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -70,6 +71,7 @@ class NewSession(Strict):
 
 class NewWeights(Strict):
     mark: str | None = None  # that they must have
+    mapped: bool = False  # the trainer's own, from now on (`mapped`)
 
 
 class NewAdapter(Strict):
@@ -137,6 +139,10 @@ async def load_weights(request: Request):
         raise Refused(404, "this service loads no weights: start it with weights=FILE, or --weights FILE")
 
     def load() -> int:
+        if wanted.mapped:
+            service.policy.version = attach(Path(service.options.weights), service.policy, wanted.mark)
+            service.mark = wanted.mark
+            return service.policy.version
         service.policy.version, service.mark = read_weights(Path(service.options.weights), service.policy.model, wanted.mark)
         return service.policy.version
 

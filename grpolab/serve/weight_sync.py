@@ -96,7 +96,7 @@ class SharedFile:
         self._lock = threading.Lock()  # a cancelled publish goes on writing for a while
 
     async def publish(self, caller: Caller, policy: Policy) -> Published:
-        version, mark = await _on_disk(self._write, policy)
+        version, mark = await on_disk(self._write, policy)
         await caller.ask("POST", "/weights", {"mark": mark})
         return version, mark, None
 
@@ -146,7 +146,7 @@ class AdapterSwap(_Folder):
         if not lora.layers(policy.model):
             raise ValueError(f"{policy.name!r} has no adapter to swap: load it with load_policy(..., adapter=LoRA()), or "
                              "publish whole weights through SharedFile or Restart")
-        version, path = await _on_disk(self._save, policy)
+        version, path = await on_disk(self._save, policy)
         name = f"{self.name}-v{version}"
         # load_inplace: under vLLM the name may be there from an earlier training.
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True, "policy_version": version}
@@ -194,7 +194,7 @@ class Restart(_Folder):
         return self._process and self._process.pid
 
     async def publish(self, caller: Caller, policy: Policy) -> Published:
-        version, path = await _on_disk(self._save, policy)
+        version, path = await on_disk(self._save, policy)
         place = urlsplit(caller.url)
         host, port = place.hostname, place.port or 80
         values = {"weights": path, "name": policy.name, "version": version, "host": host, "port": port}
@@ -247,7 +247,7 @@ class Restart(_Folder):
 Bridge = SharedFile | AdapterSwap | Restart
 
 
-async def _on_disk(write: Callable[[Policy], Any], policy: Policy):
+async def on_disk(write: Callable[[Policy], Any], policy: Policy):
     """The result of what writes weights, in a thread; RemoteError where the disk does not take them."""
     try:
         return await asyncio.to_thread(write, policy)

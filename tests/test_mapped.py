@@ -1,0 +1,117 @@
+"""One copy of the weights for two processes."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpolab.decode.sampling import SamplingParams
+from grpolab.models.load import load_policy
+from grpolab.serve.http_client import RemoteError
+from grpolab.serve.mapped import Mapped
+from grpolab.serve.remote import RemoteSampler
+from grpolab.serve.service import serve_policy
+from tests.test_serve import post
+
+PARAMS = SamplingParams(seed=0, max_new_tokens=8, ignore_eos=True)
+
+
+def step(policy, size=1e-3):
+    with policy.lock, torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(size)
+        policy.version += 1
+
+
+async def test_a_step_of_the_trainer_is_the_servers_without_sending(tmp_path):
+    path = tmp_path / "weights"
+    trainer, served = load_policy("tiny"), load_policy("tiny")
+    before = [p.detach().clone() for p in served.model.parameters()]
+    async with serve_policy(served, weights=path) as service:
+        async with RemoteSampler(service.url, trainer, bridge=Mapped(path)) as remote:
+            await remote.publish()
+            step(trainer)
+            for a, b, old in zip(trainer.model.parameters(), served.model.parameters(), before):
+                assert torch.equal(a, b) and not torch.equal(b, old)  # before anything is published
+            answer = (await post(service, {"prompt": "2 + 3", "max_tokens": 2}, "/generate"))[1]
+            assert answer["system_fingerprint"].startswith("version-1-")  # and a request is told so
+            await remote.publish()
+            (group,) = await remote.sample([[5, 6, 7]], params=PARAMS)
+            assert group[0].policy_version == 1 and remote.synced_s < 5
+        assert not list(tmp_path.iterdir())
+        step(trainer)  # is the trainer's own again
+        assert not torch.equal(next(trainer.model.parameters()), next(served.model.parameters()))
+
+
+async def test_no_token_is_of_half_written_weights(tmp_path):
+    """Each parameter is the same number all over: a decode step that saw two numbers would be in the midst of an update."""
+    path, seen, done = tmp_path / "weights", set(), asyncio.Event()
+    trainer, served = load_policy("tiny"), load_policy("tiny")
+    async with serve_policy(served, weights=path) as service:
+        async with RemoteSampler(service.url, trainer, bridge=Mapped(path)) as remote:
+            with torch.no_grad():
+                for p in trainer.model.parameters():
+                    p.zero_()
+            await remote.publish()
+            before = served.lock
+
+            def read() -> None:
+                with before:
+                    seen.add((before.policy.version, frozenset(float(p.flatten()[-1]) for p in served.model.parameters())))
+
+            async def reads():
+                while not done.is_set():
+                    await asyncio.to_thread(read)
+
+            reading = asyncio.ensure_future(reads())
+            for _ in range(60):
+                await asyncio.to_thread(step, trainer, 1.0)
+            done.set()
+            await reading
+    assert len(seen) > 5 and all(numbers == {float(version)} for version, numbers in seen)
+
+
+KILLED = """
+import asyncio, os, sys, torch
+from grpolab.models.load import load_policy
+from grpolab.serve.mapped import Mapped
+from grpolab.serve.remote import RemoteSampler
+
+async def main():
+    policy = load_policy("tiny")
+    async with RemoteSampler(sys.argv[1], policy, bridge=Mapped(sys.argv[2])) as remote:
+        await remote.publish()
+        with policy.lock, torch.no_grad():
+            next(policy.model.parameters()).add_(1.0)
+            os._exit(9)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.full
+async def test_a_trainer_that_is_killed_in_mid_step_leaves_weights_that_are_refused(tmp_path):
+    path = tmp_path / "weights"
+    async with serve_policy(load_policy("tiny"), weights=path) as service:
+        killed = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", KILLED, service.url, str(path)],
+                                         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
+        assert killed.returncode == 9
+        status, answer = await post(service, {"prompt": "2 + 3"}, "/generate")
+        assert status == 503 and "half-written" in answer["error"]["message"]
+        async with RemoteSampler(service.url, load_policy("tiny"), bridge=Mapped(path)) as remote:
+            await remote.publish()  # of the next trainer
+            assert (await post(service, {"prompt": "2 + 3"}, "/generate"))[0] == 200
+
+
+async def test_another_model_is_refused_and_the_server_goes_on(tmp_path):
+    path = tmp_path / "weights"
+    async with serve_policy(load_policy("tiny"), weights=path) as service:
+        other = load_policy("tiny", dtype="bfloat16")
+        async with RemoteSampler(service.url, other, bridge=Mapped(path)) as remote:
+            with pytest.raises(RemoteError, match="another model"):
+                await remote.publish()
+        assert (await post(service, {"prompt": "2 + 3"}, "/generate"))[0] == 200
