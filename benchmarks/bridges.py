@@ -177,7 +177,8 @@ async def measure(model: str, kind: str, peer: str, rounds: int, tokens: int) ->
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     row = {"model": model, "server": peer, "bridge": kind, "sync_s": sync, "busy_sync_s": busy, "tokens_per_s_after": after,
-           "tokens_per_s": later, "server_peak_mb": round(peak), "both_mb": round(both), "behind_max": max(behind, default=0), "failed": failed,
+           "tokens_per_s": later, "server_peak_mb": round(peak),
+           "both_mb": round(both), "behind_max": max(behind, default=0), "failed": failed,
            "behind_mean": statistics.fmean(behind) if behind else 0.0,
            "travels_mb": round(sum(p.nbytes for n, p in policy.model.named_parameters()
                                    if not lora.layers(policy.model) or "lora_" in n) / 2**20, 2)}

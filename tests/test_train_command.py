@@ -470,9 +470,8 @@ def test_tools_and_agents(tmp_path, monkeypatch, capsys, flags):
     assert "step 3/3  reward" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", ["shared", "lora_only"])
-async def test_a_served_policy_samples_and_follows(tmp_path, monkeypatch, capsys, way):
-    """Another server than the trainer's model is refused before the first step."""
+@pytest.mark.parametrize("way", ["shared", pytest.param("lora_only", marks=pytest.mark.full)])
+async def test_a_served_policy_samples_and_follows(tmp_path, monkeypatch, way):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def some(text, row, rollout):\n    return sum(rollout.tokens) % 97 / 97\n")
     path = tmp_path / ("weights.safetensors" if way == "shared" else "adapters")
@@ -485,10 +484,15 @@ async def test_a_served_policy_samples_and_follows(tmp_path, monkeypatch, capsys
         assert service.policy.version == 2 and not path.is_file()  # before the third step
         rows = pd.read_csv(tmp_path / "runs" / "cli_grpo" / "tiny" / "metrics.csv")
         assert list(rows["staleness"]) == [0, 0, 0] and rows["diff_max"].max() < 1e-3 and rows["sync_s"].min() > 0
-        if way == "shared":
-            other = ["--name", "other", "--dtype", "bfloat16"]
-            assert await asyncio.to_thread(main, asked + other) == 1
-            assert "holds another model" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_named_before_the_first_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["--server-url", "http://127.0.0.1:9", "--weight-bridge", "shared", "--bridge-path", str(tmp_path / "weights")]
+    assert main(["grpo", "tiny", *SHORT, *asked]) == 1
+    told = capsys.readouterr()
+    assert "http://127.0.0.1:9/weights gave no answer" in told.err and "step 1" not in told.out
+    assert not list(tmp_path.glob("weights*"))
 
 
 @pytest.mark.parametrize("flags, says", [
