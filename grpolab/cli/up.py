@@ -178,7 +178,9 @@ def run(up: Up, training: GRPO, services: Sequence[Service]) -> int:
         supervise(services, up.logs, up.patience)
     finally:
         if training.rollouts.weight_bridge == "shared":  # a trainer that is killed leaves it
-            training.rollouts.bridge_path.unlink(missing_ok=True)
+            path = training.rollouts.bridge_path
+            for left in (path, path.with_name(f"{path.name}.lock")):
+                left.unlink(missing_ok=True)
     print(f"done in {time.monotonic() - began:.0f} s; the logs of all processes are in {up.logs}/")
     return 0
 
