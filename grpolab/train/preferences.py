@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.tasks import read_json
+from grpolab.tasks import prompt_of, read_json
 from grpolab.train.layout import micro_batches
 from grpolab.train.logps import check_lengths
 from grpolab.train.loop import Optimisation
@@ -149,6 +150,39 @@ def make_pairs(
     for p in balanced:
         counts.update([f"operator {p.meta['op']}", f"{p.meta['rejection']} misses"])
     return balanced, dict(counts)
+
+
+def pairs_by_reward(
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], *, per_row: int = 1, margin: float = 0.0, seed: int = 0
+) -> tuple[list[Pair], dict[str, int]]:
+    """Pairs from groups with rewards, at most `per_row` of each: chosen is a completion with the best reward among those that
+    the policy ended itself, rejected another whose reward is lower by more than `margin`, drawn as often as they occur.
+
+    `meta` holds both texts and rewards, and the row's prompt and plain columns. Returned with the count of what became of
+    every row ("no pair: ..."). A completion whose reward abstained is in no pair.
+    """
+    if per_row < 1 or margin < 0:
+        raise ValueError(f"per_row is at least 1 and margin at least 0, got {per_row} and {margin}")
+    pairs, counts = [], Counter(rows=len(rows))
+    for row, group in zip(rows, groups, strict=True):
+        rng = random.Random(f"{seed}/{group[0].prompt}")
+        rated = _distinct(rng, [r for r in group if r.reward is not None])
+        ended = [r for r in rated if r.finish_reason == "eos"]
+        best = max((r.reward for r in ended), default=None)
+        chosen = [r for r in ended if r.reward == best]
+        rejected = [r for r in rated if chosen and r.reward < best - margin]
+        if not rejected:
+            reason = "no reward" if not rated else "none ended" if not ended else "no difference"
+            counts[f"no pair: {reason}"] += 1
+        columns = {k: v for k, v in row.items() if isinstance(v, str | int | float)} if isinstance(row, dict) else {}
+        for k, bad in enumerate(rejected[:per_row]):
+            good = chosen[k % len(chosen)]
+            meta = columns | {"prompt": prompt_of(row)} | {
+                key: value for side, r in zip(SIDES, (good, bad))
+                for key, value in ((side, policy.decode(r.tokens)), (f"{side}_reward", r.reward))}
+            pairs.append(Pair(good.prompt, Example(good.tokens, good.mask), Example(bad.tokens, bad.mask), meta))
+    counts["pairs"] = len(pairs)
+    return pairs, dict(counts)
 
 
 def _kind(text: str, problem: Problem, rollout: Rollout) -> str:
