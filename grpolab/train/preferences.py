@@ -209,22 +209,31 @@ def _balanced(pairs: list[Pair], ops: set[str], rules: PairRules) -> list[Pair]:
 COLUMNS = ("prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask")
 
 
+def _ids(pair: Pair) -> dict[str, tuple[int, ...]]:
+    return dict(zip(COLUMNS, (pair.prompt, pair.chosen.ids, pair.chosen.mask, pair.rejected.ids, pair.rejected.mask)))
+
+
 def write_pairs(path: str | Path, pairs: Iterable[Pair]) -> Path:
     """One JSON object a line: the ids and masks, and meta."""
-    def line(p: Pair) -> str:
-        ids = p.prompt, p.chosen.ids, p.chosen.mask, p.rejected.ids, p.rejected.mask
-        return json.dumps(dict(zip(COLUMNS, ids)) | {"meta": p.meta}) + "\n"
+    return atomic_write(path, "".join(json.dumps(_ids(p) | {"meta": p.meta}) + "\n" for p in pairs))
 
-    return atomic_write(path, "".join(map(line, pairs)))
+
+def preference_row(pair: Pair) -> dict:
+    """A pair of `pairs_by_reward` as a row that `load_preferences` reads: texts for anybody, and the ids that were sampled."""
+    return pair.meta | _ids(pair)
 
 
 def read_pairs(path: str | Path) -> list[Pair]:
     """The pairs of a file that `write_pairs` wrote, identical; a row that does not fit names its line."""
     def pair(row):
-        prompt, *ids = (tuple(map(int, row[name])) for name in COLUMNS)
-        return Pair(prompt, Example(*ids[:2]), Example(*ids[2:]), row["meta"])
+        return _of_ids(row, row["meta"])
 
     return read_json(path, pair, "a pair of token ids as write_pairs writes them (load_preferences reads text)")
+
+
+def _of_ids(row: dict, meta: dict) -> Pair:
+    prompt, *ids = (tuple(map(int, row[name])) for name in COLUMNS)
+    return Pair(prompt, Example(*ids[:2]), Example(*ids[2:]), meta)
 
 
 # --- ordinary preference files ----------------------------------------------------------------------------------------
@@ -256,8 +265,10 @@ def _preference(row: dict, tokenizer) -> Pair:
         prompt = _messages(row["prompt"], "prompt", "user")
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn, so there is nothing to answer")
-    sides = [_encode(tokenizer, prompt, side) for side in (chosen, rejected)]
     rest = {k: v for k, v in row.items() if isinstance(v, str | int | float) and k not in ("prompt", *SIDES)}
+    if set(COLUMNS) <= row.keys() and prompt_ids(tokenizer, prompt) == list(row["prompt_ids"]):
+        return _of_ids(row, rest)
+    sides = [_encode(tokenizer, prompt, side) for side in (chosen, rejected)]
     return Pair(sides[0][0], sides[0][1], sides[1][1], rest)
 
 
