@@ -1,4 +1,4 @@
-"""What the three results on SmolLM2 share: a record that keeps each run as it ends, greedy answers, and one timed GRPO run."""
+"""What the results on SmolLM2 share: a record that keeps each run as it ends, greedy answers, and one timed GRPO run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ import several_rewards  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_english as english  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
-import smollm2_style as style  # noqa: E402
 import smollm2_tools as asking  # noqa: E402
 
 from grpolab.chat import CHAT_TEMPLATE  # noqa: E402
@@ -216,15 +215,13 @@ def test_answers_of_policies_are_recorded(monkeypatch, tmp_path):
     assert len(questions) == 20 and set(questions[0]["written"]) == {"base"}
 
 
-def test_arithmetic_and_style_measure_a_policy(monkeypatch, tiny):
-    """The recipes' own functions on the embedded model in SmolLM2's place."""
+def test_arithmetic_measures_a_policy(monkeypatch, tiny):
+    """The recipe's own function on the embedded model in SmolLM2's place."""
     monkeypatch.setattr(runs, "MODEL", "tiny")
     monkeypatch.setattr(runs, "DTYPE", "float32")
     monkeypatch.setattr(sums, "HELD", sums.HELD[:3])
     monkeypatch.setattr(sums, "ASKED", sums.ASKED[:3])
-    monkeypatch.setattr(style, "HELD_OUT", style.HELD_OUT[:3])
-    for found in (asyncio.run(sums.measure(tiny)), asyncio.run(style.measure(tiny))):
-        assert any(len(v) == 3 for v in found.values() if isinstance(v, str | list))
+    assert any(len(v) == 3 for v in asyncio.run(sums.measure(tiny)).values() if isinstance(v, str | list))
 
 
 def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_path):
@@ -281,6 +278,10 @@ def test_every_way_to_teach_the_rules_of_chat_is_recorded(monkeypatch, tmp_path)
     assert len(record["reward 0"]["held_out"]) == record["samples 0"]["held_out"]["pairs"]
     english.main()
     assert (tmp_path / "smollm2_english.json").read_text() == text
+    about, rows, lines, *_, rewarded = report.english(record, tmp_path)
+    assert [row["policy"] for row in rows] == ["as it is", *report.LEARNED.values()] and len(lines) == 4
+    assert all(line["greedy"] == "+0.0 points [+0.0, +0.0]: no difference seen" for line in lines)
+    assert "the difference is " in rewarded and "0 was run" in about
 
 
 # --- provenance -------------------------------------------------------------------------------------------------------

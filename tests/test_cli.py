@@ -125,14 +125,15 @@ def test_pairs_by_a_reward_are_written_gone_on_with_and_read_by_dpo_and_reward(t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def low(text, row, rollout):\n    return -sum(map(ord, text)) / 1000\n")
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 =", "n": {n}}}\n' for n in range(6)))
-    command = ["pairs", "tiny", "--data", "rows.jsonl", "--reward", "mine.py:low", "--samples", "4", "--max-new-tokens", "24",
+    command = ["pairs", "tiny", "--data", "rows.jsonl", "--reward", "mine.py:low", "--samples", "4", "--max-new-tokens", "8",
                "--rows-at-once", "2", "--per-row", "2"]
 
     def made(policy, rows, groups, **options):
         """The embedded model ends nothing untaught, so every completion is said to have ended."""
         if rows[0]["n"] == 4 and (tmp_path / "interrupted").exists():
             raise KeyboardInterrupt
-        return pairs_by_reward(policy, rows, [Group(tuple(replace(r, finish_reason="eos") for r in g)) for g in groups], **options)
+        ended = [Group(tuple(replace(r, finish_reason="eos") for r in group)) for group in groups]
+        return pairs_by_reward(policy, rows, ended, **options)
 
     monkeypatch.setattr("grpolab.cli.pairs.pairs_by_reward", made)
     assert main([*command, "--out", "whole.jsonl"]) == 0
