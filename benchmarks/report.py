@@ -400,7 +400,7 @@ def english(found: dict, results: Path) -> list:
         rows.append(row | {"tokens an answer": run["greedy"]["tokens"], "minutes": f"{run['seconds'] / 60:.1f}",
                            "sampled tokens": f"{run['tokens']:,}" if "tokens" in run else ""})
         changes = {rule: flag_change(base["greedy"]["rules"][rule], run["greedy"]["rules"][rule])
-                   for rule in base["greedy"]["rules"]}
+                   for rule, flags in base["greedy"]["rules"].items() if len(flags) > 1}
         parts = [f"{verdict} in {', '.join(names)}" for verdict in ("ahead", "behind")
                  if (names := [f"{rule} ({c.points})" for rule, c in changes.items() if c.verdict == verdict])]
         moved.append(f"{name}, seed {seed}: " + ("; ".join(parts) or "no difference seen in any rule"))

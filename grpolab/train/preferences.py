@@ -226,14 +226,15 @@ def preference_row(pair: Pair) -> dict:
 def read_pairs(path: str | Path) -> list[Pair]:
     """The pairs of a file that `write_pairs` wrote, identical; a row that does not fit names its line."""
     def pair(row):
-        return _of_ids(row, row["meta"])
+        return Pair(*_of_ids(row), row["meta"])
 
     return read_json(path, pair, "a pair of token ids as write_pairs writes them (load_preferences reads text)")
 
 
-def _of_ids(row: dict, meta: dict) -> Pair:
+def _of_ids(row: dict) -> tuple[tuple[int, ...], Example, Example]:
+    """Prompt, chosen and rejected of a row."""
     prompt, *ids = (tuple(map(int, row[name])) for name in COLUMNS)
-    return Pair(prompt, Example(*ids[:2]), Example(*ids[2:]), meta)
+    return prompt, Example(*ids[:2]), Example(*ids[2:])
 
 
 # --- ordinary preference files ----------------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ def _preference(row: dict, tokenizer) -> Pair:
         raise ValueError("the prompt ends with an assistant turn, so there is nothing to answer")
     rest = {k: v for k, v in row.items() if isinstance(v, str | int | float) and k not in ("prompt", *SIDES)}
     if set(COLUMNS) <= row.keys() and prompt_ids(tokenizer, prompt) == list(row["prompt_ids"]):
-        return _of_ids(row, rest)
+        return Pair(*_of_ids(row), rest)
     sides = [_encode(tokenizer, prompt, side) for side in (chosen, rejected)]
     return Pair(sides[0][0], sides[0][1], sides[1][1], rest)
 
