@@ -380,8 +380,9 @@ def flag_rate(flags: str) -> Interval:
 
 
 def flag_change(before: str, after: str) -> Interval:
-    """The paired difference of two rates on the same prompts."""
-    return mean_interval([int(b) - int(a) for a, b in zip(before, after, strict=True)])
+    """The paired difference of two rates on the same prompts; its normal interval is cut where a difference cannot be."""
+    change = mean_interval([int(b) - int(a) for a, b in zip(before, after, strict=True)])
+    return replace(change, low=max(-1.0, change.low), high=min(1.0, change.high))
 
 
 def english(found: dict, results: Path) -> list:
@@ -389,7 +390,8 @@ def english(found: dict, results: Path) -> list:
     runs = sorted(runs_of(found, *LEARNED), key=lambda run: (run[1], list(LEARNED).index(run[0])))
     seeds = sorted({seed for _, seed, _ in runs})
     rows = [{"policy": "as it is", "seed": "", "all rules, greedy": flag_rate(base["greedy"]["all rules"]), "gain, greedy": "",
-             "all rules, sampled": flag_rate(base["sampled"]["all rules"]), "tokens an answer": base["greedy"]["tokens"]}]
+             "all rules, sampled": flag_rate(base["sampled"]["all rules"]), "gain, sampled": "",
+             "tokens an answer": base["greedy"]["tokens"]}]
     moved = []
     for kind, seed, run in runs:
         name = LEARNED[kind]
