@@ -227,13 +227,13 @@ def main() -> None:
     if "base" not in record:
         record.keep("base", runs.in_process(__file__, "base"))
     for seed in words or SEEDS:
+        missing = [name for name in METHODS if f"{name} {seed}" not in record]
         made = all(pairs_file(name, int(seed)).exists() for name in ("train", "held_out"))
-        if f"samples {seed}" not in record or not made:
+        if missing and not (f"samples {seed}" in record and made):
             record.keep(f"samples {seed}", runs.in_process(__file__, "samples", seed))
-        for name in METHODS:
+        for name in missing:
             tokens = [str(record[f"grpo {seed}"]["tokens"])] if name == "rejection" else []
-            if (key := f"{name} {seed}") not in record:
-                record.keep(key, runs.in_process(__file__, name, seed, *tokens))
+            record.keep(f"{name} {seed}", runs.in_process(__file__, name, seed, *tokens))
 
 
 if __name__ == "__main__":

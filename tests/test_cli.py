@@ -149,6 +149,10 @@ def test_pairs_by_a_reward_are_written_gone_on_with_and_read_by_dpo_and_reward(t
     assert "with another seed has done" in capsys.readouterr().err
     assert main([*command, "--out", "pairs.jsonl"]) == 0 and "holds the first 4 rows: going on" in capsys.readouterr().out
     assert (tmp_path / "pairs.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text() and not partial.exists()
+    monkeypatch.setattr("grpolab.cli.pairs.Judge", lambda url, model: lambda text, row, rollout: -sum(map(ord, text)) / 1000)
+    judged = ["--judge", "http://127.0.0.1:1", "--judge-model", "big"]
+    assert main([*command[:4], *judged, *command[6:], "--out", "judged.jsonl"]) == 0
+    assert (tmp_path / "judged.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
     rows = read_rows("pairs.jsonl", needs=("chosen", "rejected"))
     assert len(rows) == 12 and all(row["chosen_reward"] > row["rejected_reward"] for row in rows)
     assert main([*command, "--out", "pairs.jsonl"]) == 2 and "are not written over" in capsys.readouterr().err
@@ -159,6 +163,7 @@ def test_pairs_by_a_reward_are_written_gone_on_with_and_read_by_dpo_and_reward(t
 
 @pytest.mark.parametrize(("options", "status", "says"), [
     (["--samples", "1"], 2, "--samples is at least 2"), (["--judge", "http://x"], 2, "with --judge-model NAME"),
+    (["--judge", "http://127.0.0.1:1", "--judge-model", "big", "--max-new-tokens", "2"], 1, "the judge: http://127.0.0.1:1"),
     ([], 1, "has no 'answer'"), (["--reward", "grpolab.chat_rules:RULES"], 1, "is no function"),
     (["--reward", "mine.py:same", "--max-new-tokens", "2"], 1, "no row gave a pair (1 rows, 1 no pair: none ended)"),
 ])

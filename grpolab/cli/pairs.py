@@ -22,6 +22,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models.load import load_policy
+from grpolab.serve.http_client import RemoteError
 from grpolab.serve.judge import Judge
 from grpolab.train.preferences import pairs_by_reward, preference_row
 from grpolab.train.rewards import Faults, report, sample_and_score
@@ -60,7 +61,10 @@ class Pairs:
         rows = tasks.read_rows(self.data)
         reward = self.rewarded(rows)
         partial = Partial(self.out, self.settings(rows))
-        asyncio.run(self.sample(rows, reward, partial))
+        try:
+            asyncio.run(self.sample(rows, reward, partial))
+        except RemoteError as error:
+            raise ValueError(f"the judge: {error}") from error
         counts = partial.counts()
         if not counts["pairs"]:
             partial.path.unlink()
