@@ -430,8 +430,8 @@ def english(found: dict, results: Path) -> list:
             f"is ({pairs['tokens']:,} tokens; {pairs['all rules']} keep all rules). GRPO: {settings['grpo']['steps']} steps of "
             f"{settings['grpo']['prompts_per_step']} prompts × {settings['grpo']['group_size']} completions; rejection "
             f"sampling gets as many sampled tokens. Gains are paired with the model as it is; minutes leave out the "
-            f"sampling of the pairs. Recipe and held-out prompts were frozen before the run; of the three seeds named beforehand, "
-            f"{' and '.join(seeds)} {'was' if len(seeds) == 1 else 'were'} run.", rows, lines,
+            f"sampling of the pairs. Recipe and held-out prompts were frozen before the run; of the three seeds named "
+            f"beforehand, {' and '.join(seeds)} {'was' if len(seeds) == 1 else 'were'} run.", rows, lines,
             f"By rule, greedy, seed {seeds[0]}:", rules, "\n".join(f"- {line}." for line in moved),
             f"Prompts of each kind whose greedy answer keeps all rules, seed {seeds[0]}:", kinds,
             f"No policy keeps all rules of any held-out prompt of the kinds: {', '.join(none)}." if none else "",

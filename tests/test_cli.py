@@ -97,14 +97,14 @@ def test_help_and_the_parser_of_an_environment_server_do_not_import_torch():
 
 
 @pytest.mark.parametrize("command, resumes", [(["eval", "tiny"], False), (["sft", "tiny"], True)])
-def test_an_interrupt_speaks_of_a_checkpoint_where_there_is_one(monkeypatch, capsys, command, resumes):
+def test_an_interrupt_says_whether_the_same_command_goes_on(monkeypatch, capsys, command, resumes):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     for module in ("eval", "train"):
         monkeypatch.setattr(f"grpolab.cli.{module}.load_policy", interrupt)
     assert main(command) == 130
-    assert ("checkpoint" in capsys.readouterr().err) is resumes
+    assert ("the same command continues" in capsys.readouterr().err) is resumes
 
 
 @pytest.mark.parametrize("command", [["serve", "calculator"], ["serve-policy", "tiny"]])
