@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from grpolab.evaluate import Interval, mean_interval, student_t  # noqa: E402
+from grpolab.evaluate import Interval, clustered_interval, mean_interval, student_t, wilson  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab import board  # noqa: E402
 from grpolab.lab.metrics import readable  # noqa: E402
@@ -312,8 +312,7 @@ def longer_answers(found: dict, results: Path) -> list:
 # --- SmolLM2-135M-Instruct --------------------------------------------------------------------------------------------
 
 RECIPES = ("larger", "few", "first")  # of smollm2_arithmetic.py, the last one that was tried first
-KINDS = {"full": "all weights", "lora": "LoRA", "grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long",
-         "wide": "GRPO, wide", "twice": "GRPO, two turns"}
+KINDS = {"grpo": "GRPO", "short": "GRPO, short", "long": "GRPO, long", "wide": "GRPO, wide", "twice": "GRPO, two turns"}
 
 
 def runs_of(found: dict, *kinds: str) -> list[tuple[str, str, dict]]:
@@ -373,16 +372,82 @@ def gym(found: dict, results: Path) -> list:
             f"what the model as it is does with {settings['looked_at']} tasks of each:", looks, rows]
 
 
-def style(found: dict, results: Path) -> list:
-    settings, base = found["settings"], found["base"]
-    rows = [{"trained": "before", "seed": "", "weights": "", "all rules kept": base["all rules"], "gain": ""} | base["rules"]]
-    rows += [{"trained": KINDS[kind], "seed": seed, "weights": f"{run['trained'] / 1e6:.1f} M",
-              "all rules kept": run["after"]["all rules"], "gain": points(run["gain"])} | run["after"]["rules"]
-             | {"minutes": f"{run['seconds'] / 60:.1f}", "peak memory": f"{run['peak_gb']:.2f} GB"}
-             for kind, seed, run in runs_of(found, "full", "lora")]
-    return [f"One sentence of at most so many words, in lower-case letters, without two common words, about a topic that it "
-            f"must name; {settings['held_out']} held-out prompts on other topics, answered greedily. {settings['model']} in "
-            f"{settings['dtype']}, 30 steps.", rows]
+LEARNED = {"sft": "SFT on the chosen", "dpo": "DPO", "rejection": "rejection sampling", "grpo": "GRPO"}
+
+
+def flag_rate(flags: str) -> Interval:
+    return wilson(flags.count("1"), len(flags))
+
+
+def flag_change(before: str, after: str) -> Interval:
+    """The paired difference of two rates on the same prompts; its normal interval is cut where a difference cannot be."""
+    change = mean_interval([int(b) - int(a) for a, b in zip(before, after, strict=True)])
+    return replace(change, low=max(-1.0, change.low), high=min(1.0, change.high))
+
+
+def english(found: dict, results: Path) -> list:
+    settings, base, hows = found["settings"], found["base"], ("greedy", "sampled")
+    runs = sorted(runs_of(found, *LEARNED), key=lambda run: (run[1], list(LEARNED).index(run[0])))
+    seeds = sorted({seed for _, seed, _ in runs})
+    rows = [{"policy": "as it is", "seed": "", "all rules, greedy": flag_rate(base["greedy"]["all rules"]), "gain, greedy": "",
+             "all rules, sampled": flag_rate(base["sampled"]["all rules"]), "gain, sampled": "",
+             "tokens an answer": base["greedy"]["tokens"]}]
+    moved = []
+    for kind, seed, run in runs:
+        name = LEARNED[kind]
+        row = {"policy": name, "seed": seed}
+        for how in hows:
+            row |= {f"all rules, {how}": flag_rate(run[how]["all rules"]),
+                    f"gain, {how}": flag_change(base[how]["all rules"], run[how]["all rules"]).points}
+        rows.append(row | {"tokens an answer": run["greedy"]["tokens"], "minutes": f"{run['seconds'] / 60:.1f}",
+                           "sampled tokens": f"{run['tokens']:,}" if "tokens" in run else ""})
+        changes = {rule: flag_change(base["greedy"]["rules"][rule], run["greedy"]["rules"][rule])
+                   for rule, flags in base["greedy"]["rules"].items() if len(flags) > 1}
+        parts = [f"{verdict} in {', '.join(names)}" for verdict in ("ahead", "behind")
+                 if (names := [f"{rule} ({c.points})" for rule, c in changes.items() if c.verdict == verdict])]
+        moved.append(f"{name}, seed {seed}: " + ("; ".join(parts) or "no difference seen in any rule"))
+    first = [run for run in runs if run[1] == seeds[0]]
+    rules = [{"rule": rule, "prompts": len(flags), "as it is": flag_rate(flags)}
+             | {LEARNED[kind]: flag_rate(run["greedy"]["rules"][rule]) for kind, _, run in first}
+             for rule, flags in base["greedy"]["rules"].items()]
+    lines = [{"difference": f"{LEARNED[one]} − {LEARNED[other]}", "seed": seed} | {
+                how: f"{c.points}: {c.verdict}" for how in hows
+                for c in [flag_change(found[f"{other} {seed}"][how]["all rules"], found[f"{one} {seed}"][how]["all rules"])]}
+             for seed in seeds for one, other in (("grpo", "rejection"), ("grpo", "dpo"), ("grpo", "sft"), ("dpo", "sft"))
+             if f"{one} {seed}" in found and f"{other} {seed}" in found]
+    kinds = []
+    for kind in dict.fromkeys(settings["kinds"]):
+        at = [i for i, of in enumerate(settings["kinds"]) if of == kind]
+        cells = {"as it is": base} | {LEARNED[of]: run for of, _, run in first}
+        kinds.append({"kind of prompt": kind, "prompts": len(at)} | {
+            name: sum(run["greedy"]["all rules"][i] == "1" for i in at) for name, run in cells.items()})
+    pairs = found[f"samples {seeds[0]}"]["train"]
+    none = [row["kind of prompt"] for row in kinds if not any(row[LEARNED[of]] for of, _, _ in first)]
+    return [f"{settings['practice']} prompts to practise on and {settings['held_out']} held-out ones, each with rules that a "
+            f"program checks. {settings['model']} in {settings['dtype']} with LoRA (rank {settings['adapter']['rank']}), "
+            f"answers of at most {settings['new_tokens']} tokens, sampled at temperature {settings['temperature']}. DPO, SFT "
+            f"and the reward model learn from {pairs['pairs']} pairs of {pairs['completions']} completions by the model as it "
+            f"is ({pairs['tokens']:,} tokens; {pairs['all rules']} keep all rules). GRPO: {settings['grpo']['steps']} steps of "
+            f"{settings['grpo']['prompts_per_step']} prompts × {settings['grpo']['group_size']} completions; rejection "
+            f"sampling gets as many sampled tokens. Gains are paired with the model as it is; minutes leave out the "
+            f"sampling of the pairs. Recipe and held-out prompts were frozen before the run; of the three seeds named "
+            f"beforehand, {' and '.join(seeds)} {'was' if len(seeds) == 1 else 'were'} run.", rows, lines,
+            f"By rule, greedy, seed {seeds[0]}:", rules, "\n".join(f"- {line}." for line in moved),
+            f"Prompts of each kind whose greedy answer keeps all rules, seed {seeds[0]}:", kinds,
+            f"No policy keeps all rules of any held-out prompt of the kinds: {', '.join(none)}." if none else "",
+            *(reward_pairs(run, seed) for _, seed, run in runs_of(found, "reward"))]
+
+
+def reward_pairs(run: dict, seed: str) -> str:
+    """A sentence on a reward model; pairs of one prompt are a cluster."""
+    def share(flags: str) -> Interval:
+        return clustered_interval([int(flag) for flag in flags], run["prompts"])
+
+    ahead = clustered_interval([int(a) - int(b) for a, b in zip(run["held_out"], run["shorter"])], run["prompts"])
+    return (f"The reward model with LoRA (seed {seed}) puts the chosen side of {len(run['held_out'])} pairs of held-out "
+            f"prompts above the rejected one in {share(run['held_out'])}, and of the pairs that it learned from in "
+            f"{flag_rate(run['train'])}. To call the shorter side the better one is right in {share(run['shorter'])}; the "
+            f"difference is {ahead.points}: {ahead.verdict}.")
 
 
 def administration(found: dict, results: Path) -> list:
@@ -576,7 +641,7 @@ QUESTIONS = {
         ("Longer answers, ten seeds", "longer_answers", longer_answers)],
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
-        ("SmolLM2: a task of reasoning-gym", "smollm2_gym", gym), ("SmolLM2: a style by rules", "smollm2_style", style),
+        ("SmolLM2: a task of reasoning-gym", "smollm2_gym", gym), ("SmolLM2: rules of chat", "smollm2_english", english),
         ("SmolLM2: AWS accounts", "smollm2_aws", administration),
         ("SmolLM2: a tool to be asked", "smollm2_tools", asking)],
     "How fast is it, and how large?": [
@@ -684,9 +749,10 @@ def real_model(results: Path) -> dict[str, str]:
             f"{rate(found['best']['both'])} → {seeds_of(found, 'short', 'both')}")
         rows["the same in episodes of two turns, on tasks sampled after the hyperparameters were frozen"] = (
             f"{rate(found['best twice']['third set']['both'])} → {seeds_of(found, 'twice', 'both', 'third set')}")
-    if found := record("smollm2_style", results):
-        rows["SmolLM2-135M, one sentence by four rules: as it is → GRPO"] = (
-            f"{rate(found['base']['all rules'])} → {seeds_of(found, 'full', 'all rules')}")
+    if found := record("smollm2_english", results):
+        after = [str(flag_rate(run["greedy"]["all rules"])) for _, _, run in runs_of(found, "grpo")]
+        rows["SmolLM2-135M, all rules of a held-out chat prompt kept, greedy: as it is → GRPO"] = (
+            f"{rate(str(flag_rate(found['base']['greedy']['all rules'])))} → {' / '.join(map(rate, after))}")
     return rows
 
 

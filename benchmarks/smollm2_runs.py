@@ -1,4 +1,4 @@
-"""What the three results on SmolLM2 share: a record that keeps each run as it ends, greedy answers, and one timed GRPO run."""
+"""What the results on SmolLM2 share: a record that keeps each run as it ends, greedy answers, and one timed GRPO run."""
 
 from __future__ import annotations
 
@@ -68,10 +68,11 @@ def in_process(script: str, *words: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-async def said(policy, rows: Sequence[Any], new_tokens: int, *, greedy: bool = True) -> list[tuple[str, Any]]:
-    """Of each row the completion, greedy or sampled at temperature 1: its text and its rollout."""
+async def said(policy, rows: Sequence[Any], new_tokens: int, *, greedy: bool = True, temperature: float = 1.0
+               ) -> list[tuple[str, Any]]:
+    """Of each row the completion, greedy or sampled: its text and its rollout."""
     prompts = [prompt_ids(policy.tokenizer, prompt_of(row)) for row in rows]
-    params = SamplingParams(greedy=greedy, max_new_tokens=new_tokens, seed=0)
+    params = SamplingParams(greedy=greedy, temperature=temperature, max_new_tokens=new_tokens, seed=0)
     async with Sampler(policy) as sampler:
         groups = await sampler.sample(prompts, group_size=1, params=params)
     return [(policy.decode(g[0].tokens), g[0]) for g in groups]

@@ -18,6 +18,7 @@ COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module
     "scout": ("scout", "Scout", "tell from which tasks GRPO could learn, before anything is trained"),
     "train": ("recipe", None, "train as a file says: grpolab train FILE.toml [options that win over it]"),
     "up": ("up", None, "train on an environment of Atropos: its API, the policy's server, the environment, the trainer"),
+    "pairs": ("pairs", "Pairs", "make preference pairs of a model's own completions, by a reward or a judge"),
     "sft": ("train", "SFT", "imitate demonstrations"),
     "grpo": ("train", "GRPO", "learn from a reward"),
     "dpo": ("train", "DPO", "learn from preferences"),
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"grpolab {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        resume = "; the same command continues from the last checkpoint" if name in ("run", "train", "up", *TRAINING) else ""
+        resume = "; the same command continues from what is kept" if name in ("run", "train", "up", "pairs", *TRAINING) else ""
         print(f"grpolab {name}: interrupted{resume}", file=sys.stderr)
         return 130
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,12 +15,14 @@ from tqdm import tqdm
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import Message, prompt_ids
+from grpolab.chat_rules import Check, checks
 from grpolab.checker import check_answer, parse_boxed_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import data_path
 from grpolab.models.load import Policy
-from grpolab.rollouts import Group, Rollout
+from grpolab.rollouts import Group
+from grpolab.tasks import read_rows
 
 WAIT = 3.0  # seconds after which an evaluation shows its progress
 Z95 = 1.959964  # the standard normal quantile of a two-sided 95 % interval
@@ -115,7 +115,6 @@ def calibrate(predicted: Sequence[float], happened: Sequence[bool], bins: int = 
 
 # --- any prompts, each with a check -----------------------------------------------------------------------------------
 
-Check = Callable[[str, Rollout], bool]  # of a completion's text and its rollout (tokens, finish_reason, ...)
 Prompt = str | Sequence[Message] | tuple[int, ...]  # text or messages for the chat template, or token ids as they are
 
 
@@ -256,61 +255,38 @@ def side_by_side(before: Evaluation, after: Evaluation, n: int = 6) -> pd.DataFr
 # --- the fixed prompts ------------------------------------------------------------------------------------------------
 
 
-def stops(text: str, rollout: Rollout) -> bool:
-    """The policy ended its turn itself, with something said."""
-    return rollout.finish_reason == "eos" and bool(text.strip())
+SUITES = {"arithmetic": ("fixed_prompts.jsonl", 48), "english": ("english/held_out.jsonl", 64)}  # file, longest completion
 
 
-def intact(text: str, rollout: Rollout) -> bool:
-    """No character that stands for broken bytes, no control character, nothing said four times in a row."""
-    return not re.search(r"[\ufffd\x00-\x08\x0b-\x1f\x7f]|(\S.{2,40}?)\1{3}", text, flags=re.DOTALL)
-
-
-def formatted(text: str, rollout: Rollout) -> bool:
-    """Exactly one box, with an integer in it."""
-    return text.count("\\boxed") == 1 and parse_boxed_answer(text) is not None
-
-
-@dataclass(frozen=True)
-class FixedPrompt:
-    """A prompt of the suite: every answer must stop and be intact; where there is an `answer` it must also be boxed, and
-    right."""
-
-    prompt: str
-    answer: int | None = None
-
-    @property
-    def checks(self) -> dict[str, Check]:
-        always = {"stop token": stops, "no corruption": intact}
-        if self.answer is None:
-            return always
-        return always | {"format": formatted, "arithmetic": lambda text, rollout: check_answer(text, self.answer)}
-
-
-def fixed_prompts() -> list[FixedPrompt]:
-    """The prompts of data/fixed_prompts.jsonl."""
-    return [FixedPrompt(**json.loads(line)) for line in data_path("fixed_prompts.jsonl").read_text().splitlines()]
+def fixed_prompts(suite: str = "arithmetic") -> list[dict]:
+    """The shipped prompts of a suite ("arithmetic" or "english"), rows as `chat_rules.checks` reads them."""
+    if suite not in SUITES:
+        raise ValueError(f"there is no suite of fixed prompts {suite!r}: take one of {', '.join(SUITES)}")
+    return read_rows(data_path(*SUITES[suite][0].split("/")))
 
 
 async def evaluate_fixed(
-    policy: Policy, prompts: Sequence[FixedPrompt] | None = None, *, max_new_tokens: int = 48, sampler: Sampler | None = None
+    policy: Policy, prompts: str | Sequence[dict] = "arithmetic", *, max_new_tokens: int | None = None,
+    sampler: Sampler | None = None,
 ) -> dict[str, Checked]:
-    """Answer the fixed prompts greedily. By the name of each check (stop token, no corruption, format, arithmetic): what
-    became of the prompts that it applies to."""
-    prompts = fixed_prompts() if prompts is None else prompts
-    ids = [prompt_ids(policy.tokenizer, p.prompt) for p in prompts]
-    texts, groups = await _sample(policy, ids, sampler, 1, SamplingParams(greedy=True, max_new_tokens=max_new_tokens))
+    """Answer the prompts of a suite, or rows like them, greedily. By the name of each check (stop token, no repetition, code,
+    refusal, ...; `chat_rules.checks`): what became of the prompts that it applies to."""
+    longest = max_new_tokens or (SUITES[prompts][1] if isinstance(prompts, str) and prompts in SUITES else 64)
+    prompts = fixed_prompts(prompts) if isinstance(prompts, str) else prompts
+    rules = [checks(row) for row in prompts]
+    ids = [prompt_ids(policy.tokenizer, row["prompt"]) for row in prompts]
+    texts, groups = await _sample(policy, ids, sampler, 1, SamplingParams(greedy=True, max_new_tokens=longest))
     cases = defaultdict(list)
-    for p, written, group in zip(prompts, texts, groups):
-        for name, check in p.checks.items():
-            cases[name].append((p.prompt, written, (bool(check(written[0], group[0])),)))
+    for row, of, written, group in zip(prompts, rules, texts, groups):
+        for name, check in of.items():
+            cases[name].append((row["prompt"], written, (bool(check(written[0], group[0])),)))
     return {name: Checked(*map(tuple, zip(*of)), greedy=True) for name, of in cases.items()}
 
 
-async def fixed_rates(policy: Policy) -> dict[str, float]:
+async def fixed_rates(policy: Policy, suite: str = "arithmetic") -> dict[str, float]:
     """The rates of the fixed prompts by the name of their check, e.g. for a Selection that watches a run."""
-    suite = await evaluate_fixed(policy)
-    return {"fixed_" + check.replace(" ", "_"): checked.rate.value for check, checked in suite.items()}
+    found = await evaluate_fixed(policy, suite)
+    return {"fixed_" + check.replace(" ", "_"): checked.rate.value for check, checked in found.items()}
 
 
 def suite_table(**suites: dict[str, Checked]) -> pd.DataFrame:

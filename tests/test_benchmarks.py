@@ -26,11 +26,12 @@ import report  # noqa: E402
 import rollouts  # noqa: E402
 import several_rewards  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
+import smollm2_english as english  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
-import smollm2_style as style  # noqa: E402
 import smollm2_tools as asking  # noqa: E402
 
 from grpolab.chat import CHAT_TEMPLATE  # noqa: E402
+from grpolab.rollouts import Group  # noqa: E402
 from grpolab.train import DistilConfig, GRPOConfig, SFTConfig  # noqa: E402
 
 
@@ -214,15 +215,13 @@ def test_answers_of_policies_are_recorded(monkeypatch, tmp_path):
     assert len(questions) == 20 and set(questions[0]["written"]) == {"base"}
 
 
-def test_arithmetic_and_style_measure_a_policy(monkeypatch, tiny):
-    """The recipes' own functions on the embedded model in SmolLM2's place."""
+def test_arithmetic_measures_a_policy(monkeypatch, tiny):
+    """The recipe's own function on the embedded model in SmolLM2's place."""
     monkeypatch.setattr(runs, "MODEL", "tiny")
     monkeypatch.setattr(runs, "DTYPE", "float32")
     monkeypatch.setattr(sums, "HELD", sums.HELD[:3])
     monkeypatch.setattr(sums, "ASKED", sums.ASKED[:3])
-    monkeypatch.setattr(style, "HELD_OUT", style.HELD_OUT[:3])
-    for found in (asyncio.run(sums.measure(tiny)), asyncio.run(style.measure(tiny))):
-        assert any(len(v) == 3 for v in found.values() if isinstance(v, str | list))
+    assert any(len(v) == 3 for v in asyncio.run(sums.measure(tiny)).values() if isinstance(v, str | list))
 
 
 def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_path):
@@ -246,6 +245,43 @@ def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_p
     assert record["sft"]["shown"] == 20 > record["rewarded sft"]["shown"] >= record["rewarded sft"]["asking"] > 0
     assert all(len(record[name]["greedy"]["flags"]) == 3 for name in ("sft", "grpo 0", "rejection 0 1"))
     assert len(report.asking(record, tmp_path)[1]) == 7
+
+
+def test_every_way_to_teach_the_rules_of_chat_is_recorded(monkeypatch, tmp_path):
+    """The whole series on the embedded model in SmolLM2's place, in this process. It ends no completion, so that every second
+    one is said to have ended and to be right."""
+    pytest.importorskip("peft")
+    plain = english.sampled
+
+    async def sampled(*arguments, **options):
+        return [Group(tuple(replace(r, finish_reason="eos", reward=float(i % 2)) for i, r in enumerate(group)))
+                for group in await plain(*arguments, **options)]
+
+    short = {"steps": 2, "warmup": 0, "batch_size": 4}
+    settings = english.SETTINGS | {name: english.SETTINGS[name] | short for name in ("sft", "dpo", "reward")} | {
+        "new_tokens": 6, "adapter": {"rank": 2}, "samples": {"group_size": 8, "held_out_group_size": 8, "pairs_per_prompt": 2},
+        "grpo": english.SETTINGS["grpo"] | {"steps": 2, "warmup": 0, "prompts_per_step": 2, "group_size": 2},
+        "rejection": {"rounds": 2, "group_size": 4, "kept_per_prompt": 2, "sft": english.SETTINGS["rejection"]["sft"] | short}}
+    for name, value in {"SETTINGS": settings, "PRACTICE": english.PRACTICE[:6], "HELD_OUT": english.HELD_OUT[:4],
+                        "RESULTS": tmp_path / "smollm2_english.json", "FOLDER": tmp_path,
+                        "sampled": sampled}.items():
+        monkeypatch.setattr(english, name, value)
+    for name, value in {"MODEL": "tiny", "DTYPE": "float32", "words": lambda doc: ["0"]}.items():
+        monkeypatch.setattr(runs, name, value)
+    monkeypatch.setattr(runs, "in_process", lambda script, *words: json.loads(json.dumps(asyncio.run(english.one(*words)))))
+    english.main()
+    text = (tmp_path / "smollm2_english.json").read_text()
+    record = json.loads(text)
+    assert set(record) == {"settings", "provenance", "base", "samples 0", *(f"{name} 0" for name in english.METHODS)}
+    assert record["samples 0"]["train"]["pairs"] > 0 < record["dpo 0"]["pairs"] and record["rejection 0"]["tokens"] >= 16
+    assert all(len(record[name]["greedy"]["all rules"]) == 4 for name in ("base", "sft 0", "dpo 0", "grpo 0", "rejection 0"))
+    assert len(record["reward 0"]["held_out"]) == record["samples 0"]["held_out"]["pairs"]
+    english.main()
+    assert (tmp_path / "smollm2_english.json").read_text() == text
+    about, rows, lines, *_, rewarded = report.english(record, tmp_path)
+    assert [row["policy"] for row in rows] == ["as it is", *report.LEARNED.values()] and len(lines) == 4
+    assert all(line["greedy"] == "+0.0 points [+0.0, +0.0]: no difference seen" for line in lines)
+    assert "the difference is " in rewarded and "0 was run" in about
 
 
 # --- provenance -------------------------------------------------------------------------------------------------------

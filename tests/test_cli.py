@@ -3,13 +3,17 @@
 import subprocess
 import sys
 from pathlib import Path
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 
 from grpolab.__main__ import main
 from grpolab.cli.scout import Scout
+from grpolab.rollouts import Group
 from grpolab.tasks import read_rows
+from grpolab.train.preferences import pairs_by_reward
+from grpolab.train.reward_model import RewardModel
 
 
 def test_data_writes_disjoint_files(tmp_path, capsys):
@@ -104,14 +108,14 @@ def test_help_and_the_parser_of_an_environment_server_do_not_import_torch():
 
 
 @pytest.mark.parametrize("command, resumes", [(["eval", "tiny"], False), (["sft", "tiny"], True)])
-def test_an_interrupt_speaks_of_a_checkpoint_where_there_is_one(monkeypatch, capsys, command, resumes):
+def test_an_interrupt_says_whether_the_same_command_goes_on(monkeypatch, capsys, command, resumes):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     for module in ("eval", "train"):
         monkeypatch.setattr(f"grpolab.cli.{module}.load_policy", interrupt)
     assert main(command) == 130
-    assert ("checkpoint" in capsys.readouterr().err) is resumes
+    assert ("the same command continues" in capsys.readouterr().err) is resumes
 
 
 @pytest.mark.parametrize("command", [["serve", "calculator"], ["serve-policy", "tiny"]])
@@ -126,3 +130,58 @@ def test_a_console_script_finds_modules_of_the_current_folder(tmp_path):
             "main(['serve', 'nearby:Env', '--isolate', 'thread'])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert "'nearby:Env' is a int" in done.stderr
+
+
+def test_pairs_by_a_reward_are_written_gone_on_with_and_read_by_dpo_and_reward(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def low(text, row, rollout):\n    return -sum(map(ord, text)) / 1000\n")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 =", "n": {n}}}\n' for n in range(6)))
+    command = ["pairs", "tiny", "--data", "rows.jsonl", "--reward", "mine.py:low", "--samples", "4", "--max-new-tokens", "8",
+               "--rows-at-once", "2", "--per-row", "2"]
+
+    def made(policy, rows, groups, **options):
+        """The embedded model ends nothing untaught, so every completion is said to have ended."""
+        if rows[0]["n"] == 4 and (tmp_path / "interrupted").exists():
+            raise KeyboardInterrupt
+        ended = [Group(tuple(replace(r, finish_reason="eos") for r in group)) for group in groups]
+        return pairs_by_reward(policy, rows, ended, **options)
+
+    monkeypatch.setattr("grpolab.cli.pairs.pairs_by_reward", made)
+    assert main([*command, "--out", "whole.jsonl"]) == 0
+    assert "[6/6]" in (out := capsys.readouterr().out) and "6 rows" in out and "grpolab dpo and grpolab reward read it" in out
+    (tmp_path / "interrupted").touch()
+    assert main([*command, "--out", "pairs.jsonl"]) == 130
+    assert "the same command continues from what is kept" in capsys.readouterr().err
+    partial = tmp_path / ".pairs.jsonl.partial"
+    assert len(partial.read_text().splitlines()) == 3 and not (tmp_path / "pairs.jsonl").exists()
+    partial.write_text(partial.read_text() + '{"rows": [')  # killed in the middle of a line
+    (tmp_path / "interrupted").unlink()
+    assert main([*command, "--out", "pairs.jsonl", "--seed", "1"]) == 1
+    assert "with another seed has done" in capsys.readouterr().err
+    assert main([*command, "--out", "pairs.jsonl"]) == 0 and "holds the first 4 rows: going on" in capsys.readouterr().out
+    assert (tmp_path / "pairs.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text() and not partial.exists()
+    monkeypatch.setattr("grpolab.cli.pairs.Judge", lambda url, model: lambda text, row, rollout: -sum(map(ord, text)) / 1000)
+    judged = ["--judge", "http://127.0.0.1:1", "--judge-model", "big"]
+    assert main([*command[:4], *judged, *command[6:], "--out", "judged.jsonl"]) == 0
+    assert (tmp_path / "judged.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
+    rows = read_rows("pairs.jsonl", needs=("chosen", "rejected"))
+    assert len(rows) == 12 and all(row["chosen_reward"] > row["rejected_reward"] for row in rows)
+    assert main([*command, "--out", "pairs.jsonl"]) == 2 and "are not written over" in capsys.readouterr().err
+    short = ["tiny", "--data", "pairs.jsonl", "--steps", "1", "--batch-size", "4"]
+    assert main(["dpo", *short]) == 0 == main(["reward", *short, "--lora-rank", "2"])
+    assert RewardModel.load(tmp_path / "runs/cli_reward/tiny/policy").score([[1, 2]])[0] != 0
+
+
+@pytest.mark.parametrize(("options", "status", "says"), [
+    (["--samples", "1"], 2, "--samples is at least 2"), (["--judge", "http://x"], 2, "with --judge-model NAME"),
+    (["--judge", "http://127.0.0.1:1", "--judge-model", "big", "--max-new-tokens", "2"], 1, "the judge: http://127.0.0.1:1"),
+    ([], 1, "has no 'answer'"), (["--reward", "grpolab.chat_rules:RULES"], 1, "is no function"),
+    (["--reward", "mine.py:same", "--max-new-tokens", "2"], 1, "no row gave a pair (1 rows, 1 no pair: none ended)"),
+])
+def test_pairs_that_cannot_be_made_are_refused_and_leave_nothing(tmp_path, monkeypatch, capsys, options, status, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def same(text, row, rollout):\n    return 1.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi"}\n')
+    assert main(["pairs", "tiny", "--data", "rows.jsonl", "--out", "pairs.jsonl", *options]) == status
+    assert says in capsys.readouterr().err
+    assert not [p for p in tmp_path.iterdir() if "pairs" in p.name]

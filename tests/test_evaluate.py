@@ -8,9 +8,9 @@ import pytest
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import prompt_ids
+from grpolab.chat_rules import checks, intact, stops
 from grpolab.evaluate import (
     Evaluation,
-    FixedPrompt,
     Interval,
     calibrate,
     clustered_interval,
@@ -19,13 +19,10 @@ from grpolab.evaluate import (
     evaluate_fixed,
     evaluate_plain,
     fixed_prompts,
-    formatted,
     improvement,
-    intact,
     mean_interval,
     pass_at_k,
     side_by_side,
-    stops,
     student_t,
     suite_table,
     wilson,
@@ -169,11 +166,12 @@ def test_a_difference_has_a_verdict_only_where_its_interval_lies_on_one_side(low
     assert Interval(0.075, 0.05, 0.1).points == "+7.5 points [+5.0, +10.0]"
 
 
+boxed = checks({"prompt": "What is 1 + 1?", "answer": 2})["format"]
 CHECKS = [
     (stops, "3", True), (stops, " \n", False),
     *((intact, text, False) for text in ("What\ufffd", "a\x00b", "7 - 7? " * 4, "abc" * 4, "-" * 12)),
     *((intact, text, True) for text in ("1 + 1 = \\boxed{2}.", "ha ha ha", "one\ntwo\n\nthree", "1111111", "", "é ü 日本")),
-    (formatted, "= \\boxed{2}.", True), *((formatted, text, False) for text in ("2", "\\boxed{a}", "\\boxed{1} \\boxed{2}"))]
+    (boxed, "= \\boxed{2}.", True), *((boxed, text, False) for text in ("2", "\\boxed{a}", "\\boxed{1} \\boxed{2}"))]
 
 
 @pytest.mark.parametrize(("check", "text", "passes"), CHECKS)
@@ -183,16 +181,18 @@ def test_stop_token_corruption_and_format(check, text, passes):
 
 def test_the_shipped_prompts_are_sound():
     prompts = fixed_prompts()
-    assert len(prompts) == len({p.prompt for p in prompts}) >= 30
-    assert {len(p.checks) for p in prompts} == {2, 4}
-    for p in prompts:  # the plain ones: the answer is that of the problem
-        words = p.prompt.removeprefix("What is ").removesuffix("?").split()
-        if p.answer is not None and len(words) == 3 and words[0].isdigit() and words[2].isdigit():
-            assert Problem(int(words[0]), words[1], int(words[2])).answer == p.answer
+    assert len(prompts) == len({row["prompt"] for row in prompts}) >= 30
+    assert {len(checks(row)) for row in prompts} == {2, 4}
+    for row in prompts:  # the plain ones: the answer is that of the problem
+        words = row["prompt"].removeprefix("What is ").removesuffix("?").split()
+        if row.get("answer") is not None and len(words) == 3 and words[0].isdigit() and words[2].isdigit():
+            assert Problem(int(words[0]), words[1], int(words[2])).answer == row["answer"]
+    with pytest.raises(ValueError, match="no suite of fixed prompts 'chat': take one of arithmetic, english"):
+        fixed_prompts("chat")
 
 
 def test_the_suite_judges_each_prompt_by_its_checks(tiny):
-    prompts = [FixedPrompt("What is 1 + 1?", 2), FixedPrompt("What is 1 + 2?", 3), FixedPrompt("Hello!")]
+    prompts = [{"prompt": "What is 1 + 1?", "answer": 2}, {"prompt": "What is 1 + 2?", "answer": 3}, {"prompt": "Hello!"}]
     good = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", "3", "Hi")))
     assert {name: checked.rates for name, checked in good.items()} == {
         "stop token": [1, 1, 1], "no corruption": [1, 1, 1], "format": [1, 0], "arithmetic": [1, 0]}

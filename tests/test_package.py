@@ -68,8 +68,8 @@ def test_the_wheel_holds_every_module_and_the_embedded_model(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(p.relative_to(ROOT)) for kind in ("*.py", "*.html") for p in (ROOT / "grpolab").rglob(kind)}
     data = {f"grpolab/data/tiny/{p.name}" for p in (ROOT / "data" / "tiny").iterdir()} | {"grpolab/data/fixed_prompts.jsonl"}
-    data |= {f"grpolab/data/aws/{p.name}" for p in (ROOT / "data" / "aws").iterdir()}
-    assert len(data) == 17 and modules | data | {"grpolab/py.typed"} <= names
+    data |= {f"grpolab/data/{folder}/{p.name}" for folder in ("aws", "english") for p in (ROOT / "data" / folder).iterdir()}
+    assert len(data) == 19 and modules | data | {"grpolab/py.typed"} <= names
 
 
 @pytest.mark.full

@@ -16,6 +16,8 @@ from grpolab.train.preferences import (
     load_preferences,
     make_pairs,
     near_miss,
+    pairs_by_reward,
+    preference_row,
     read_pairs,
     sample_pairs,
     write_pairs,
@@ -208,3 +210,42 @@ def test_a_row_that_does_not_fit_is_named(tiny, tmp_path, row, reason):
         load_preferences(path, tiny.tokenizer)
     with pytest.raises(ValueError, match="holds no rows"):
         load_preferences([], tiny.tokenizer)
+
+
+# --- by any reward ----------------------------------------------------------------------------------------------------
+
+
+def rewarded(policy, *of):
+    """A group of (text, reward, ended)."""
+    made = group(policy, Problem(1, "+", 2), *(text for text, _, _ in of))
+    return Group(tuple(dataclasses.replace(r, reward=reward, finish_reason="eos" if ended else "length")
+                       for r, (_, reward, ended) in zip(made, of)))
+
+
+def test_the_best_that_ended_is_chosen_and_a_worse_one_rejected(tiny):
+    row = {"prompt": "What is 1 + 2?", "kind": "sum", "about": [3]}
+    some = rewarded(tiny, ("3", 1.0, True), ("4", 2.0, False), ("5", 0.0, True), ("6", 0.9, False), ("7", None, True))
+    pairs, counts = pairs_by_reward(tiny, [row] * 4, [
+        some, rewarded(tiny, ("3", 1.0, True), ("4", 1.0, False)), rewarded(tiny, ("3", 1.0, False), ("4", 0.0, False)),
+        rewarded(tiny, ("3", None, True))], per_row=3)
+    assert counts == {"rows": 4, "no pair: no difference": 1, "no pair: none ended": 1, "no pair: no reward": 1, "pairs": 2}
+    found = {(p.meta["chosen"], p.meta["rejected"], p.meta["rejected_reward"]) for p in pairs}
+    assert found == {("3", "5", 0.0), ("3", "6", 0.9)}
+    assert pairs[0].meta["kind"] == "sum" and "about" not in pairs[0].meta
+    (one,), _ = pairs_by_reward(tiny, [row], [some], per_row=3, margin=0.5)
+    assert one.meta["rejected"] == "5" and len(pairs_by_reward(tiny, [row], [some])[0]) == 1
+    with pytest.raises(ValueError, match="per_row is at least 1"):
+        pairs_by_reward(tiny, [row], [some], per_row=0)
+
+
+def test_a_completion_that_was_cut_is_read_without_an_end(tiny, tmp_path):
+    """By its ids; in the words of another tokenizer, which has other ids, the text is all there is."""
+    cut = rewarded(tiny, ("3", 1.0, True), ("4", 0.0, False))
+    cut = Group((cut[0], dataclasses.replace(cut[1], **{name: getattr(cut[1], name)[:-1] for name in
+                                                        ("tokens", "mask", "logps", "raw_logps")})))
+    (pair,), _ = pairs_by_reward(tiny, [{"prompt": "What is 1 + 2?"}], [cut])
+    row = json.loads(json.dumps(preference_row(pair)))
+    (read,) = load_preferences([row], tiny.tokenizer)
+    assert read == pair and read.chosen.ids[-1] in tiny.eos_ids and read.rejected.ids[-1] not in tiny.eos_ids
+    (other,) = load_preferences([row | {"prompt_ids": row["prompt_ids"][1:]}], tiny.tokenizer)
+    assert other.chosen == pair.chosen and other.rejected.ids[-1] in tiny.eos_ids

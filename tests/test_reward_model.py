@@ -8,7 +8,10 @@ import torch
 from test_train import preferences, trained_scorer
 from transformers import AutoModelForSequenceClassification
 
-from grpolab.train.reward_model import RewardModel
+from grpolab.models.lora import LoRA
+from grpolab.sync import run_sync
+from grpolab.train.preferences import load_preferences
+from grpolab.train.reward_model import RewardConfig, RewardModel, reward_model
 
 
 def sequences(pairs):
@@ -88,3 +91,21 @@ def test_others_read_it_right_where_the_end_token_was_the_padding(tiny, tmp_path
     policy.tokenizer = SimpleNamespace(pad_token_id=1, all_special_ids=[1], bos_token_id=None)
     with pytest.raises(ValueError, match="has no other special token to pad with"):
         RewardModel.from_policy(policy)
+
+
+def test_an_adapter_and_the_head_alone_are_trained_and_saved_as_one_model(tiny, tmp_path):
+    pytest.importorskip("peft")
+    rows = [{"prompt": f"{a} + 1?", "chosen": f"{a + 1}", "rejected": "no"} for a in range(8)]
+    pairs = load_preferences(rows, tiny.tokenizer)
+    model = RewardModel.from_policy(tiny, LoRA(rank=2))
+    before = {name: p.clone() for name, p in model.model.named_parameters()}
+
+    async def train():
+        return [row["accuracy"] async for row in reward_model(model, pairs, RewardConfig(steps=6, batch_size=8, lr=1e-2))]
+
+    assert run_sync(train())[-1] == 1.0
+    changed = {name for name, p in model.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if "lora_" in name or name == "score.weight"}
+    loaded = RewardModel.load(model.save(tmp_path / "reward"))
+    assert loaded.score(sequences(pairs)) == pytest.approx(model.score(sequences(pairs)), abs=1e-4)
+    assert any("lora_A" in name for name, _ in model.model.named_parameters())

@@ -1,4 +1,4 @@
-"""Results on SmolLM2: the rules that are rewarded, how a task is chosen, and that a stopped series keeps what is done."""
+"""Results on SmolLM2: how a task is chosen, and that a stopped series keeps what is done."""
 
 import asyncio
 import json
@@ -15,40 +15,13 @@ from grpolab.train import GRPOConfig
 ROOT = repository()
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import smollm2_arithmetic as sums  # noqa: E402
+import smollm2_english as english  # noqa: E402
 import smollm2_gym as gym  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
-import smollm2_style as style  # noqa: E402
-
-EIGHT = style.Style("", topic="rain", longest=8, banned=("the", "and"))
-
-
-@pytest.mark.parametrize("text, ended, broken", [
-    ("rain falls on green hills", True, set()),
-    ("rain falls on green hills", False, {"length"}),
-    ("rain falls softly", True, {"length"}),
-    ("rain falls on green hills while people walk home", True, {"length"}),
-    ("Rain falls on green hills", True, {"casing"}),
-    ("rain falls on the hills", True, {"banned words"}),
-    ("rainy days, theatre and sand", True, {"banned words", "topic"}),
-    ("theatre sands make candy", True, {"topic"}),
-    ("", True, {"length", "casing", "banned words", "topic"}),
-    ("12 34 56 78", True, {"length", "casing", "banned words", "topic"}),
-])
-def test_the_rules_of_a_style(text, ended, broken):
-    assert {name for name, held in style.kept(text, EIGHT, ended).items() if not held} == broken
 
 
 def rollout(reason: str) -> Rollout:
     return Rollout((1,), (2,), mask=(1,), logps=(-1.0,), raw_logps=(-1.0,), finish_reason=reason)
-
-
-def test_the_reward_is_the_share_of_the_rules_and_held_out_topics_are_others():
-    def reward(text, reason="eos"):
-        return style.share_kept(text, EIGHT, rollout(reason))
-
-    assert reward("rain falls on green hills") == 1.0 and reward("") == 0.0
-    assert reward("Rain falls on green hills") == reward("rain falls on green hills", "length") == 0.375
-    assert not {s.topic for s in style.TRAIN} & {s.topic for s in style.HELD_OUT} and len(style.HELD_OUT) == 200
 
 
 def test_the_task_is_chosen_by_what_the_untrained_model_did():
@@ -107,7 +80,7 @@ def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path):
 
 def test_one_run_is_trained_and_measured(tiny):
     """Of the loop's rows the reward of every step; and the answers after it, one a prompt."""
-    rows = random.Random(0).sample(style.TRAIN, 4)
+    rows = random.Random(0).sample(english.PRACTICE, 4)
     config = GRPOConfig(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4, lr=1e-5)
     found = asyncio.run(runs.trained(tiny, rows, config, lambda text, row, rollout: float(sum(rollout.tokens))))
     assert len(found["rewards"]) == 2 and tiny.version == 2 and found["peak_gb"] > 0

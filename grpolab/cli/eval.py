@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tyro.conf import OmitArgPrefixes, Positional
 
@@ -26,6 +27,7 @@ class Eval:
     """JSONL rows with a prompt and an answer instead of arithmetic; a completion is right if it ended by itself and its last
     number is the answer's, or by --reward"""
     reward: str | None = None  # file.py:function(text, row, rollout) of those rows; right is a reward of at least 1
+    fixed_prompts: Literal["arithmetic", "english"] | None = None  # measure these shipped prompts alone, by rule
     questions: int = 200  # arithmetic questions
     samples: int = 8  # completions per question beside the greedy one
     at: tuple[int, ...] = ()  # the k of pass@k (default: the powers of 2 up to --samples)
@@ -38,6 +40,11 @@ class Eval:
             raise UsageError(f"--at {wrong[0]}: pass@k needs k from 1 to --samples, which is {self.samples}")
         if self.reward and not self.tasks:
             raise UsageError("--reward is of the rows in --tasks; arithmetic has its checker")
+        if self.fixed_prompts and self.tasks:
+            raise UsageError("--fixed-prompts names shipped prompts and --tasks a file: give one of them")
+        if self.fixed_prompts:
+            print(suite_table(passed=asyncio.run(evaluate_fixed(self.load(), self.fixed_prompts))).to_string())
+            return 0
         return asyncio.run(self.arithmetic() if self.tasks is None else self.rows(self.tasks))
 
     async def arithmetic(self) -> int:

@@ -45,6 +45,7 @@ from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 SHOWN = ("loss", "held_out_loss", "eval_score", "reward", "mixed", "tier", "accuracy", "kl", "entropy", "grad_norm",
          "completion_length", "sampled_tokens_per_s")  # columns that are printed for each step
+Suite = Literal["arithmetic", "english"]  # fixed prompts
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Training:
     print_config: bool = False  # print the options as a file for `grpolab train`, and do nothing else
 
     held_out: ClassVar[int] = 0  # options of some methods alone
-    fixed_prompts: ClassVar[bool] = False
+    fixed_prompts: ClassVar[str | None] = None
 
     def run(self) -> int:
         """Load, plan, train, save. Of several processes the first one prints and saves."""
@@ -153,7 +154,7 @@ class Training:
     def train(self, ready: Plan) -> None:
         async def values(policy):
             scores = {SCORE: await ready.measure(policy)} if ready.measure else {}
-            return scores | (await fixed_rates(policy) if self.fixed_prompts else {})
+            return scores | (await fixed_rates(policy, self.fixed_prompts) if self.fixed_prompts else {})
 
         select = Selection(values, every=self.select_every, by=SCORE if ready.measure else None) if self.select_every else None
         shown = Path(self.model).name if Path(self.model).is_dir() else self.model
@@ -243,7 +244,7 @@ class TaskTraining(Training):
     data: Path | None = None  # JSONL rows to train on (default: arithmetic problems, generated from the seed)
     problems: int = 1000  # arithmetic problems to train on; by default fewer where the task has not so many
     held_out: int = 0  # hold out N further arithmetic problems
-    fixed_prompts: bool = False  # with --select-every: also measure the rates of the fixed prompts
+    fixed_prompts: Suite | None = None  # with --select-every: also measure the rates of these fixed prompts
     task: OmitArgPrefixes[arithmetic.Task] = field(default_factory=arithmetic.Task)
 
     @cached_property
@@ -372,7 +373,7 @@ class DPO(Training):
     method = "dpo"
     data: Path  # JSONL rows with prompt, chosen and rejected
     held_out_tokens: int = 32  # longest completion that is measured
-    fixed_prompts: bool = False  # with --select-every: also measure the rates of the fixed prompts
+    fixed_prompts: Suite | None = None  # with --select-every: also measure the rates of these fixed prompts
     config: OmitArgPrefixes[DPOConfig] = field(default_factory=DPOConfig)
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -397,18 +398,13 @@ class Reward(Training):
     data: Path  # JSONL rows with prompt, chosen and rejected
     config: OmitArgPrefixes[RewardConfig] = field(default_factory=RewardConfig)
 
-    def check(self) -> None:
-        super().check()
-        if self.lora_rank:
-            raise UsageError("--lora-rank: a reward model is trained whole")
-
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return (), ()  # preferences are read with the policy's tokenizer
 
     def prepare(self, policy, rows, held_out) -> Plan:
         pairs = load_preferences(self.data, policy.tokenizer)
         held_out = load_preferences(self.held_out_data, policy.tokenizer) if self.held_out_data else []
-        model = RewardModel.from_policy(policy)
+        model = RewardModel.from_policy(policy, self.adapter)
         return Plan(model, None, [len(pair.prompt) for pair in pairs],
                     lambda run: reward_model(model, pairs, self.config, run=run),
                     held_out_accuracy(held_out) if held_out else None)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.tasks import read_json
+from grpolab.tasks import prompt_of, read_json
 from grpolab.train.layout import micro_batches
 from grpolab.train.logps import check_lengths
 from grpolab.train.loop import Optimisation
@@ -151,6 +152,39 @@ def make_pairs(
     return balanced, dict(counts)
 
 
+def pairs_by_reward(
+    policy: Policy, rows: Sequence[Any], groups: Sequence[Group], *, per_row: int = 1, margin: float = 0.0, seed: int = 0
+) -> tuple[list[Pair], dict[str, int]]:
+    """Pairs from groups with rewards, at most `per_row` of each: chosen is a completion with the best reward among those that
+    the policy ended itself, rejected another whose reward is lower by more than `margin`, drawn as often as they occur.
+
+    `meta` holds both texts and rewards, and the row's prompt and plain columns. Returned with the count of what became of
+    every row ("no pair: ..."). A completion whose reward abstained is in no pair.
+    """
+    if per_row < 1 or margin < 0:
+        raise ValueError(f"per_row is at least 1 and margin at least 0, got {per_row} and {margin}")
+    pairs, counts = [], Counter(rows=len(rows))
+    for row, group in zip(rows, groups, strict=True):
+        rng = random.Random(f"{seed}/{group[0].prompt}")
+        rated = _distinct(rng, [r for r in group if r.reward is not None])
+        ended = [r for r in rated if r.finish_reason == "eos"]
+        best = max((r.reward for r in ended), default=None)
+        chosen = [r for r in ended if r.reward == best]
+        rejected = [r for r in rated if chosen and r.reward < best - margin]
+        if not rejected:
+            reason = "no reward" if not rated else "none ended" if not ended else "no difference"
+            counts[f"no pair: {reason}"] += 1
+        columns = {k: v for k, v in row.items() if isinstance(v, str | int | float)} if isinstance(row, dict) else {}
+        for k, bad in enumerate(rejected[:per_row]):
+            good = chosen[k % len(chosen)]
+            meta = columns | {"prompt": prompt_of(row)} | {
+                key: value for side, r in zip(SIDES, (good, bad))
+                for key, value in ((side, policy.decode(r.tokens)), (f"{side}_reward", r.reward))}
+            pairs.append(Pair(good.prompt, Example(good.tokens, good.mask), Example(bad.tokens, bad.mask), meta))
+    counts["pairs"] = len(pairs)
+    return pairs, dict(counts)
+
+
 def _kind(text: str, problem: Problem, rollout: Rollout) -> str:
     if rollout.finish_reason != "eos":
         return "far"
@@ -175,22 +209,32 @@ def _balanced(pairs: list[Pair], ops: set[str], rules: PairRules) -> list[Pair]:
 COLUMNS = ("prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask")
 
 
+def _ids(pair: Pair) -> dict[str, tuple[int, ...]]:
+    return dict(zip(COLUMNS, (pair.prompt, pair.chosen.ids, pair.chosen.mask, pair.rejected.ids, pair.rejected.mask)))
+
+
 def write_pairs(path: str | Path, pairs: Iterable[Pair]) -> Path:
     """One JSON object a line: the ids and masks, and meta."""
-    def line(p: Pair) -> str:
-        ids = p.prompt, p.chosen.ids, p.chosen.mask, p.rejected.ids, p.rejected.mask
-        return json.dumps(dict(zip(COLUMNS, ids)) | {"meta": p.meta}) + "\n"
+    return atomic_write(path, "".join(json.dumps(_ids(p) | {"meta": p.meta}) + "\n" for p in pairs))
 
-    return atomic_write(path, "".join(map(line, pairs)))
+
+def preference_row(pair: Pair) -> dict:
+    """A pair of `pairs_by_reward` as a row that `load_preferences` reads: texts for anybody, and the ids that were sampled."""
+    return pair.meta | _ids(pair)
 
 
 def read_pairs(path: str | Path) -> list[Pair]:
     """The pairs of a file that `write_pairs` wrote, identical; a row that does not fit names its line."""
     def pair(row):
-        prompt, *ids = (tuple(map(int, row[name])) for name in COLUMNS)
-        return Pair(prompt, Example(*ids[:2]), Example(*ids[2:]), row["meta"])
+        return Pair(*_of_ids(row), row["meta"])
 
     return read_json(path, pair, "a pair of token ids as write_pairs writes them (load_preferences reads text)")
+
+
+def _of_ids(row: dict) -> tuple[tuple[int, ...], Example, Example]:
+    """Prompt, chosen and rejected of a row."""
+    prompt, *ids = (tuple(map(int, row[name])) for name in COLUMNS)
+    return prompt, Example(*ids[:2]), Example(*ids[2:])
 
 
 # --- ordinary preference files ----------------------------------------------------------------------------------------
@@ -222,8 +266,10 @@ def _preference(row: dict, tokenizer) -> Pair:
         prompt = _messages(row["prompt"], "prompt", "user")
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn, so there is nothing to answer")
-    sides = [_encode(tokenizer, prompt, side) for side in (chosen, rejected)]
     rest = {k: v for k, v in row.items() if isinstance(v, str | int | float) and k not in ("prompt", *SIDES)}
+    if set(COLUMNS) <= row.keys() and prompt_ids(tokenizer, prompt) == list(row["prompt_ids"]):
+        return Pair(*_of_ids(row), rest)
+    sides = [_encode(tokenizer, prompt, side) for side in (chosen, rejected)]
     return Pair(sides[0][0], sides[0][1], sides[1][1], rest)
 
 

@@ -34,9 +34,9 @@ class RewardModel(Policy):
     """
 
     @classmethod
-    def from_policy(cls, policy: Policy) -> RewardModel:
+    def from_policy(cls, policy: Policy, adapter: lora.LoRA | None = None) -> RewardModel:
         """A copy of the policy's decoder, its adapter merged, under a head of zeros: every reward is 0. The policy stays as it
-        is."""
+        is. With an `adapter`, that and the head alone are trained."""
         from transformers import AutoModelForSequenceClassification
 
         config = type(policy.model.config).from_dict(policy.model.config.to_dict())
@@ -51,6 +51,9 @@ class RewardModel(Policy):
                 lora.merge(source)
             model.base_model.load_state_dict(source.get_decoder().state_dict())
         torch.nn.init.zeros_(_head(model).weight)
+        if adapter:
+            lora.inject(model, adapter, policy.name)
+            _head(model).requires_grad_(True)
         return cls(model.to(policy.device).eval(), tokenizer, policy.name, policy.eos_ids)
 
     @classmethod
@@ -71,6 +74,15 @@ class RewardModel(Policy):
                              f"{sorted(report['missing_keys']) or 'nothing'}; RewardModel.from_policy makes one of a policy")
         refuse_gaps(report, name)
         return cls(in_own_memory(model).to(target).eval(), tokenizer, Path(name).name, (tokenizer.eos_token_id,))
+
+    def save(self, folder: str | Path) -> Path:
+        """As `Policy.save`, its adapter merged: a saved reward model is whole."""
+        if not lora.layers(self.model):
+            return super().save(folder)
+        with self.lock:
+            whole = RewardModel(copy.deepcopy(self.model), self.tokenizer, self.name, self.eos_ids)
+        lora.merge(whole.model)
+        return whole.save(folder)
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Token ids of N sequences -> rewards (N,) in fp32, with gradient; each read at its own last token."""

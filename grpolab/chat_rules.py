@@ -1,0 +1,186 @@
+"""Rules that a program checks in a chat answer: does it stop, is it English, has it the form that was asked for?
+
+`checks(row)` reads a row's own rules; each is a function of a completion's text and its rollout. Nothing that a model wrote
+is run: code is parsed (`ast.parse`), JSON is read. A row of chat has a `kind` and any of these:
+
+    "words": 20          at most so many words                   "code": "add"       Python that parses and defines it
+    "sentences": 2       so many sentences                       "keys": ["a", "b"]  one JSON object with these keys
+    "items": 3           a list of so many different lines       "exactly": "yes"    this and nothing else
+    "case": "upper"      letters of one case, or "lower"         "ends": "?"         its last character
+    "about": ["tree"]    one of these beginnings of words        "without": ["big"]  none of these words
+    "refuse": true       a refusal; every other row asks for an answer
+
+    {"prompt": "Why is the sky blue? Answer in one sentence.", "kind": "question", "sentences": 1, "about": ["light"]}
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from grpolab.checker import check_answer, parse_boxed_answer
+
+if TYPE_CHECKING:  # torch stays out of what only reads texts
+    from grpolab.rollouts import Rollout
+
+Check = Callable[[str, "Rollout"], bool]
+FUNCTION_WORDS = frozenset("""a an the and or but if of to in on at for with from by as is are was were be been it its this that
+these those i you he she we they my your his her our their me him us them not no do does did have has had can will would there
+what how why when who which so too all some""".split())
+MOST_REPEATED = 0.2  # share of a text's three-word sequences that have occurred in it before
+RULES = frozenset({"words", "sentences", "items", "case", "ends", "exactly", "code", "keys", "about", "without", "refuse"})
+# Bounded repetitions only, as everywhere where a model's text is read.
+_REFUSAL = re.compile(
+    r"\bI(?:['\u2019]m| am) (?:(?:really |very |so )?sorry,? but\b|unable|not able|not comfortable)"
+    r"|\bI (?:can(?:not|['\u2019]t| not)(?! (?:wait|believe|stop|imagine))|won['\u2019]t|will not|must decline|refuse)\b"
+    r"|\b(?:can(?:not|['\u2019]t)|unable to|not able to) (?:help|assist|provide|support|comply|fulfil)", re.IGNORECASE)
+_ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|etc|vs|Mr|Mrs|Ms|Dr|St)\.")
+_MARK = re.compile(r"\s{0,8}(?:[-*\u2022]|\d{1,2}[.)])\s{1,4}(?=\S)")
+_FENCE = re.compile(r"\A\s{0,8}```[a-zA-Z]{0,10}\n(.{0,4000}?)\n?```\s{0,8}\Z", re.DOTALL)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case: letters and digits, with an apostrophe or a hyphen between them."""
+    return re.findall(r"[^\W_]+(?:['\u2019-][^\W_]+){0,3}", text.lower())
+
+
+# --- of every answer --------------------------------------------------------------------------------------------------
+
+
+def stops(text: str, rollout: Rollout) -> bool:
+    """The policy ended its turn itself, with something said."""
+    return rollout.finish_reason == "eos" and bool(text.strip())
+
+
+def intact(text: str, rollout: Rollout | None = None) -> bool:
+    """No character that stands for broken bytes, no control character, nothing said four times in a row."""
+    return not re.search(r"[\ufffd\x00-\x08\x0b-\x1f\x7f]|(\S.{2,40}?)\1{3}", text, flags=re.DOTALL)
+
+
+def repeated(text: str, n: int = 3) -> float:
+    """1 - distinct-n (Li et al. 2016, arXiv 1510.03055): the share of the n-word sequences that have occurred before."""
+    found = words(text)
+    grams = list(zip(*(found[i:] for i in range(n))))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def english(text: str) -> bool:
+    """Letters of English, and in a text of more than ten words at least one in ten that only serves grammar."""
+    letters, found = [c for c in text if c.isalpha()], words(text)
+    if not letters or sum(map(str.isascii, letters)) < 0.95 * len(letters):
+        return False
+    return len(found) <= 10 or sum(word in FUNCTION_WORDS for word in found) >= 0.1 * len(found)
+
+
+def refuses(text: str) -> bool:
+    return bool(_REFUSAL.search(text.strip()))
+
+
+# --- as a row asks ----------------------------------------------------------------------------------------------------
+
+
+def sentences(text: str) -> int:
+    """Sentences and lines of a text."""
+    plain = _ABBREVIATION.sub("", text)
+    return sum(bool(words(part)) for part in re.split(r"(?<=[.!?])[\"'\u201d)]{0,2}\s+|\n+", plain))
+
+
+def items(text: str) -> list[str]:
+    """The entries of a list in lower case: its marked lines, or where there are none all lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    marked = [line for line in lines if _MARK.match(line)]
+    return [_MARK.sub("", line, count=1).strip().lower() for line in marked or lines]
+
+
+def unfenced(text: str) -> str:
+    """What stands in the fence that is all of a text, else the text."""
+    fence = _FENCE.match(text)
+    return fence[1] if fence else text.strip()
+
+
+def defines(text: str, name: str) -> bool:
+    """The text, or the fenced block that is all of it, is Python that defines a function of this name which ends with more
+    than a docstring or `pass`. It is parsed and never run."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(unfenced(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    ends = [node.body[-1] for node in found]
+    return any(not isinstance(end.value if isinstance(end, ast.Expr) else end, ast.Pass | ast.Constant) for end in ends)
+
+
+def has_keys(text: str, keys: Iterable[str]) -> bool:
+    """The text, or the fenced block that is all of it, is one JSON object with exactly these keys."""
+    try:
+        value = json.loads(unfenced(text))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and set(value) == set(keys)
+
+
+def _form(text: str, row: Mapping[str, Any]) -> bool:
+    said, letters, listed = text.strip(), [c for c in text if c.isalpha()], items(text)
+    wanted = {
+        "sentences": lambda n: sentences(text) == n,
+        "items": lambda n: len(listed) == len(set(listed)) == n,
+        "keys": lambda keys: has_keys(text, keys),
+        "exactly": lambda this: words(text) == words(this),
+        "case": lambda case: bool(letters) and all(map(str.isupper if case == "upper" else str.islower, letters)),
+        "ends": lambda mark: said.strip('"').endswith(mark),
+    }
+    return all(check(row[name]) for name, check in wanted.items() if name in row)
+
+
+def _topic(text: str, row: Mapping[str, Any]) -> bool:
+    found = words(text)
+    named = "about" not in row or any(word.startswith(stem) for word in found for stem in row["about"])
+    return named and not set(found) & set(row.get("without", ()))
+
+
+def checks(row: Mapping[str, Any]) -> dict[str, Check]:
+    """The checks of a row by name. Every answer must stop and be intact. Where an arithmetic row has an `answer` it must also
+    be boxed, and right. ValueError for a row of chat with a rule that there is not."""
+    found: dict[str, Check] = {"stop token": stops, "no corruption": intact}
+    if "kind" not in row:
+        boxed = {"format": lambda text, _: text.count("\\boxed") == 1 and parse_boxed_answer(text) is not None,
+                 "arithmetic": lambda text, _: check_answer(text, row["answer"])}
+        return found | (boxed if row.get("answer") is not None else {})
+    if unknown := sorted(set(row) - RULES - {"prompt", "kind"}):
+        raise ValueError(f"{unknown[0]!r} is no rule of a row of chat; there are {', '.join(sorted(RULES))}")
+    found["no repetition"] = lambda text, _: repeated(text) <= MOST_REPEATED
+    if not {"code", "keys", "exactly"} & set(row):
+        found["English"] = lambda text, _: english(text)
+    if row.get("refuse"):
+        return found | {"refusal": lambda text, _: refuses(text)}
+    found["no refusal"] = lambda text, _: not refuses(text)
+    if "words" in row:
+        found["length"] = lambda text, _: 0 < len(words(text)) <= row["words"]
+    if "code" in row:
+        found["code"] = lambda text, _: defines(text, row["code"])
+    if {"sentences", "items", "keys", "exactly", "case", "ends"} & set(row):
+        found["form"] = lambda text, _: _form(text, row)
+    if {"about", "without"} & set(row):
+        found["topic"] = lambda text, _: _topic(text, row)
+    return found
+
+
+def kept(text: str, row: Mapping[str, Any], rollout: Rollout) -> dict[str, bool]:
+    """By name, which of its row's checks a completion passes."""
+    return {name: bool(check(text, rollout)) for name, check in checks(row).items()}
+
+
+def all_kept(text: str, row: Mapping[str, Any], rollout: Rollout) -> float:
+    """A reward: 1.0 where a completion keeps every rule of its row."""
+    return float(all(kept(text, row, rollout).values()))
+
+
+def share_kept(text: str, row: Mapping[str, Any], rollout: Rollout) -> float:
+    """A reward: the share of the rules that a completion keeps, and 1 more where it keeps all, halved."""
+    found = kept(text, row, rollout).values()
+    return (sum(found) / len(found) + all(found)) / 2
