@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
