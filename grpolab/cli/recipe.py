@@ -126,10 +126,8 @@ def with_none(arguments: Sequence[str]) -> list[str]:
     return ["None" if a == "none" and b != "--weight-bridge" else a for a, b in zip(arguments, before)]
 
 
-def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
-         skip: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """(method, arguments) of a file, with `overrides` in the place of what they name, without its tables `skip`. UsageError
-    that names the line's key where it is no option's value."""
+def loaded(path: str | Path) -> dict[str, Any]:
+    """The entries of a TOML or YAML file. UsageError for one that is neither."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         entries = yaml.safe_load(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
@@ -137,7 +135,14 @@ def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
         raise UsageError(f"{path} is no {'YAML' if 'yaml' in type(error).__module__ else 'TOML'}: {error}") from error
     if not isinstance(entries, dict):
         raise UsageError(f"{path} holds {entries!r:.60}, no options: a line each, as in `steps: 30`")
-    entries = {key: value for key, value in entries.items() if key not in skip}
+    return entries
+
+
+def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
+         skip: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """(method, arguments) of a file, with `overrides` in the place of what they name, without its tables `skip`. UsageError
+    that names the line's key where it is no option's value."""
+    entries = {key: value for key, value in loaded(path).items() if key not in skip}
     method = entries.pop("method", None)
     model = next((entries.pop(key) for key in list(entries) if str(key).replace("_", "-") in MODEL), None)
     if method not in methods or not isinstance(model, str):

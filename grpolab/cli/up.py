@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -46,7 +45,7 @@ class Up:
     """Start Atropos' API, the policy's server, an environment and the trainer; end all of them together. Further options are
     those of `grpolab grpo` and win over the recipe's."""
 
-    recipe: Positional[Path]  # TOML file, as of grpolab train
+    recipe: Positional[Path]  # TOML or YAML file, as of grpolab train
     environment: str = OWN  # program that runs the environment; options of Atropos' BaseEnv are added to it
     api: str = "run-api"  # Atropos' program
     api_port: int = 8002
@@ -97,11 +96,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def table(path: str) -> list[str]:
     """The recipe's table [up] as arguments."""
-    with open(path, "rb") as file:
-        try:
-            entries = tomllib.load(file).get("up", {})
-        except tomllib.TOMLDecodeError as error:
-            raise UsageError(f"{path} is no TOML: {error}") from error
+    entries = recipe.loaded(path).get("up") or {}
     return [part for key, value in entries.items() for part in recipe.spelled(key.replace("_", "-"), value, f"{path}: {key}")]
 
 
