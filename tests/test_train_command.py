@@ -472,19 +472,23 @@ def test_tools_and_agents(tmp_path, monkeypatch, capsys, flags):
 
 
 @pytest.mark.parametrize("way", ["shared", pytest.param("lora_only", marks=pytest.mark.full)])
-async def test_a_served_policy_samples_and_follows(tmp_path, monkeypatch, way):
+def test_a_served_policy_samples_and_follows(tmp_path, monkeypatch, way):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def some(text, row, rollout):\n    return sum(rollout.tokens) % 97 / 97\n")
     path = tmp_path / ("weights.safetensors" if way == "shared" else "adapters")
     options = {"weights": path} if way == "shared" else {"adapters": path}
     lora = ["--lora-rank", "2"] if way == "lora_only" else []
-    async with serve_policy(load_policy("tiny"), **options) as service:
-        asked = ["grpo", "tiny", *SHORT, "--reward", "own.py:some", "--lr", "1e-2", "--weight-bridge-mode", way, *lora,
-                 "--server-url", service.url, "--bridge-path", str(path)]
-        assert await asyncio.to_thread(main, asked) == 0
-        assert service.policy.version == 2 and not path.is_file()  # before the third step
-        rows = pd.read_csv(tmp_path / "runs" / "cli_grpo" / "tiny" / "metrics.csv")
-        assert list(rows["staleness"]) == [0, 0, 0] and rows["diff_max"].max() < 1e-3 and rows["sync_s"].min() > 0
+    with asyncio.Runner() as runner:  # the command needs the main thread without a loop; the service has a thread of its own
+        serving = serve_policy(load_policy("tiny"), **options)
+        service = runner.run(serving.__aenter__())
+        try:
+            assert main(["grpo", "tiny", *SHORT, "--reward", "own.py:some", "--lr", "1e-2", "--weight-bridge-mode", way, *lora,
+                         "--server-url", service.url, "--bridge-path", str(path)]) == 0
+        finally:
+            runner.run(serving.__aexit__(None, None, None))
+    assert service.policy.version == 2 and not path.is_file()  # before the third step
+    rows = pd.read_csv(tmp_path / "runs" / "cli_grpo" / "tiny" / "metrics.csv")
+    assert list(rows["staleness"]) == [0, 0, 0] and rows["diff_max"].max() < 1e-3 and rows["sync_s"].min() > 0
 
 
 def test_a_server_that_is_not_there_is_named_before_the_first_step(tmp_path, monkeypatch, capsys):

@@ -127,7 +127,7 @@ def with_none(arguments: Sequence[str]) -> list[str]:
 
 
 def loaded(path: str | Path) -> dict[str, Any]:
-    """The entries of a TOML or YAML file. UsageError where it has none."""
+    """The entries of a TOML or YAML file. UsageError for one that is neither."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         entries = yaml.safe_load(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)

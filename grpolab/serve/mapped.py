@@ -1,4 +1,4 @@
-"""One copy of the weights for a trainer and a server on processors of one machine: both map a file (on /dev/shm it is memory).
+"""One copy of the parameters for a trainer and a server on processors of one machine: both map a file (on /dev/shm: memory).
 
 An optimiser step changes what the server samples with, and nothing is sent. A lock of both processes keeps a step of the
 optimiser and a step of decoding apart, so that no token is sampled from half-written weights, and hands over the version: each
