@@ -52,10 +52,10 @@ def test_a_value_outside_its_healthy_range_is_coloured():
     live = Dashboard(4, ["mixed", "ratio", "own"], meanings={"own": "what I count"})
     live.update({"step": 0, "mixed": 0.5, "ratio": 1.05, "own": 11657.3})
     assert plots.WARNING not in live._repr_html_()
-    live.update({"step": 1, "mixed": 0.05, "ratio": 1.2, "own": 1.5})
+    live.update({"step": 1, "mixed": 0.05, "ratio": 1.3, "own": 1.5})
     mixed, ratio, own = live._repr_html_().split("<tr>")[1:]
     assert plots.WARNING in mixed and "only these have a gradient" in mixed and "usually at least 0.1" in mixed
-    assert plots.WARNING in ratio and "usually 0.9 to 1.1" in ratio
+    assert plots.WARNING in ratio and "usually 0.8 to 1.2" in ratio
     assert plots.WARNING not in own and "what I count<" in own
     assert "own 1.5" in repr(live) and repr(live) == str(live)
 

@@ -97,7 +97,7 @@ LOSSES = [
     ("old_and_reference_logps_are_constants_even_when_they_come_with_a_graph",
      "(logps if old_logps is None else _fill(old_logps, keep)).detach()", "(logps if old_logps is None else old_logps)"),
     ("metrics_of_the_policy_loss_by_hand", "(r > dual_clip) & (a < 0)", "(r > dual_clip) & (a > 0)"),
-    ("metrics_of_the_policy_loss_by_hand", "(logps - sampled).abs()", "(logps - old_logps).abs()"),
+    ("metrics_of_the_policy_loss_by_hand", '"diff_abs_mean": (logps - sampled)', '"diff_abs_mean": (logps - old_logps)'),
     ("kl_estimates_by_hand", "d = (ref_logps - logps).clamp", "d = (logps - ref_logps).clamp"),
     ("kl_estimates_by_hand", "d**2 / 2", "d**2"),
     ("kl_estimates_by_hand", "d.expm1() - d", "d.exp() - d"),

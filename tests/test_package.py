@@ -113,10 +113,10 @@ KERNEL = ("ipykernel", "ipywidgets")
 
 
 def test_what_colab_brings_is_admitted():
-    """So pip replaces none of it; papermill, tyro, pydantic and nest-asyncio2 are small."""
+    """So pip replaces none of it; papermill, tyro, pydantic and nest-asyncio2 are small, and pyyaml comes with transformers."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
-    assert set(wanted) - set(COLAB) == {"papermill", "tyro", "pydantic", "nest-asyncio2"}
+    assert set(wanted) - set(COLAB) == {"papermill", "tyro", "pydantic", "nest-asyncio2", "pyyaml"}
     refused = {name: str(wanted[name]) for name, version in COLAB.items() if not wanted[name].contains(version)}
     assert not refused and Version("3.12") in SpecifierSet(project["requires-python"])
 
