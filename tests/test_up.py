@@ -172,11 +172,13 @@ def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how)
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        supervise(services, tmp_path, 20)
-    thread.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs behind a shell's `&` ignores it
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            supervise(services, tmp_path, 20)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert gone(services) and "kept a checkpoint" in services[-1].log.read_text()
 
 
