@@ -750,9 +750,10 @@ def real_model(results: Path) -> dict[str, str]:
         rows["the same in episodes of two turns, on tasks sampled after the hyperparameters were frozen"] = (
             f"{rate(found['best twice']['third set']['both'])} → {seeds_of(found, 'twice', 'both', 'third set')}")
     if found := record("smollm2_english", results):
-        after = [str(flag_rate(run["greedy"]["all rules"])) for _, _, run in runs_of(found, "grpo")]
-        rows["SmolLM2-135M, all rules of a held-out chat prompt kept, greedy: as it is → GRPO"] = (
-            f"{rate(str(flag_rate(found['base']['greedy']['all rules'])))} → {' / '.join(map(rate, after))}")
+        after, kept = ([rate(str(flag_rate(run["greedy"]["all rules"]))) for _, _, run in runs_of(found, way)]
+                       for way in ("grpo", "rejection"))
+        rows["SmolLM2-135M, all rules of a held-out chat prompt kept, greedy: as it is → GRPO (rejection sampling)"] = (
+            f"{rate(str(flag_rate(found['base']['greedy']['all rules'])))} → {' / '.join(after)} ({' / '.join(kept)})")
     return rows
 
 
