@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from collections import Counter
@@ -17,11 +16,12 @@ from tyro.conf import Positional
 from grpolab import tasks
 from grpolab.chat import prompt_ids
 from grpolab.cli import UsageError
-from grpolab.cli.rollout_options import load_object
+from grpolab.cli.rollout_options import load_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models.load import load_policy
+from grpolab.runs.checkpoints import data_hash
 from grpolab.serve.http_client import RemoteError
 from grpolab.serve.judge import Judge
 from grpolab.train.preferences import pairs_by_reward, preference_row
@@ -81,15 +81,11 @@ class Pairs:
         if self.reward is None:
             tasks.check_answers(rows, self.data)
             return tasks.right_number
-        reward = load_object(self.reward, "--reward")
-        if not callable(reward) and not hasattr(reward, "batch"):
-            raise ValueError(f"--reward {self.reward} is no function, but {reward!r:.60}")
-        return reward
+        return load_reward(self.reward)
 
     def settings(self, rows: Sequence[dict]) -> dict:
         """What decides the pairs: options, and the rows' content."""
-        digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-        return {k: str(v) for k, v in asdict(self).items() if k not in ("data", "out")} | {"rows": digest}
+        return {k: str(v) for k, v in asdict(self).items() if k not in ("data", "out")} | {"rows": data_hash(rows)}
 
     async def sample(self, rows: Sequence[dict], reward: Callable, partial: Partial) -> None:
         """Sample, score and keep the rows that `partial` lacks."""

@@ -211,6 +211,14 @@ async def within(opened: Any, rows: AsyncIterator[dict]) -> AsyncIterator[dict]:
             yield row
 
 
+def load_reward(name: str) -> Callable:
+    """The reward that --reward names: a function, or an object with `batch`, as Several."""
+    reward = load_object(name, "--reward")
+    if not callable(reward) and not hasattr(reward, "batch"):
+        raise ValueError(f"--reward {name} is no function, but {reward!r:.60}")
+    return reward
+
+
 def load_object(name: str, option: str) -> Any:
     """What `module:name` or `path/to/file.py:name` names."""
     module, _, attribute = name.rpartition(":")

@@ -27,7 +27,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
 from grpolab.cli import UsageError, publish, recipe
-from grpolab.cli.rollout_options import RolloutOptions, load_object, rollouts_of, served
+from grpolab.cli.rollout_options import RolloutOptions, load_reward, rollouts_of, served
 from grpolab.evaluate import fixed_rates
 from grpolab.files import atomic_write, remove_folder
 from grpolab.models.load import Policy, load_policy
@@ -310,12 +310,7 @@ class GRPO(TaskTraining):
 
     @cached_property
     def rewarded(self) -> Callable:
-        if self.reward is None:
-            return super().rewarded
-        reward = load_object(self.reward, "--reward")
-        if not callable(reward) and not hasattr(reward, "batch"):  # an object with `batch`, as Several, is a reward too
-            raise ValueError(f"--reward {self.reward} is no function, but {reward!r:.60}")
-        return reward
+        return super().rewarded if self.reward is None else load_reward(self.reward)
 
     def check(self) -> None:
         super().check()

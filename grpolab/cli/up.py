@@ -35,6 +35,7 @@ from grpolab.cli.train import GRPO
 from grpolab.env import child_processes
 from grpolab.files import atomic_write
 from grpolab.models.load import load_tokenizer
+from grpolab.tasks import gsm8k
 
 HOST = "127.0.0.1"
 OWN = "{python} -m grpolab.env.gsm8k serve"
@@ -149,8 +150,6 @@ def check(up: Up, training: GRPO) -> None:
         raise UsageError("name the environment's rows, --data FILE (GSM8K's form), or another program as [up] environment"
                          if training.data is None else "the environment needs atroposlib: pip install atroposlib")
     if training.data:
-        from grpolab.tasks import gsm8k
-
         gsm8k(training.data)
     if shutil.which(up.api) is None:
         raise UsageError(f"--api {up.api}: there is no such program; pip install atroposlib, or name it with its path")

@@ -20,6 +20,7 @@ import torch
 
 from grpolab.models.load import Policy, in_own_memory
 from grpolab.serve.http_client import Caller
+from grpolab.serve.weight_sync import on_disk
 from grpolab.sync import FairLock
 
 HEADER, ALIGNED = 4096, 64  # bytes
@@ -108,8 +109,6 @@ class Mapped:
         self.path, self.mark, self.policy = Path(path), "", None
 
     async def publish(self, caller: Caller, policy: Policy) -> tuple[int, str, None]:
-        from grpolab.serve.weight_sync import on_disk
-
         if self.policy is None:
             await on_disk(self._share, policy)
         answer = await caller.ask("POST", "/weights", {"mark": self.mark, "mapped": True})
