@@ -10,7 +10,7 @@ from grpolab.arithmetic import Task, generate
 from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.models.load import load_policy
 from grpolab.runs.run import Run
-from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, optimisers, sft
 from grpolab.train.loop import apply_gradient, make_optimiser
 from grpolab.train.optimisers import Masters
 from grpolab.train.plan import plan
@@ -105,10 +105,37 @@ def test_a_checkpoint_of_fp32_parameters_is_refused(tmp_path):
         make_optimiser(bf16(), config).load_state_dict(optimiser.state_dict())
 
 
-def test_float16_is_refused_before_anything_is_trained():
-    policy = load_policy("tiny", dtype="float16", device="cpu")
-    with pytest.raises(ValueError, match="float16 parameters"):
-        rows_of(sft(policy, examples(policy), CONFIG))
+def fp16():
+    return load_policy("tiny", dtype="float16", device="cpu")
+
+
+def test_float16_learns_what_fp32_learns_since_its_losses_are_scaled():
+    """Divided by many tokens, a loss has gradients below the smallest number of float16 without the scale."""
+    small, gradients = SFTConfig(token_budget=100), {}
+    for name, policy in (("fp32", load_policy("tiny", device="cpu")), ("scaled", fp16()), ("plain", fp16())):
+        make_optimiser(policy, small)
+        policy.loss_scale = 1.0 if name == "plain" else policy.loss_scale
+        sft_gradient(policy, examples(policy), small, denominator=10**6)
+        of = [p.grad.double().flatten() / policy.loss_scale for p in policy.model.parameters()]
+        gradients[name] = torch.cat(of)
+    errors = {name: float((gradients[name] - gradients["fp32"]).norm() / gradients["fp32"].norm()) for name in gradients}
+    assert errors["scaled"] < 0.01 and errors["plain"] > 0.1, errors
+    policy, exact = fp16(), load_policy("tiny", device="cpu")
+    rows, theirs = (rows_of(sft(p, examples(p), SFTConfig(steps=8, batch_size=8, lr=1e-3))) for p in (policy, exact))
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in theirs], rel=0.02)
+    assert {r["loss_scale"] for r in rows} == {2.0**14} and "loss_scale" not in theirs[0]
+
+
+def test_a_scale_that_is_too_large_costs_steps_but_no_weights_and_is_kept_by_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(optimisers, "FIRST_SCALE", 2.0**25)
+    config, began = SFTConfig(steps=40, batch_size=4, lr=1e-3, save_every=1), weights(fp16())
+    policy = fp16()
+    rows = rows_of(sft(policy, examples(policy), config, run=Run(root=tmp_path)), 2)
+    assert [r["lr"] for r in rows] == [0.0, 0.0] and [r["loss_scale"] for r in rows] == [2.0**24, 2.0**23]
+    assert policy.version == 0 and all(torch.equal(a, b) for a, b in zip(began, weights(policy)))
+    again = fp16()
+    rows = rows_of(sft(again, examples(again), config, run=Run(root=tmp_path)), 12)
+    assert rows[0]["loss_scale"] == 2.0**22 and rows[-1]["lr"] > 0 and rows[-1]["loss"] < rows[0]["loss"]
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -47,7 +47,7 @@ class Pairs:
     temperature: float = 1.0  # of sampling
     max_new_tokens: int = 64  # longest completion
     rows_at_once: int = 16  # rows that are sampled, scored and kept together
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
     seed: int = 0  # of sampling, and of which pairs are taken
 
     def run(self) -> int:

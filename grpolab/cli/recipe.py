@@ -51,7 +51,7 @@ TRACKERS = {"wandb": "wandb", "use-wandb": "wandb", "trackio": "trackio", "tenso
 # Options without a counterpart, and what to say in their place.
 NO_OPTION = {
     "bf16": "say --dtype bfloat16 (parameters), or --autocast bfloat16 (products of the update)",
-    "fp16": "float16 would need loss scaling: say --autocast bfloat16",
+    "fp16": "say --dtype float16 (parameters; their losses are scaled)",
     "epsilon-high": "say both sides: --clip-eps 0.2 0.28",
     "scale-rewards": "say --advantage-kind standardised (group), batch_standardised or centred (none)",
     "loss-type": "say --aggregation token (dapo), sequence (grpo) or constant (dr_grpo), or --objective cispo",

@@ -67,7 +67,7 @@ class Training:
     method: ClassVar[str]
     model: Positional[str]  # tiny, smollm2-135m, a Hugging Face id, or a folder
     name: str | None = None  # of the run's folder under runs/ (default: cli_ and the method)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 ones are trained over fp32 master weights
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters; those of 16 bits have fp32 master weights
     dry_run: bool = False  # print the plan of memory and hours, and train nothing
     held_out_data: Path | None = None  # JSONL rows to measure on: as in --data, or with an answer
     select_every: int = 0  # every N steps, measure on what is held out, and keep the best policy beside the last (0: never)

@@ -30,13 +30,15 @@ class Policy:
     """A causal LM and what is needed to run it. `version` counts the optimiser steps taken on it: whoever changes the
     parameters adds one, and whoever keeps a copy of them compares. Whoever computes with the model in a thread holds
     `lock`, so that a training step and a sampling step never overlap; it goes to those who wait in order of arrival.
-    `provenance` says where the weights come from: the last training loop sets it, else it is what was found at loading."""
+    `provenance` says where the weights come from: the last training loop sets it, else it is what was found at loading.
+    `loss_scale` is what losses are multiplied by before their backward; it is 1 but where float16 is trained."""
 
     model: Any
     tokenizer: Any
     name: str
     eos_ids: tuple[int, ...]
     version: int = 0
+    loss_scale: float = 1.0
     lock: FairLock = field(default_factory=FairLock, repr=False)
     provenance: dict | None = field(default=None, repr=False)  # of the last training loop, or of provenance.json
     verified: tuple | None = field(default=None, init=False, repr=False, compare=False)  # see `decode.snapshot.verified_of`

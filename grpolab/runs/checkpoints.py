@@ -37,7 +37,8 @@ class Checkpoints:
             safetensors.torch.save_file(weights(policy), folder / "model.safetensors")
             tensors, scalars = split(optimiser.state_dict())
             safetensors.torch.save_file(tensors, folder / "optimiser.safetensors")
-            state = {"step": step, "version": policy.version, "config": plain_config(config), "optimiser": scalars}
+            state = {"step": step, "version": policy.version, "loss_scale": policy.loss_scale,
+                     "config": plain_config(config), "optimiser": scalars}
             (folder / "state.json").write_text(json.dumps(more | state))
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
                 file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -55,6 +56,7 @@ def load_state(folder: Path, policy, optimiser) -> dict:
     state = json.loads((folder / "state.json").read_text())
     optimiser.load_state_dict(join(safetensors.torch.load_file(folder / "optimiser.safetensors"), state["optimiser"]))
     put_weights(policy, folder / "model.safetensors")
+    policy.loss_scale = state.get("loss_scale", 1.0)
     return state
 
 

@@ -166,13 +166,13 @@ def distil_gradient(policy: Policy, teacher: BasePolicy | Scores | None, rollout
     order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
     rollouts, theirs = [rollouts[i] for i in order], [theirs[i] for i in order]
     if config.vocabulary == "full":
-        return accumulate(_of_distributions(policy, teacher, rollouts, theirs, config))
+        return accumulate(policy, _of_distributions(policy, teacher, rollouts, theirs, config))
     if isinstance(teacher, Policy):
         with teacher.acting():
             scores = trainer_logps(teacher, theirs, config)
     else:
         scores = teacher and [teacher[i] for i in order]
-    return accumulate(_of_tokens(policy, scores, rollouts, config))
+    return accumulate(policy, _of_tokens(policy, scores, rollouts, config))
 
 
 def _of_tokens(policy, scores, rollouts, config) -> Iterator[tuple]:

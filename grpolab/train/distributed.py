@@ -137,7 +137,8 @@ def start(policy, optimiser, config, run: Run | None, data: Callable[[], str]) -
     if here.size == 1:
         return done, base
     moved = done > 0 or policy.version != version
-    done, base, moved, policy.version, rows = _from_first((done, base, moved, policy.version, run and run.metrics))
+    theirs = _from_first((done, base, moved, policy.version, policy.loss_scale, run and run.metrics))
+    done, base, moved, policy.version, policy.loss_scale, rows = theirs
     if run is not None:
         run.metrics = rows
     if moved:

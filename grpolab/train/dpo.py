@@ -67,7 +67,7 @@ def dpo_gradient(
 ) -> dict:
     """Accumulate the gradient of the batch's mean pair loss, whatever the micro-batches; returns the metrics.
     ref_logps: (P, 2), chosen and rejected. Where `pairs` are a part, the `denominator` counts all."""
-    metrics = accumulate(_losses(policy, pairs, ref_logps, config, len(pairs) if denominator is None else denominator))
+    metrics = accumulate(policy, _losses(policy, pairs, ref_logps, config, len(pairs) if denominator is None else denominator))
     return {"loss": metrics.pop("dpo_loss")} | metrics
 
 

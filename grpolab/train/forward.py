@@ -44,10 +44,10 @@ def pick(x: Tensor, at: Tensor) -> Tensor:
 
 
 def _embedded(embedding, ids: Tensor) -> Tensor:
-    """The embeddings of the tokens. On a processor torch adds the gradients of bf16 rows up in bf16, so that a token that is
-    seen often would lose most of its own; looked up in fp32 they add up in fp32."""
+    """The embeddings of the tokens. On a processor torch adds the gradients of 16-bit rows up in 16 bits, so that a token that
+    is seen often would lose most of its own; looked up in fp32 they add up in fp32."""
     weight = embedding.weight
-    if type(embedding) is torch.nn.Embedding and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+    if type(embedding) is torch.nn.Embedding and weight.dtype.itemsize == 2 and weight.device.type == "cpu":
         return F.embedding(ids, weight.float(), embedding.padding_idx).to(weight.dtype)
     return embedding(ids)
 

@@ -278,7 +278,7 @@ def grpo_gradient(
                 loss_and_metrics = grpo_loss(policy, reference, batch, layout, denominator, tokens, config, old)
             yield loss_and_metrics
 
-    return accumulate(parts())
+    return accumulate(policy, parts())
 
 
 def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominator, tokens, config: GRPOConfig, old_logps=None):

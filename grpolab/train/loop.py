@@ -26,7 +26,7 @@ from grpolab.models.load import Policy
 from grpolab.runs.run import Run, origin, provenance
 from grpolab.sync import rest_threads, set_own_threads
 from grpolab.train import distributed, losses
-from grpolab.train.optimisers import OPTIMISERS, Masters, make_optimiser
+from grpolab.train.optimisers import MOST_SCALE, OPTIMISERS, Masters, make_optimiser
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Optimisation:
         if self.optimiser not in OPTIMISERS:
             raise ValueError(f"optimiser must be one of {tuple(OPTIMISERS)}, got {self.optimiser!r}")
         if self.autocast not in (None, "bfloat16"):
-            raise ValueError(f"autocast must be None or 'bfloat16' (float16 would need loss scaling), got {self.autocast!r}")
+            raise ValueError(f"autocast must be None or 'bfloat16', got {self.autocast!r}")
         for name, hint in get_type_hints(type(self)).items():
             if name != "optimiser" and get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ValueError(f"{name} must be one of {get_args(hint)}, got {getattr(self, name)!r}")
@@ -83,6 +83,7 @@ class Optimisation:
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 STEPS = "grpolab-steps"  # the name of the thread
+SCALE_AGAIN = 200  # steps between attempts to double the scale of float16's losses
 
 
 async def in_thread(policy: Policy, work: Callable[[], T]) -> T:
@@ -140,23 +141,29 @@ def autocast(policy: Policy, config: Optimisation):
     return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.autocast is not None)
 
 
-def accumulate(parts: Iterable[tuple[torch.Tensor, dict]]) -> dict:
-    """Add up the gradients of the micro-batches, (loss, metrics) each; returns the metrics of them all."""
+def accumulate(policy: Policy, parts: Iterable[tuple[torch.Tensor, dict]]) -> dict:
+    """Add up the gradients of the micro-batches, (loss, metrics) each, times `policy.loss_scale`; returns the metrics of them
+    all."""
     found = []
     for loss, metrics in parts:
-        loss.backward()
+        (loss * policy.loss_scale if policy.loss_scale != 1 else loss).backward()
         found.append(metrics)
     return losses.combine(found)
 
 
 def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -> dict:
-    """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing."""
+    """Clip, step, zero, and count the new version. A gradient that is not finite raises and changes nothing; in float16
+    the loss may have been scaled too far, so the scale is halved and the step left out (arXiv 1710.03740, section 3.2)."""
+    scale = policy.loss_scale
     if isinstance(optimiser, Masters):
-        optimiser.take_gradients()
+        optimiser.take_gradients(scale)
     moved = [p for group in optimiser.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(moved, config.max_grad_norm).item()
     if not math.isfinite(norm):
         optimiser.zero_grad()
+        if scale > 1:
+            policy.loss_scale = scale / 2
+            return {"grad_norm": math.nan, "lr": 0.0}
         raise FloatingPointError(f"the gradient norm at step {step} is {norm}: lower lr={config.lr}, or look at the batch")
     lr = config.lr_at(step)
     for group in optimiser.param_groups:
@@ -164,6 +171,8 @@ def apply_gradient(policy: Policy, optimiser, config: Optimisation, step: int) -
     optimiser.step()
     optimiser.zero_grad()
     policy.version += 1
+    if scale > 1 and (step + 1) % SCALE_AGAIN == 0:
+        policy.loss_scale = min(2 * scale, MOST_SCALE)
     return {"grad_norm": norm, "lr": lr}
 
 
@@ -172,9 +181,6 @@ def check_trainable(policy: Policy) -> None:
     if not any(p.requires_grad for p in policy.model.parameters()):
         raise ValueError(f"{policy.name!r} is frozen: none of its parameters requires a gradient. Call "
                          "policy.model.requires_grad_(True), or that of the part which is to be trained")
-    if any(p.requires_grad and p.dtype == torch.float16 for p in policy.model.parameters()):
-        raise ValueError(f"{policy.name!r} has float16 parameters, whose gradients would need loss scaling: load it with "
-                         "dtype='bfloat16' or 'float32' to train it")
 
 
 @contextmanager
@@ -230,6 +236,8 @@ class Training:
             distributed.agree(policy, step + 1)
         self.done, self.version = step + 1, policy.version
         policy.provenance = provenance(config, self.run, self.done, self.base)
+        if policy.dtype == torch.float16:
+            row["loss_scale"] = policy.loss_scale
         if self.writer is not None:
             self.writer.log(row)
             self.writer.keep_for_replay(self.done, config, policy, self.optimiser)

@@ -1,5 +1,5 @@
-"""Optimisers by name; and fp32 master weights behind a model whose parameters are bf16: what the sampler reads and the trainer
-multiplies is half as wide, and no step is lost to rounding."""
+"""Optimisers by name; and fp32 master weights behind a model whose parameters are bf16 or fp16: what the sampler reads and the
+trainer multiplies is half as wide, and no step is lost to rounding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from functools import partial
 
 import torch
 
+LOW = (torch.bfloat16, torch.float16)  # dtypes of parameters that have fp32 master weights
+FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16  # of the losses in float16, whose smallest number is 6e-8 and largest 65504
 BETAS = (0.9, 0.99)  # of both AdamWs: the second moment forgets in 100 steps, since the runs here last a few hundred
 
 
@@ -35,11 +37,13 @@ OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor, 
 
 
 def make_optimiser(policy, config) -> torch.optim.Optimizer | Masters:
-    """The optimiser of the parameters that are trained; of bf16 ones, and with adamw_cpu, over fp32 master weights."""
+    """The optimiser of the parameters that are trained; of bf16 and fp16 ones, and with adamw_cpu, over fp32 master weights.
+    Of fp16 ones it also sets the policy's `loss_scale`."""
     trained = [p for p in policy.model.parameters() if p.requires_grad]
     make = partial(OPTIMISERS[config.optimiser], lr=config.lr, weight_decay=config.weight_decay)
     host = config.optimiser == "adamw_cpu"
-    kept_apart = host or any(p.dtype == torch.bfloat16 for p in trained)
+    kept_apart = host or any(p.dtype in LOW for p in trained)
+    policy.loss_scale = FIRST_SCALE if any(p.dtype == torch.float16 for p in trained) else 1.0
     return Masters(trained, make, "cpu" if host else None) if kept_apart else make(trained)
 
 
@@ -70,12 +74,13 @@ class Masters:
         return self.optimiser.param_groups
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Move the parameters' gradients to their copies, of which those are renewed that their parameter left."""
+    def take_gradients(self, scale: float = 1.0) -> None:
+        """Move the parameters' gradients, divided by `scale`, to their copies, of which those are renewed that their parameter
+        left."""
         for p, master in zip(self.parameters, self.masters):
             if not torch.equal(master.to(p), p):
                 master.copy_(p)
-            master.grad, p.grad = None if p.grad is None else p.grad.to(master), None
+            master.grad, p.grad = None if p.grad is None else p.grad.to(master).div_(scale), None
 
     @torch.no_grad()
     def step(self) -> None:

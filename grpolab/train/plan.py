@@ -20,6 +20,7 @@ from grpolab.rollouts import Rollout
 from grpolab.train import losses
 from grpolab.train.grpo import GRPOConfig, grpo_gradient
 from grpolab.train.loop import Optimisation
+from grpolab.train.optimisers import LOW
 from grpolab.train.sft import SFTConfig, sft_gradient
 
 PROBE_TOKENS = 512  # of the probe's forward and backward at most
@@ -89,7 +90,7 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
         "gradients": 4 * count,
         f"optimiser ({config.optimiser})": int(STATE[config.optimiser] * count),
     }
-    if config.optimiser == "adamw_cpu" or any(p.dtype == torch.bfloat16 for p in trained):  # optimisers.Masters
+    if config.optimiser == "adamw_cpu" or any(p.dtype in LOW for p in trained):  # optimisers.Masters
         memory["master weights"] = 4 * count
     if reference is not None and reference.model is not policy.model:
         memory["reference"] = _bytes(reference)

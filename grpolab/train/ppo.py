@@ -106,7 +106,7 @@ class Critic:
                 yield loss, {"value_loss": loss.detach()}
 
         for _ in range(self.config.epochs):
-            rows.append(accumulate(parts()))
+            rows.append(accumulate(self.model, parts()))
             apply_gradient(self.model, optimiser, replace(config, lr=self.config.lr), step)
         learned = torch.cat([target[: len(r.mask)][torch.tensor(r.mask).bool()] for r, target in kept])
         spread = learned.var(unbiased=False).item() / 2
@@ -123,6 +123,8 @@ class Critic:
         if self.model.model is policy.model or type(self.model.model.base_model) is not type(policy.model.base_model):
             raise ValueError(f"the critic is another kind of model than {policy.name!r}: make it with "
                              "RewardModel.from_policy(policy)")
+        if self.model.dtype == torch.float16:
+            raise ValueError("a critic has no loss scaling: load policy and critic with dtype='bfloat16' or 'float32'")
         if distributed.world().size > 1:
             raise ValueError("a critic trains in one process: start one, or train without critic")
         if run is not None and run.replay_every:

@@ -175,7 +175,7 @@ def reward_gradient(
 ) -> dict:
     """Accumulate the gradient of the batch's mean Bradley–Terry loss, whatever the micro-batches; returns the metrics. Where
     `pairs` are a part, the `denominator` counts all."""
-    metrics = accumulate(_losses(model, pairs, config, len(pairs) if denominator is None else denominator))
+    metrics = accumulate(model, _losses(model, pairs, config, len(pairs) if denominator is None else denominator))
     return {"loss": metrics.pop("bradley_terry_loss")} | metrics
 
 

@@ -79,7 +79,7 @@ def check_examples(examples: Sequence[Example], name: str = "example") -> None:
 def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig, *, denominator: int | None = None) -> dict:
     """Accumulate the gradient of the batch's mean token loss, whatever the micro-batches; returns the metrics. Where `batch`
     is a part, the `denominator` counts the whole (`targets_of`)."""
-    metrics = accumulate(_losses(policy, batch, config, targets_of(batch) if denominator is None else denominator))
+    metrics = accumulate(policy, _losses(policy, batch, config, targets_of(batch) if denominator is None else denominator))
     return {"loss": metrics["sft_loss"], "tokens": targets_of(batch)}
 
 
