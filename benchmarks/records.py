@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = ("models", "decode", "train")
 MEASURES = {  # record -> the rooms of the package whose code decides what it says
+    "accelerator": TRAINING,
     "async_grpo": TRAINING, "aws": ("env",), "baselines": TRAINING, "board_search": TRAINING, "critic": (*TRAINING, "env"),
     "bridges": ("models", "decode", "serve"), "decode": ("models", "decode"), "distillation": TRAINING,
     "estimators": TRAINING,

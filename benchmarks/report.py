@@ -563,6 +563,18 @@ def trl(found: dict, results: Path) -> list:
             f"AdamW ({workload}).", rows, missed(goals)]
 
 
+def accelerator(found: dict, results: Path) -> list:
+    rows = [{"device": r["device"], "model": r["model"], "precision": r["dtype"],
+             "decoding, times generate()": span([r["decode"][k] for k in ("ratio_worst", "ratio", "ratio_best")]) + "×",
+             "tokens/s": f"{r['decode']['tokens_per_s']['sampler']:,.0f}", "seconds a GRPO step": f"{r['grpo']['step_s']:.3f}",
+             "its update": f"{r['grpo']['update_s']:.3f}",
+             "peak": "–" if r["grpo"]["peak_gb"] is None else f"{r['grpo']['peak_gb']:.2f} GB",
+             "identities that hold": f"{sum(of['holds'] for of in r['identities'].values())} of {len(r['identities'])}"}
+            for r in found["rows"]]
+    return ["8 prompts x 8 rollouts; a GRPO step has completions of 32 tokens. In 16 bits: bfloat16, but float16 with scaled "
+            "losses where the GPU only emulates bfloat16.", rows]
+
+
 def long_prompts(found: dict, results: Path) -> list:
     rows = [{"prompt": r["prompt"], "tokens, once a rollout": r["tokens once a rollout"],
              "once a group": r["tokens once a group"]} | {f"seconds, {name}": f"{s:.2f}" for name, s in r["seconds"].items()}
@@ -648,6 +660,7 @@ QUESTIONS = {
         ("Decode engine", "decode", decode, "OMP_NUM_THREADS=2 python benchmarks/decode.py"),
         ("Threads at rest", "threads", threads),
         ("Training step", "trl", trl, "OMP_NUM_THREADS=2 python benchmarks/against_trl.py"),
+        ("GPUs and Macs", "accelerator", accelerator, "python benchmarks/accelerator.py"),
         ("Long prompts", "long_prompts", long_prompts), ("LoRA", "lora", lora),
         ("Environment pool", "pool", pool, "python benchmarks/pool.py"), ("AWS accounts", "aws", aws),
         ("Policy service", "service", service), ("Weight bridges", "bridges", bridges)],
@@ -665,6 +678,8 @@ def results_page(results: Path) -> str:
                 command = found.get("command") or found.get("settings", {}).get("command") or command[0]
                 parts = [part if isinstance(part, str) else table(part) for part in section(found, results)]
                 made += f"\n### {title}\n\n`{command}`\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+            elif made and command:
+                made += f"\n### {title}\n\n`{command[0]}`\n\nNot yet run.\n"
         text += f"\n## {question}\n{made}" if made else ""
     return text
 

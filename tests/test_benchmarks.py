@@ -44,6 +44,8 @@ def script(name, *arguments):
 
 
 SMALLEST = {  # script -> the arguments of its smallest race, and a list in the record that it must leave
+    "accelerator": (["--device", "cpu", "--models", "tiny", "--rounds", 1, "--tokens", 4, "--steps", 2, "--dtypes", "float32",
+                     "float16"], "rows"),
     "aws": (["--rounds", 1, "--steps", 2, "--processes", 1], "table"),
     "bridges": (["--models", "tiny", "--kinds", "shared memory", "--rounds", 1, "--tokens", 2], "rows"),
     "decode": (["--models", "tiny", "--workloads", "single", "--rounds", 1], "rows"),
