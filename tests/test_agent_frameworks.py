@@ -185,7 +185,7 @@ def test_a_hundred_loops_of_smolagents_train_the_policy(caller, trained):
     check_trained(trained, wire, 100)
 
 
-@pytest.mark.parametrize("failing", ["503", "slow", "tool"])
+@pytest.mark.parametrize("failing", [pytest.param("503", marks=pytest.mark.full), "slow", "tool"])
 async def test_what_a_framework_tries_again_is_in_the_record_once(caller, sampled, monkeypatch, failing):
     """After an answer of 503, one that did not come in time, and a tool that asks for another call."""
     from pydantic_ai import Agent, ModelRetry

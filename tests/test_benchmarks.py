@@ -151,6 +151,7 @@ def test_staleness_over_seeds(monkeypatch, tmp_path):
     assert timed["2, slow"]["staleness"] == 2 and timed["0, slow"]["seconds"] > 0.1
 
 
+@pytest.mark.full
 def test_distillation_over_seeds(monkeypatch, tmp_path):
     short = {"HELD_OUT": distillation.HELD_OUT[:4], "CHOOSING": distillation.CHOOSING[:3], "NEW_TOKENS": 4}
     shorter(monkeypatch, baselines, tmp_path, **short)

@@ -180,6 +180,7 @@ def test_a_recipe_is_read():
     assert config_of('method="grpo"\nkl_kind="k3"\nsampler_cap="none"').kl_kind == "k3"
 
 
+@pytest.mark.full
 def test_speedrun_and_verify_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(board, "STANDARD", SMALL)
     for f in (board.speedrun, board.verify):

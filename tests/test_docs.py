@@ -26,6 +26,7 @@ from grpolab.tasks import read_rows
 ROOT = repository()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+LONGER = {"distillation.md", "tools.md", "async.md", "recorder.md", "serving.md"}  # pages whose python trains for seconds
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -72,7 +73,9 @@ def recording(method, calls):
     return recorded
 
 
-@pytest.mark.parametrize(**named([page for page in PAGES if blocks(page, "python")]))
+@pytest.mark.parametrize("page", [
+    pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.full] * (page.name in LONGER))
+    for page in PAGES if blocks(page, "python")])
 def test_python_runs_from_top_to_bottom_and_learns(page, tmp_path, monkeypatch):
     """A page's blocks in order, in one namespace and an empty folder, with `await` at the top as in a notebook. Whatever is
     trained on rewards has groups in which they differ: an example that trains nothing teaches nothing."""

@@ -120,7 +120,7 @@ async def test_at_last_their_server_dies(their_server):
             await pool.run_group_step([{}] * 2)
 
 
-@pytest.mark.parametrize("isolate", ["thread", "process"])
+@pytest.mark.parametrize("isolate", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_their_client_calls_the_tools_of_our_server(python, isolate):
     """`Tools` over the wire: listed and called by OpenEnv's own client, by MCP's messages, and seen by the reward."""
     async def main():
