@@ -1,7 +1,8 @@
 # Everything installs into .venv once; each target installs what it needs.
 PYTHON ?= python3
 PY := .venv/bin/python
-FLAGS := --quiet --disable-pip-version-check
+# Modules are compiled as they are imported: most never are.
+FLAGS := --quiet --disable-pip-version-check --no-compile
 PIP := $(PY) -m pip install $(FLAGS)
 PIP_INTO = $(PY) -m pip --python $(@D)/bin/python install $(FLAGS)
 
