@@ -3,13 +3,14 @@
 import asyncio
 import copy
 import dataclasses
+import importlib
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpolab.arithmetic import Task, generate
-from grpolab.chat import Example, pack
+from grpolab.chat import Example
 from grpolab.decode.engines.attention import EXACT, share_attention
 from grpolab.decode.verify import thresholds
 from grpolab.models.load import Policy
@@ -17,13 +18,14 @@ from grpolab.rollouts import Group, Rollout
 from grpolab.train import forward, losses
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient
 from grpolab.train.grpo import GRPOConfig, grpo, grpo_gradient, grpo_update
-from grpolab.train.logps import can_pack, masked_logps, way_of
+from grpolab.train.logps import way_of
 from grpolab.train.loop import make_optimiser
 from grpolab.train.preferences import Pair
 from grpolab.train.reward_model import RewardModel
 from grpolab.train.sft import SFTConfig, sft, sft_gradient
 from grpolab.train.verify import verify_forward
 
+grpo_module = importlib.import_module("grpolab.train.grpo")
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 WINDOW = {"sliding_window": 12}
@@ -104,7 +106,7 @@ def assert_gradient(policy, own, bound):
 def check_sft(policy, bound):
     draw = draws()
     examples = [Example(draw(n), (0,) + (1,) * (n - 1)) for n in (9, 25, 31, 14, 40, 22, 7, 50)]
-    config = SFTConfig(pack_width=110)
+    config = SFTConfig()
     verify_forward(policy, config, 50, "examples")
     for e in examples:
         (-plain_logps(policy, e.ids[:1], e.ids[1:]).sum() / sum(len(e.ids) - 1 for e in examples)).backward()
@@ -196,14 +198,6 @@ def test_the_proof_leaves_no_gradient_and_changes_nothing(tiny):
         assert sum(len(m._forward_hooks) for m in tiny.model.modules()) == hooks
 
 
-def test_rows_are_not_shared_in_a_forward_that_is_not_ours(tiny):
-    policy, examples = policy_of(tiny, "gemma3"), [Example(draws()(9), (0,) + (1,) * 8)] * 2
-    with pytest.raises(ValueError, match="cannot share rows in the forward of 'gemma3'"):
-        masked_logps(policy, pack(examples, 40))
-    assert not can_pack(policy)
-    sft_gradient(policy, examples, SFTConfig(pack_width=40))  # a row an example
-
-
 def test_the_probe_goes_past_windows_and_scaling_and_no_further_than_the_data(tiny):
     assert 12 in thresholds(policy_of(tiny, "gemma3").model.config)
     assert 20 in thresholds(policy_of(tiny, "longrope").model.config)
@@ -219,8 +213,8 @@ def test_the_probe_goes_past_windows_and_scaling_and_no_further_than_the_data(ti
 
 def test_a_reward_model_is_proved_too(tiny, monkeypatch):
     assert verify_forward(RewardModel.from_policy(tiny), SFTConfig(), 60, "rewards") == "unpadded"
-    monkeypatch.setattr("grpolab.train.forward.in_rows", lambda n, mask: lambda q, k, v, scale: v.repeat_interleave(
-        q.shape[1] // v.shape[1], 1))
+    blind = lambda q, k, v, scale: v.repeat_interleave(q.shape[2] // v.shape[2], 2)  # noqa: E731
+    monkeypatch.setattr("grpolab.train.forward.attention", blind)
     model = RewardModel.from_policy(tiny)  # under a head of zeros every reward is equal: its states are compared
     assert verify_forward(model, SFTConfig(), 60, "rewards") == "rows"
 
@@ -315,6 +309,26 @@ def test_groups_without_signal_count_in_the_denominator_with_and_without_a_kl_pe
             norms.append(row["grad_norm"])
             assert row["ratio"] == pytest.approx(1.0, abs=1e-5) and row["trained_groups"] == (8 if kl_coef else 2)
         assert norms[-1] == pytest.approx(norms[-2], rel=1e-5) and norms[-1] > 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"aggregation": "sequence"}, {"sampler_cap": 2.0}, {"minibatches": 2}])
+def test_rollouts_without_an_advantage_are_left_out_and_leave_the_gradient(tiny, monkeypatch, options):
+    """The middle one of three rewards has none, nor has one that abstains; with a KL penalty they are needed."""
+    tiny.model.double()
+    rewards = (1.0, 0.5, 0.0), (1.0, None, 0.0)
+    groups = [g.with_rewards(list(of)) for g, of in zip(sampled(tiny), rewards)]
+    config, steps = GRPOConfig(max_logp_diff=None, **options), []
+    own = grpo_module.grpo_gradient
+    monkeypatch.setattr(grpo_module, "apply_gradient", lambda policy, *_: steps.append(gradient(policy)) or {})
+    monkeypatch.setattr(grpo_module, "grpo_gradient", lambda policy, reference, rollouts, *rest, **how: seen.extend(rollouts)
+                        or own(policy, reference, rollouts, *rest, **how))
+    found = {}
+    for kl in ({}, {"kl_coef": 1e-12, "kl_to": "sampler"}):  # one objective
+        seen = []
+        grpo_update(tiny, None, groups, dataclasses.replace(config, **kl), None, 0)
+        found[bool(kl)], steps = torch.cat(steps), []
+        assert len(seen) == (6 if kl else 4)
+    assert found[True].norm() > 1e-3 and (found[False] - found[True]).norm() < 1e-7 * found[True].norm()
 
 
 def test_another_samplers_rollouts_are_weighed_against_the_trainers_own_logps(tiny):
