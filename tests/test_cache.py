@@ -68,14 +68,15 @@ def test_the_page_of_zeros_is_never_written(engine):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_and_slots_give_the_same_rollouts(dtype, monkeypatch):
+@pytest.mark.parametrize("engine", ["compiled", "llama"])
+def test_pages_and_slots_give_the_same_rollouts(engine, dtype, monkeypatch):
     policy = tiny_policy(eos=(3, 14, 15), dtype=dtype)
     prompts, params = ragged_prompts(9, 3, 80), SamplingParams(max_new_tokens=70, seed=3)
-    with Sampler(policy, slots=6) as paged:
+    with Sampler(policy, slots=6, engine=engine) as paged:
         assert isinstance(paged._scheduler.store, Pages)
         ours = flat(paged.sample_sync(prompts, group_size=4, params=params))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    with Sampler(tiny_policy(eos=(3, 14, 15), dtype=dtype), slots=6) as slotted:
+    with Sampler(tiny_policy(eos=(3, 14, 15), dtype=dtype), slots=6, engine="llama") as slotted:
         assert isinstance(slotted._scheduler.store, Slots)
         theirs = flat(slotted.sample_sync(prompts, group_size=4, params=params))
     same = [(r, s) for r, s in zip(ours, theirs) if r.tokens == s.tokens]  # else a draw fell between the two roundings
