@@ -94,8 +94,8 @@ def choose_engine(policy, engine: str = "auto", single: bool = False):
     chosen = built[kind]
     _limit(chosen, model)
     chosen.snapshot = Snapshot(policy)
-    if chosen.verified:
-        verified[key] = chosen
+    if chosen.verified:  # the compiled engine is the same for one row
+        verified |= dict.fromkeys([(engine, False), (engine, True)] if kind == "compiled" else [key], chosen)
     return chosen
 
 

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 STRIP, LANES = 32, 16  # as in step.cpp
+WORTH = 2**22  # multiply-adds for which another thread is worth waking
 
 
 @cache
@@ -81,9 +82,10 @@ class Strips:
 
     def __init__(self, weight: torch.Tensor):
         self.outputs, self.inputs = weight.shape
-        together = 4 // weight.element_size()
-        padded = F.pad(weight, (0, 0, 0, -self.outputs % STRIP))
-        self.table = padded.view(-1, STRIP, self.inputs // together, together).transpose(1, 2).contiguous()
+        together, weight = 4 // weight.element_size(), weight.contiguous()
+        self.table = weight.new_empty(-(-self.outputs // STRIP), self.inputs // together, STRIP, together)
+        library().grpolab_pack(*(c_void_p(address(t)) for t in (weight, self.table)),
+                               *map(c_long, (self.outputs, self.inputs // together, torch.get_num_threads())))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         x, bias = x.contiguous(), padded_bias(bias)
@@ -109,7 +111,7 @@ class CompiledEngine(LlamaEngine):
     def __init__(self, model):
         self._addresses = None
         super().__init__(model)
-        self.min_rows, self.paged = 1, True
+        self.min_rows, self.paged, self.weights = 1, True, sum(p.packed.table.numel() for p in self.products())
 
     @staticmethod
     def obstacle(model) -> str | None:
@@ -152,7 +154,7 @@ class CompiledEngine(LlamaEngine):
         rotation = [address(t) for t in self._rotations(window)]
         step = Step(n, cache.table.shape[1], cache.keys.stride(0), address(tokens), address(start), cache.table.ctypes.data,
                     address(cache.keys), address(cache.values), (c_void_p * 2)(*rotation), address(logits),
-                    torch.get_num_threads())
+                    max(1, min(torch.get_num_threads(), n * self.weights // WORTH)))
         library().grpolab_step(byref(self._model()), byref(step))
         return logits[:, : self.vocab]
 

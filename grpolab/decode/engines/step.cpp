@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 #include <omp.h>
+#include <sys/mman.h>
 #include <thread>
 #include <vector>
 #ifdef __AVX512BF16__
@@ -144,7 +145,7 @@ struct Step {
     long threads;
 };
 
-struct Barrier {  // threads of one step wait for each other for microseconds: too short to sleep
+struct Barrier {  // the threads of a step wait for each other for microseconds: too short to sleep
     std::atomic<long> waiting{0}, round{0};
     void wait(long threads) {
         long now = round.load(std::memory_order_relaxed);
@@ -154,7 +155,7 @@ struct Barrier {  // threads of one step wait for each other for microseconds: t
             return;
         }
         for (long spins = 0; round.load(std::memory_order_acquire) == now; spins++)
-            if (spins > 20000) std::this_thread::yield();
+            if (spins > 1000) std::this_thread::yield();  // a processor that others use, too
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
 #endif
@@ -319,6 +320,20 @@ template <class T> void linear(const T* w, const float* bias, const T* x, T* y, 
                 store(out + LANES, b);
             });
     }
+}
+
+// (outputs, words) into strips (outputs/32, words, 32) of words of 4 bytes: one fp32 number, two of bf16
+extern "C" void grpolab_pack(const uint32_t* weight, uint32_t* table, long outputs, long words, long threads) {
+    const long huge = 1L << 21, strips = (outputs + STRIP - 1) / STRIP, bytes = strips * words * STRIP * 4;
+    uintptr_t begin = ((uintptr_t)table + huge - 1) & -huge, end = ((uintptr_t)table + bytes) & -huge;
+    if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // a step walks all of it
+#pragma omp parallel for num_threads(threads)
+    for (long strip = 0; strip < strips; strip++)
+        for (long from = 0; from < words; from += LANES)
+            for (long o = 0; o < STRIP; o++)
+                for (long i = from; i < std::min(words, from + LANES); i++)
+                    table[(strip * words + i) * STRIP + o] =
+                        strip * STRIP + o < outputs ? weight[(strip * STRIP + o) * words + i] : 0;
 }
 
 extern "C" void grpolab_step(const Model* m, const Step* s) { m->bf16 ? step<bf16>(*m, *s) : step<float>(*m, *s); }
