@@ -38,7 +38,7 @@ def measured(name: str) -> tuple[str, ...]:
 
 
 def code_hash(room: Path) -> str:
-    """Of the syntax of a room's modules without docstrings, so that prose and comments do not count."""
+    """Of the syntax of a room's modules without docstrings, so that prose and comments do not count, and of its C++."""
     whole = hashlib.sha256()
     for path in sorted(room.rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -46,6 +46,8 @@ def code_hash(room: Path) -> str:
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
                 node.body = node.body[1:]
         whole.update(f"{path.relative_to(room)}\n{ast.dump(tree)}\n".encode())
+    for path in sorted(room.rglob("*.cpp")):
+        whole.update(path.read_bytes())
     return whole.hexdigest()[:12]
 
 

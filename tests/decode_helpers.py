@@ -1,6 +1,7 @@
 """What the decode tests share: a tiny random policy, ragged prompts, a tokenizer of one letter a token."""
 
 import random
+import shutil
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -8,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grpolab.models.load import Policy
 
 VOCAB = 100
+COMPILER = shutil.which("g++") is not None
+ENGINES = [*["compiled"] * COMPILER, "llama", "hf"]
 
 
 class Letters:

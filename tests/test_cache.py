@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decode_helpers import flat, ragged_prompts, tiny_policy
+from decode_helpers import ENGINES, flat, ragged_prompts, tiny_policy
 
 from grpolab.decode.cache import PAGE, Pages, Prefilled, Slots, store_for
 from grpolab.decode.sampler import Sampler
@@ -14,7 +14,7 @@ KINDS = {"pages": Pages, "slots": Slots}
 
 @pytest.fixture(autouse=True, scope="module")
 def on_any_processor():
-    """Pages and strips work without AVX too; only their speed asks for it."""
+    """Pages work without AVX too; only their speed asks for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
         yield
@@ -68,14 +68,15 @@ def test_the_page_of_zeros_is_never_written(engine):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_and_slots_give_the_same_rollouts(dtype, monkeypatch):
+@pytest.mark.parametrize("engine", ENGINES[:-1])
+def test_pages_and_slots_give_the_same_rollouts(engine, dtype, monkeypatch):
     policy = tiny_policy(eos=(3, 14, 15), dtype=dtype)
     prompts, params = ragged_prompts(9, 3, 80), SamplingParams(max_new_tokens=70, seed=3)
-    with Sampler(policy, slots=6) as paged:
+    with Sampler(policy, slots=6, engine=engine) as paged:
         assert isinstance(paged._scheduler.store, Pages)
         ours = flat(paged.sample_sync(prompts, group_size=4, params=params))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    with Sampler(tiny_policy(eos=(3, 14, 15), dtype=dtype), slots=6) as slotted:
+    with Sampler(tiny_policy(eos=(3, 14, 15), dtype=dtype), slots=6, engine="llama") as slotted:
         assert isinstance(slotted._scheduler.store, Slots)
         theirs = flat(slotted.sample_sync(prompts, group_size=4, params=params))
     same = [(r, s) for r, s in zip(ours, theirs) if r.tokens == s.tokens]  # else a draw fell between the two roundings

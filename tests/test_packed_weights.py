@@ -41,15 +41,15 @@ def another_torch(request, monkeypatch):
 def test_the_fallback_is_the_same_product(another_torch, bias):
     torch.manual_seed(0)
     module, x = nn.Linear(32, 48, bias=bias), torch.randn(5, 32)
-    product = PackedLinear([module], "onednn")
+    product = PackedLinear([module], packed_weights.onednn)
     assert product.packed is None
     torch.testing.assert_close(product(x), module(x))
 
 
 def test_the_engine_without_private_operations_gives_the_same_rollouts(another_torch):
     policy = tiny_policy()
-    with Sampler(policy, slots=4) as sampler:
-        assert sampler.engine.name == "llama" and sampler.engine.products()[0].packed is None
+    with Sampler(policy, slots=4, engine="llama") as sampler:
+        assert sampler.engine.products()[0].packed is None
         rollouts = flat(sampler.sample_sync(ragged_prompts(4), params=SamplingParams(greedy=True, max_new_tokens=30)))
     found = audit(policy, rollouts)
     assert found.disagreements == 0 and found.max_error < 1e-4

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from decode_helpers import VOCAB, flat, ragged_prompts, tiny_policy
+from decode_helpers import ENGINES, VOCAB, flat, ragged_prompts, tiny_policy
 
 from grpolab.decode import prefill
 from grpolab.decode.audit import FAULTS, audit, recompute, sabotage
@@ -30,7 +30,7 @@ def sampler(policy):
 # --- exactness --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["llama", "hf"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_greedy_equals_full_recompute(policy, engine):
     """Ragged prompts, shared prefill, 20 rollouts through 6 slots, window crossings."""
     prompts = ragged_prompts(10)
@@ -328,7 +328,7 @@ def test_bad_requests_fail_alone(sampler, prompts, kwargs, message):
     assert [len(g[0].tokens) for g in good.result(timeout=10)] == [20] * 3
 
 
-@pytest.mark.parametrize("engine", ["llama", "hf"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_nan_logits_fail_their_request_alone_and_leave_no_trace(engine):
     """One token's embedding is NaN: who feeds it fails, the others go on, and the slot is clean for the next."""
     policy = tiny_policy(tie_word_embeddings=False)

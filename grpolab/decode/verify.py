@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
 from grpolab.decode.engines.attention import restore_attention, share_attention
+from grpolab.decode.engines.compiled import CompiledEngine
 from grpolab.decode.engines.hf import HFEngine, takes
 from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.decode.snapshot import Snapshot, update, verified_of
@@ -35,7 +36,8 @@ STEPS = 3  # that a probe decodes after each of its prompts
 LONG = 160  # positions that a probe goes to even where the configuration names no length
 MOST = {"cpu": 2048, "cuda": 16384}  # positions that a probe of an engine goes to at most, for its time
 THRESHOLD = re.compile("window|sliding|chunk|local|original_max_position|floor_scale")  # names of lengths in configurations
-CANDIDATES = {"auto": ("llama", "hf", "hf shifted"), "llama": ("llama",), "hf": ("hf", "hf shifted")}
+CANDIDATES = {"auto": ("compiled", "llama", "hf", "hf shifted"), "compiled": ("compiled",), "llama": ("llama",),
+              "hf": ("hf", "hf shifted")}
 
 
 def first_right(candidates: Iterable[T], failure: Callable[[T], str | None]) -> tuple[T | None, dict[T, str]]:
@@ -59,38 +61,49 @@ def first_right(candidates: Iterable[T], failure: Callable[[T], str | None]) -> 
 
 
 def choose_engine(policy, engine: str = "auto", single: bool = False):
-    """The engine for a policy's model: "llama", "hf", or "auto" (llama where the model allows it and the check passes).
+    """The engine for a policy's model: "compiled" (the llama engine with its step in C++), "llama" (in torch's operators),
+    "hf", or "auto": the first of these that the model and the machine allow and that passes the check.
 
     It has reproduced the model's own forward (`disagreement`) and does so up to `.context` positions; `.snapshot` are the
     weights that it has read. An engine of the model as it is now is taken again. ValueError where no engine fits.
     """
     if engine not in CANDIDATES:
-        raise ValueError(f"engine must be 'auto', 'llama' or 'hf', got {engine!r}")
+        raise ValueError(f"engine must be one of {', '.join(map(repr, CANDIDATES))}, got {engine!r}")
     verified, key, model, built = verified_of(policy), (engine, single), policy.model, {}
     if key in verified:
         return verified[key]
 
     def failure(kind: str) -> str | None:
-        if kind == "llama" and (why := llama_obstacle(core(model))):
+        if kind in ("compiled", "llama") and (why := llama_obstacle(core(model))):
             return why
-        # some models take a query's position from the number of keys: "hf shifted"
-        built[kind] = LlamaEngine(core(model), single) if kind == "llama" else HFEngine(model, single, kind == "hf shifted")
+        if kind == "compiled" and (why := CompiledEngine.obstacle(core(model))):
+            return why
+        built[kind] = build(kind, model, single)
         return disagreement(built[kind], model)
 
     kind, wrong = first_right(CANDIDATES[engine], failure)
-    if kind is None and engine == "llama":
-        raise ValueError(f"the llama engine does not fit {type(model).__name__}: {wrong['llama']}; use engine='auto'")
+    if kind is None and engine in ("compiled", "llama"):
+        raise ValueError(f"the {engine} engine does not fit {type(model).__name__}: {wrong[engine]}; use engine='auto'")
     if kind is None:
         raise ValueError(f"{type(core(model)).__name__} cannot be sampled with a cache of keys and values: {wrong['hf']}. Use "
                          "a decoder-only model with full, sliding-window or chunked attention")
     if "llama" in wrong:
         log.warning("hf engine for %s, since %s", type(model).__name__, wrong["llama"])
+    elif "compiled" in built and kind == "llama":
+        log.warning("%s is decoded in torch's operators: of the compiled engine %s", type(model).__name__, wrong["compiled"])
     chosen = built[kind]
     _limit(chosen, model)
     chosen.snapshot = Snapshot(policy)
-    if chosen.verified:
-        verified[key] = chosen
+    if chosen.verified:  # the compiled engine is the same for one row
+        verified |= dict.fromkeys([(engine, False), (engine, True)] if kind == "compiled" else [key], chosen)
     return chosen
+
+
+def build(kind: str, model, single: bool):
+    if kind == "compiled":
+        return CompiledEngine(core(model))
+    # some models take a query's position from the number of keys: "hf shifted"
+    return LlamaEngine(core(model), single) if kind == "llama" else HFEngine(model, single, kind == "hf shifted")
 
 
 def _limit(engine, model) -> None:

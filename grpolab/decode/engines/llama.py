@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from grpolab.decode.cache import PAGE, Pages, SlotCache, round_up
 from grpolab.decode.engines import attention
 from grpolab.decode.engines.attention import EXACT, matmul_attention
-from grpolab.decode.packed_weights import SMALL, STRIP_BYTES, PackedLinear, weighted_sums
+from grpolab.decode.packed_weights import PackedLinear, onednn, weighted_sums
 from grpolab.models.load import attention_of, steady_context
 
 
@@ -27,7 +27,7 @@ class LlamaEngine:
     alone it takes kernels with other last bits.
     """
 
-    name, verified = "llama", False
+    name, verified, layout = "llama", False, staticmethod(onednn)
 
     def __init__(self, model, single: bool = False):
         self.model, config, base = model, model.config, model.model
@@ -45,29 +45,22 @@ class LlamaEngine:
         self.act = F.silu if config.hidden_act in ("silu", "swish") else self.layers[0].mlp.act_fn
         self.halves = torch.arange(self.size, device=self.device).view(2, -1).t().reshape(-1)  # interleaves them
         self.shape = len(self.layers), self.heads, self.size
-        self.table, self._single = None, single
+        self.table = None
         # where a weighted sum of table rows is a kernel of its own; exact mode has the kernels of the trainer instead
         summing = self.device.type == "cpu" and "AVX" in torch.backends.cpu.get_cpu_capability()
-        self.summing = summing and attention_of(model) != EXACT
-        self.paged = self.summing and not (single and self.fp32)
+        self.paged = summing and attention_of(model) != EXACT
         self.layer_products = [self._layer_products(layer) for layer in self.layers]
         self.head = self._product([model.lm_head], base.norm)
 
     def _product(self, modules, norm=None, order=None) -> PackedLinear:
-        outputs, strip = sum(m.out_features for m in modules), STRIP_BYTES // self.dtype.itemsize
-        if not self._single:
-            layout = "onednn"
-        elif modules[0].weight.numel() < SMALL:
-            layout = None
-        else:
-            layout = "strips" if self.summing and outputs % strip == 0 else "onednn"
-        return PackedLinear(modules, layout, norm if self.fp32 else None, order)
+        return PackedLinear(modules, self.layout, norm if self.fp32 else None, order)
 
     def _layer_products(self, layer) -> list[PackedLinear]:
         a, m = layer.self_attn, layer.mlp
         return [self._product([a.q_proj, a.k_proj, a.v_proj], layer.input_layernorm, self._qkv_order()),
                 self._product([a.o_proj]),
-                self._product([m.gate_proj, m.up_proj], layer.post_attention_layernorm), self._product([m.down_proj])]
+                self._product([m.gate_proj, m.up_proj], layer.post_attention_layernorm, self._gate_up_order()),
+                self._product([m.down_proj])]
 
     def _qkv_order(self) -> torch.Tensor:
         """Rows of the stacked q, k, v weights so that each key/value head has its g queries, its key and its value."""
@@ -76,6 +69,12 @@ class LlamaEngine:
         turned = rows[:, self.halves] if self.fp32 else rows
         q, k = turned[: heads * groups].view(heads, groups, size), turned[heads * groups: heads * (groups + 1), None]
         return torch.cat((q, k, rows[heads * (groups + 1):, None]), 1).view(-1)
+
+    def _gate_up_order(self) -> torch.Tensor | None:
+        """Rows of the stacked gate and up weights, where they are not one after the other."""
+
+    def _gate_and_up(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return y.chunk(2, -1)
 
     def products(self) -> list[PackedLinear]:
         return [*(product for layer in self.layer_products for product in layer), self.head]
@@ -124,7 +123,7 @@ class LlamaEngine:
                 self._norm_heads(h, layer.self_attn)
             self._rotate(h, rotation)
             x.add_(out(attend(i, h)))
-            gate, up = gate_up(self._norm(x, layer.post_attention_layernorm)).chunk(2, -1)
+            gate, up = self._gate_and_up(gate_up(self._norm(x, layer.post_attention_layernorm)))
             x.add_(down(self.act(gate).mul_(up)))
         if width > 1:
             x = x.view(n, width, -1)[torch.arange(n, device=self.device), last]

@@ -1,0 +1,345 @@
+// A decode step of a Llama-shaped model, one new token for each of n rows, by one team of threads across all layers.
+//
+// H key/value heads, g queries a head, D head size, E hidden, F inner size, V vocabulary. T is float or bf16; sums are fp32,
+// and bf16 is rounded where the forward of transformers rounds. Each row is computed by the same operations in the same order
+// whatever the other rows are. Weights (outputs, inputs) lie in strips of 32 outputs: (outputs/32, inputs, 32), and in bf16
+// (outputs/32, inputs/2, 32, 2); keys and values in the pages of decode/cache.py.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <omp.h>
+#include <sys/mman.h>
+#include <thread>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define VECTOR(type, bytes) __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias)) type
+typedef VECTOR(float, 64) Vec;  // 16 lanes
+typedef VECTOR(int32_t, 64) Ints;
+typedef VECTOR(uint32_t, 64) Bits;
+typedef VECTOR(uint16_t, 32) Halves;
+struct bf16 { uint16_t bits; };
+
+constexpr long LANES = 16, STRIP = 32, PAGE = 32;
+
+// --- numbers -----------------------------------------------------------------------------------------------------------
+
+inline Vec load(const float* p) { return *(const Vec*)p; }
+inline Vec load(const bf16* p) { return (Vec)(__builtin_convertvector(*(const Halves*)p, Bits) << 16); }
+inline Bits upper(Vec v) {
+    Bits b = (Bits)v;
+    return v == v ? (b + 0x7fff + (b >> 16 & 1)) & 0xffff0000 : Bits{} + 0x7fc00000;
+}
+inline void store(float* p, Vec v) { *(Vec*)p = v; }
+inline void store(bf16* p, Vec v) { *(Halves*)p = __builtin_convertvector(upper(v) >> 16, Halves); }
+template <class T> inline Vec rounded(Vec v) { return std::is_same<T, float>::value ? v : (Vec)upper(v); }
+
+inline float get(float x) { return x; }
+inline float get(bf16 x) { uint32_t b = uint32_t(x.bits) << 16; float f; memcpy(&f, &b, 4); return f; }
+inline void put(float& to, float x) { to = x; }
+inline void put(bf16& to, float x) {
+    uint32_t b; memcpy(&b, &x, 4);
+    to.bits = x == x ? (b + 0x7fff + (b >> 16 & 1)) >> 16 : 0x7fc0;
+}
+template <class T> inline float rounded(float x) { T t; put(t, x); return get(t); }
+
+inline float sum(Vec v) { float s = 0; for (long i = 0; i < LANES; i++) s += v[i]; return s; }
+
+inline Vec vexp(Vec x) {  // expf of Cephes: relative error below 2e-7
+    const float shift = 12582912.0f;  // 1.5 * 2^23: its sum with a number is rounded to an integer
+    Vec in = x > 88.3f ? Vec{} + 88.3f : x;
+    Vec t = in * 1.44269504f + shift, n = t - shift;
+    Vec r = in - n * 0.693359375f + n * 2.12194440e-4f;
+    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Vec scale = (Vec)(((Ints)t << 23) + 0x3f800000);
+    return x < -87.3f ? Vec{} : p * scale;
+}
+
+// --- products ----------------------------------------------------------------------------------------------------------
+
+template <class T> constexpr long INPUTS = std::is_same<T, float>::value ? 1 : 2;  // that a strip keeps together
+
+template <int R> inline void add(Vec (&acc)[R][2], const float* w, const float* x, long stride) {
+    Vec a = load(w), b = load(w + LANES);
+    for (int r = 0; r < R; r++) { acc[r][0] += a * x[r * stride]; acc[r][1] += b * x[r * stride]; }
+}
+template <int R> inline void add(Vec (&acc)[R][2], const bf16* w, const bf16* x, long stride) {
+#ifdef __AVX512BF16__
+    __m512bh a = (__m512bh)_mm512_loadu_si512(w), b = (__m512bh)_mm512_loadu_si512(w + 2 * LANES);
+    for (int r = 0; r < R; r++) {
+        int32_t two; memcpy(&two, x + r * stride, 4);
+        __m512bh pair = (__m512bh)_mm512_set1_epi32(two);
+        acc[r][0] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][0], a, pair);
+        acc[r][1] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][1], b, pair);
+    }
+#else
+    Bits a = *(const Bits*)w, b = *(const Bits*)(w + 2 * LANES);
+    Vec a0 = (Vec)(a << 16), a1 = (Vec)(a & 0xffff0000), b0 = (Vec)(b << 16), b1 = (Vec)(b & 0xffff0000);
+    for (int r = 0; r < R; r++) {
+        float x0 = get(x[r * stride]), x1 = get(x[r * stride + 1]);
+        acc[r][0] += a0 * x0; acc[r][0] += a1 * x1;
+        acc[r][1] += b0 * x0; acc[r][1] += b1 * x1;
+    }
+#endif
+}
+
+template <int R, class T, class Emit>
+inline long rows(const T* w, const float* bias, const T* x, long inputs, long row, long strip, Emit& emit) {
+    Vec acc[R][2] = {};
+    for (long i = 0; i < inputs; i += INPUTS<T>) add<R>(acc, w + i * STRIP, x + row * inputs + i, inputs);
+    for (int r = 0; r < R; r++) {
+        if (bias) { acc[r][0] += load(bias + strip * STRIP); acc[r][1] += load(bias + strip * STRIP + LANES); }
+        emit(row + r, strip * STRIP, acc[r][0], acc[r][1]);
+    }
+    return R;
+}
+
+// emit(row, output, y of 16 outputs from there, y of the next 16) for strips first..last-1 of x (n, inputs) W^T + bias
+template <class T, class Emit>
+inline void product(const T* weight, const float* bias, const T* x, long inputs, long n, long first, long last, Emit emit) {
+    for (long strip = first; strip < last; strip++) {
+        const T* w = weight + strip * inputs * STRIP;
+        for (long r = 0; r < n;) {
+            long left = n - r;
+            if (left >= 12) r += rows<12>(w, bias, x, inputs, r, strip, emit);
+            else if (left >= 6) r += rows<6>(w, bias, x, inputs, r, strip, emit);
+            else if (left >= 4) r += rows<4>(w, bias, x, inputs, r, strip, emit);
+            else if (left >= 2) r += rows<2>(w, bias, x, inputs, r, strip, emit);
+            else r += rows<1>(w, bias, x, inputs, r, strip, emit);
+        }
+    }
+}
+
+// --- a step ------------------------------------------------------------------------------------------------------------
+
+struct Layer {  // products: qkv, out, gate and up, down; norms: before qkv, before gate and up, of queries, of keys
+    const void* weight[4];
+    const float* bias[4];
+    const void* norm[4];
+};
+
+struct Model {
+    long layers, heads, groups, size, hidden, inner, vocab, bf16;
+    float eps, scaling;
+    const void *embedding, *norm, *head;
+    const float* head_bias;
+    const Layer* layer;
+};
+
+struct Step {
+    long n, blocks, layer_stride;  // columns of `table`; numbers of keys (and of values) in a layer
+    const int64_t *token, *position, *table;
+    void *keys, *values;
+    const void* rotation[2];
+    float* logits;  // (n, V rounded up to strips)
+    long threads;
+};
+
+struct Barrier {  // the threads of a step wait for each other for microseconds: too short to sleep
+    std::atomic<long> waiting{0}, round{0};
+    void wait(long threads) {
+        long now = round.load(std::memory_order_relaxed);
+        if (waiting.fetch_add(1, std::memory_order_acq_rel) == threads - 1) {
+            waiting.store(0, std::memory_order_relaxed);
+            round.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (long spins = 0; round.load(std::memory_order_acquire) == now; spins++)
+            if (spins > 1000) std::this_thread::yield();  // a processor that others use, too
+#if defined(__x86_64__)
+            else __builtin_ia32_pause();
+#endif
+    }
+};
+
+template <class T> void normalise(const T* x, const T* weight, T* y, long n, long hidden, float eps) {
+    for (long r = 0; r < n; r++, x += hidden, y += hidden) {
+        Vec squares = {};
+        for (long i = 0; i < hidden; i += LANES) { Vec v = load(x + i); squares += v * v; }
+        float scale = 1 / std::sqrt(sum(squares) / hidden + eps);
+        for (long i = 0; i < hidden; i += LANES) {
+            Vec v = rounded<T>(load(x + i) * scale);
+            store(y + i, weight ? v * load(weight + i) : v);
+        }
+    }
+}
+
+// In fp32 the two numbers that turn together are neighbours and `a` is cos + i sin; in bf16 they are half a head apart, `a` is
+// cos and `b` sin with the sign of rotate_half.
+inline void rotate(float* x, const float* a, const float*, long size) {
+    for (long i = 0; i < size; i += 2) {
+        float re = x[i], im = x[i + 1];
+        x[i] = re * a[i] - im * a[i + 1];
+        x[i + 1] = re * a[i + 1] + im * a[i];
+    }
+}
+inline void rotate(bf16* x, const bf16* a, const bf16* b, long size) {
+    long half = size / 2;
+    for (long i = 0; i < half; i++) {
+        float low = get(x[i]), high = get(x[i + half]);
+        put(x[i], rounded<bf16>(low * get(a[i])) + rounded<bf16>(high * get(b[i])));
+        put(x[i + half], rounded<bf16>(high * get(a[i + half])) + rounded<bf16>(low * get(b[i + half])));
+    }
+}
+
+template <int N, class T> inline void weighted(const float* weights, const T* values, long count, long stride, Vec* out) {
+    Vec acc[N];
+    for (int j = 0; j < N; j++) acc[j] = out[j];
+    for (long t = 0; t < count; t++)
+        for (int j = 0; j < N; j++) acc[j] += load(values + t * stride + j * LANES) * weights[t];
+    for (int j = 0; j < N; j++) out[j] = acc[j];
+}
+
+// One row and key/value head: h (g + 2, D) of queries, key, value; out (g, D). `scores` and `sums` are room.
+template <class T>
+void attend(const Model& m, const Step& s, long layer, long row, long head, T* h, T* out, float* scores, Vec* sums) {
+    long size = m.size, position = s.position[row], offset = position % PAGE, blocks = position / PAGE + 1;
+    const int64_t* pages = s.table + row * s.blocks;
+    T *keys = (T*)s.keys + layer * s.layer_stride, *values = (T*)s.values + layer * s.layer_stride;
+    const T *a = (const T*)s.rotation[0] + position * size, *b = (const T*)s.rotation[1] + position * size;
+    for (long q = 0; q <= m.groups; q++) {
+        const T* norm = (const T*)m.layer[layer].norm[q < m.groups ? 2 : 3];
+        if (norm) normalise(h + q * size, norm, h + q * size, 1, size, m.eps);
+        rotate(h + q * size, a, b, size);
+    }
+    const T *key = h + m.groups * size, *value = key + size;
+    T* last = keys + (pages[blocks - 1] * m.heads + head) * size * PAGE + offset;
+    for (long d = 0; d < size; d++) last[d * PAGE] = key[d];
+    std::copy(value, value + size, values + ((pages[blocks - 1] * PAGE + offset) * m.heads + head) * size);
+    for (long q = 0; q < m.groups; q++) {
+        const T* query = h + q * size;
+        float top = -std::numeric_limits<float>::infinity();
+        for (long block = 0; block < blocks; block++) {
+            const T* k = keys + (pages[block] * m.heads + head) * size * PAGE;
+            Vec low = {}, high = {};
+            for (long d = 0; d < size; d++) {
+                float x = get(query[d]);
+                low += load(k + d * PAGE) * x;
+                high += load(k + d * PAGE + LANES) * x;
+            }
+            store(scores + block * PAGE, rounded<T>(rounded<T>(low) * m.scaling));
+            store(scores + block * PAGE + LANES, rounded<T>(rounded<T>(high) * m.scaling));
+        }
+        for (long t = position + 1; t < blocks * PAGE; t++) scores[t] = -std::numeric_limits<float>::infinity();
+        Vec tops = Vec{} + top, total = {};
+        for (long t = 0; t < blocks * PAGE; t += LANES) { Vec v = load(scores + t); tops = v > tops ? v : tops; }
+        for (long i = 0; i < LANES; i++) top = std::max(top, tops[i]);
+        for (long t = 0; t < blocks * PAGE; t += LANES) {
+            Vec v = vexp(load(scores + t) - top);
+            total += v;
+            store(scores + t, v);
+        }
+        float scale = 1 / sum(total);
+        for (long t = 0; t < blocks * PAGE; t += LANES) store(scores + t, rounded<T>(load(scores + t) * scale));
+        std::fill(sums, sums + size / LANES, Vec{});
+        for (long block = 0; block < blocks; block++) {
+            const T* v = values + (pages[block] * PAGE * m.heads + head) * size;
+            long count = std::min(PAGE, position + 1 - block * PAGE), stride = m.heads * size, j = 0;
+            for (; j + 4 <= size / LANES; j += 4) weighted<4>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
+            for (; j + 2 <= size / LANES; j += 2) weighted<2>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
+            for (; j < size / LANES; j++) weighted<1>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
+        }
+        for (long j = 0; j < size / LANES; j++) store(out + q * size + j * LANES, sums[j]);
+    }
+}
+
+template <class T> void step(const Model& m, const Step& s) {
+    long n = s.n, width = m.heads * (m.groups + 2) * m.size, queries = m.heads * m.groups * m.size, E = m.hidden, F = m.inner;
+    std::vector<T> x(n * E), h(n * width), attended(n * queries), inner(n * F);
+    for (long r = 0; r < n; r++) std::copy_n((const T*)m.embedding + s.token[r] * E, E, &x[r * E]);
+    Barrier barrier;
+#pragma omp parallel num_threads(s.threads)
+    {
+        long me = omp_get_thread_num(), threads = omp_get_num_threads();
+        auto first = [&](long total) { return total * me / threads; };
+        auto last = [&](long total) { return total * (me + 1) / threads; };
+        std::vector<T> normed(n * E);
+        std::vector<float> scores(s.blocks * PAGE);
+        std::vector<Vec> sums(m.size / LANES);
+        auto residual = [&](long r, long o, Vec a, Vec b) {
+            T* to = &x[r * E + o];
+            store(to, load(to) + rounded<T>(a));
+            store(to + LANES, load(to + LANES) + rounded<T>(b));
+        };
+        auto multiply = [&](const Layer& l, int which, const T* from, long inputs, long outputs, auto emit) {
+            product((const T*)l.weight[which], l.bias[which], from, inputs, n, first(outputs / STRIP), last(outputs / STRIP), emit);
+            barrier.wait(threads);
+        };
+        for (long i = 0; i < m.layers; i++) {
+            const Layer& l = m.layer[i];
+            normalise(x.data(), (const T*)l.norm[0], normed.data(), n, E, m.eps);
+            multiply(l, 0, normed.data(), E, width, [&](long r, long o, Vec a, Vec b) {
+                store(&h[r * width + o], a);
+                store(&h[r * width + o + LANES], b);
+            });
+            for (long item = first(n * m.heads); item < last(n * m.heads); item++)
+                attend<T>(m, s, i, item / m.heads, item % m.heads, &h[item * (m.groups + 2) * m.size],
+                          &attended[item * m.groups * m.size], scores.data(), sums.data());
+            barrier.wait(threads);
+            multiply(l, 1, attended.data(), queries, E, residual);
+            normalise(x.data(), (const T*)l.norm[1], normed.data(), n, E, m.eps);
+            multiply(l, 2, normed.data(), E, 2 * F, [&](long r, long o, Vec gate, Vec up) {
+                gate = rounded<T>(gate);
+                store(&inner[r * F + o / 2], rounded<T>(gate / (1.0f + vexp(-gate))) * rounded<T>(up));
+            });
+            multiply(l, 3, inner.data(), F, E, residual);
+        }
+        normalise(x.data(), (const T*)m.norm, normed.data(), n, E, m.eps);
+        long strips = (m.vocab + STRIP - 1) / STRIP;
+        product((const T*)m.head, m.head_bias, normed.data(), E, n, first(strips), last(strips),
+                [&](long r, long o, Vec a, Vec b) {
+            store(s.logits + r * strips * STRIP + o, rounded<T>(a));
+            store(s.logits + r * strips * STRIP + o + LANES, rounded<T>(b));
+        });
+    }
+}
+
+template <class T> void linear(const T* w, const float* bias, const T* x, T* y, long n, long inputs, long outputs, long threads) {
+    long strips = (outputs + STRIP - 1) / STRIP;
+    // x is taken in pieces that stay near the processor while the strips pass
+    long piece = std::max(12L, (1L << 18) / long(inputs * sizeof(T)) / 12 * 12);
+#pragma omp parallel num_threads(threads)
+    {
+        long me = omp_get_thread_num(), team = omp_get_num_threads(), first = n * me / team, last = n * (me + 1) / team;
+        if (n < 12 * team) first = 0, last = n;
+        long from = n < 12 * team ? strips * me / team : 0, to = n < 12 * team ? strips * (me + 1) / team : strips;
+        for (long r = first; r < last; r += piece)
+            product(w, bias, x + r * inputs, inputs, std::min(piece, last - r), from, to, [&](long row, long o, Vec a, Vec b) {
+                T* out = y + (r + row) * strips * STRIP + o;
+                store(out, a);
+                store(out + LANES, b);
+            });
+    }
+}
+
+// (outputs, words) into strips (outputs/32, words, 32) of words of 4 bytes: one fp32 number, two of bf16
+extern "C" void grpolab_pack(const uint32_t* weight, uint32_t* table, long outputs, long words, long threads) {
+    const long huge = 1L << 21, strips = (outputs + STRIP - 1) / STRIP, bytes = strips * words * STRIP * 4;
+    uintptr_t begin = ((uintptr_t)table + huge - 1) & -huge, end = ((uintptr_t)table + bytes) & -huge;
+    if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // a step walks all of it
+#pragma omp parallel for num_threads(threads)
+    for (long strip = 0; strip < strips; strip++)
+        for (long from = 0; from < words; from += LANES)
+            for (long o = 0; o < STRIP; o++)
+                for (long i = from; i < std::min(words, from + LANES); i++)
+                    table[(strip * words + i) * STRIP + o] =
+                        strip * STRIP + o < outputs ? weight[(strip * STRIP + o) * words + i] : 0;
+}
+
+extern "C" void grpolab_step(const Model* m, const Step* s) { m->bf16 ? step<bf16>(*m, *s) : step<float>(*m, *s); }
+
+extern "C" void grpolab_linear(long is_bf16, long n, long inputs, long outputs, const void* w, const float* bias, const void* x,
+                               void* y, long threads) {
+    if (is_bf16) linear((const bf16*)w, bias, (const bf16*)x, (bf16*)y, n, inputs, outputs, threads);
+    else linear((const float*)w, bias, (const float*)x, (float*)y, n, inputs, outputs, threads);
+}

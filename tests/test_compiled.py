@@ -1,0 +1,142 @@
+"""The step of the llama engine in C++ against the one in torch's operators, and what happens where it cannot be made."""
+
+import logging
+import subprocess
+
+import pytest
+import torch
+from decode_helpers import COMPILER, flat, ragged_prompts, tiny_policy
+from test_families import FAMILIES, make
+from torch import nn
+
+from grpolab.decode.audit import audit
+from grpolab.decode.engines import compiled
+from grpolab.decode.engines.compiled import CompiledEngine, Strips
+from grpolab.decode.packed_weights import PackedLinear
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
+from grpolab.decode.verify import batch_dependence, choose_engine
+
+pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++ here")
+# a vocabulary that fills no strip, a head of one vector and of five, groups of 1 and 3
+SHAPES = [dict(), dict(vocab_size=77, hidden_size=96, num_attention_heads=6, num_key_value_heads=2, attention_bias=True),
+          dict(head_dim=80, num_key_value_heads=4, tie_word_embeddings=False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_it_samples_what_torchs_operators_sample(shape, dtype):
+    policy = tiny_policy(dtype=dtype, **SHAPES[shape])
+    prompts = [[t % 77 for t in p] for p in ragged_prompts(9, 3, 80)]
+    rollouts = {}
+    for engine in ("compiled", "llama"):
+        with Sampler(policy, slots=6, engine=engine) as sampler:
+            assert isinstance(sampler.engine, CompiledEngine) == (engine == "compiled") and sampler.engine.name == "llama"
+            groups = sampler.sample_sync(prompts, group_size=2, params=SamplingParams(greedy=True, max_new_tokens=40))
+            rollouts[engine] = flat(groups)
+    found, other = (audit(policy, of) for of in rollouts.values())
+    if dtype == torch.float32:
+        assert [r.tokens for r in rollouts["compiled"]] == [r.tokens for r in rollouts["llama"]]
+        assert found.disagreements == 0 and found.max_error < 1e-4
+    else:
+        assert found.mean_error < 1.05 * other.mean_error and found.disagreements < 0.1 * found.tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_rows_do_not_depend_on_the_others_nor_on_the_threads(name, dtype, monkeypatch):
+    monkeypatch.setattr(compiled, "WORTH", 1)
+    monkeypatch.setitem(FAMILIES, name, (name, FAMILIES[name][1] | dict(head_dim=16, hidden_size=64, intermediate_size=112)))
+    policy = make(name)  # of qwen3, norms of queries and keys
+    policy.model.to(dtype)
+    engine = choose_engine(policy, "compiled")
+    assert batch_dependence(engine, rows=30) == 0
+    rollouts = []
+    for threads in (1, 3):
+        with Sampler(policy, slots=6, engine="compiled", threads=threads) as sampler:
+            rollouts.append(sampler.sample_sync(ragged_prompts(5), group_size=2, params=SamplingParams(seed=0)))
+    assert rollouts[0] == rollouts[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_its_products_are_those_of_the_modules(bias, dtype):
+    torch.manual_seed(0)
+    module, x = nn.Linear(48, 50, bias=bias, dtype=dtype), torch.randn(31, 48, dtype=dtype)
+    product = PackedLinear([module], Strips)
+    torch.testing.assert_close(product(x), module(x))
+    assert all(torch.equal(product(x[:n]), product(x)[:n]) for n in (1, 2, 5, 11, 13))
+
+
+@pytest.mark.parametrize("obstacle", ["activation", "sizes", "float16", "exact mode"])
+def test_models_that_it_does_not_compute_are_decoded_by_torchs_operators(obstacle, caplog):
+    config = {"activation": dict(hidden_act="gelu"), "sizes": dict(intermediate_size=100)}.get(obstacle, {})
+    dtype = {"float16": torch.float16, "exact mode": torch.bfloat16}.get(obstacle, torch.float32)
+    policy = tiny_policy(dtype=dtype, **config)
+    with caplog.at_level(logging.WARNING), Sampler(policy, slots=4, exact=obstacle == "exact mode") as sampler:
+        assert sampler.engine.name == "llama" and not isinstance(sampler.engine, CompiledEngine)
+        sampler.sample_sync([[1, 2]])
+    assert not caplog.text
+    if obstacle != "exact mode":
+        with pytest.raises(ValueError, match="the compiled engine does not fit LlamaForCausalLM: .*engine='auto'"):
+            choose_engine(policy, "compiled")
+
+
+def test_a_wrong_step_is_found_before_the_first_rollout(monkeypatch, caplog):
+    true = CompiledEngine._model
+
+    def wrong(self):
+        model = true(self)
+        model.scaling = 0.3
+        return model
+
+    monkeypatch.setattr(CompiledEngine, "_model", wrong)
+    with caplog.at_level(logging.WARNING):
+        assert not isinstance(choose_engine(tiny_policy()), CompiledEngine)
+    assert "in torch's operators: of the compiled engine its cached step is not its own forward" in caplog.text
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No operator yet, and an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.library.cache_clear()
+    yield tmp_path / "grpolab"
+    compiled.library.cache_clear()
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "no room for it"])
+def test_without_the_operator_torchs_serve(fault, fresh, monkeypatch, caplog):
+    if fault == "no room for it":
+        fresh.write_text("a file in the place of the folder")
+    else:
+        monkeypatch.setenv("GRPOLAB_CXX", "" if fault == "no compiler" else "false")
+    with caplog.at_level(logging.WARNING):
+        assert compiled.library() is None
+    assert ("made none of its own" in caplog.text) == (fault != "no compiler")
+    policy = tiny_policy()
+    assert not isinstance(choose_engine(policy), CompiledEngine)
+    with pytest.raises(ValueError, match="there is no C\\+\\+ compiler"):
+        choose_engine(policy, "compiled")
+
+
+@pytest.mark.full
+def test_it_is_made_once(fresh, monkeypatch):
+    """And leaves nothing else in the folder, also where two make it at a time."""
+    assert compiled.library() is not None
+    assert len(list(fresh.iterdir())) == 1
+    compiled.library.cache_clear()
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+    assert compiled.library() is not None
+
+
+def test_weights_that_somebody_replaces_are_read_at_the_next_request():
+    """Norms and embeddings are read where they lie: a parameter whose storage goes stays readable until then."""
+    policy = tiny_policy(dtype=torch.bfloat16, tie_word_embeddings=False)
+    with Sampler(policy, slots=4, engine="compiled") as sampler:
+        sampler.sample_sync([[1, 2, 3]])
+        for p in (policy.model.model.norm.weight, policy.model.model.embed_tokens.weight):
+            p.data = p.data.flip(0).clone()
+        found = audit(policy, flat(sampler.sample_sync([[1, 2, 3]], params=SamplingParams(greedy=True))))
+        assert sampler.stats.refreshes == 1
+    assert found.worst_ulps <= 8
