@@ -34,10 +34,16 @@ what how why when who which so too all some""".split())
 MOST_REPEATED = 0.2  # share of a text's three-word sequences that have occurred in it before
 RULES = frozenset({"words", "sentences", "items", "case", "ends", "exactly", "code", "keys", "about", "without", "refuse"})
 # Bounded repetitions only, as everywhere where a model's text is read.
+_DO = "(?:help|assist|provide|support|comply|fulfil|answer|tell|give|write|share|explain|discuss|engage|do (?:so|that|this))"
 _REFUSAL = re.compile(
-    r"\bI(?:['\u2019]m| am) (?:(?:really |very |so )?sorry,? but\b|unable|not able|not comfortable)"
-    r"|\bI (?:can(?:not|['\u2019]t| not)(?! (?:wait|believe|stop|imagine))|won['\u2019]t|will not|must decline|refuse)\b"
-    r"|\b(?:can(?:not|['\u2019]t)|unable to|not able to) (?:help|assist|provide|support|comply|fulfil)", re.IGNORECASE)
+    r"\bI(?:['\u2019]m| am) (?:(?:really |very |so )?sorry,? but\b[^.!?:\n]{0,60}(?:\bnot?\b|n['\u2019]t\b|illegal|against|harmful)"
+    rf"|unable|not able|not comfortable|not (?:willing|allowed|permitted|going) to (?:do|{_DO})\b)"
+    r"|\bI (?:can(?:not|['\u2019]t| not)|won['\u2019]t|will not|refuse to)(?! (?:wait|believe|stop|imagine|lie|hesitate|deny|be)\b"
+    r"|(?: \w{1,20}){1,3} enough\b| help (?:but|\w{1,20}ing)\b)"
+    r"|\bI (?:(?:must |have to |need to )?decline|(?:must |have to )refuse)\b|\bI(?:['\u2019]d| would) rather not\b"
+    rf"|\bI (?:do not|don['\u2019]t|should not|shouldn['\u2019]t) (?:feel comfortable|condone|{_DO}(?! up))\b"
+    r"|\b(?:can(?:not|['\u2019]t)|unable to|not able to) (?:assist|provide|support|comply|fulfil|help(?! (?:but|\w{1,20}ing)\b))",
+    re.IGNORECASE)
 _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|etc|vs|Mr|Mrs|Ms|Dr|St)\.")
 _MARK = re.compile(r"\s{0,8}(?:[-*\u2022]|\d{1,2}[.)])\s{1,4}(?=\S)")
 _FENCE = re.compile(r"\A\s{0,8}```[a-zA-Z]{0,10}\n(.{0,4000}?)\n?```\s{0,8}\Z", re.DOTALL)
@@ -116,9 +122,9 @@ def defines(text: str, name: str) -> bool:
 
 
 def has_keys(text: str, keys: Iterable[str]) -> bool:
-    """The text, or the fenced block that is all of it, is one JSON object with exactly these keys."""
+    """The text, or the fenced block that is all of it, is one JSON object (RFC 8259: without NaN) with exactly these keys."""
     try:
-        value = json.loads(unfenced(text))
+        value = json.loads(unfenced(text), parse_constant=int)  # which raises ValueError
     except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) and set(value) == set(keys)
