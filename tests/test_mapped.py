@@ -124,6 +124,19 @@ async def test_a_trainer_that_is_killed_in_mid_step_leaves_weights_that_are_refu
             assert (await post(service, {"prompt": "2 + 3"}, "/generate"))[0] == 200
 
 
+async def test_a_trainer_whose_place_was_taken_is_refused_and_removes_nothing(tmp_path):
+    path = tmp_path / "weights"
+    async with serve_policy(load_policy("tiny"), weights=path) as service:
+        async with RemoteSampler(service.url, load_policy("tiny"), bridge=Mapped(path)) as second:
+            async with RemoteSampler(service.url, load_policy("tiny"), bridge=Mapped(path)) as first:
+                await first.publish()
+                await second.publish()
+                with pytest.raises(RemoteError, match="another trainer"):
+                    await first.publish()
+            await second.publish()
+        assert not list(tmp_path.iterdir())
+
+
 async def test_another_model_is_refused_and_the_server_goes_on(tmp_path):
     path = tmp_path / "weights"
     async with serve_policy(load_policy("tiny"), weights=path) as service:
