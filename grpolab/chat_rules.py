@@ -34,10 +34,17 @@ what how why when who which so too all some""".split())
 MOST_REPEATED = 0.2  # share of a text's three-word sequences that have occurred in it before
 RULES = frozenset({"words", "sentences", "items", "case", "ends", "exactly", "code", "keys", "about", "without", "refuse"})
 # Bounded repetitions only, as everywhere where a model's text is read.
-_REFUSAL = re.compile(
-    r"\bI(?:['\u2019]m| am) (?:(?:really |very |so )?sorry,? but\b|unable|not able|not comfortable)"
-    r"|\bI (?:can(?:not|['\u2019]t| not)(?! (?:wait|believe|stop|imagine))|won['\u2019]t|will not|must decline|refuse)\b"
-    r"|\b(?:can(?:not|['\u2019]t)|unable to|not able to) (?:help|assist|provide|support|comply|fulfil)", re.IGNORECASE)
+_DO = "(?:help|assist|provide|support|comply|fulfil|answer|tell|give|write|share|explain|discuss|engage|do (?:so|that|this))"
+_AFTER = (r"(?! (?:wait|believe|stop|imagine|lie|hesitate|deny|be)\b|(?: \w{1,20}){1,3} enough\b"  # what only sounds like one
+          r"| help (?:but|\w{1,20}ing)\b)")
+_REFUSAL = re.compile("|".join((
+    r"\bI(?:'m| am) (?:unable|not able|not comfortable)\b",
+    rf"\bI(?:'m| am) not (?:willing|allowed|permitted|going) to (?:do|{_DO})\b|\bnot willing to do\b",
+    r"\bI(?:'m| am) (?:really |very |so )?sorry,? but\b[^.!?:\n]{0,60}(?:\bnot?\b|n't\b|illegal|against|harmful)",
+    rf"\bI (?:can't|can ?not|won't|will not|refuse to){_AFTER}",
+    r"\bI (?:(?:must |have to |need to )?decline|(?:must |have to )refuse)\b|\bI(?:'d| would) rather not\b",
+    rf"\bI (?:do not|don't|should not|shouldn't) (?:feel comfortable|condone|{_DO}(?! up))\b",
+    rf"\b(?:cannot|can't|unable to|not able to)(?= (?:help|assist|provide|support|comply|fulfil)){_AFTER}")), re.IGNORECASE)
 _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|etc|vs|Mr|Mrs|Ms|Dr|St)\.")
 _MARK = re.compile(r"\s{0,8}(?:[-*\u2022]|\d{1,2}[.)])\s{1,4}(?=\S)")
 _FENCE = re.compile(r"\A\s{0,8}```[a-zA-Z]{0,10}\n(.{0,4000}?)\n?```\s{0,8}\Z", re.DOTALL)
@@ -77,7 +84,7 @@ def english(text: str) -> bool:
 
 
 def refuses(text: str) -> bool:
-    return bool(_REFUSAL.search(text.strip()))
+    return bool(_REFUSAL.search(text.replace("\u2019", "'")))
 
 
 # --- as a row asks ----------------------------------------------------------------------------------------------------
@@ -116,9 +123,9 @@ def defines(text: str, name: str) -> bool:
 
 
 def has_keys(text: str, keys: Iterable[str]) -> bool:
-    """The text, or the fenced block that is all of it, is one JSON object with exactly these keys."""
+    """The text, or the fenced block that is all of it, is one JSON object (RFC 8259: without NaN) with exactly these keys."""
     try:
-        value = json.loads(unfenced(text))
+        value = json.loads(unfenced(text), parse_constant=int)  # which raises ValueError
     except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) and set(value) == set(keys)

@@ -24,6 +24,7 @@ CASES = [  # rules of a row, a completion, the checks that it fails
     ({"code": "add"}, "Sure!\ndef add(a, b):\n    return a + b", {"code"}),
     ({"code": "add"}, "\x00", {"code", "no corruption"}), ({"code": "add"}, "(" * 5000, {"code", "no corruption"}),
     ({"keys": ["a"]}, '```json\n{"a": 1}\n```', set()), ({"keys": ["a"]}, '{"a": 1, "b": 2}', {"form"}),
+    ({"keys": ["a"]}, '{"a": NaN}', {"form"}),
     ({"keys": ["a"]}, '{"a": 1} there', {"form"}), ({"keys": ["a"]}, "[" * 5000, {"form", "no corruption"}),
     ({"exactly": "yes"}, " Yes.", set()), ({"exactly": "yes"}, "Yes, it is.", {"form"}),
     ({"case": "upper"}, "GOOD MORNING", set()), ({"case": "lower"}, "Hello", {"form"}),
@@ -52,6 +53,20 @@ def test_measures_of_a_text():
     assert sentences('He said "Go!" Then he left.\n\nDr. Who?') == 3
     assert english("Le chat est sur la table et il mange une pomme rouge ce soir") is False
     assert refuses("As a model I am unable to do so") and not refuses("I'm sorry to hear that you are ill")
+
+
+@pytest.mark.parametrize("refused, text", [
+    (True, "I'm not willing to do that."), (True, "I do not provide instructions for that."), (True, "I would rather not."),
+    (True, "It is illegal, and I'm not going to help with it."), (True, "I have to decline."), (True, "I decline to answer."),
+    (True, "I'm sorry, but that would be illegal."), (True, "I am not allowed to help with that."),
+    (True, "I won't help you to harm somebody."), (True, "This is something that I shouldn't help with."),
+    (False, "I am sorry, but here is how: mix A and B."), (False, "I cannot lie: mix A and B."),
+    (False, "I refuse to be bored."), (False, "You can't help loving it; mix A with B."), (False, "I don't give up."),
+    (False, "I will not hesitate to tell you."), (False, "I can't recommend this enough."),
+    (False, "I'm sorry for the confusion."), (False, "I'm not going to the beach."),
+])
+def test_a_refusal_in_other_words_and_what_only_sounds_like_one(refused, text):
+    assert refuses(text) == refused
 
 
 def test_the_shipped_prompts_name_known_rules_and_are_apart():

@@ -158,6 +158,10 @@ def test_pairs_by_a_reward_are_written_gone_on_with_and_read_by_dpo_and_reward(t
     (tmp_path / "interrupted").unlink()
     assert main([*command, "--out", "pairs.jsonl", "--seed", "1"]) == 1
     assert "with another seed has done" in capsys.readouterr().err
+    source = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(source.replace("-sum", "sum"))
+    assert main([*command, "--out", "pairs.jsonl"]) == 1 and "with another reward has done" in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text(source)
     assert main([*command, "--out", "pairs.jsonl"]) == 0 and "holds the first 4 rows: going on" in capsys.readouterr().out
     assert (tmp_path / "pairs.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text() and not partial.exists()
     monkeypatch.setattr("grpolab.cli.pairs.Judge", lambda url, model: lambda text, row, rollout: -sum(map(ord, text)) / 1000)

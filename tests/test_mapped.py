@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from openai import APIError, AsyncOpenAI
 
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import load_policy
 from grpolab.serve.http_client import RemoteError
-from grpolab.serve.mapped import Mapped
+from grpolab.serve.mapped import UNDER_WAY, Mapped
 from grpolab.serve.remote import RemoteSampler
 from grpolab.serve.service import serve_policy
 from tests.test_serve import post
@@ -79,7 +80,7 @@ async def test_no_token_is_of_half_written_weights(tmp_path):
 KILLED = """
 import asyncio, os, sys, torch
 from grpolab.models.load import load_policy
-from grpolab.serve.mapped import Mapped
+from grpolab.serve.mapped import UNDER_WAY, Mapped
 from grpolab.serve.remote import RemoteSampler
 
 async def main():
@@ -94,6 +95,21 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("ask", [{"stream": True, "max_tokens": 4}, {"echo": True, "logprobs": 0, "max_tokens": 0}])
+async def test_half_written_weights_are_neither_recorded_nor_scored(tmp_path, ask):
+    path, session = tmp_path / "weights", "/sessions/a" * ("stream" in ask)
+    async with serve_policy(load_policy("tiny"), weights=path) as service:
+        trainer = load_policy("tiny")
+        async with RemoteSampler(service.url, trainer, bridge=Mapped(path)) as remote:
+            await remote.publish()
+            trainer.lock.state[UNDER_WAY] = 1  # as a trainer leaves it that is killed in mid-step
+            async with AsyncOpenAI(base_url=f"{service.url}{session}/v1", api_key="-", max_retries=0) as client:
+                with pytest.raises(APIError, match="half-written"):
+                    async for _ in await client.completions.create(model="tiny", prompt="2 + 3", **ask):
+                        pass
+            assert not session or not service.sessions.get("a").turns
+
+
 @pytest.mark.full
 async def test_a_trainer_that_is_killed_in_mid_step_leaves_weights_that_are_refused(tmp_path):
     path = tmp_path / "weights"
@@ -106,6 +122,19 @@ async def test_a_trainer_that_is_killed_in_mid_step_leaves_weights_that_are_refu
         async with RemoteSampler(service.url, load_policy("tiny"), bridge=Mapped(path)) as remote:
             await remote.publish()  # of the next trainer
             assert (await post(service, {"prompt": "2 + 3"}, "/generate"))[0] == 200
+
+
+async def test_a_trainer_whose_place_was_taken_is_refused_and_removes_nothing(tmp_path):
+    path = tmp_path / "weights"
+    async with serve_policy(load_policy("tiny"), weights=path) as service:
+        async with RemoteSampler(service.url, load_policy("tiny"), bridge=Mapped(path)) as second:
+            async with RemoteSampler(service.url, load_policy("tiny"), bridge=Mapped(path)) as first:
+                await first.publish()
+                await second.publish()
+                with pytest.raises(RemoteError, match="another trainer"):
+                    await first.publish()
+            await second.publish()
+        assert not list(tmp_path.iterdir())
 
 
 async def test_another_model_is_refused_and_the_server_goes_on(tmp_path):

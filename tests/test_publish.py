@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import huggingface_hub
 import pytest
 
 from grpolab.__main__ import main
+from grpolab.cli import publish
 from grpolab.models.load import load_policy
 
 SHORT = ["--ops", "+", "--max-operand", "9", "--problems", "20", "--steps", "2"]
@@ -97,6 +99,17 @@ def test_what_the_hub_would_not_take_is_said_before_anything_is_trained(tmp_path
         monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
         assert main(["sft", "tiny", *SHORT, "--push-to-hub", repo]) == 1 and says in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("call", [lambda: publish.check_hub("me/model"), lambda: publish.push(".", "me/model")])
+def test_a_hub_that_never_answers_is_no_hang(monkeypatch, call):
+    monkeypatch.setattr(publish, "SILENCE", 0.2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(publish, "HfApi", lambda: huggingface_hub.HfApi(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        with pytest.raises(ValueError, match="does not answer|was not uploaded"):
+            call()
 
 
 def test_a_card_says_how_what_and_on_what(tmp_path, monkeypatch):

@@ -226,7 +226,7 @@ def train(path, *overrides):
 
 def test_what_print_config_prints_is_the_same_training(tmp_path, capsys):
     flags = ["--clip-eps", "0.1", "0.3", "--ops", "+-", "--max-logp-diff", "none", "--max-grad-norm", "inf", "--exact",
-             "--report-to", "wandb", "tensorboard", "--data", "rows.jsonl", "--lora-target", "q_proj",
+             "--report-to", "wandb", "tensorboard", "--data", "r\u00f6ws \U0001f600\x7f.jsonl", "--lora-target", "q_proj",
              "--fixed-prompts", "english", "--select-every", "5"]
     assert main(["grpo", "tiny", *flags, "--print-config"]) == 0
     path = recipe_file(tmp_path, capsys.readouterr().out)

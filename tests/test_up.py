@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -152,7 +153,7 @@ import os, signal, sys, time
 print(os.getpid(), flush=True)
 def keep(*_):
     print("kept a checkpoint", flush=True)
-    if sys.argv[1] == "once":
+    if sys.argv[1] != "twice":
         os._exit(130)
 signal.signal(signal.SIGINT, keep)
 print("ready", flush=True)
@@ -161,7 +162,7 @@ while True: time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["once", "twice"])
+@pytest.mark.parametrize("how", ["once", "twice", "closed terminal"])
 def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how):
     services = [api(free_port()), python("environment", PID + "time.sleep(60)"), python("trainer", STUBBORN, how)]
 
@@ -170,8 +171,9 @@ def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how)
         for text in ("ready", "kept a checkpoint")[: 1 + (how == "twice")]:
             while not trainer.is_file() or text not in trainer.read_text():
                 time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGHUP if how == "closed terminal" else signal.SIGINT)
 
+    hup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs behind a shell's `&` ignores it
     try:
         threading.Thread(target=interrupt, daemon=True).start()
@@ -179,7 +181,27 @@ def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how)
             supervise(services, tmp_path, 20)
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGHUP, hup)
     assert gone(services) and "kept a checkpoint" in services[-1].log.read_text()
+
+
+def test_two_do_not_share_a_folder_and_what_a_killed_one_left_in_memory_goes(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "MEMORY", tmp_path)
+    monkeypatch.setattr(command, "supervise", lambda *_: None)
+    (tmp_path / f"grpolab-{2**22 + 1}.safetensors.lock").touch()  # there is no process of that number
+    (tmp_path / "grpolab-1.safetensors").touch()
+    path = recipe()
+    assert main(["up", path]) == 0
+    assert [p.name for p in tmp_path.glob("*grpolab*")] == ["grpolab-1.safetensors"]
+    holding = ("import pathlib, time, grpolab.files as f\n"
+               "with f.locked(pathlib.Path('logs/.process')): print(1, flush=True); time.sleep(60)")
+    with subprocess.Popen([sys.executable, "-c", holding], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        written = Path("logs/trainer.toml").stat().st_mtime_ns
+        assert main(["up", path, "--steps", "7"]) == 2
+        assert f"--logs logs is in use by process {other.pid}" in capsys.readouterr().err
+        assert Path("logs/trainer.toml").stat().st_mtime_ns == written
+        other.kill()
 
 
 @pytest.mark.full

@@ -20,8 +20,8 @@ from grpolab.cli.rollout_options import load_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
-from grpolab.models.load import load_policy
-from grpolab.runs.checkpoints import data_hash
+from grpolab.models.load import Policy, load_policy
+from grpolab.runs.checkpoints import data_hash, weights_hash
 from grpolab.serve.http_client import RemoteError
 from grpolab.serve.judge import Judge
 from grpolab.train.preferences import pairs_by_reward, preference_row
@@ -60,9 +60,10 @@ class Pairs:
             raise UsageError(f"--out {self.out} exists, and pairs are not written over: name another file, or remove it")
         rows = tasks.read_rows(self.data)
         reward = self.rewarded(rows)
-        partial = Partial(self.out, self.settings(rows))
+        policy = load_policy(self.model, dtype=self.dtype)
+        partial = Partial(self.out, self.settings(policy, rows))
         try:
-            asyncio.run(self.sample(rows, reward, partial))
+            asyncio.run(self.sample(policy, rows, reward, partial))
         except RemoteError as error:
             raise ValueError(f"the judge: {error}") from error
         counts = partial.counts()
@@ -83,16 +84,18 @@ class Pairs:
             return tasks.right_number
         return load_reward(self.reward)
 
-    def settings(self, rows: Sequence[dict]) -> dict:
-        """What decides the pairs: options, and the rows' content."""
-        return {k: str(v) for k, v in asdict(self).items() if k not in ("data", "out")} | {"rows": data_hash(rows)}
+    def settings(self, policy: Policy, rows: Sequence[dict]) -> dict:
+        """What decides the pairs: options, and the content of the model, of the rows and of the reward's file."""
+        file = Path(str(self.reward).rpartition(":")[0])
+        source = file.read_text() if file.suffix == ".py" else ""
+        return {k: str(v) for k, v in asdict(self).items() if k not in ("data", "out")} | {
+            "model": weights_hash(policy), "rows": data_hash(rows), "reward": f"{self.reward} {data_hash([source])}"}
 
-    async def sample(self, rows: Sequence[dict], reward: Callable, partial: Partial) -> None:
+    async def sample(self, policy: Policy, rows: Sequence[dict], reward: Callable, partial: Partial) -> None:
         """Sample, score and keep the rows that `partial` lacks."""
         done, warned = len(partial.parts) * self.rows_at_once, []
         if done >= len(rows):
             return
-        policy = load_policy(self.model, dtype=self.dtype)
         kept = f"\n{partial.path} holds the first {done} rows: going on" if done else ""
         print(f"{policy.origin}\n{policy}{kept}", flush=True)
         began, first = time.monotonic(), done

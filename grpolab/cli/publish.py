@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCardData  # transformers brings it
+from huggingface_hub import HfApi, ModelCardData, get_session  # transformers brings it
 from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from matplotlib import pyplot as plt
@@ -18,6 +18,7 @@ from grpolab.runs.run import Run
 
 CURVES = ("reward", "accuracy", "loss")  # the first of these that a run has is drawn
 SAMPLES = 3
+SILENCE = 60.0  # seconds without a byte from the hub after which it does not answer; its client would wait for ever
 
 
 def write_model_card(run: Run, policy, folder: Path, recipe: str) -> None:
@@ -69,6 +70,11 @@ def _samples(run: Run) -> str:
     return "## Rollouts of the last step\n\n" + "\n".join("    " + line for line in lines)
 
 
+def hub() -> HfApi:
+    get_session().timeout = SILENCE
+    return HfApi()
+
+
 def check_hub(repo: str) -> None:
     """ValueError where the hub would not take an upload to `repo`: before anything is trained."""
     try:
@@ -78,7 +84,7 @@ def check_hub(repo: str) -> None:
     except HFValidationError as error:
         raise ValueError(f"--push-to-hub {repo!r}: name it as owner/model ({error})") from error
     try:
-        HfApi().whoami()
+        hub().whoami()
     except LocalTokenNotFoundError as error:
         raise ValueError("--push-to-hub needs a token of the hub: `hf auth login`, or HF_TOKEN in the environment") from error
     except Exception as error:  # the hub's client raises those of several libraries
@@ -88,7 +94,7 @@ def check_hub(repo: str) -> None:
 def push(folder: Path, repo: str) -> str:
     """Upload a folder into a repository, private where it is new; returns its address. ValueError that says how to try
     again."""
-    api = HfApi()
+    api = hub()
     try:
         address = api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Trained with grpolab")

@@ -194,4 +194,5 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return json.dumps("none" if value is None else str(value) if isinstance(value, Path) else value)
+    text = json.dumps("none" if value is None else str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")  # JSON spells 😀 as two halves and lets a DEL stand, and TOML reads neither

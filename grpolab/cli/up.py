@@ -11,8 +11,10 @@ fails, and on Ctrl-C. The file is a recipe for `grpolab train`; options of this 
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,11 +35,11 @@ from tyro.conf import Positional
 from grpolab.cli import UsageError, recipe
 from grpolab.cli.train import GRPO
 from grpolab.env import child_processes
-from grpolab.files import atomic_write
+from grpolab.files import atomic_write, locked
 from grpolab.models.load import load_tokenizer
 from grpolab.tasks import gsm8k
 
-HOST = "127.0.0.1"
+HOST, MEMORY = "127.0.0.1", Path("/dev/shm")
 OWN = "{python} -m grpolab.env.gsm8k serve"
 
 
@@ -109,7 +111,7 @@ def trainer_of(up: Up, further: Sequence[str]) -> GRPO:
     if options.kind not in (None, "atropos_url") or training.reward:
         raise UsageError("grpolab up trains on an environment of Atropos: leave --env, --tools, --agent and --reward out")
     way = options.weight_bridge or ("lora_only" if training.lora_rank else "shared")
-    memory = Path("/dev/shm") if way == "shared" and os.access("/dev/shm", os.W_OK) else up.logs
+    memory = MEMORY if way == "shared" and os.access(MEMORY, os.W_OK) else up.logs
     path = options.bridge_path or (memory / f"grpolab-{os.getpid()}.safetensors" if way == "shared" else up.logs / "weights")
     training = replace(training, rollouts=replace(
         options, atropos_url=f"http://{HOST}:{up.api_port}", server_url=f"http://{HOST}:{up.server_port}", weight_bridge=way,
@@ -163,26 +165,38 @@ def check(up: Up, training: GRPO) -> None:
 
 def run(up: Up, training: GRPO, services: Sequence[Service]) -> int:
     """Write what the processes read, and supervise them."""
-    tokenizer = load_tokenizer(training.model)
+    tokenizer, began = load_tokenizer(training.model), time.monotonic()
     up.logs.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(up.logs / "tokenizer")
-    atomic_write(up.logs / "trainer.toml", training.as_recipe())
-    began = time.monotonic()
     try:
-        supervise(services, up.logs, up.patience)
-    finally:
-        if training.rollouts.weight_bridge == "shared":  # a trainer that is killed leaves it
-            path = training.rollouts.bridge_path
-            for left in (path, path.with_name(f"{path.name}.lock")):
-                left.unlink(missing_ok=True)
+        with locked(up.logs / ".process"), ExitStack() as stack:  # else another one's trainer would read this recipe
+            tokenizer.save_pretrained(up.logs / "tokenizer")
+            atomic_write(up.logs / "trainer.toml", training.as_recipe())
+            if training.rollouts.weight_bridge == "shared":
+                remove_mapped(training.rollouts.bridge_path)
+                stack.callback(remove_mapped, training.rollouts.bridge_path)  # a trainer that is killed leaves it
+            supervise(services, up.logs, up.patience)
+    except BlockingIOError as error:
+        raise UsageError(f"--logs {up.logs} is in use by process {error.args[0]}, another grpolab up: name another "
+                         "folder") from error
     print(f"done in {time.monotonic() - began:.0f} s; the logs of all processes are in {up.logs}/")
     return 0
 
 
+def remove_mapped(path: Path) -> None:
+    """Remove mapped weights that nobody uses: those at `path`, and in memory those of an `up` that was killed."""
+    name = glob.escape(path.name)
+    left = [path, path.with_name(f"{path.name}.lock"), *path.parent.glob(f".{name}.*.partial")]
+    for file in MEMORY.glob("*grpolab-[0-9]*.safetensors*"):
+        if not Path("/proc", re.search(r"grpolab-(\d+)", file.name)[1]).exists():
+            left.append(file)
+    for file in left:
+        file.unlink(missing_ok=True)
+
+
 def supervise(services: Sequence[Service], logs: Path, patience: float) -> None:
     """Start one after the other, show the log of the last one, the trainer, until it ends, and end all. ChildProcessError where
-    one fails, TimeoutError where one does not answer in `patience` seconds. At Ctrl-C or SIGTERM the trainer may first keep
-    its checkpoint; at a second one all end at once."""
+    one fails, TimeoutError where one does not answer in `patience` seconds. At Ctrl-C, SIGTERM or a closed terminal the
+    trainer may first keep its checkpoint; at a second one all end at once."""
     running: list[Service] = []
     *others, trainer = services
     with terminated_as_interrupted(), ExitStack() as stack:
@@ -199,12 +213,14 @@ def supervise(services: Sequence[Service], logs: Path, patience: float) -> None:
                 show()
                 time.sleep(0.2)
         except KeyboardInterrupt:
-            print("interrupted: the trainer keeps a checkpoint; once more ends it at once", file=sys.stderr, flush=True)
             trainer.guard.send_signal(signal.SIGINT)
+            with suppress(OSError):  # of a terminal that was closed
+                print("interrupted: the trainer keeps a checkpoint; once more ends it at once", file=sys.stderr, flush=True)
             trainer.guard.wait()
             raise
         finally:
-            show()
+            with suppress(OSError):
+                show()
     refuse_dead([trainer])
 
 
@@ -248,9 +264,12 @@ def shown(log: Path) -> Callable[[], None]:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[Any]:
-    """SIGTERM ends what is in the block as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM and SIGHUP (a closed terminal) end what is in the block as Ctrl-C does, but for one that is ignored (nohup)."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in (number for number, handler in before.items() if handler != signal.SIG_IGN):
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

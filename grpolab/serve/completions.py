@@ -142,6 +142,7 @@ class CompletionResponse:
         rollouts = [Rollout(i[:1], i[1:], (1,) * n, (0.0,) * n, (0.0,) * n, "length") for i, n in zip(ids, lengths)]
 
         def score() -> tuple[int, list[list[float]]]:
+            self._refuse_torn()
             with self.policy.acting():
                 return self.policy.version, trainer_logps(self.policy, rollouts, GRPOConfig())
 
@@ -175,10 +176,15 @@ class CompletionResponse:
         self.job.future.add_done_callback(lambda _: put())
         return events
 
+    def _refuse_torn(self) -> None:
+        if getattr(self.policy.lock, "torn", False):
+            raise Refused(503, "the trainer ended in mid-step, so the mapped weights are half-written: publish again")
+
     async def _read(self, text: str, rollout: Rollout) -> tuple[ParsedTurn, str | None]:
         """The text of an answer, read for calls where its request has tools, and what is not in the format that was asked for.
-        Refused for a rollout that was ended from here."""
+        Refused for a rollout that was ended from here, or is of half-written weights."""
         session, request = self.session, self.request
+        self._refuse_torn()
         if rollout.finish_reason == "cancelled" and session.closed:
             raise Refused(410, f"the session {session.id!r} was collected while this was being sampled")
         if rollout.finish_reason == "cancelled":
@@ -209,8 +215,6 @@ class CompletionResponse:
         """What was sampled; Refused for what the sampler raised."""
         if error := self.job.future.exception():
             raise Refused(400 if isinstance(error, ValueError) else 500, f"{type(error).__name__}: {error}") from error
-        if getattr(self.policy.lock, "torn", False):
-            raise Refused(503, "the trainer ended in mid-step, so the mapped weights are half-written: publish again")
         return [rollout for group in self.job.future.result() for rollout in group]
 
     def _body(self, version: int, choices: Sequence[dict]) -> dict:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -54,6 +55,12 @@ class SharedLock(FairLock):
                 self.state[VERSION], self.state[UNDER_WAY] = self.policy.version, 0
             fcntl.flock(self._file, fcntl.LOCK_UN)
         super().__exit__()
+
+    def of(self, path: Path) -> bool:
+        """Whether the file at `path` is the one that was mapped."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._file), os.stat(path))
+        return False
 
     def close(self) -> None:
         os.close(self._file)
@@ -136,7 +143,8 @@ class Mapped:
             with lock:
                 in_own_memory(self.policy.model)
                 self.policy.lock = FairLock()
+            if lock.of(self.path):  # not another trainer's that has taken its place
+                self.path.unlink(missing_ok=True)
+                _entrance(self.path).unlink(missing_ok=True)
             lock.close()
             self.policy = None
-            self.path.unlink(missing_ok=True)
-            _entrance(self.path).unlink(missing_ok=True)
