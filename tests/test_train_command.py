@@ -242,6 +242,9 @@ def test_the_command_line_wins_over_the_file(tmp_path):
 
 @pytest.mark.parametrize("text, says", [
     ("steps = ", "is no TOML"), ('model = "tiny"', "a recipe says method"), ('method = "grpo"', "and model"),
+    ('method = "grpo"\nmodel = "tiny"\nlr = 1e-3\nlearning-rate = 1e-5', "lr and learning-rate are one option"),
+    ('method = "grpo"\nmodel = "tiny"\nmodel-name = "smollm2-135m"', "model and model-name are one option"),
+    ('method = "grpo"\nmodel = "tiny"\nwandb = true\nreport-to = ["trackio"]', "report-to and wandb are one option"),
     ('method = "ppo"\nmodel = "tiny"', "'ppo'"), ('method = "sft"\nmodel = "tiny"\n[sft]\nsteps = 3', "sft is {'steps': 3}"),
     ('method = "sft"\nmodel = "tiny"\nlora_dropout = 0.1', "--lora-dropout"),
     ('method = "sft"\nmodel = "tiny"\nstepz = 3', "--steps"), ('method = "sft"\nmodel = "tiny"\nsteps = "x"', "--steps"),
@@ -315,11 +318,13 @@ def test_a_recipe_in_yaml_is_the_one_in_toml(tmp_path, capsys):
     """Read by `--config`, with an option that wins over it; what is no mapping is refused."""
     path = tmp_path / "run.yaml"
     path.write_text("method: grpo\nmodel_name_or_path: tiny\nlearning_rate: 1.0e-3\nclip_eps: [0.1, 0.3]\n"
-                    "gradient_checkpointing: false\nwandb: true\n")
+                    "gradient_checkpointing: false\nwandb: true\ntrackio: false\nkl_kind: k3\ndual_clip: null\n")
     assert main(["train", "--config", str(path), "--steps", "9", "--print-config"]) == 0
     found = tomllib.loads(capsys.readouterr().out)
-    assert found == {"method": "grpo", "model": "tiny", "lr": 1e-3, "clip_eps": [0.1, 0.3], "steps": 9, "report_to": ["wandb"]}
-    for text, says in (("- steps", "no options"), ("a: b: c", "is no YAML"), ("method: grpo\nmodel: a\nbf16: true", "--bf16")):
+    assert found == {"method": "grpo", "model": "tiny", "lr": 1e-3, "clip_eps": [0.1, 0.3], "steps": 9, "report_to": ["wandb"],
+                     "kl_kind": "k3"}
+    for text, says in (("- steps", "no options"), ("a: b: c", "is no YAML"), ("3: 4", "no options"),
+                       ("lr: 1.0\nlr: 2.0", "lr stands there twice"), ("method: grpo\nmodel: a\nbf16: true", "--bf16")):
         path.write_text(text)
         assert main(["train", str(path)]) == 2 and says in capsys.readouterr().err
 

@@ -127,14 +127,25 @@ def with_none(arguments: Sequence[str]) -> list[str]:
     return ["None" if a == "none" and b != "--weight-bridge" else a for a, b in zip(arguments, before)]
 
 
+class _Once(yaml.SafeLoader):
+    """YAML in which a key stands once, as in TOML: PyYAML takes the last one without a word."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(problem=f"{key} stands there twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def loaded(path: str | Path) -> dict[str, Any]:
     """The entries of a TOML or YAML file. UsageError for one that is neither."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        entries = yaml.safe_load(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
+        entries = yaml.load(text, _Once) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{path} is no {'YAML' if 'yaml' in type(error).__module__ else 'TOML'}: {error}") from error
-    if not isinstance(entries, dict):
+    if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
         raise UsageError(f"{path} holds {entries!r:.60}, no options: a line each, as in `steps: 30`")
     return entries
 
@@ -145,19 +156,31 @@ def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
     that names the line's key where it is no option's value."""
     entries = {key: value for key, value in loaded(path).items() if key not in skip}
     method = entries.pop("method", None)
-    model = next((entries.pop(key) for key in list(entries) if str(key).replace("_", "-") in MODEL), None)
+    models = {key: entries.pop(key) for key in list(entries) if key.replace("_", "-") in MODEL}
+    model = next(iter(models.values()), None)
     if method not in methods or not isinstance(model, str):
         raise UsageError(f"{path}: a recipe says method = one of {', '.join(methods)}, and model = a name or folder; it has "
                          f"method {method!r} and model {model!r}")
     overrides = renamed(overrides, method)
-    taken = {argument.partition("=")[0].removeprefix("--").removeprefix("no-") for argument in overrides}
+    taken = {_name(argument) for argument in overrides}
     positional = bool(overrides) and not overrides[0].startswith("--")
-    arguments = [] if positional else [model]
-    for key, value in entries.items():
-        said = renamed(spelled(flag(key, method), value, f"{path}: {key}"), method)
-        if said[0].removeprefix("--").removeprefix("no-") not in taken:
-            arguments += said
+    arguments, keys = [] if positional else [model], {"model": list(models)}
+    switches = {key: entries.pop(key) for key in list(entries)
+                if key.replace("_", "-") in TRACKERS and isinstance(entries[key], bool)}
+    said = {key: renamed(spelled(flag(key, method), value, f"{path}: {key}"), method) for key, value in entries.items()}
+    if on := [f"--{key}" for key, value in switches.items() if value]:
+        said[", ".join(switches)] = renamed(on, method)
+    for key, words in said.items():
+        keys.setdefault(_name(words[0]), []).append(key)
+        arguments += [] if _name(words[0]) in taken else words
+    if twice := next((names for names in keys.values() if len(names) > 1), None):
+        raise UsageError(f"{path}: {' and '.join(twice)} are one option: say it once")
     return method, overrides[:1] * positional + arguments + overrides[positional:]
+
+
+def _name(argument: str) -> str:
+    """The option of an argument."""
+    return argument.partition("=")[0].removeprefix("--").removeprefix("no-")
 
 
 def spelled(name: str, value: Any, where: str) -> list[str]:
@@ -166,7 +189,7 @@ def spelled(name: str, value: Any, where: str) -> list[str]:
         raise UsageError(f"{where} is a table for grpolab up, which starts the trainer with the rest")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    values = value if isinstance(value, list) else [value]
+    values = value if isinstance(value, list) else ["none" if value is None else value]
     if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
         raise UsageError(f"{where} is {value!r:.80}: an option is a text, a number, true, false, or a list of texts or numbers")
     return [f"--{name}", *map(str, values)]
