@@ -67,7 +67,7 @@ def pair(base, tmp_path_factory, methods):
     assert Run("killed", root=out / "rank-0").checkpointed() == 1
     done = torchrun(2, PROGRAM, base, out, *methods, "killed")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("going on after step 1") == 1  # said once
+    assert done.stderr.count("going on after step 1") == 1  # said once
     return out
 
 

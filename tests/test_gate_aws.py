@@ -40,7 +40,9 @@ def values(tmp_path):
         "curriculum": SimpleNamespace(results=192), "steps": 24, "prompts_per_step": 8, "first": said(15), "last": said(54),
         "gain": Interval(0.6, 0.5, 0.7), "added": Interval(0.1, 0.06, 0.14),
         "rates": {"as it is": {"both": Interval(0.0, 0.0, 0.02)}},
-        "compared": {"first set": {"lower": 0.05}, "third set": {"lower": 0.07}},
+        "differing": 0, "unlike": 0, "imitation": 1.0, "best_size": {"rejection sampling": 64.0},
+        "reached": {("rejection sampling", 64.0): [0.9]}, "at_eight": Interval(0.04, 0.03, 0.05),
+        "at_best": Interval(0.0, -0.01, 0.01), "compared": {"first set": {"lower": 0.05}, "third set": {"lower": 0.07}},
     }
 
 
@@ -72,7 +74,7 @@ def take_them_at_their_word(monkeypatch):
     monkeypatch.setattr(environment.AwsEnv, "_after", after)
 
 
-MEASURED = ("pool", "stack", "server", "strangers", "left_over", "replayed", "ignored", "paid", "left_out")
+MEASURED = ("pool", "stack", "server", "strangers", "left_over", "replayed", "ignored", "paid", "left_out", "differing")
 
 
 @pytest.mark.parametrize(

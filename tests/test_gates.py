@@ -140,8 +140,8 @@ def drop_the_mask(monkeypatch):
     ]),
 )
 def test_the_sft_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    filled = {"plain = await": ASKED}
-    failed = failures_under(sabotage, "01_sft", "if not tiny:", SFT_LEARNED, tmp_path, monkeypatch, filled)
+    filled = {"from grpolab.evaluate": ASKED}
+    failed = failures_under(sabotage, "01_sft", "from grpolab.lab.dashboard", SFT_LEARNED, tmp_path, monkeypatch, filled)
     if failed is None:
         assert sabotage is drop_the_mask
     else:
@@ -158,7 +158,8 @@ RACED = {  # the cells of races, of bf16 and of the faults, which take most of t
     "jobs = [": {"last_step": {"compacted": 300, "refilled": 150}}, "fig, axes = plt.subplots(3, 1": {},
     "stalls, order": {"stalls": [0.01], "elapsed": 1.0},
     "half = load_policy": {"bf16": SimpleNamespace(mean_error=3e-3), "own": 3e-3}, "on_cpu =": {"on_cpu": True, "unequal": 0},
-    "few = [": {"caught": CAUGHT},
+    "from contextlib import nullcontext": {"caught": CAUGHT, "FAULTS": FAULTS}, "def spent_on": {}, "rates = [": {},
+    "fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.4))\n": {},
 }
 
 
@@ -181,7 +182,7 @@ def report_other_logps_and_let_the_slot_decide(monkeypatch):
     ]),
 )
 def test_the_decode_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    failed = failures_under(sabotage, "02_decode_engine", "def spent_on", RACES, tmp_path, monkeypatch, RACED,
+    failed = failures_under(sabotage, "02_decode_engine", "await sampler.close", RACES, tmp_path, monkeypatch, RACED,
                             new_tokens=36)
     assert failed == names if not names else names <= failed
 
@@ -201,6 +202,10 @@ DPO_LEARNED = {
     "far_look": [{"accuracy": 0.8}], "far_change": {}, "harm": Interval(-0.27, -0.31, -0.23),
     "told_apart": lambda share: Interval(share, share - 0.05, share + 0.05),
 }
+# The cells between the pairs and the appendix, which train and ask; what the gate needs of them is above.
+DPO_TRAINED = dict.fromkeys((
+    "plain = await", "reference = cache_logps", "columns = [", "metrics, points", "last = points", "kinds = {", "far = ",
+    "fig, axes = plt.subplots(1, 2", "def chosen_alone", "rates = {", "suite_table", "side_by_side", "parts = {"), {})
 COUNTED = {"def live_bytes": {"bits": 0, "alone": 4.0, "cached_bytes": 3.5, "resident_bytes": 7.5}}  # slow among many objects
 
 
@@ -230,8 +235,8 @@ def test_the_dpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypat
 
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
     fewer_of(monkeypatch, preferences, "sample_pairs", {"samples": 8})
-    counted = COUNTED if sabotage else {}
-    failed = failures_under(sabotage, "03_dpo", "plain = await", DPO_LEARNED, tmp_path, monkeypatch, counted)
+    skipped = DPO_TRAINED | (COUNTED if sabotage else {})
+    failed = failures_under(sabotage, "03_dpo", "with gate", DPO_LEARNED, tmp_path, monkeypatch, skipped)
     assert failed == names if not names else names <= failed
 
 
@@ -270,7 +275,7 @@ def taught(tmp_path_factory):
 )
 def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
-    of_the_record = {start: {} for start in ("places =", 'run.figure("estimators"', "problems =")}
+    of_the_record = {start: {} for start in ("estimators = recorded", 'run.figure("estimators"', "problems =")}
     failed = failures_under(sabotage, "04_grpo", "fixed = doubtful", GRPO_LEARNED, tmp_path, monkeypatch, of_the_record)
     assert failed == names if not names else names & failed
 

@@ -209,7 +209,7 @@ def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
 @pytest.mark.full
 @pytest.mark.slow
 def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
-    """The first alone, the others at once; one that breaks fails the command."""
+    """Two at a time; one that breaks fails the command."""
     monkeypatch.setenv("PYTHONPATH", str(Path(notebooks.__file__).parents[2]))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     nbformat.write(small("raise ValueError('broken')"), series / "03_broken.ipynb")
@@ -218,6 +218,20 @@ def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
     assert "03_broken            failed" in out and "ValueError: broken" in out and "3 notebooks, 1 failed" in out
     assert main(["run", "--jobs", "0"]) == 1 and "--jobs is a number" in capfd.readouterr().err
     assert main(["run", "--jobs", "2", "-p", "stpes", "3"]) == 1 and "no parameter stpes" in capfd.readouterr().err
+
+
+def test_what_needs_the_first_policy_waits_for_it_and_the_longest_goes_next(series):
+    results = series.parent / "benchmarks" / "results" / "notebooks"
+    results.mkdir(parents=True)
+    for stem, source, minutes in (("03_needs", 'Run("01_sft", model)', 2.0), ("04_long", "1", 9.0), ("05_free", "1", 3.0)):
+        nbformat.write(small(source), series / f"{stem}.ipynb")
+        (results / f"{stem}.json").write_text(json.dumps({"minutes": minutes}))
+    def in_turn(*asked, jobs):
+        return tuple([path.stem[:2] for path in part] for part in notebooks.in_turn(notebooks.find(asked), jobs))
+    assert in_turn(jobs=2) == (["01", "02"], ["04", "05", "03"])
+    assert in_turn(jobs=1) == (["01"], ["02", "03", "04", "05"])
+    assert in_turn("01", "03", jobs=2) == (["01"], ["03"])
+    assert in_turn("05", "04", jobs=2) == ([], ["04", "05"])
 
 
 def test_a_notebook_is_named_by_number_or_by_name(series, capsys):

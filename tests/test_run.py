@@ -251,7 +251,7 @@ def test_an_earlier_run_is_opened_done_again_or_moved_aside(tiny, earlier, tmp_p
     (run.folder / "below" / "run.json").write_text("{}")  # a run of its own
     run.figure("before", plt.figure())
     assert train(fresh(tiny), run, replace(CONFIG, lr=2e-3)) != earlier
-    assert "x held a run of another configuration (lr 0.001 -> 0.002)" in (out := capsys.readouterr().out) and "x.1" in out
+    assert "x held a run of another configuration (lr 0.001 -> 0.002)" in (err := capsys.readouterr().err) and "x.1" in err
     assert untimed(Run("x.1", root=tmp_path).table().to_dict("records")) == earlier
     assert (run.folder / "figures" / "before.png").exists() and (run.folder / "below" / "figures").exists()
     shutil.copytree(tmp_path / "y", tmp_path / "z")  # written a moment ago

@@ -26,12 +26,22 @@ from grpolab.runs.run import repository
 TIMES = 3  # of the whole series that its record holds, the last ones
 
 
+def _home(folder: str) -> Path:
+    """This folder of the repository."""
+    here = repository()
+    places = [here, here / "grpolab", Path(__file__).parents[2]]  # the second is Colab's clone, the third an editable copy
+    return next((place / folder for place in places if (place / folder).is_dir()), here / folder)
+
+
+def recorded(name: str) -> dict:
+    """What a script of benchmarks/ has measured: the content of benchmarks/results/<name>.json."""
+    return json.loads((_home("benchmarks/results") / f"{name}.json").read_text())
+
+
 def find(numbers: list[str]) -> list[Path]:
     """The notebooks with these numbers or names, "01" or "01_sft" (all for none), in the order given; raises ValueError for
     one that does not exist."""
-    here = repository()
-    places = [here, here / "grpolab", Path(__file__).parents[2]]  # the second is Colab's clone, the third an editable copy
-    folder = next((place / "notebooks" for place in places if (place / "notebooks").is_dir()), here / "notebooks")
+    folder = _home("notebooks")
     series = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     if not series:
         raise ValueError(f"there are no notebooks in {folder}: run this inside a copy of the grpolab repository")
@@ -50,8 +60,8 @@ def run_series(numbers: list[str], parameters: dict, *, jobs: int = 1, store: bo
     is then the log. The notebook itself stays as it is. With `store` the copy takes its place, if it passed, its figures
     that of figures/<notebook>_<name>.png, its minutes and gate values that of benchmarks/results/notebooks/<notebook>.json.
 
-    Of several `jobs`, each has its share of the processors and a process of its own; 01 goes first where it is among them,
-    since others start from its policy. An interrupt ends all of them, and the same command goes on from their checkpoints.
+    Of several `jobs`, each has its share of the processors and a process of its own, in the order of `in_turn`. An interrupt
+    ends all of them, and the same command goes on from their checkpoints.
     Raises ValueError, before anything runs, for a notebook or parameter that does not exist."""
     if jobs < 1:
         raise ValueError(f"--jobs is a number of notebooks at once, at least 1; got {jobs}")
@@ -63,16 +73,31 @@ def run_series(numbers: list[str], parameters: dict, *, jobs: int = 1, store: bo
     run, began = partial(run_notebook, parameters=parameters, store=store), time.monotonic()
     if jobs > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    first = [path for path in paths if path.stem.startswith("01")]
+    first, rest = in_turn(paths, jobs)
     with ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))) if jobs > 1 else None
         each = pool.map if pool else map
-        passed = [*each(run, first), *each(run, [path for path in paths if path not in first])]
+        passed = [*each(run, first), *each(run, rest)]
     minutes = (time.monotonic() - began) / 60
     print(f"{len(passed)} notebooks, {passed.count(False)} failed, {minutes:.1f} min", flush=True)
     if store and not numbers and all(passed):
         record_series(paths[0].parent.parent / "benchmarks" / "results" / "series.json", round(minutes, 1), jobs, len(passed))
     return 0 if all(passed) else 1
+
+
+def in_turn(paths: list[Path], jobs: int) -> tuple[list[Path], list[Path]]:
+    """Which notebooks go first, and which follow when these have ended: 01, since others start from its policy, and beside it
+    such as do not, one for each further job; then, where there are several jobs, the longest of the last record first."""
+    first = [path for path in paths if path.stem.startswith("01")]
+    if first:
+        first += [path for path in paths if r'Run(\"01_sft\"' not in path.read_text() and path not in first][: jobs - 1]
+    rest = [path for path in paths if path not in first]
+
+    def minutes(path: Path) -> float:
+        record = path.parents[1] / "benchmarks" / "results" / "notebooks" / f"{path.stem}.json"
+        return json.loads(record.read_text())["minutes"] if record.exists() else 0.0
+
+    return first, sorted(rest, key=minutes, reverse=True) if jobs > 1 else rest
 
 
 def record_series(path: Path, minutes: float, jobs: int, notebooks: int) -> None:

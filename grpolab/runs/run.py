@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -289,7 +290,7 @@ class Run:
         target.mkdir()
         for path in earlier:
             os.rename(path, target / path.name)
-        print(f"{self.shown(self.folder)} held {what}: it is now {self.shown(target)}")
+        print(f"{self.shown(self.folder)} held {what}: it is now {self.shown(target)}", file=sys.stderr)
 
     def _save_start(self, policy, key: str) -> Start:
         """The weights as they are, on the disk until the model or the process goes: only then can a policy have moved away
@@ -334,7 +335,7 @@ class Run:
         policy.version = max(state["version"], policy.version + moved)  # never one that stood for other weights of this policy
         self.metrics = metrics
         self.write_table()
-        print(f"going on after step {state['step']} of an interrupted run (delete {self.shown(newest)} to start over)")
+        print(f"going on after step {state['step']} (delete {self.shown(newest)} to start over)", file=sys.stderr)
         return state["step"]
 
     def checkpointed(self) -> int:
@@ -366,7 +367,7 @@ class Run:
         one = sum(p.numel() * p.element_size() for p in policy.model.parameters()) * 3 / 1e6  # AdamW: two moments a parameter
         number, free = (config.steps - steps) // self.replay_every + 1, shutil.disk_usage(self.folder).free / 1e6
         print(f"weights and optimiser are kept for replay every {self.replay_every} steps: {number} times up to {one:.1f} MB, "
-              f"{one * number:.0f} MB in all")
+              f"{one * number:.0f} MB in all", file=sys.stderr)
         if one * number > free:
             raise ValueError(f"replay_every={self.replay_every} keeps {one * number:.0f} MB, and the disk of {self.folder} has "
                              f"{free:.0f} MB left: keep weights more rarely")

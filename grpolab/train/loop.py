@@ -11,6 +11,7 @@ import asyncio
 import math
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -271,7 +272,8 @@ async def loop(
     checkpoint of the whole steps. Of several processes the first one writes.
     """
     if run is None and policy.version and distributed.first():
-        print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there")
+        print(f"{policy.name}: {policy.version} steps were taken on this policy before; training goes on from there",
+              file=sys.stderr)
     training = Training(policy, config, run, data)
     writer = training.writer
     with writer.held() if writer else nullcontext():
