@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 
 from grpolab.markers import Markers, markers_of
@@ -244,56 +243,3 @@ def encode_chat(tokenizer, messages: Sequence[Message], tools: Sequence[dict] = 
             mask += [chosen] * len(piece)
         done = after[:closed]
     return Example(tuple(ids), tuple(mask))
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Right-padded rows for a forward pass; ids, mask, positions: (N, T). attention is (N, 1, T, T), True where a query
-    may look, or None where plain causal attention over right-padded rows is enough."""
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-    attention: torch.Tensor | None = None
-
-
-def pad(examples: Sequence[Example], pad_id: int = 0) -> Packed:
-    """One example a row, right-padded: causal attention never looks at what comes after, so no attention mask is needed."""
-    return pack(examples, width=1, pad_id=pad_id)
-
-
-def pack(examples: Sequence[Example], width: int, pad_id: int = 0) -> Packed:
-    """Several examples a row, first fit, each seeing only itself at positions of its own (rows of at most `width` tokens;
-    a longer example gets a row of its own). Loss and gradient equal those of the unpacked batch."""
-    if not examples:
-        raise ValueError("cannot batch an empty list of examples")
-    rows: list[list[Example]] = []
-    room: list[int] = []
-    for example in examples:
-        n = len(example.ids)
-        row = next((r for r, free in enumerate(room) if free >= n), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(max(width, n))
-        rows[row].append(example)
-        room[row] -= n
-    length = max(sum(len(e.ids) for e in row) for row in rows)
-    shape = (len(rows), length)
-    ids, positions = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.long)
-    mask, owner = torch.zeros(shape), torch.full(shape, -1)
-    for r, row in enumerate(rows):
-        at = 0
-        for which, example in enumerate(row):
-            span = slice(at, at + len(example.ids))
-            ids[r, span] = torch.tensor(example.ids)
-            mask[r, span] = torch.tensor(example.mask, dtype=torch.float32)
-            mask[r, at] = 0  # the first token of an example follows nothing
-            positions[r, span] = torch.arange(len(example.ids))
-            owner[r, span] = which
-            at += len(example.ids)
-        positions[r, at:] = torch.arange(length - at)
-    attention = None
-    if any(len(row) > 1 for row in rows):
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
-        attention = ((owner[:, :, None] == owner[:, None, :]) & causal)[:, None]
-    return Packed(ids, mask, positions, attention)

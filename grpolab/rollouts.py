@@ -112,6 +112,12 @@ class Batch:
     advantages: torch.Tensor
 
 
+def given(prompt: Sequence[int], tokens: Sequence[int], mask: Sequence[int]) -> Rollout:
+    """A completion that nobody sampled, as the layout of a forward pass takes it: its logps are not known (NaN)."""
+    unknown = (float("nan"),) * len(tokens)
+    return Rollout(tuple(prompt), tuple(tokens), tuple(mask), unknown, unknown, "given")
+
+
 def collate(rollouts: Sequence[Rollout], advantages: torch.Tensor) -> Batch:
     """Rollouts and their advantages, (N,) or of each token (N, at least T) -> Batch; old_logps are the sampler's."""
     if not rollouts:

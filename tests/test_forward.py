@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from grpolab.models.load import Policy
-from grpolab.rollouts import Rollout, collate
-from grpolab.train import forward
+from grpolab.rollouts import Rollout, collate, given
+from grpolab.train import forward, layout
 from grpolab.train.layout import distinct_parts, lay_out
-from grpolab.train.logps import decoder_states, rollout_logps, way_of
+from grpolab.train.logps import rollout_logps, rollout_states, way_of
 
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
@@ -55,33 +55,42 @@ def assert_same(ours, theirs):
             torch.testing.assert_close(grads[name], g, atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def whole(*lengths, first=5):
+    """A layout of sequences whose every state is asked for."""
+    rollouts = [given((first + i,), tuple((7 * i + j) % 23 + 30 for j in range(n)), (1,) * n) for i, n in enumerate(lengths)]
+    return lay_out(rollouts)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dense", [False, True])
-def test_value_and_gradient_are_the_models_own(name, dense):
+def test_value_and_gradient_are_the_models_own(name):
     policy = policy_of(CONFIGS[name])
     assert forward.readable(policy.model)
-    ids, positions = torch.randint(0, 61, (3, 14)), torch.arange(14).expand(3, 14)
-    mask = torch.rand(3, 1, 14, 14).lt(0.6).logical_or(torch.eye(14).bool()).tril() if dense else None
-    pull, results = torch.randn(3, 14, 32, dtype=torch.float64), []
-    added = None if mask is None else torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
-    decoder = policy.model.get_decoder()
-    for hidden in (decoder_states(policy, ids, positions, mask, way="unpadded"),
-                   decoder(ids, position_ids=positions, attention_mask=added, use_cache=False).last_hidden_state):
+    line, results = whole(14, 3, 9), []
+    pull = torch.randn(26, 32, dtype=torch.float64)
+    for way in ("unpadded", "rows", "alone"):
+        hidden = rollout_states(policy, line, way=way)
         (hidden * pull).sum().backward()
         results.append((hidden.detach(), gradients(policy)))
-    assert_same(*results)
+    assert_same(results[0], results[2])
+    assert_same(results[1], results[2])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("share", [False, True])
-def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share):
-    """Groups of 3, 1 and 3 with completions of all lengths, also none, and tokens of an environment."""
+@pytest.mark.parametrize("share", [False, True, "in small tables and parts"])
+def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share, monkeypatch):
+    """Groups of 3, 1, 3 and 6 with completions of all lengths, also none, and tokens of an environment: they begin alike, up to
+    all of one; or some of them do, and two are the same; or none does."""
+    if share not in (True, False):
+        monkeypatch.setattr(layout, "SMALL", 0)
+        monkeypatch.setattr(layout, "SCORES", 17)
     policy, rollouts = policy_of(CONFIGS[name]), []
-    for prompt, lengths in (((5, 6, 7, 8), (3, 9, 1)), ((9,), (4,)), ((10, 11), (0, 2, 5))):
-        for n in lengths:
-            mask = tuple(int(i != 1) for i in range(n))
-            rollouts.append(Rollout(prompt, tuple(range(20, 20 + n)), mask, (-1.0,) * n, (-1.0,) * n, "eos"))
-    shape, results = collate(rollouts, torch.zeros(7)).mask.shape, []
+    for prompt, completions in (((5, 6, 7, 8), ((20, 21, 22), range(20, 29), (20,))), ((9,), ((23, 20, 24, 23),)),
+                                ((10, 11), ((), (20, 21), range(20, 25))),
+                                ((12,), ((20, 21, 22, 23), (24, 21), (20, 21, 25, 26, 27), (24, 21), (20, 28), (20, 21, 22)))):
+        for tokens in completions:
+            mask = tuple(int(i != 1) for i in range(len(tokens)))
+            rollouts.append(given(prompt, tokens, mask))
+    shape, results = collate(rollouts, torch.zeros(13)).mask.shape, []
     for way in ("unpadded", "rows", "alone"):
         logps, _ = rollout_logps(policy, lay_out(rollouts, share=share), shape, 0.7, way=way)
         (logps * torch.linspace(-1, 1, logps.numel(), dtype=torch.float64).view(shape)).sum().backward()
@@ -91,26 +100,40 @@ def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share):
 
 
 def test_no_padding_is_computed_nor_what_nothing_depends_on():
-    """A rollout's last chosen token, and an environment's after it, predict nothing that is asked for."""
-    rollouts = [Rollout((5, 6), (7,) * n, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos") for n in (30, 1, 2)]
+    """A rollout's last chosen token, and an environment's after it, predict nothing that is asked for; and what rollouts of a
+    prompt begin with alike is computed once."""
+    rollouts = [given((5, 6), (n,) * n, (1,) * n) for n in (30, 1, 2)]
     rollouts += [dataclasses.replace(r, prompt=(9,)) for r in rollouts[1:]]
-    rollouts.append(Rollout((9,), (7,) * 8, (1, 0, 1, 1, 0, 0, 0, 0), (-1.0,) * 8, (-1.0,) * 8, "eos"))
-    rollouts.append(Rollout((8, 8), (7,) * 5, (0,) * 5, (-1.0,) * 5, (-1.0,) * 5, "eos"))
-    layout = lay_out(rollouts)
-    assert len(layout.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
-    assert layout.tokens.lone.shape == (3, 2) and layout.tokens.completions.shape == (4, 29)
-    assert layout.rows.ids.shape == (7, 31) and len(layout.target) == 30 + 1 + 2 + 1 + 2 + 3
+    rollouts.append(given((9,), (7,) * 8, (1, 0, 1, 1, 0, 0, 0, 0)))
+    rollouts.append(given((8, 8), (7,) * 5, (0,) * 5))
+    found = lay_out(rollouts)
+    assert len(found.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
+    (alone,), (beginnings,), (completions,) = found.tokens.alone, found.tokens.beginnings, found.tokens.completions
+    assert alone.keys.shape == (3, 2) and beginnings.queries.shape == (2, 30) and completions.keys.shape == (4, 29)
+    assert found.rows.ids.shape == (7, 31) and len(found.target) == 30 + 1 + 2 + 1 + 2 + 3
+    rests = (7, 8), (7, 9, 9), (6,), (7, 8), (7, 8, 4)
+    episodes = [given((5,), (1, 2, 3, *rest, 0), (1,) * (4 + len(rest))) for rest in rests]
+    tokens = lay_out(episodes).tokens
+    assert tokens.ids.tolist() == [5, 1, 2, 3, 6, 7, 8, 4, 9, 9]  # in the order of their tokens, 6 before 7
+    assert tokens.alone[0].keys.tolist() == [[0, 1, 2, 3]] and len(lay_out(episodes, share=False).tokens.ids) == 31
 
 
 def test_parts_count_what_is_computed():
     """A prompt once among neighbours; copies of its keys and values are bounded too; a long rollout goes alone."""
-    of = lambda prompt, n: Rollout(prompt, (7,) * n, (1,) * n, (-1.0,) * n, (-1.0,) * n, "eos")  # noqa: E731
+    of = lambda prompt, n, begins=(): [given(prompt, (*begins, *[n] * n), (1,) * (len(begins) + n))]  # noqa: E731
     a, b = (1,) * 10, (2,) * 10
-    rollouts = [of(a, 5), of(a, 5), of(b, 5), of(b, 30), of(a, 1)]
-    assert list(distinct_parts(rollouts, 35)) == [slice(0, 3), slice(3, 4), slice(4, 5)]
+    rollouts = [of(a, 5), of(a, 6), of(b, 5), of(b, 30), of(a, 1)]
+    assert list(distinct_parts(rollouts, 36)) == [slice(0, 3), slice(3, 4), slice(4, 5)]
+    assert list(distinct_parts(rollouts, 36, share=False)) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     assert list(distinct_parts(rollouts, 1000)) == [slice(0, 5)] and not list(distinct_parts([], 5))
-    many = [of((3,) * 90, 1) for _ in range(20)]  # 110 tokens, and 20 * 91 of keys
-    assert [part.stop - part.start for part in distinct_parts(many, 110)] == [9, 9, 2]
+    pairs = [[*x, *y] for x, y in zip(rollouts[:-1:2], rollouts[1::2])]
+    assert list(distinct_parts(pairs, 21)) == [slice(0, 1), slice(1, 2)]
+    assert list(distinct_parts(pairs, 66)) == [slice(0, 2)] and list(distinct_parts(pairs, 65)) == [slice(0, 1), slice(1, 2)]
+    many = [of(a, n, (3,) * 90) for n in range(10, 20)]  # 10 + 90 + 145 tokens, and ten copies of the 90's keys
+    assert list(distinct_parts(many, 245)) == [slice(0, 10)]
+    assert [part.stop - part.start for part in distinct_parts(many, 135)] == [3, 2, 2, 2, 1]
+    many = [of(a, 1, (3,) * 90) for _ in range(20)]  # 101 tokens, and 20 * 91 of keys
+    assert [part.stop - part.start for part in distinct_parts(many, 102)] == [8, 8, 4]
 
 
 def test_a_token_that_nothing_comes_before_has_no_logp():
@@ -121,18 +144,17 @@ def test_a_token_that_nothing_comes_before_has_no_logp():
         lay_out([other, first])
     for mask, kept in (((0, 1), 1), ((0, 0), 0)):
         for way in ("unpadded", "rows", "alone"):
-            layout = lay_out([dataclasses.replace(first, mask=mask)])
-            assert rollout_logps(policy, layout, (1, 2), 1.0, way=way)[0].count_nonzero() == kept
+            line = lay_out([dataclasses.replace(first, mask=mask)])
+            assert rollout_logps(policy, line, (1, 2), 1.0, way=way)[0].count_nonzero() == kept
 
 
 @pytest.mark.parametrize("way", ["unpadded", "rows"])
 def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny, way):
-    ids, positions = torch.randint(5, 30, (8, 64)), torch.arange(64).expand(8, 64)
-    found = []
+    line, found = whole(*[63] * 8), []
     for on in (False, True):
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
-            hidden = decoder_states(tiny, ids, positions, None, way=way, checkpointed=on)
+            hidden = rollout_states(tiny, line, way=way, checkpointed=on)
         parameters = {p.data_ptr() for p in tiny.model.parameters()}
         alive = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.data_ptr() not in parameters}
         hidden.square().sum().backward()
@@ -144,15 +166,13 @@ def test_checkpointed_layers_give_the_same_bits_and_keep_their_inputs_alone(tiny
 
 @pytest.mark.parametrize("how", ["autocast", "bf16 parameters"])
 def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how):
-    generator = torch.Generator().manual_seed(0)
-    ids, positions = torch.randint(5, 30, (32, 64), generator=generator), torch.arange(64).expand(32, 64)
-    errors = []
+    line, errors = whole(*[63] * 32), []
     with torch.no_grad():
-        exact = decoder_states(tiny, ids, positions, None, way="unpadded")
+        exact = rollout_states(tiny, line, way="unpadded")
         tiny.model.to(torch.float32 if how == "autocast" else torch.bfloat16)
         for way in ("unpadded", "rows"):
             with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-                error = decoder_states(tiny, ids, positions, None, way=way).float() - exact
+                error = rollout_states(tiny, line, way=way).float() - exact
             errors.append(error.square().mean().sqrt().item())
     assert 0 < errors[0] < 1.1 * errors[1]
 

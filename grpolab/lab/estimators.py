@@ -116,9 +116,12 @@ def successor(seed: int = 0, shown: int = 2, updates: int = 16, lr: float = 3e-4
     ids = torch.cat((prompts, tokens.repeat(2, 1)), 1)
     places = torch.arange(ids.shape[1]).repeat(len(ids))
 
+    def attend(q, k, v, scale):
+        return forward.attention(*(t.unflatten(0, ids.shape) for t in (q, k, v)), scale).flatten(0, 1)
+
     def table():
         """(X, C, T, V)."""
-        hidden = forward.states(model.model, ids.flatten(), places, forward.in_rows(len(ids), None)).unflatten(0, ids.shape)
+        hidden = forward.states(model.model, ids.flatten(), places, attend).unflatten(0, ids.shape)
         return model.lm_head(hidden)[:, 1:-1].double().log_softmax(-1).unflatten(0, (2, len(rows)))
 
     def climb(objective, steps, lr):

@@ -179,7 +179,7 @@ def _of_tokens(policy, scores, rollouts, config) -> Iterator[tuple]:
     """Each micro-batch's share of the mean of -A log p over the tokens, where A = log q - log p, of which no gradient is taken:
     the reverse KL on average. Of the teacher's own tokens A = 1: its cross-entropy, which is SFT."""
     count = kept_tokens(rollouts)
-    for part in parts_of(policy, rollouts, config):
+    for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
         mask = padded([r.mask for r in rollouts[part]]).to(policy.device)
         layout = lay_out(rollouts[part], share=config.share_prompts, pad_id=policy.pad_id)
         with autocast(policy, config):
@@ -196,7 +196,7 @@ def _of_tokens(policy, scores, rollouts, config) -> Iterator[tuple]:
 def _of_distributions(policy, teacher, rollouts, theirs, config) -> Iterator[tuple]:
     """Each micro-batch's share of the mean divergence."""
     count = kept_tokens(rollouts)
-    for part in parts_of(policy, rollouts, config):
+    for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
         own, its = (lay_out(members[part], share=config.share_prompts, pad_id=policy.pad_id) for members in (rollouts, theirs))
         with autocast(policy, config):
             hidden = rollout_states(policy, own, checkpointed=config.checkpoint_activations)

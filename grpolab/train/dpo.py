@@ -73,7 +73,7 @@ def dpo_gradient(
 
 def _losses(policy: Policy, pairs: Sequence[Pair], ref_logps: torch.Tensor, config: DPOConfig, denominator: int) -> Iterator:
     """`losses.dpo_loss` of each micro-batch."""
-    for indices in pair_batches(pairs, config):
+    for indices in pair_batches(policy, pairs, config, share=config.share_prompts):
         part = [pairs[i] for i in indices]
         with autocast(policy, config):
             logps = pair_logps(policy, part, config.share_prompts, checkpointed=config.checkpoint_activations)
@@ -90,7 +90,7 @@ def implicit_rewards(
     check_pairs(policy, pairs)
     ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
     with torch.no_grad(), policy.lock, evaluating(policy.model), autocast(policy, config):
-        for indices in pair_batches(pairs, config):
+        for indices in pair_batches(policy, pairs, config, share=config.share_prompts):
             logps[indices] = pair_logps(policy, [pairs[i] for i in indices], config.share_prompts).cpu()
     scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0
     return config.beta * (logps - ref_logps) / scale, logps

@@ -172,17 +172,19 @@ def grpo_update(
     off_policy: bool = False,
 ) -> dict:
     """All optimiser steps on one batch of groups, with the advantages `a` (B, G), or of each token (B, G, T), by default those
-    of their rewards. The loss is a mean over all of them; a group without any advantage has no gradient, so without KL penalty
-    it is left out of the forward pass, and a minibatch of such groups is no step. `off_policy` adds `importance` to the row, by
-    a forward pass more where config.sampler_cap does not make it anyway."""
+    of their rewards. The loss is a mean over all of them; a rollout without any advantage has no gradient, so without KL
+    penalty it is left out of the forward passes and of what is measured in them, and a minibatch of such rollouts is no step.
+    `off_policy` adds `importance` to the row, by a forward pass more where config.sampler_cap does not make it anyway."""
     if not groups:
         return _unmeasured(config, off_policy) | {"trained_groups": 0, "trained_tokens": 0}
     a = advantages(reward_tensor([g.rewards for g in groups]), config.advantage_kind) if a is None else a
-    teaching = {i for i in range(len(groups)) if config.kl_coef or bool(a[i].any())}
+    taught = (a != 0).reshape(*a.shape[:2], -1).any(2) | (config.kl_coef > 0)
+    rollouts_of = {i: [r for r, t in zip(groups[i], of) if t] for i, of in enumerate(taught.tolist())}
+    teaching = {i for i, rollouts in rollouts_of.items() if rollouts}
     ordered = sorted(teaching, key=lambda i: tokens_of([groups[i]]))
     shard, own = distributed.shard(ordered), {}
     if config.sampler_cap or off_policy:
-        values = [trainer_logps(policy, groups[i], config) for i in shard]
+        values = [trainer_logps(policy, rollouts_of[i], config) for i in shard]
         own = dict(zip(ordered, distributed.gathered(f"step {step}, log-probs", ordered, values)))
     rows = []
     for epoch in range(config.inner_epochs):
@@ -193,11 +195,11 @@ def grpo_update(
                 continue
             whole = denominator_of([r for i in part for r in groups[i]], config)
             here = [i for i in chosen if i in shard]
-            rollouts = [r for i in here for r in groups[i]]
+            rollouts = [r for i in here for r in rollouts_of[i]]
             old = [x for i in here for x in own[i]] if config.sampler_cap else None
             metrics = grpo_gradient(
-                policy, reference, rollouts, a[here].flatten(0, 1), config, denominator=whole, old_logps=old,
-                tokens=kept_tokens(r for i in chosen for r in groups[i]),
+                policy, reference, rollouts, a[here][taught[here]], config, denominator=whole, old_logps=old,
+                tokens=kept_tokens(r for i in chosen for r in rollouts_of[i]),
             ) if here else {}
             metrics = distributed.add_up(policy.model, metrics, f"step {step}, pass {epoch}")
             if not rows:  # the policy has not moved yet
@@ -209,7 +211,8 @@ def grpo_update(
     row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
     before = {k: rows[0][k] for k in ("diff_mean", "diff_abs_mean", "diff_max")}  # sampler against trainer, before any update
     if own:
-        size |= importance([x for i in teaching for x in own[i]], [r for i in teaching for r in groups[i]], config.sampler_cap)
+        learned = [r for i in teaching for r in rollouts_of[i]]
+        size |= importance([x for i in teaching for x in own[i]], learned, config.sampler_cap)
     return row | before | size
 
 
@@ -243,7 +246,7 @@ def denominator_of(rollouts: Sequence[Rollout], config: GRPOConfig) -> torch.Ten
 def trainer_logps(policy: Policy, rollouts: Sequence[Rollout], config: GRPOConfig) -> list[list[float]]:
     """Each rollout's log-probs by the trainer's forward as the policy stands."""
     out = []
-    for part in parts_of(policy, rollouts, config):
+    for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
         members = rollouts[part]
         shape = (len(members), max(len(r.tokens) for r in members))
         layout = lay_out(members, share=config.share_prompts, pad_id=policy.pad_id)
@@ -265,12 +268,12 @@ def grpo_gradient(
     """
     denominator = denominator_of(rollouts, config) if denominator is None else denominator
     tokens = kept_tokens(rollouts) if tokens is None else tokens
-    order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt))
+    order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].prompt), rollouts[i].prompt, rollouts[i].tokens))
     rollouts, a = [rollouts[i] for i in order], a[order]
     old_logps = old_logps and [old_logps[i] for i in order]
 
     def parts():
-        for part in parts_of(policy, rollouts, config):
+        for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
             batch = collate(rollouts[part], a[part])
             old = padded(old_logps[part]) if old_logps else None
             layout = lay_out(rollouts[part], share=config.share_prompts, pad_id=policy.pad_id)

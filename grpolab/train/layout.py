@@ -1,4 +1,4 @@
-"""How rollouts lie in a forward pass: padded rows of one rollout each, or one line of tokens with a shared prompt once.
+"""How rollouts lie in a forward pass: padded rows of one rollout each, or one line of tokens with shared beginnings once.
 
 Shapes: N rollouts, W tokens of the longest row, M tokens in a line, T tokens of the longest completion, K chosen tokens.
 """
@@ -6,7 +6,7 @@ Shapes: N rollouts, W tokens of the longest row, M tokens in a line, T tokens of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
@@ -15,7 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpolab.rollouts import Rollout
 
-COPIES = 8  # times the budget of tokens: of keys and values that a pass without rows gathers
+COPIES = 8  # times the budget of tokens: of keys and values of shared completions that a pass without rows gathers
+PADDING, SMALL = 1.25, 512  # a table of attention holds at most so many times its entries, or so many
+SCORES = 2**17  # scores of a head that are computed together, which stay in a processor's cache
 
 
 @dataclass(frozen=True)
@@ -29,23 +31,51 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Table:
+    """R rows of T `queries` and S `keys`, numbers in a line of tokens, padded at the right with 0: query t of row r looks at
+    the first `seen[r, t]` keys, at none where it is padding."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    seen: torch.Tensor
+
+    def to(self, device) -> Table:
+        return Table(self.queries.to(device), self.keys.to(device), self.seen.to(device))
+
+    @cached_property
+    def blocks(self) -> list[tuple[slice, slice, int, torch.Tensor | None]]:
+        """(rows, queries, keys that they need, which of these each must not see: (r, 1, t, 1, S), or None) of each part that
+        is computed at once. Padding sees the first key."""
+        (r, t), s = self.queries.shape, self.keys.shape[1]
+        size = SCORES if self.seen.device.type == "cpu" else 64 * SCORES
+        rows, columns = max(1, size // (t * s)), max(1, min(t, size // s))
+        out = []
+        for i in range(0, r, rows):
+            for j in range(0, t, columns):
+                part = slice(i, i + rows), slice(j, j + columns)
+                seen = self.seen[part].clamp(min=1)
+                need = int(seen.max())
+                hidden = torch.arange(need, device=seen.device) >= seen[:, None, :, None, None]
+                out.append((*part, need, hidden if bool(hidden.any()) else None))
+        return out
+
+
+@dataclass(frozen=True)
 class Tokens:
-    """M tokens in one line, ids and positions (M,), and tables of their numbers. What sees only itself is a row of `lone`
-    (A, P): shared prompts, and rollouts that share none. A row of `completions` (S, T) also sees its row of `prompts`
-    (S, P'). Tables are padded at the right with 0; `*_real` is True where they are not padding. `predictor` (K,)."""
+    """M tokens in one line, ids and positions (M,). What sees only itself is in a table of `alone`: shared beginnings, and
+    rollouts that share none. What follows a shared beginning looks at it in a table of `beginnings`, a family a row, and at
+    the rest of its rollout in one of `completions`. `predictor` (K,): the token that predicts each chosen one."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     predictor: torch.Tensor
-    lone: torch.Tensor
-    lone_real: torch.Tensor
-    prompts: torch.Tensor
-    prompts_real: torch.Tensor
-    completions: torch.Tensor
-    completions_real: torch.Tensor
+    alone: tuple[Table, ...]
+    beginnings: tuple[Table, ...]
+    completions: tuple[Table, ...]
 
     def to(self, device) -> Tokens:
-        return Tokens(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        tables = (tuple(t.to(device) for t in of) for of in (self.alone, self.beginnings, self.completions))
+        return Tokens(self.ids.to(device), self.positions.to(device), self.predictor.to(device), *tables)
 
 
 @dataclass(frozen=True)
@@ -76,35 +106,43 @@ class Layout:
 
     @cached_property
     def tokens(self) -> Tokens:
-        """Neighbours of one prompt share it, with `share`."""
-        ids, positions, lone, prompts, completions = [], [], [], [], []
-        end_of_prompt, first = ([0] * len(self.rollouts) for _ in range(2))  # where the last and the next token stand
+        """Neighbours of one prompt share it and, rollout by rollout in the order of their tokens, what they begin with alike;
+        with `share`."""
+        ids, positions, read = [], [], self._read
+        alone, beginnings, completions = [], [], []  # (queries, keys) of each row
+        chains: list[list[int]] = [[] for _ in self.rollouts]  # the places of the last token of the prompt, and of what is read
 
-        def line(tokens: Sequence[int], start: int = 0) -> torch.Tensor:
+        def line(tokens: Sequence[int], start: int = 0) -> list[int]:
+            places = list(range(len(ids), len(ids) + len(tokens)))
             ids.extend(tokens)
             positions.extend(range(start, start + len(tokens)))
-            return torch.arange(len(ids) - len(tokens), len(ids))
+            return places
 
         for members in self._families():
             prompt = self.rollouts[members[0]].prompt
-            if len(members) > 1:
-                shared = line(prompt)
-                lone.append(shared)
+            if len(members) == 1:
+                places = line(prompt + read[members[0]] or (self.pad_id,))
+                alone.append((places, places))
+                chains[members[0]] = places[len(prompt) - 1 :] if prompt else [0, *places]
+                continue
+            members = sorted(members, key=read.__getitem__)
+            common = alike(read[members[0]], read[members[-1]])  # of all members, as they are in order
+            trunk = line(prompt + read[members[0]][:common])
+            alone.append((trunk, trunk))
+            chain, before, rest = trunk[len(prompt) - 1 :], (), []
             for i in members:
-                if len(members) > 1:
-                    own = line(self._read[i], len(prompt))
-                    end_of_prompt[i], first[i] = int(shared[-1]), len(ids) - len(own)
-                    if len(own):
-                        prompts.append(shared)
-                        completions.append(own)
-                else:
-                    lone.append(line(prompt + self._read[i] or (self.pad_id,)))
-                    first[i] = int(lone[-1][0]) + len(prompt)
-                    end_of_prompt[i] = first[i] - 1
-        ends, firsts = torch.tensor(end_of_prompt)[self.row], torch.tensor(first)[self.row]
-        predictor = torch.where(self.column == 0, ends, firsts + self.column - 1)
-        return Tokens(torch.tensor(ids), torch.tensor(positions), predictor, *_table(lone), *_table(prompts),
-                      *_table(completions))
+                n = max(common, alike(read[i], before))
+                new = line(read[i][n:], len(prompt) + n)
+                chain, before = chain[: n + 1] + new, read[i]
+                chains[i], rest = chain, rest + new
+                if new:
+                    completions.append((new, chain[common + 1 :]))
+            if rest:
+                beginnings.append((rest, trunk))
+        starts = torch.tensor([0, *map(len, chains)]).cumsum(0)
+        predictor = torch.tensor([place for chain in chains for place in chain])[starts[self.row] + self.column]
+        return Tokens(torch.tensor(ids), torch.tensor(positions), predictor, tuple(_tables(alone)),
+                      tuple(_tables(beginnings, causal=False)), tuple(_tables(completions)))
 
     def _families(self) -> list[list[int]]:
         """The numbers of neighbouring rollouts that share a prompt."""
@@ -115,12 +153,32 @@ class Layout:
         return [list(members) for _, members in groupby(range(len(self.rollouts)), key=shared)]
 
 
-def _table(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of different lengths, padded at the right with 0, and where they are not."""
-    if not rows:
-        return torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)
-    table = pad_sequence(list(rows), batch_first=True)
-    return table, torch.arange(table.shape[1]) < torch.tensor([[len(row)] for row in rows])
+def alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _tables(rows: Sequence[tuple[list[int], list[int]]], causal: bool = True) -> Iterator[Table]:
+    """Rows of (queries, keys) of similar lengths together. `causal`: the queries are the last keys, and each sees no further
+    than itself; else each sees all keys of its row."""
+    part: list[tuple[list[int], list[int]]] = []
+    for row in sorted(rows, key=lambda row: (len(row[1]), len(row[0]))):
+        more = [*part, row]
+        entries = [(len(more) * max(lengths), sum(lengths)) for lengths in ([len(x) for x in side] for side in zip(*more))]
+        if part and any(held > max(SMALL, PADDING * real) for held, real in entries):
+            yield _table(part, causal)
+            more = [row]
+        part = more
+    if part:
+        yield _table(part, causal)
+
+
+def _table(rows: Sequence[tuple[list[int], list[int]]], causal: bool) -> Table:
+    queries, keys = (pad_sequence([torch.tensor(x) for x in side], batch_first=True) for side in zip(*rows))
+    own, all_keys = (torch.tensor([[len(x)] for x in side]) for side in zip(*rows))
+    column = torch.arange(queries.shape[1])
+    seen = all_keys - own + column + 1 if causal else all_keys.expand_as(queries)
+    return Table(queries, keys, torch.where(column < own, seen, 0))
 
 
 def lay_out(rollouts: Sequence[Rollout], *, share: bool = True, pad_id: int = 0) -> Layout:
@@ -147,16 +205,20 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
         yield slice(start, len(lengths))
 
 
-def distinct_parts(rollouts: Sequence[Rollout], budget: int) -> Iterator[slice]:
-    """Consecutive slices of at most `budget` tokens (a longer rollout goes alone), where neighbours of one prompt count it
-    once. Each still attends to its own copy of the prompt's keys and values: of these at most COPIES times `budget`."""
+def distinct_parts(members: Sequence[Sequence[Rollout]], budget: int, share: bool = True) -> Iterator[slice]:
+    """Consecutive slices of at most `budget` tokens (more go alone), where neighbours of one prompt count what they begin with
+    alike once, with `share`. Each looks at its own copy of a completion's keys and values, shared or not: of these at most
+    COPIES times `budget`."""
     start, distinct, copied = 0, 0, 0
-    for i, r in enumerate(rollouts):
-        whole = len(r.prompt) + len(r.tokens)
-        new = len(r.tokens) if i > start and r.prompt == rollouts[i - 1].prompt else whole
-        if i > start and (distinct + new > budget or copied + whole > COPIES * budget):
+    for i, of in enumerate(members):
+        before = [*(members[i - 1][-1:] if i > start else ()), *of]
+        alone = [len(r.prompt) + len(r.tokens) for r in of]
+        shared = [len(r.prompt) + alike(r.tokens, last.tokens) if share and r.prompt == last.prompt else 0
+                  for r, last in zip(before[1:], before)]
+        new, copies = sum(alone) - sum(shared), sum(len(r.tokens) for r in of)
+        if i > start and (distinct + new > budget or copied + copies > COPIES * budget):
             yield slice(start, i)
-            start, distinct, copied, new = i, 0, 0, whole
-        distinct, copied = distinct + new, copied + whole
-    if rollouts:
-        yield slice(start, len(rollouts))
+            start, distinct, copied, new = i, 0, 0, new + (shared[0] if len(before) > len(of) else 0)
+        distinct, copied = distinct + new, copied + copies
+    if members:
+        yield slice(start, len(members))

@@ -1,9 +1,9 @@
 """A policy's log-probabilities with gradient: the decoder, then the head only where the mask asks.
 
 A forward can be taken in three ways, and all of them must give what the model's own plain forward gives on one sequence:
-"unpadded", `train.forward`, for Llama-shaped models, where several sequences may share a prompt or a row; and through the
-model's own decoder "rows", one sequence a row, padded at the right, and "alone", one sequence a pass. `train.verify` finds the
-first that is right.
+"unpadded", `train.forward`, for Llama-shaped models, where sequences lie in one line and may share how they begin; and through
+the model's own decoder "rows", one sequence a row, padded at the right, and "alone", one sequence a pass. `train.verify` finds
+the first that is right.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpolab.chat import Packed
+from grpolab.chat import Example
 from grpolab.decode.snapshot import verified_of
 from grpolab.models.load import Policy
-from grpolab.rollouts import Rollout
+from grpolab.rollouts import Rollout, given, padded
 from grpolab.train import forward, losses
 from grpolab.train.forward import pick
-from grpolab.train.layout import Layout, distinct_parts, micro_batches
+from grpolab.train.layout import Layout, distinct_parts, lay_out, micro_batches
 
 
 def way_of(policy: Policy, what: str) -> str:
@@ -33,35 +33,18 @@ def way_of(policy: Policy, what: str) -> str:
     return verified or ("unpadded" if forward.readable(policy.model) else "rows")
 
 
-def can_pack(policy: Policy) -> bool:
-    """Whether examples may share a row."""
-    return way_of(policy, "examples") == "unpadded"
-
-
-def decoder_states(policy: Policy, ids, positions, attention, at=None, *, way: str, checkpointed: bool = False) -> Tensor:
-    """(R, W) ids -> (R, W, D) final hidden states, before the head; with flat indices `at` (K,) in (R, W), theirs: (K, D).
-    attention: (R, 1, W, W), True where a query may look, or None where causal attention is enough. `checkpointed`: the
-    backward computes the layers again instead of keeping what they computed."""
-    d = policy.device
-    ids, positions, decoder = ids.to(d), positions.to(d), policy.model.get_decoder()
-    if way == "unpadded":
-        attend = forward.in_rows(len(ids), None if attention is None else attention.to(d))
-        hidden = forward.states(decoder, ids.flatten(), positions.flatten(), attend, at, checkpointed)
-        return hidden if at is not None else hidden.unflatten(0, ids.shape)
-    if attention is not None:
-        raise ValueError(f"sequences cannot share rows in the forward of {policy.name!r}: give each a row (chat.pad)")
-    with _checkpointing(policy) if checkpointed else nullcontext():
-        if way == "alone" and at is not None:
-            return _alone(decoder, ids, positions, at)
-        hidden = decoder(ids, position_ids=positions, use_cache=False).last_hidden_state
-    return hidden if at is None else pick(hidden.flatten(0, 1), at)
-
-
-def parts_of(policy: Policy, rollouts: Sequence[Rollout], config) -> Iterator[slice]:
-    """Slices of the rollouts for a forward pass each, within `config.token_budget`: of the tokens that are computed."""
-    if config.share_prompts and way_of(policy, "rollouts") == "unpadded":
-        return distinct_parts(rollouts, config.token_budget)
-    return micro_batches([len(r.prompt) + len(r.tokens) for r in rollouts], config.token_budget)
+def parts_of(
+    policy: Policy, rollouts: Sequence[Rollout], budget: int, *, share: bool, what: str = "rollouts", together: int = 1
+) -> Iterator[slice]:
+    """Slices of the rollouts for a forward pass each, of at most `budget` tokens that are computed. So many neighbours stay
+    `together`."""
+    members = [rollouts[i : i + together] for i in range(0, len(rollouts), together)]
+    if way_of(policy, what) == "unpadded":
+        parts = distinct_parts(members, budget, share)
+    else:
+        longest = [max(len(r.prompt) + len(r.tokens) for r in of) for of in members]
+        parts = micro_batches([together * n for n in longest], budget)
+    return (slice(part.start * together, part.stop * together) for part in parts)
 
 
 @contextmanager
@@ -96,29 +79,33 @@ def head_of(policy: Policy) -> dict:
     return {"head": head.weight, "bias": getattr(head, "bias", None)}
 
 
-def masked_logps(
-    policy: Policy, batch: Packed, *, way: str | None = None, checkpointed: bool = False
+def example_logps(
+    policy: Policy, rollouts: Sequence[Rollout], *, way: str | None = None, checkpointed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """log p of the tokens that the batch's mask marks, 0 elsewhere, and that mask on the policy's device: (N, T) each."""
-    ids, mask = batch.ids.to(policy.device), batch.mask.to(policy.device)
-    chosen = losses.chosen_places(mask)
-    way = way or way_of(policy, "examples")
-    places = batch.ids, batch.positions, batch.attention, chosen - 1
-    hidden = decoder_states(policy, *places, way=way, checkpointed=checkpointed)
-    logps, _ = losses.target_logps(hidden, targets=ids.flatten()[chosen], **head_of(policy))
-    return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape), mask
+    """log p of the tokens that the masks of examples (`as_rollouts`) mark, 0 elsewhere, and the mask: (N, T) each."""
+    mask, way = padded([r.mask for r in rollouts]).to(policy.device), way or way_of(policy, "examples")
+    layout = lay_out(rollouts, share=False, pad_id=policy.pad_id)
+    return rollout_logps(policy, layout, mask.shape, 1.0, way=way, checkpointed=checkpointed)[0], mask
+
+
+def as_rollouts(examples: Sequence[Example]) -> list[Rollout]:
+    """Examples as a layout takes them: what comes before the first token that is trained on is the prompt."""
+    cuts = [1 + (*e.mask[1:], 1).index(1) for e in examples]
+    return [given(e.ids[:n], e.ids[n:], e.mask[n:]) for e, n in zip(examples, cuts)]
 
 
 def rollout_states(policy: Policy, layout: Layout, *, way: str | None = None, checkpointed: bool = False) -> Tensor:
-    """The final hidden states that predict the chosen tokens: (K, D)."""
-    way = way or way_of(policy, "rollouts")
+    """The final hidden states, before the head, that predict the chosen tokens: (K, D). `checkpointed`: the backward computes
+    the layers again instead of keeping what they computed."""
+    way, decoder = way or way_of(policy, "rollouts"), policy.model.get_decoder()
     if way == "unpadded":
         tokens = layout.tokens.to(policy.device)
-        decoder, attend = policy.model.get_decoder(), forward.with_prefixes(tokens)
-        return forward.states(decoder, tokens.ids, tokens.positions, attend, tokens.predictor, checkpointed)
-    rows = layout.rows
-    places = rows.ids, rows.positions, None, rows.predictor.to(policy.device)
-    return decoder_states(policy, *places, way=way, checkpointed=checkpointed)
+        return forward.states(decoder, tokens.ids, tokens.positions, forward.attending(tokens), tokens.predictor, checkpointed)
+    ids, positions, at = (getattr(layout.rows, name).to(policy.device) for name in ("ids", "positions", "predictor"))
+    with _checkpointing(policy) if checkpointed else nullcontext():
+        if way == "alone":
+            return _alone(decoder, ids, positions, at)
+        return pick(decoder(ids, position_ids=positions, use_cache=False).last_hidden_state.flatten(0, 1), at)
 
 
 def rollout_logps(

@@ -82,7 +82,7 @@ class Critic:
         rollouts = [r for g in groups for r in g]
         mask = padded([r.mask for r in rollouts])
         values = torch.zeros_like(mask)
-        for part in parts_of(policy, rollouts, config):
+        for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
             found = self.values(policy, rollouts[part], config).cpu()
             values[part, : found.shape[1]] = found
         rewards = reward_tensor([g.rewards for g in groups]).flatten().float()
@@ -98,7 +98,7 @@ class Critic:
             return {"value_loss": float("nan"), "explained": float("nan")}
 
         def parts():
-            for part in parts_of(policy, rollouts, config):
+            for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
                 values = self.values(policy, rollouts[part], config)
                 mask = padded([r.mask for r in rollouts[part]]).to(values.device)
                 target = torch.stack(targets[part])[:, : values.shape[1]].to(values.device)

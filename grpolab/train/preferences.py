@@ -23,10 +23,9 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models.load import Policy
-from grpolab.rollouts import Group, Rollout
+from grpolab.rollouts import Group, Rollout, given
 from grpolab.tasks import prompt_of, read_json
-from grpolab.train.layout import micro_batches
-from grpolab.train.logps import check_lengths
+from grpolab.train.logps import check_lengths, parts_of
 from grpolab.train.loop import Optimisation
 
 SIDES = ("chosen", "rejected")
@@ -54,12 +53,8 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Rollout, Rollout]:
-        """Chosen and rejected as rollouts, as the layout of a forward pass takes them; their logps are not known (NaN)."""
-        unknown = float("nan")
-        return tuple(
-            Rollout(self.prompt, s.ids, s.mask, (unknown,) * len(s.ids), (unknown,) * len(s.ids), "given")
-            for s in (self.chosen, self.rejected)
-        )
+        """Chosen and rejected as rollouts."""
+        return tuple(given(self.prompt, s.ids, s.mask) for s in (self.chosen, self.rejected))
 
     @property
     def longest(self) -> int:
@@ -301,11 +296,13 @@ def _encode(tokenizer, prompt: list[Message], completion: list[Message]) -> tupl
     return whole.ids[:cut], Example(whole.ids[cut:], whole.mask[cut:])
 
 
-def pair_batches(pairs: Sequence[Pair], config: Optimisation) -> Iterator[list[int]]:
-    """The indices of the pairs of each micro-batch, pairs of similar length together; a pair counts as two rows."""
+def pair_batches(policy: Policy, pairs: Sequence[Pair], config: Optimisation, *, share: bool, what: str = "rollouts"
+                 ) -> Iterator[list[int]]:
+    """The indices of the pairs of each micro-batch (`parts_of`), pairs of similar length together."""
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i].longest, pairs[i].prompt))
-    for part in micro_batches([2 * pairs[i].longest for i in order], config.token_budget):
-        yield order[part]
+    sides = [r for i in order for r in pairs[i].sides]
+    for part in parts_of(policy, sides, config.token_budget, share=share, what=what, together=2):
+        yield order[part.start // 2 : part.stop // 2]
 
 
 def pair_lengths(pairs: Sequence[Pair], like: torch.Tensor) -> torch.Tensor:

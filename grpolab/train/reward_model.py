@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from grpolab.chat import Example, pad
 from grpolab.models import lora
 from grpolab.models.load import Policy, choose_device, evaluating, in_own_memory, refuse_gaps
+from grpolab.rollouts import Rollout, given
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.train import losses
-from grpolab.train.layout import micro_batches
-from grpolab.train.logps import decoder_states, way_of
+from grpolab.train.layout import lay_out
+from grpolab.train.logps import parts_of, rollout_states, way_of
 from grpolab.train.loop import Optimisation, accumulate, autocast, off_loop, over_batches
 from grpolab.train.preferences import Pair, check_pairs, pair_batches
 from grpolab.train.verify import verify_forward
@@ -86,17 +86,15 @@ class RewardModel(Policy):
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Token ids of N sequences -> rewards (N,) in fp32, with gradient; each read at its own last token."""
-        return self.read(sequences)[1]
+        return self.read([given(s, (), ()) for s in sequences])[1]
 
     def read(
-        self, sequences: Sequence[Sequence[int]], *, way: str | None = None, checkpointed: bool = False
+        self, rollouts: Sequence[Rollout], *, way: str | None = None, checkpointed: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The decoder's last state of each sequence (N, D), and the head's rewards (N,) of them."""
-        rows = pad([Example(tuple(s), (0,) * len(s)) for s in sequences], self.pad_id)
-        last = torch.tensor([i * rows.ids.shape[1] + len(s) - 1 for i, s in enumerate(sequences)], device=self.device)
-        way = way or way_of(self, "rewards")
-        places = rows.ids, rows.positions, rows.attention, last
-        states = decoder_states(self, *places, way=way, checkpointed=checkpointed)
+        """The decoder's last state of each rollout (N, D), and the head's rewards (N,) of them. Neighbours share how they
+        begin, where the forward allows it."""
+        asked = [given(r.prompt, (*r.tokens, self.pad_id), (*[0] * len(r.tokens), 1)) for r in rollouts]  # what would follow
+        states = rollout_states(self, lay_out(asked), way=way or way_of(self, "rewards"), checkpointed=checkpointed)
         return states, self.head(states)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
@@ -112,7 +110,7 @@ class RewardModel(Policy):
             raise ValueError(f"a sequence needs 1 to {self.context} tokens, got {len(distinct[0])} to {len(distinct[-1])}")
         rewards = {}
         with torch.no_grad(), self.lock, evaluating(self.model):
-            for part in micro_batches([len(s) for s in distinct], token_budget):
+            for part in parts_of(self, [given(s, (), ()) for s in distinct], token_budget, share=False, what="rewards"):
                 rewards |= zip(distinct[part], self.forward(distinct[part]).tolist())
         return [rewards[tuple(s)] for s in sequences]
 
@@ -181,11 +179,11 @@ def reward_gradient(
 
 def _losses(model: RewardModel, pairs: Sequence[Pair], config: RewardConfig, denominator: int) -> Iterator[tuple]:
     """`losses.bradley_terry_loss` of each micro-batch."""
-    for indices in pair_batches(pairs, config):
+    for indices in pair_batches(model, pairs, config, share=True, what="rewards"):
         part = [pairs[i] for i in indices]
         with autocast(model, config):
-            sequences = [r.prompt + r.tokens for p in part for r in p.sides]
-            rewards = model.read(sequences, checkpointed=config.checkpoint_activations)[1].view(-1, 2)
+            sides = [r for p in part for r in p.sides]
+            rewards = model.read(sides, checkpointed=config.checkpoint_activations)[1].view(-1, 2)
         margin = rewards.new_tensor([config.margin * p.meta.get("margin", 1.0) for p in part])
         yield losses.bradley_terry_loss(*rewards.T, denominator=denominator, margin=margin, centering=config.centering)
 

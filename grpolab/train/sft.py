@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
 
-from grpolab.chat import Example, encode_chat, pack, pad
+from grpolab.chat import Example, encode_chat
 from grpolab.models.load import Policy, evaluating
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.tasks import demonstration_of
 from grpolab.train import losses
-from grpolab.train.layout import micro_batches
-from grpolab.train.logps import can_pack, check_lengths, masked_logps
+from grpolab.train.logps import as_rollouts, check_lengths, example_logps, parts_of
 from grpolab.train.loop import Optimisation, accumulate, autocast, over_batches
 from grpolab.train.verify import verify_forward
 
 
 @dataclass(frozen=True)
 class SFTConfig(Optimisation):
-    """`batch_size` examples a step; `pack_width` packs them into rows of so many tokens (0: one example a row). Where there are
-    held-out examples, their loss stands in the rows of every `held_out_every` steps and in the last one."""
+    """`batch_size` examples a step. Where there are held-out examples, their loss stands in the rows of every `held_out_every`
+    steps and in the last one."""
 
     batch_size: int = 64  # examples a step
-    pack_width: int = 0  # tokens of a row into which examples are packed; 0: one example a row
     held_out_every: int = 10  # steps between measurements of the held-out loss
+    pack_width: InitVar[int | None] = None
 
-    def __post_init__(self):
+    def __post_init__(self, pack_width):
         super().__post_init__()
+        if pack_width is not None:
+            warnings.warn("pack_width changes nothing since examples are computed without padding: leave it out", FutureWarning,
+                          stacklevel=3)
         self.check_at_least(1, "batch_size", "held_out_every")
-        self.check_at_least(0, "pack_width")
 
 
 def demonstrations(policy: Policy, rows: Sequence[Any]) -> list[Example]:
@@ -98,10 +100,8 @@ def targets_of(examples: Sequence[Example]) -> int:
 
 def _losses(policy: Policy, batch: Sequence[Example], config: SFTConfig, denominator: int) -> Iterator[tuple]:
     """`losses.sft_loss` of each micro-batch."""
-    batch = sorted(batch, key=lambda e: len(e.ids))
-    width = config.pack_width if can_pack(policy) else 0
-    for part in micro_batches([len(e.ids) for e in batch], config.token_budget):
-        packed = pack(batch[part], width, policy.pad_id) if width else pad(batch[part], policy.pad_id)
+    rollouts = as_rollouts(sorted(batch, key=lambda e: len(e.ids)))
+    for part in parts_of(policy, rollouts, config.token_budget, share=False, what="examples"):
         with autocast(policy, config):
-            logps, mask = masked_logps(policy, packed, checkpointed=config.checkpoint_activations)
+            logps, mask = example_logps(policy, rollouts[part], checkpointed=config.checkpoint_activations)
         yield losses.sft_loss(logps, mask, denominator=denominator)

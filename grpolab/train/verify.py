@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from grpolab.chat import Example, pack, pad
+from grpolab.chat import Example
 from grpolab.decode.snapshot import verified_of
 from grpolab.decode.verify import EXACT, beside_rounding, difference, first_right, gap, reach, without_tf32
 from grpolab.models.load import Policy, evaluating
-from grpolab.rollouts import Rollout
+from grpolab.rollouts import Rollout, given
 from grpolab.train import forward
 from grpolab.train.layout import lay_out
-from grpolab.train.logps import masked_logps, rollout_logps
+from grpolab.train.logps import as_rollouts, example_logps, rollout_logps
 from grpolab.train.loop import Optimisation, autocast
 
 log = logging.getLogger(__name__)
@@ -34,27 +34,25 @@ SAMPLE = 4096  # entries of each parameter's gradient that are compared
 def verify_forward(policy: Policy, config: Optimisation, longest: int, what: str = "rollouts") -> str:
     """The way in which the forward is right for sequences of up to `longest` tokens: returned, and remembered for the model.
 
-    `what` the loop trains on: "rollouts", "examples" (in rows of `config.pack_width` tokens), or the "rewards" of a
-    RewardModel. Logs a warning where the first way is wrong; ValueError where all are. Leaves no gradient, and the model as it
-    is. It computes for a moment, unless the same was verified before, and takes the policy's lock, so call it in the thread
-    of the steps.
+    `what` the loop trains on: "rollouts", "examples", or the "rewards" of a RewardModel. Logs a warning where the first way is
+    wrong; ValueError where all are. Leaves no gradient, and the model as it is. It computes for a moment, unless the same was
+    verified before, and takes the policy's lock, so call it in the thread of the steps.
     """
     with policy.lock:
-        verified, training, width = verified_of(policy), policy.model.training, getattr(config, "pack_width", 0)
-        key = (what, width, longest, config.autocast, config.checkpoint_activations, training)
+        verified, training = verified_of(policy), policy.model.training
+        key = (what, longest, config.autocast, config.checkpoint_activations, training)
         if key not in verified:
-            verified[key] = _first_right(policy, config, longest, what, width)
+            verified[key] = _first_right(policy, config, longest, what)
         verified["way", what, training] = verified[key]
         return verified[key]
 
 
-def _first_right(policy: Policy, config: Optimisation, longest: int, what: str, width: int) -> str:
+def _first_right(policy: Policy, config: Optimisation, longest: int, what: str) -> str:
     ways = ["unpadded"] * forward.readable(policy.model) + ["rows", "alone"]
     with evaluating(policy.model), without_tf32():
         if what != "rewards":
             _check_head(policy)
-        task, checkpointed = TASKS[what], config.checkpoint_activations
-        task = task(policy, longest, width) if what == "examples" else task(policy, longest)
+        task, checkpointed = TASKS[what](policy, longest), config.checkpoint_activations
         way, wrong = first_right(ways, Comparison(policy, task, policy.dtype, checkpointed).failure)
         if config.autocast and way is not None:
             with autocast(policy, config), torch.no_grad():
@@ -112,12 +110,13 @@ Task = tuple[Callable[[], Iterator[Tensor]], Callable[..., Tensor]]
 
 
 def rollouts_task(policy: Policy, longest: int) -> Task:
-    """Completions that share a prompt, of the longest rollouts and of short ones: their logps. Of some there are many, so that
-    rounding hides no gradient."""
+    """Completions that share a prompt, and some a beginning, of the longest rollouts and of short ones: their logps. Of some
+    there are many, so that rounding hides no gradient."""
     draw, group = _tokens(policy), _positions(policy, GROUP, least=6)
     prompt = draw(max(1, min(group // 3, longest // 2)))
     each = max(1, min(longest - len(prompt), (group - len(prompt)) // 2))
     pieces = [(prompt, draw(each)) for _ in range(max(2, (group - len(prompt)) // each))]
+    pieces.append((prompt, pieces[-1][1][: each // 2] + draw(each - each // 2)))
     for n in (_positions(policy, longest), max(2, min(SHORT, longest))):
         prompt = draw((n + 1) // 2)
         pieces += [(prompt, draw(n // 2)), (prompt, draw(max(1, n // 4)))]
@@ -132,37 +131,36 @@ def rollouts_task(policy: Policy, longest: int) -> Task:
     return lambda: (_plain_logps(policy, p + t)[len(p) - 1 :] for p, t in pieces), ours
 
 
-def examples_task(policy: Policy, longest: int, width: int) -> Task:
-    """Examples that share rows of `width` tokens, and a long and a short one: the logps of all tokens but the first."""
-    draw, row = _tokens(policy), _positions(policy, width or min(longest, 64), least=6)
-    each = max(2, min(row // 3, longest))
-    sizes = [*[each] * max(2, row // each), max(2, min(SHORT, longest)), _positions(policy, longest)]
+def examples_task(policy: Policy, longest: int) -> Task:
+    """Examples of several lengths, short and long ones: the logps of all tokens but the first."""
+    draw, row = _tokens(policy), _positions(policy, min(longest, 64), least=6)
+    sizes = [*[max(2, min(row // 3, longest))] * 3, max(2, min(SHORT, longest)), _positions(policy, longest)]
     examples = [Example(draw(n), (0,) + (1,) * (n - 1)) for n in sizes]
-    names = pack([Example((i,) * len(e.ids), e.mask) for i, e in enumerate(examples)], width)
-    examples = [examples[i] for i in names.ids[names.mask.bool()].unique_consecutive().tolist()]  # as `pack` lays them
 
     def ours(**how):
-        shared = width and how["way"] == "unpadded"
-        batch = pack(examples, width, policy.pad_id) if shared else pad(examples, policy.pad_id)
-        logps, mask = masked_logps(policy, batch, **how)
+        logps, mask = example_logps(policy, as_rollouts(examples), **how)
         return logps[mask.bool()]
 
     return lambda: (_plain_logps(policy, e.ids) for e in examples), ours
 
 
 def rewards_task(policy: Policy, longest: int) -> Task:
-    """Sequences of several lengths: the last state of each, which a head of zeros would not show, and its reward."""
+    """Rollouts of several lengths, some of which share how they begin: the last state of each, which a head of zeros would not
+    show, and its reward."""
     draw, long = _tokens(policy), _positions(policy, longest)
-    sequences = [draw(n) for n in (long, max(1, long // 3), min(SHORT, long))]
+    prompt = draw(max(1, long // 3))
+    rest = long - len(prompt)
+    pieces = [(prompt, draw(rest)), (prompt, draw(rest // 2)), (prompt, ()), (draw(min(SHORT, long)), ())]
+    rollouts = [given(p, t, (0,) * len(t)) for p, t in pieces]
 
     def plain():
-        for s in sequences:
-            ids = torch.tensor([s], device=policy.device)
+        for r in rollouts:
+            ids = torch.tensor([r.prompt + r.tokens], device=policy.device)
             state = policy.model.get_decoder()(ids, use_cache=False).last_hidden_state[0, -1].float()
             yield torch.cat((state, policy.model(ids, use_cache=False).logits[0].float()))
 
     def ours(**how):
-        states, rewards = policy.read(sequences, **how)
+        states, rewards = policy.read(rollouts, **how)
         return torch.cat((states.float(), rewards[:, None]), 1).flatten()
 
     return plain, ours
