@@ -38,30 +38,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import records  # noqa: E402
 
-CELLS = [(m, d, k) for m, d in (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"))
-         for k in ("grpo", "sft", "dpo")]
+MODELS = (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"))
+CELLS = [(m, d, k, "equal") for m, d in MODELS for k in ("grpo", "sft", "dpo")]
+CELLS += [(m, d, k, "mixed") for m, d in MODELS for k in ("sft", "dpo")] + [("smollm2-135m", "bf16", "grpo", "long")]
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
+LONG_PROMPTS, LONG_PROMPT_TOKENS, LONG_MICRO = 2, 1000, 4  # of the cell with long prompts, for which TRL's memory is too small
+MIXED = (1 / 6, 11 / 6)  # of these tokens, evenly drawn
 EXAMPLES, PAIRS = 32, 16
-STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included
+STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included; 2 of the cell with long prompts
 # Tokens that our loops forward at once, shared prompts counted each time. GRPO in bf16 takes its whole batch, as TRL does.
 BUDGET = {("grpo", "fp32"): 1280, ("grpo", "bf16"): 5120} | {(k, d): 640 for k in ("sft", "dpo") for d in ("fp32", "bf16")}
 GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
-    ("tiny", "fp32", "grpo"): (4, None), ("tiny", "bf16", "grpo"): (4, None),
-    ("smollm2-135m", "fp32", "grpo"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo"): (6, 1 / 3),
-} | {(m, d, k): (1.5, 0.5) for m, d, k in CELLS if k != "grpo"}
+    ("tiny", "fp32", "grpo", "equal"): (4, None), ("tiny", "bf16", "grpo", "equal"): (4, None),
+    ("smollm2-135m", "fp32", "grpo", "equal"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo", "equal"): (6, 1 / 3),
+    ("smollm2-135m", "bf16", "grpo", "long"): (6, None),
+} | {cell: (1.6 if cell[3] == "mixed" else 1.5, 0.5) for cell in CELLS if cell[2] != "grpo"}
 
 
 # --- one measurement: in a process of its own -------------------------------------------------------------------------
 
 
-def texts(tokenizer, n, tokens, seed):
-    """n different texts of about so many tokens."""
+def texts(tokenizer, n, tokens, seed, lengths):
+    """n different texts of about so many tokens, or of so many on average."""
     import random
 
     out = []
     for i in range(n):
-        words = random.Random(f"{seed}/{i}").choices("one two three four five plus minus is not 10 20 7 31".split(), k=tokens)
-        out.append(tokenizer.decode(tokenizer.encode(" ".join(words))[:tokens]))
+        draw = random.Random(f"{seed}/{i}")
+        size = round(tokens * draw.uniform(*MIXED)) if lengths == "mixed" else tokens
+        words = draw.choices("one two three four five plus minus is not 10 20 7 31".split(), k=size)
+        out.append(tokenizer.decode(tokenizer.encode(" ".join(words))[:size]))
     return out
 
 
@@ -73,7 +79,7 @@ def peak_gb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
 
 
-def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: int) -> dict:
+def measure(peer: str, model: str, dtype: str, method: str, lengths: str, steps: int, micro: int) -> dict:
     """Seconds of each step but the first, and memory after loading the weights and at the peak."""
     import torch
 
@@ -89,9 +95,9 @@ def measure(peer: str, model: str, dtype: str, method: str, steps: int, micro: i
     policy = load_policy(model, device="cpu", dtype="bfloat16" if (peer, dtype) == ("grpolab", "bf16") else "float32")
     loaded = peak_gb()
     if peer == "trl":
-        seconds, more = theirs(policy, dtype, method, steps, micro), {}
+        seconds, more = theirs(policy, dtype, method, lengths, steps, micro), {}
     else:
-        seconds, update_s, update = ours(policy, method, steps, BUDGET[method, dtype])
+        seconds, update_s, update = ours(policy, method, lengths, steps, BUDGET[method, dtype])
         more = {"update_s": update_s[1:]}
     found = {"seconds": seconds[1:], "first": seconds[0], "loaded_gb": loaded, "peak_gb": peak_gb()} | more
     return found | ({} if peer == "trl" else {"update_shares": shares(update)})
@@ -118,7 +124,7 @@ def shares(work) -> dict[str, float]:
     return {k: s / total for k, s in seconds.items()} | {"outside": 1 - sum(seconds.values()) / total}
 
 
-def ours(policy, method, steps, token_budget):
+def ours(policy, method, lengths, steps, token_budget):
     """Seconds of each step, of its update, and one more update as a function."""
     import asyncio
 
@@ -134,18 +140,20 @@ def ours(policy, method, steps, token_budget):
 
     encode, end = policy.tokenizer.encode, policy.eos_ids[0]
     common = dict(steps=steps, lr=1e-6, warmup=0, token_budget=token_budget)
-    prompt = lambda n, seed: [tuple(encode(t)) for t in texts(policy.tokenizer, n, PROMPT_TOKENS, seed)]  # noqa: E731
-    answer = lambda n, seed: [(*encode(t), end) for t in texts(policy.tokenizer, n, NEW_TOKENS - 1, seed)]  # noqa: E731
+    prompts, prompt_tokens = (LONG_PROMPTS, LONG_PROMPT_TOKENS) if lengths == "long" else (PROMPTS, PROMPT_TOKENS)
+    text = lambda n, tokens, seed: map(encode, texts(policy.tokenizer, n, tokens, seed, lengths))  # noqa: E731
+    prompt = lambda n, seed: [tuple(t) for t in text(n, prompt_tokens, seed)]  # noqa: E731
+    answer = lambda n, seed: [(*t, end) for t in text(n, NEW_TOKENS - 1, seed)]  # noqa: E731
     seconds, update_s = [], []
 
     if method == "grpo":
-        config = GRPOConfig(prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=NEW_TOKENS,
+        config = GRPOConfig(prompts_per_step=prompts, group_size=GROUP, max_new_tokens=NEW_TOKENS,
                             advantage_kind="standardised", **common)
         optimiser = make_optimiser(policy, config)
 
         async def sample(sampler, step):
             params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=step)
-            groups = await sampler.sample(prompt(PROMPTS, step), group_size=GROUP, params=params)
+            groups = await sampler.sample(prompt(prompts, step), group_size=GROUP, params=params)
             return [g.with_rewards([float(i % 2) for i in range(GROUP)]) for g in groups]
 
         async def run():
@@ -186,7 +194,7 @@ def ours(policy, method, steps, token_budget):
     return seconds, update_s, lambda: (gradient(), apply_gradient(policy, optimiser, config, steps - 1))
 
 
-def theirs(policy, dtype, method, steps, micro) -> list[float]:
+def theirs(policy, dtype, method, lengths, steps, micro) -> list[float]:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -200,9 +208,10 @@ def theirs(policy, dtype, method, steps, micro) -> list[float]:
         def on_step_end(self, *_, **__):
             seconds.append(time.perf_counter() - self.began)
 
-    rows = {"grpo": PROMPTS * GROUP, "sft": EXAMPLES, "dpo": PAIRS}[method]
+    prompts, prompt_tokens = (LONG_PROMPTS, LONG_PROMPT_TOKENS) if lengths == "long" else (PROMPTS, PROMPT_TOKENS)
+    rows = {"grpo": prompts * GROUP, "sft": EXAMPLES, "dpo": PAIRS}[method]
     per_pass = min(micro or rows, rows)
-    text = lambda n, tokens, seed: texts(policy.tokenizer, n, tokens, seed)  # noqa: E731
+    text = lambda n, tokens, seed: texts(policy.tokenizer, n, tokens, seed, lengths)  # noqa: E731
     with tempfile.TemporaryDirectory() as folder:
         common = dict(output_dir=folder, per_device_train_batch_size=per_pass, gradient_accumulation_steps=rows // per_pass,
                       max_steps=steps, learning_rate=1e-6, lr_scheduler_type="constant", bf16=dtype == "bf16", use_cpu=True,
@@ -210,7 +219,7 @@ def theirs(policy, dtype, method, steps, micro) -> list[float]:
                       dataloader_pin_memory=False)
         shared = dict(model=policy.model, processing_class=policy.tokenizer, callbacks=[Clock()])
         if method == "grpo":
-            data = Dataset.from_dict({"prompt": text(PROMPTS * steps, PROMPT_TOKENS, "p")})
+            data = Dataset.from_dict({"prompt": text(prompts * steps, prompt_tokens, "p")})
             config = GRPOConfig(num_generations=GROUP, max_completion_length=NEW_TOKENS,
                                 generation_kwargs={"min_new_tokens": NEW_TOKENS}, **common)
             reward = lambda completions, **_: [float(i % 2) for i in range(len(completions))]  # noqa: E731
@@ -232,20 +241,22 @@ def theirs(policy, dtype, method, steps, micro) -> list[float]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def in_process(peer, model, dtype, method, steps, micro) -> dict:
-    command = [sys.executable, __file__, "--one", peer, model, dtype, method, "--steps", str(steps), "--micro", str(micro)]
+def in_process(peer, cell, steps, micro) -> dict:
+    command = [sys.executable, __file__, "--one", peer, *cell, "--steps", str(steps), "--micro", str(micro)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{peer} {model} {dtype} {method} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(f"{peer} {' '.join(cell)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(model, dtype, method, rounds, steps, micro) -> dict:
+def compare(cell, rounds, steps, micro) -> dict:
+    model, dtype, method, lengths = cell
+    steps = steps or (2 if lengths == "long" else STEPS[model])
     peers = {"grpolab": [], "trl": []}
     for _ in range(rounds):
         for peer, runs in peers.items():
-            runs.append(in_process(peer, model, dtype, method, steps or STEPS[model], micro))
-    row = {"model": model, "precision": dtype, "method": method}
+            runs.append(in_process(peer, cell, steps, micro))
+    row = {"model": model, "precision": dtype, "method": method, "lengths": lengths}
     for peer, runs in peers.items():
         row[peer] = {"step_s": statistics.median([s for r in runs for s in r["seconds"]]),
                      "peak_gb": max(r["peak_gb"] for r in runs),
@@ -253,7 +264,7 @@ def compare(model, dtype, method, rounds, steps, micro) -> dict:
                      "seconds": [s for r in runs for s in r["seconds"]]}
     for name in ("update_s", "update_shares"):
         row["grpolab"][name] = median_of([r[name] for r in peers["grpolab"]])
-    faster, share = GOALS[model, dtype, method]
+    faster, share = GOALS[cell]
     kind = "peak_gb" if method == "grpo" else "above_weights_gb"
     row["speed"] = row["trl"]["step_s"] / row["grpolab"]["step_s"]
     row["memory"] = row["grpolab"][kind] / row["trl"][kind]
@@ -284,31 +295,36 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["tiny", "smollm2-135m"])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--methods", nargs="+", default=["grpo", "sft", "dpo"])
+    parser.add_argument("--lengths", nargs="+", default=["equal", "mixed", "long"])
     parser.add_argument("--rounds", type=int, default=1, help="processes a peer and cell, taking turns")
     parser.add_argument("--steps", type=int, default=0, help="steps a process, the first is warm-up")
     parser.add_argument("--micro", type=int, default=0, help="rows that TRL forwards at once; 0: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "trl.json")
-    parser.add_argument("--one", nargs=4, metavar=("PEER", "MODEL", "PRECISION", "METHOD"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=5, metavar=("PEER", "MODEL", "PRECISION", "METHOD", "LENGTHS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(*args.one, args.steps, args.micro)))
         return
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
-    known = {(r["model"], r["precision"], r["method"]): r for r in rows}
+    known = {(r["model"], r["precision"], r["method"], r["lengths"]): r for r in rows}
     workload = {
         "grpo": f"{PROMPTS} prompts x {GROUP} rollouts x {NEW_TOKENS} new tokens, prompts of {PROMPT_TOKENS} tokens",
         "sft": f"{EXAMPLES} examples of {PROMPT_TOKENS} + {NEW_TOKENS} tokens",
         "dpo": f"{PAIRS} pairs of the same lengths",
+        "SFT and DPO, mixed lengths": "prompts and answers of {:.2f} to {:.2f} times these tokens each".format(*MIXED),
+        "GRPO, long prompts": f"{LONG_PROMPTS} prompts of {LONG_PROMPT_TOKENS} tokens",
     }
     for cell in CELLS:
-        model, dtype, method = cell
-        if model in args.models and dtype in args.precisions and method in args.methods:
-            row = compare(model, dtype, method, args.rounds, args.steps, args.micro)
-            known[cell] = row | {"machine": machine(), "trl_micro_batch": args.micro or "all rows"}
+        model, dtype, method, lengths = cell
+        if model in args.models and dtype in args.precisions and method in args.methods and lengths in args.lengths:
+            micro = args.micro or LONG_MICRO * (lengths == "long")
+            row = compare(cell, args.rounds, args.steps, micro)
+            known[cell] = row | {"machine": machine(), "trl_micro_batch": micro or "all rows"}
             record = {"workload": workload, "rows": [known[c] for c in CELLS if c in known]}
             records.write(args.out, record)
             a, b = row["grpolab"], row["trl"]
-            print(f"{model:13} {dtype} {method:5} {a['step_s']:8.3f} s against {b['step_s']:8.3f} s: {row['speed']:.2f}x   "
+            print(f"{model:13} {dtype} {method:5} {lengths:5}"
+                  f" {a['step_s']:8.3f} s against {b['step_s']:8.3f} s: {row['speed']:.2f}x   "
                   f"peak {a['peak_gb']:.2f} GB against {b['peak_gb']:.2f} GB, above weights "
                   f"{a['above_weights_gb']:.2f} against {b['above_weights_gb']:.2f} GB   goals {row['met']}\n"
                   f"{'':13} update {a['update_s']:.3f} s: "

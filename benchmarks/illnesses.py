@@ -84,7 +84,7 @@ async def caller() -> Policy:
     policy, shown = load_policy("tiny", device="cpu"), PRODUCTS[:2400]
     examples = [demonstrate(policy.tokenizer, CalculatorEnv(), vars(p),
                             [f"calc: {p.a} * {p.b}"] * (i % 2) + [f"\\boxed{{{p.answer}}}"]) for i, p in enumerate(shown)]
-    config = SFTConfig(steps=520, batch_size=32, lr=2e-3, warmup=10, schedule="cosine", pack_width=128)
+    config = SFTConfig(steps=520, batch_size=32, lr=2e-3, warmup=10, schedule="cosine")
     async for _ in sft(policy, examples, config):
         pass
     return policy

@@ -551,14 +551,16 @@ def threads(found: dict, results: Path) -> list:
 def trl(found: dict, results: Path) -> list:
     rows, goals = [], []
     for r in found["rows"]:
-        name, method, goal = f"{r['model']}, {r['precision']}, {METHODS[r['method']]}", METHODS[r["method"]], r["goal"]
-        rows.append({"model": r["model"], "precision": r["precision"], "method": method, "speed": f"{r['speed']:.2f}×",
-                     "our seconds a step": f"{r['grpolab']['step_s']:.3g}", "memory, ours / TRL's": f"{r['memory']:.2f}",
+        method, goal = METHODS[r["method"]], r["goal"]
+        name = f"{r['model']}, {r['precision']}, {method}, {r['lengths']} lengths"
+        rows.append({"model": r["model"], "precision": r["precision"], "method": method, "lengths": r["lengths"],
+                     "speed": f"{r['speed']:.2f}×", "our seconds a step": f"{r['grpolab']['step_s']:.3g}",
+                     "memory, ours / TRL's": f"{r['memory']:.2f}",
                      "memory of": goal["memory_of"].replace("_gb", "").replace("_", " ")})
         goals += [(name, f"{r['speed']:.2f}×", f"{goal['speed']:g}×")] if r["speed"] < goal["speed"] else []
         late = goal["memory"] and r["memory"] > goal["memory"]
         goals += [(f"{name}, memory", f"{r['memory']:.2f}", f"{goal['memory']:.2f}")] if late else []
-    workload = "; ".join(f"{METHODS[k]}: {v}" for k, v in found["workload"].items())
+    workload = "; ".join(f"{METHODS.get(k, k)}: {v}" for k, v in found["workload"].items())
     return [f"A training step against TRL {found['rows'][0]['machine']['versions']['trl']}, same weights, batch, lengths and "
             f"AdamW ({workload}).", rows, missed(goals)]
 
@@ -578,9 +580,13 @@ def accelerator(found: dict, results: Path) -> list:
 def long_prompts(found: dict, results: Path) -> list:
     rows = [{"prompt": r["prompt"], "tokens, once a rollout": r["tokens once a rollout"],
              "once a group": r["tokens once a group"]} | {f"seconds, {name}": f"{s:.2f}" for name, s in r["seconds"].items()}
-            | {"ratio": f"{r['ratio']:.2f}×", "gradients apart": f"{r['gradients apart']:.0e}"} for r in found["rows"]]
+            | {"once a group, of plain sequences": f"{r['of plain sequences']:.2f}×"}
+            | ({"ratio": f"{r['ratio']:.2f}×", "gradients apart": f"{r['gradients apart']:.0e}"} if "ratio" in r else {})
+            for r in found["rows"]]
+    names = list(dict.fromkeys(name for row in rows for name in row))
     return [f"Processor time of a GRPO update whose prompt is computed once a group of {found['group_size']}, or once a "
-            f"rollout; completions of {found['completion']} tokens.", rows]
+            f"rollout; completions of {found['completion']} tokens. Plain sequences have the tokens of a group one behind the "
+            "other, under plain causal attention.", [{name: row.get(name, "") for name in names} for row in rows]]
 
 
 def lora(found: dict, results: Path) -> list:

@@ -58,7 +58,7 @@ SETTINGS = {
     "held_out": 120, "shots": SHOTS, "seats": 32, "template": TEMPLATE, "look": 8,
     "limits": {"max_turns": 1, "max_total_tokens": 192},
     "two turns": {"max_turns": 2, "max_total_tokens": 384, "observation_characters": 240},
-    "sft": {"steps": 40, "batch_size": 20, "lr": 2e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
+    "sft": {"steps": 40, "batch_size": 20, "lr": 2e-4, "warmup": 4, "schedule": "cosine",
             "token_budget": 4096},
     "samples": 4, "new_tokens": 88, "grpo": {
         "short": {"steps": 24, "prompts_per_step": 16, "group_size": 8, "lr": 4e-5, "warmup": 2, "schedule": "cosine",

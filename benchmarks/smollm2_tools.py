@@ -70,12 +70,12 @@ SETTINGS = {
     "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "template": TEMPLATE, "adapter": ADAPTER, "asks": 0.25,
     "demonstrations": 240, "choosing": 60, "held_out": 150, "shots": 3, "pool": 64, "new_tokens": 24,
     "limits": {"max_turns": 2, "max_total_tokens": 512}, "look": 32,
-    "sft": {"steps": 64, "batch_size": 8, "lr": 5e-4, "warmup": 4, "schedule": "cosine", "pack_width": 256,
+    "sft": {"steps": 64, "batch_size": 8, "lr": 5e-4, "warmup": 4, "schedule": "cosine",
             "token_budget": 2048},
     "grpo": {"steps": 16, "prompts_per_step": 8, "group_size": 8, "lr": 4e-4, "warmup": 2, "schedule": "cosine",
              "advantage_kind": "standardised", "max_new_tokens": 24, "token_budget": 2048},
     "rejection": {"rounds": (2, 4), "episodes": 8, "sft": {"steps": 64, "batch_size": 8, "lr": 5e-4, "warmup": 4,
-                                                           "schedule": "cosine", "pack_width": 256, "token_budget": 2048}},
+                                                           "schedule": "cosine", "token_budget": 2048}},
 }
 LIMITS, SIZE = Limits(**SETTINGS["limits"]), SETTINGS["pool"]
 

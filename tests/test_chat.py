@@ -1,16 +1,15 @@
-"""Among them the three masking gates: only assistant tokens contribute; packing leaks nothing; one turn stays as it was."""
+"""Among them the masking gates: only assistant tokens contribute; examples in a line leak nothing; one turn stays as it was."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
-from test_losses import token_logps
 
 from grpolab import losses
 from grpolab.arithmetic import Problem, generate
-from grpolab.chat import CHAT_TEMPLATE, Example, encode_chat, observation_ids, pack, pad, prompt_ids, user
-from grpolab.train.logps import decoder_states, head_of
+from grpolab.chat import CHAT_TEMPLATE, Example, encode_chat, observation_ids, prompt_ids, user
+from grpolab.train import forward
+from grpolab.train.logps import as_rollouts, example_logps
 from grpolab.train.sft import demonstrations
 
 TURNS = user("What is 1 + 2?") + [
@@ -20,11 +19,10 @@ TURNS = user("What is 1 + 2?") + [
 ]
 
 
-def gradient(policy, packed, scale=1.0):
-    """(loss, flat gradient) of the mean token loss, in float64."""
-    hidden = decoder_states(policy, packed.ids, packed.positions, packed.attention, way="unpadded")
-    logps = token_logps(hidden, ids=packed.ids, mask=packed.mask, **head_of(policy))
-    loss, _ = losses.sft_loss(logps, packed.mask, denominator=packed.mask.sum())
+def gradient(policy, examples, **how):
+    """(loss, flat gradient) of the mean token loss."""
+    logps, mask = example_logps(policy, as_rollouts(examples), **how)
+    loss, _ = losses.sft_loss(logps, mask, denominator=mask.sum())
     policy.model.zero_grad()
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
@@ -70,43 +68,35 @@ def test_what_is_trained_is_what_is_sampled(tiny):
 
 def test_only_assistant_tokens_contribute(exact, examples):
     """Gate: a mask of zeros has no gradient, and a change of what is masked after the last turn changes nothing."""
-    batch = pad(examples[:3])
-    loss, grad = gradient(exact, batch)
+    loss, grad = gradient(exact, examples[:3])
     assert grad.abs().max() > 0
     by_hand = []
     for example in examples[:3]:
         logits = exact.model(torch.tensor([example.ids])).logits[0].log_softmax(-1)
         by_hand += [-logits[t - 1, example.ids[t]] for t in range(1, len(example.ids)) if example.mask[t]]
     assert loss == pytest.approx((sum(by_hand) / len(by_hand)).item(), abs=1e-12)
-    longer = pad([Example((*e.ids, 40, 41), (*e.mask, 0, 0)) for e in examples[:3]])
+    longer = [Example((*e.ids, 40, 41), (*e.mask, 0, 0)) for e in examples[:3]]
     assert gradient(exact, longer)[0] == pytest.approx(loss, abs=1e-12)
 
 
-def test_packing_leaks_nothing(exact, examples):
-    """Gate: loss and gradient of packed rows equal those of one example a row."""
-    loss, grad = gradient(exact, pad(examples))
-    packed = pack(examples, width=100)
-    assert packed.attention is not None and len(packed.ids) < len(examples)
-    packed_loss, packed_grad = gradient(exact, packed)
-    assert packed_loss == pytest.approx(loss, abs=1e-12)
-    assert (packed_grad - grad).abs().max() < 1e-12
-    length = packed.ids.shape[1]
-    everything_before = torch.ones(length, length, dtype=torch.bool).tril().expand(len(packed.ids), 1, -1, -1)
-    leaking = dataclasses.replace(packed, attention=everything_before)
-    assert (gradient(exact, leaking)[1] - grad).abs().max() > 1e-6  # the comparison can fail
+def test_examples_in_one_line_leak_nothing(exact, examples, monkeypatch):
+    """Gate: loss and gradient equal those of one example a row, padded."""
+    loss, grad = gradient(exact, examples, way="rows")
+    line_loss, line_grad = gradient(exact, examples, way="unpadded")
+    assert line_loss == pytest.approx(loss, abs=1e-12)
+    assert (line_grad - grad).abs().max() < 1e-12
+    own = forward.attention  # the comparison can fail: here the second example sees the first
+    monkeypatch.setattr(forward, "attention", lambda q, k, v, scale: own(q, k[[0, *range(len(k) - 1)]], v, scale))
+    assert (gradient(exact, examples, way="unpadded")[1] - grad).abs().max() > 1e-6
 
 
-def test_single_turn_numerics_are_unchanged(tiny, examples):
-    """Gate: for one turn, ids and mask are prompt + answer + end, bit for bit, and packing rows of one is padding."""
+def test_single_turn_numerics_are_unchanged(tiny):
+    """Gate: for one turn, ids and mask are prompt + answer + end, bit for bit."""
     p = Problem(12, "+", 34)
     example = encode_chat(tiny.tokenizer, user(p.question) + [{"role": "assistant", "content": p.target}])
     prompt = tiny.tokenizer.encode(f"User: {p.question}\nAssistant: ")
     answer = tiny.tokenizer.encode(p.target) + [tiny.tokenizer.eos_token_id]
     assert example == Example(tuple(prompt + answer), (0,) * len(prompt) + (1,) * len(answer))
-    one, two = pad(examples), pack(examples, width=1)
-    assert one.attention is None and torch.equal(one.ids, two.ids) and torch.equal(one.mask, two.mask)
-    assert gradient(tiny, one)[0] == gradient(tiny, two)[0]
-    assert two.mask.sum() == sum(sum(e.mask) for e in examples)  # each is longer than the width: a row of its own
 
 
 def test_a_template_that_rewrites_history_is_refused(tiny):
@@ -128,8 +118,6 @@ def test_what_cannot_be_trained_on_is_refused(tiny):
         encode_chat(tokenizer, TURNS)
     with pytest.raises(ValueError, match="no assistant turn"):
         encode_chat(tiny.tokenizer, TURNS[:1])
-    with pytest.raises(ValueError, match="empty"):
-        pad([])
 
 
 def test_half_a_surrogate_pair_is_named(tiny):

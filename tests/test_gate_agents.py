@@ -26,7 +26,7 @@ LEARNED = {
 
 SMALL = {
     "commits": 7, "tests": 3, "games_each": 1, "shared": SHARED, "left_out": "", "tasks": [{"culprit": c} for c in range(1, 8)],
-    "sft_config": SFTConfig(steps=60, batch_size=16, lr=3e-3, warmup=6, pack_width=128),
+    "sft_config": SFTConfig(steps=60, batch_size=16, lr=3e-3, warmup=6),
     "config": GRPOConfig(prompts_per_step=7, **SHARED),
 }
 

@@ -80,7 +80,6 @@ MOVED = {"inner_epochs": 3, "lr": 4.0}  # so that ratios leave 1
 CASES = {
     SFTConfig: OPTIMISATION | {
         "batch_size": [case(batch_size=3)],
-        "pack_width": [case(lambda new, base: new.rows < base.rows and max(new.widths) > max(base.widths), pack_width=160)],
         "held_out_every": [case(lambda new, base: (new.held, base.held) == ([0, 2, 3], [0, 3]), held_out_every=2,
                                 also={"steps": 4})],
     },
@@ -195,8 +194,7 @@ class Trial:
         dtype = torch.float32 if config.autocast else torch.float64  # which autocast leaves alone
         self.config, self.policy, self.reference = config, small(tiny, 0, dtype), small(tiny, 1, dtype)
         self.rollouts, self.saved = [], []
-        self.passes = self.tokens = self.rows = 0
-        self.widths = set()
+        self.passes = self.tokens = 0
         self.pairs = load_preferences(
             [{"prompt": p.question, "chosen": p.target, "rejected": f"{p.answer + k}" * (1 + k % 3), "margin": 0.5 + k}
              for k, p in enumerate(PROBLEMS)], tiny.tokenizer)
@@ -236,18 +234,6 @@ class Trial:
         patch.setattr(Run, "begin", counting_from_here)
         patch.setattr(Run, "save_checkpoint", lambda run, step, *_: self.saved.append(step))
         self.policy.model.base_model.embed_tokens.__class__ = Counted
-        module = importlib.import_module("grpolab.train.sft")
-        for name in ("pack", "pad"):
-            patch.setattr(module, name, self.counting(getattr(module, name)))
-
-    def counting(self, make):
-        def counted(*args):
-            packed = make(*args)
-            self.rows += len(packed.ids)
-            self.widths.add(packed.ids.shape[1])
-            return packed
-
-        return counted
 
     def reward(self, text, problem, rollout):
         """Distinct within a group, and unlike from step to step; where there are refills, some questions have none."""

@@ -233,8 +233,8 @@ def test_the_held_out_loss_is_that_of_the_same_weights_without_dropout():
     policy.model.train()
     for layer in policy.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    packed = dataclasses.replace(CONFIG, pack_width=256, token_budget=64)
-    assert sft_value(policy, examples, CONFIG) == plain == pytest.approx(sft_value(policy, examples, packed), rel=1e-5)
+    small = dataclasses.replace(CONFIG, token_budget=64)
+    assert sft_value(policy, examples, CONFIG) == plain == pytest.approx(sft_value(policy, examples, small), rel=1e-5)
     with pytest.raises(ValueError, match="held-out example 0 has no token to train on"):
         rows_of(sft(policy, examples, CONFIG, held_out=[Example((5, 6), (0, 0))]))
 

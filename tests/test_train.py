@@ -113,7 +113,7 @@ def work_of(method, tiny):
 
 
 SMALL, APART = {"token_budget": 1}, {"share_prompts": False}
-CUTS = [("sft", {}, {"token_budget": 60}), ("sft", {}, {"pack_width": 120}),
+CUTS = [("sft", {}, {"token_budget": 60}), ("sft", {}, SMALL),
         *[("grpo", {}, change) for change in ({"token_budget": 40}, APART, APART | {"token_budget": 100})],
         *[("dpo", kind, change) for change in ({"token_budget": 100}, APART, SMALL)
           for kind in ({}, {"kind": "ipo"}, {"kind": "hinge"}, {"length_normalised": True})],

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpolab.arithmetic import Task, generate
-from grpolab.chat import Example, pack
+from grpolab.chat import Example
 from grpolab.decode.engines.attention import EXACT, share_attention
 from grpolab.decode.verify import thresholds
 from grpolab.models.load import Policy
@@ -17,7 +17,7 @@ from grpolab.rollouts import Group, Rollout
 from grpolab.train import forward, losses
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient
 from grpolab.train.grpo import GRPOConfig, grpo, grpo_gradient, grpo_update
-from grpolab.train.logps import can_pack, masked_logps, way_of
+from grpolab.train.logps import way_of
 from grpolab.train.loop import make_optimiser
 from grpolab.train.preferences import Pair
 from grpolab.train.reward_model import RewardModel
@@ -104,7 +104,7 @@ def assert_gradient(policy, own, bound):
 def check_sft(policy, bound):
     draw = draws()
     examples = [Example(draw(n), (0,) + (1,) * (n - 1)) for n in (9, 25, 31, 14, 40, 22, 7, 50)]
-    config = SFTConfig(pack_width=110)
+    config = SFTConfig()
     verify_forward(policy, config, 50, "examples")
     for e in examples:
         (-plain_logps(policy, e.ids[:1], e.ids[1:]).sum() / sum(len(e.ids) - 1 for e in examples)).backward()
@@ -196,14 +196,6 @@ def test_the_proof_leaves_no_gradient_and_changes_nothing(tiny):
         assert sum(len(m._forward_hooks) for m in tiny.model.modules()) == hooks
 
 
-def test_rows_are_not_shared_in_a_forward_that_is_not_ours(tiny):
-    policy, examples = policy_of(tiny, "gemma3"), [Example(draws()(9), (0,) + (1,) * 8)] * 2
-    with pytest.raises(ValueError, match="cannot share rows in the forward of 'gemma3'"):
-        masked_logps(policy, pack(examples, 40))
-    assert not can_pack(policy)
-    sft_gradient(policy, examples, SFTConfig(pack_width=40))  # a row an example
-
-
 def test_the_probe_goes_past_windows_and_scaling_and_no_further_than_the_data(tiny):
     assert 12 in thresholds(policy_of(tiny, "gemma3").model.config)
     assert 20 in thresholds(policy_of(tiny, "longrope").model.config)
@@ -219,8 +211,8 @@ def test_the_probe_goes_past_windows_and_scaling_and_no_further_than_the_data(ti
 
 def test_a_reward_model_is_proved_too(tiny, monkeypatch):
     assert verify_forward(RewardModel.from_policy(tiny), SFTConfig(), 60, "rewards") == "unpadded"
-    monkeypatch.setattr("grpolab.train.forward.in_rows", lambda n, mask: lambda q, k, v, scale: v.repeat_interleave(
-        q.shape[1] // v.shape[1], 1))
+    blind = lambda q, k, v, scale: v.repeat_interleave(q.shape[2] // v.shape[2], 2)  # noqa: E731
+    monkeypatch.setattr("grpolab.train.forward.attention", blind)
     model = RewardModel.from_policy(tiny)  # under a head of zeros every reward is equal: its states are compared
     assert verify_forward(model, SFTConfig(), 60, "rewards") == "rows"
 
