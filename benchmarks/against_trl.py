@@ -43,7 +43,7 @@ CELLS = [(m, d, k, "equal") for m, d in MODELS for k in ("grpo", "sft", "dpo")]
 CELLS += [(m, d, k, "mixed") for m, d in MODELS for k in ("sft", "dpo")] + [("smollm2-135m", "bf16", "grpo", "long")]
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
 LONG_PROMPTS, LONG_PROMPT_TOKENS, LONG_MICRO = 2, 1000, 4  # of the cell with long prompts, for which TRL's memory is too small
-MIXED = (1 / 6, 11 / 6)  # of these tokens, evenly drawn
+MIXED = (1 / 6, 11 / 6)  # times these tokens, evenly drawn for each example: its prompt and its answers
 EXAMPLES, PAIRS = 32, 16
 STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included; 2 of the cell with long prompts
 # Tokens that our loops forward at once, shared prompts counted each time. GRPO in bf16 takes its whole batch, as TRL does.
@@ -64,9 +64,8 @@ def texts(tokenizer, n, tokens, seed, lengths):
 
     out = []
     for i in range(n):
-        draw = random.Random(f"{seed}/{i}")
-        size = round(tokens * draw.uniform(*MIXED)) if lengths == "mixed" else tokens
-        words = draw.choices("one two three four five plus minus is not 10 20 7 31".split(), k=size)
+        size = round(tokens * random.Random(i).uniform(*MIXED)) if lengths == "mixed" else tokens
+        words = random.Random(f"{seed}/{i}").choices("one two three four five plus minus is not 10 20 7 31".split(), k=size)
         out.append(tokenizer.decode(tokenizer.encode(" ".join(words))[:size]))
     return out
 
@@ -311,7 +310,7 @@ def main() -> None:
         "grpo": f"{PROMPTS} prompts x {GROUP} rollouts x {NEW_TOKENS} new tokens, prompts of {PROMPT_TOKENS} tokens",
         "sft": f"{EXAMPLES} examples of {PROMPT_TOKENS} + {NEW_TOKENS} tokens",
         "dpo": f"{PAIRS} pairs of the same lengths",
-        "SFT and DPO, mixed lengths": "prompts and answers of {:.2f} to {:.2f} times these tokens each".format(*MIXED),
+        "SFT and DPO, mixed lengths": "{:.2f} to {:.2f} times these tokens, the same for a whole example".format(*MIXED),
         "GRPO, long prompts": f"{LONG_PROMPTS} prompts of {LONG_PROMPT_TOKENS} tokens",
     }
     for cell in CELLS:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from grpolab.train.reward_model import RewardModel
 from grpolab.train.sft import SFTConfig, sft, sft_gradient
 from grpolab.train.verify import verify_forward
 
+grpo_module = importlib.import_module("grpolab.train.grpo")
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 WINDOW = {"sliding_window": 12}
@@ -307,6 +309,26 @@ def test_groups_without_signal_count_in_the_denominator_with_and_without_a_kl_pe
             norms.append(row["grad_norm"])
             assert row["ratio"] == pytest.approx(1.0, abs=1e-5) and row["trained_groups"] == (8 if kl_coef else 2)
         assert norms[-1] == pytest.approx(norms[-2], rel=1e-5) and norms[-1] > 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"aggregation": "sequence"}, {"sampler_cap": 2.0}, {"minibatches": 2}])
+def test_rollouts_without_an_advantage_are_left_out_and_leave_the_gradient(tiny, monkeypatch, options):
+    """The middle one of three rewards has none, nor has one that abstains; with a KL penalty they are needed."""
+    tiny.model.double()
+    rewards = (1.0, 0.5, 0.0), (1.0, None, 0.0)
+    groups = [g.with_rewards(list(of)) for g, of in zip(sampled(tiny), rewards)]
+    config, steps = GRPOConfig(max_logp_diff=None, **options), []
+    own = grpo_module.grpo_gradient
+    monkeypatch.setattr(grpo_module, "apply_gradient", lambda policy, *_: steps.append(gradient(policy)) or {})
+    monkeypatch.setattr(grpo_module, "grpo_gradient", lambda policy, reference, rollouts, *rest, **how: seen.extend(rollouts)
+                        or own(policy, reference, rollouts, *rest, **how))
+    found = {}
+    for kl in ({}, {"kl_coef": 1e-12, "kl_to": "sampler"}):  # one objective
+        seen = []
+        grpo_update(tiny, None, groups, dataclasses.replace(config, **kl), None, 0)
+        found[bool(kl)], steps = torch.cat(steps), []
+        assert len(seen) == (6 if kl else 4)
+    assert found[True].norm() > 1e-3 and (found[False] - found[True]).norm() < 1e-7 * found[True].norm()
 
 
 def test_another_samplers_rollouts_are_weighed_against_the_trainers_own_logps(tiny):
