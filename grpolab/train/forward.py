@@ -151,17 +151,18 @@ def attending(tokens: Tokens) -> Attend:
 
     def places(tables):
         """Where the results of the tables stand one after another, and the tokens that they are of."""
-        seen, queries = (torch.cat([torch.empty(0, dtype=torch.long, device=tokens.ids.device), *(x.flatten() for x in of)])
-                         for of in ([t.seen for t in tables], [t.queries for t in tables]))
+        none = torch.empty(0, dtype=torch.long, device=tokens.ids.device)
+        seen, queries = (torch.cat([none, *(x.flatten() for x in of)]) for of in ([t.seen for t in tables],
+                                                                                  [t.queries for t in tables]))
         real = seen.nonzero().squeeze(1)
-        return real, queries[real]
+        return real, queries[real], len(seen)
 
-    (at, which), (at_beginning, which_beginning), (at_rest, which_rest) = map(
+    (at, which, alone), (at_beginning, which_beginning, _), (at_rest, which_rest, _) = map(
         places, (tokens.alone, tokens.beginnings, tokens.completions))
     where = torch.empty_like(tokens.ids)
     where[which_beginning] = at_beginning
     at_beginning = where[which_rest]
-    where[which], where[which_rest] = torch.arange(len(which)).to(where), torch.arange(len(which_rest)).to(where) + len(which)
+    where[which], where[which_rest] = at, torch.arange(alone, alone + len(which_rest), device=where.device)
 
     def attend(q, k, v, scale):
         def rows(x, table):
@@ -172,7 +173,6 @@ def attending(tokens: Tokens) -> Attend:
             return (pick(torch.cat([x.flatten(0, 1) for x in of]), at) for of in zip(*parts))
 
         out = [attention(*(rows(x, t.keys) for x in (q, k, v)), scale).flatten(0, 1) for t in tokens.alone]
-        out = [pick(torch.cat(out), at)]
         if tokens.completions:
             wide_q, wide_k, wide_v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
             wide_q = wide_q * scale

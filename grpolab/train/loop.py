@@ -44,7 +44,7 @@ class Optimisation:
     max_grad_norm: float = 1.0  # largest norm of the gradient
     # adamw_8bit needs the extra '8bit'; adamw_cpu keeps its states in the host's memory
     optimiser: Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu"] = "adamw"
-    token_budget: int = 8192  # most tokens, padding counted, in one forward pass
+    token_budget: int = 8192  # most tokens in one forward pass, with padding where there is some
     checkpoint_activations: bool = False  # compute activations again in the backward pass: less memory, more time
     autocast: Literal["bfloat16"] | None = None  # lower dtype for the matrix products of the update
     save_every: int = 20  # steps between checkpoints
