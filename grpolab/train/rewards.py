@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpolab.chat import prompt_ids
-from grpolab.checker import correct_reward
+from grpolab.checker import check_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import Policy
@@ -46,7 +46,7 @@ def finished_and_correct(text: str, problem: Any, rollout: Rollout) -> float:
         except ValueError:
             raise ValueError(f"the answer {answer!r:.40} of a row is no integer, which is all that a box can hold: give "
                              "another reward, e.g. tasks.right_number") from None
-    return correct_reward(text, answer) if rollout.finish_reason == "eos" else 0.0
+    return float(rollout.finish_reason == "eos" and check_answer(text, answer))
 
 
 def name_of(reward: Reward) -> str:
@@ -206,8 +206,8 @@ def report(faults: Faults, rollouts: int, warnings_given: list[str]) -> dict:
 def held_out_reward(
     rows: Sequence[Any], reward: Reward = finished_and_correct, *, samples: int = 0, max_new_tokens: int = 32, seed: int = 0
 ) -> Callable[[Policy], Awaitable[float]]:
-    """A measure for a `Selection`: the mean reward over `rows`, each sampled greedily or `samples` times at temperature 1. What
-    abstains does not count; where everything does it is NaN."""
+    """A measure for a `Selection`: the mean reward over `rows`, each sampled greedily or `samples` times at temperature 1.
+    Abstentions do not count; NaN where all abstain."""
     if not rows:
         raise ValueError("there are no held-out rows to measure on")
     params = SamplingParams(greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
