@@ -292,8 +292,8 @@ async def loop(
 
 async def over_batches(
     policy: Policy, items: Sequence[T], config: Optimisation, run: Run | None, *, check: Callable[[], Any],
-    gradient: Callable[[Sequence[T], int], dict], data: Callable[[], str], before: Callable[[int], dict] = lambda step: {},
-    counts: Callable[[Sequence[T]], tuple[int, dict]] = lambda batch: (len(batch), {"pairs_per_s": len(batch)}),
+    gradient: Callable[[Sequence[T], int], dict], data: Callable[[], str], counts: Callable[[Sequence[T]], tuple[int, dict]],
+    before: Callable[[int], dict] = lambda step: {},
 ) -> AsyncIterator[dict]:
     """The loop of steps on `config.batch_size` items each; `check()` runs once before it, before(step) is measured before each.
 
