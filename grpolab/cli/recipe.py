@@ -56,7 +56,6 @@ NO_OPTION = {
     "scale-rewards": "say --advantage-kind standardised (group), batch_standardised or centred (none)",
     "loss-type": "say --aggregation token (dapo), sequence (grpo) or constant (dr_grpo), or --objective cispo",
     "use-bias-correction-kl": "say --kl-kind unbiased, which is the default, or k3",
-    "lora-dropout": "sampler and trainer share one forward, so there is no dropout",
     "num-train-epochs": "say --steps: rows / --batch-size is an epoch",
     "generation-batch-size": "say --prompts-per-step questions of --group-size completions",
     "max-length": "nothing is cut: a row longer than the model's context is refused",
@@ -76,7 +75,7 @@ NO_OPTION = {
     "packing": "examples are computed without padding anyway",
     "pack-width": "examples are computed without padding anyway: leave it out",
     "precompute-ref-log-probs": "the reference's log-probs are computed once anyway; in Python cache_logps keeps them on disk",
-    "disable-dropout": "the models are trained without dropout",
+    "disable-dropout": "the models are trained without dropout, but for that of --lora-dropout",
     "load-in-4bit": "there are no quantised weights; --lora-rank with --dtype bfloat16 takes least memory",
     "use-peft": "say --lora-rank",
 }

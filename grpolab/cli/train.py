@@ -82,6 +82,7 @@ class Training:
     push_to_hub: str | None = None  # owner/model on the Hugging Face hub, private where it is new, to upload the policy to
     lora_rank: int = 0  # rank of an adapter that is trained in the place of the weights (0: none)
     lora_alpha: float = 16.0  # its scale is alpha / rank
+    lora_dropout: float = 0.0  # share of its inputs that an update leaves out
     lora_target: tuple[str, ...] = ATTENTION  # names of the projections that it stands beside
     resume: bool = False  # an error where no interrupted run left a checkpoint; where one did, the command goes on anyway
     gradient_accumulation_steps: int = 1  # batches that make a step: multiplies --batch-size, or --prompts-per-step
@@ -124,7 +125,9 @@ class Training:
 
     @property
     def adapter(self) -> LoRA | None:
-        return LoRA(self.lora_rank, self.lora_alpha, self.lora_target, self.config.seed) if self.lora_rank else None
+        if not self.lora_rank:
+            return None
+        return LoRA(self.lora_rank, self.lora_alpha, self.lora_target, self.config.seed, self.lora_dropout)
 
     def as_recipe(self) -> str:
         options = recipe.entries(self)
@@ -138,6 +141,8 @@ class Training:
         if min(self.select_every, self.replay_every, self.held_out, self.export_every, self.show_every, self.lora_rank) < 0:
             raise UsageError("--select-every, --replay-every, --export-every, --show-every, --held-out and --lora-rank start "
                              "at 0, which is never or none")
+        if self.lora_dropout and not self.lora_rank:
+            raise UsageError("--lora-dropout is an adapter's: add --lora-rank N")
         if self.keep_last < 1:
             raise UsageError(f"--keep-last {self.keep_last}: keep at least one")
         if self.fixed_prompts and not self.select_every:

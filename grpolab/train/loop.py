@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
+from grpolab.models import lora
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run, origin, provenance
 from grpolab.sync import rest_threads, set_own_threads
@@ -185,15 +186,17 @@ def check_trainable(policy: Policy) -> None:
 
 @contextmanager
 def dropout_of(policy: Policy, seed: int, step: int) -> Iterator[None]:
-    """torch's generators seeded from (seed, step) while a model in training mode takes its step, so that a run that goes on
-    drops what it would have dropped; afterwards they stand where they stood. Without dropout nothing is drawn from them."""
-    if not any(m.training for m in policy.model.modules()):
-        yield
-        return
-    with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
-        rank = distributed.world().rank  # whose rows are its own
-        torch.manual_seed(random.Random(f"{seed}/{step}/dropout" + f"/{rank}" * bool(rank)).getrandbits(63))
-        yield
+    """The adapter's dropout for a step; and torch's generators seeded from (seed, step) while it or a model in training mode
+    takes it, so that a run that goes on drops what it would have dropped; afterwards they stand where they stood. Without
+    dropout nothing is drawn from them."""
+    with lora.dropping(policy.model):
+        if not any(m.training for m in policy.model.modules()):
+            yield
+            return
+        with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
+            rank = distributed.world().rank  # whose rows are its own
+            torch.manual_seed(random.Random(f"{seed}/{step}/dropout" + f"/{rank}" * bool(rank)).getrandbits(63))
+            yield
 
 
 Update = Callable[[torch.optim.Optimizer], dict]
