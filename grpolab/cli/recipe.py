@@ -59,7 +59,7 @@ NO_OPTION = {
     "num-train-epochs": "say --steps: rows / --batch-size is an epoch",
     "generation-batch-size": "say --prompts-per-step questions of --group-size completions",
     "max-length": "nothing is cut: a row longer than the model's context is refused",
-    "logging-steps": "every step is a line, and a row of metrics.csv",
+    "logging-steps": "every step is shown, and a row of metrics.csv",
     "log-completions": "every rollout is recorded; --show-every N prints one",
     "save-total-limit": "the last checkpoint is kept; of the policies that --export-every saves, the last --keep-last",
     "top-p": "training samples from the whole distribution, of which the log-probs are",
