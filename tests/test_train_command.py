@@ -362,7 +362,7 @@ QUICK = ["sft", "tiny", "--ops", "+", "--max-operand", "9", "--problems", "20", 
 
 
 def test_a_terminal_gets_a_bar_and_a_pipe_lines(monkeypatch, capsys):
-    row = {"loss": 0.5, "kl": 0.01, "sampler_kl": 0.02, "tokens_per_s": 12345.0, "seconds": 1.0}
+    row = {"loss": 0.5, "kl": 0.01, "sampler_kl": 0.02, "tokens_per_s": 12340.0, "seconds": 1.0}
 
     def told():
         with Progress("sft", 4) as progress:
@@ -372,7 +372,7 @@ def test_a_terminal_gets_a_bar_and_a_pipe_lines(monkeypatch, capsys):
         return capsys.readouterr()
 
     plain = told()
-    assert "step 3/4  loss 0.5  kl 0.01  sampler_kl 0.02  tokens_per_s 12,345  0 s left\n" in plain.out and not plain.err
+    assert "step 3/4  loss 0.5  kl 0.01  sampler_kl 0.02  tokens_per_s 12,340  0 s left\n" in plain.out and not plain.err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     both = told()  # stdout is a file
     assert both.out == plain.out and "sft: 100%" in both.err and "loss 0.5  kl 0.01  tokens_per_s" in both.err
