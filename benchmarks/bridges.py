@@ -40,7 +40,7 @@ from grpolab.serve.remote import RemoteSampler  # noqa: E402
 from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile  # noqa: E402
 
 ADAPTER = LoRA(rank=8, target=("q_proj", "k_proj", "v_proj", "o_proj"))
-KINDS = ("one copy", "shared memory", "adapter swap", "adapter, restart", "whole, restart")
+KINDS = ("one copy", "one copy, unpacked", "shared memory", "adapter swap", "adapter, restart", "whole, restart")
 VLLM = ROOT / ".venv" / "vllm" / "bin" / "python"
 VLLM_ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
@@ -109,11 +109,11 @@ async def serving(model: str, kind: str, policy, folder: Path, peer: str):
     shared = Path("/dev/shm") / f"grpolab-bridges-{os.getpid()}.safetensors"
     if peer == "grpolab":
         command = [sys.executable, "-m", "grpolab", "serve-policy", model, "--port", str(port), "--weights", str(shared),
-                   "--adapters", str(folder / "adapters")]
+                   "--adapters", str(folder / "adapters")] + ["--no-packed"] * kind.endswith("unpacked")
     else:
         load_policy(model).save(base)
         command = [part.format(name=policy.name, host="127.0.0.1", port=port) for part in vllm(base)]
-    bridges = {"one copy": Mapped, "shared memory": SharedFile}
+    bridges = {"one copy": Mapped, "one copy, unpacked": Mapped, "shared memory": SharedFile}
     bridge = bridges[kind](shared) if kind in bridges else AdapterSwap(folder / "adapters")
     try:
         with started(command, folder / "server.log") as server:

@@ -642,8 +642,9 @@ def bridges(found: dict, results: Path) -> list:
     return [f"From `publish` to a server that samples with the new weights; medians, a batch is {found['batch']}, "
             f"{found['threads']} thread ({found['machine']}). The last two columns are of a second client that samples all the "
             "while. `both processes`: what trainer and server hold at the end, pages that they share counted once; – where "
-            "it was not measured. `one copy`, `shared memory`, `adapter swap` and the restarts are `--weight-bridge shared` "
-            "(on processors, else the file), `lora_only`, `lora_restart` and `none` of `grpolab grpo`.", rows]
+            "it was not measured. `one copy` (`unpacked`: the server with `--no-packed`), `shared memory`, `adapter swap` and "
+            "the restarts are `--weight-bridge shared` (on processors, else the file), `lora_only`, `lora_restart` and `none` "
+            "of `grpolab grpo`.", rows]
 
 
 # --- RESULTS.md: question -> (title, record, what makes the section, command where the record does not say it) --------

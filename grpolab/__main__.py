@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 import gc
 import sys
+import traceback
 from importlib import import_module
+from pathlib import Path
 
 import tyro
 
 from grpolab.cli import UsageError
+from grpolab.env.protocol import EnvError
+from grpolab.files import is_full
 
 COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module is imported when its command is called
     "run": ("run", "Run", "execute notebooks, all of them or those named"),
@@ -65,13 +69,32 @@ def main(argv: list[str] | None = None) -> int:
             arguments = renamed(arguments, name)
         module, cls, _ = COMMANDS[name]
         return parse(name, getattr(import_module(f"grpolab.cli.{module}"), cls), arguments).run()
-    except (ValueError, ImportError, OSError) as error:
-        print(f"grpolab {name}: {error}", file=sys.stderr)
+    except (ValueError, ImportError, OSError, RuntimeError, EnvError, FloatingPointError) as error:
+        if not (isinstance(error, ValueError | ImportError | OSError) or raised_by_us(error)):
+            traceback.print_exception(error)
+        print(f"grpolab {name}: {error}{remedy(name, error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         resume = "; the same command continues from what is kept" if name in ("run", "train", "up", "pairs", *TRAINING) else ""
         print(f"grpolab {name}: interrupted{resume}", file=sys.stderr)
         return 130
+
+
+def raised_by_us(error: Exception) -> bool:
+    """Whether a `raise` of this package raised it, so that its text is meant for whoever reads it; else it may be a fault."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return Path(last.filename).is_relative_to(Path(__file__).parent) and (last.line or "").startswith("raise ")
+
+
+def remedy(name: str, error: Exception) -> str:
+    """What to do about an error whose text does not say it."""
+    if is_full(error):
+        goes_on = "; the last whole checkpoint is as it was, and the same command goes on from it" * (name in TRAINING)
+        return f". Nothing is left half-written{goes_on}: make room"
+    if "out of memory" in str(error) or "can't allocate memory" in str(error):
+        return ("\nLower --token-budget or the batch, or take --lora-rank, --dtype bfloat16 or --checkpoint-activations; "
+                "--dry-run prints what takes the memory")
+    return ""
 
 
 def parse(name: str, command: type, arguments: list[str]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 try:
     import fcntl
@@ -32,13 +35,47 @@ def data_path(*parts: str) -> Path:
     return path
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room: of the disk, of a quota, or of what a process may write."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of writing name the path. safetensors raises a type of its own, of which an OSError is made."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def append(path: Path, text: str) -> None:
+    """Add text to a file: all of it, or an OSError, and the file is as it was."""
+    with naming(path), open(path, "r+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            left = memoryview(text.encode())
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 def atomic_write(path: str | Path, content: str | bytes) -> Path:
     """Write `content` beside `path`, flush it to the disk, then rename it into place."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path), os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -57,7 +94,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial"))
     try:
-        yield partial
+        with naming(path):
+            yield partial
         for file in partial.rglob("*"):
             if file.is_file():
                 with open(file, "rb") as f:

@@ -19,31 +19,40 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import repository
 from grpolab.serve.atropos import MASKED, AtroposTrainer, advantages_of, as_group, atropos_source
-from grpolab.serve.http_client import Caller, RemoteError
+from grpolab.serve.http_client import Caller, NoAnswer, RemoteError
 from grpolab.train.grpo import GRPOConfig, grpo_from, grpo_gradient, trainer_logps
 
 ROOT = repository()
 HOME = os.environ.get("ATROPOS_ENVIRONMENT") or str(ROOT / ".venv" / "atropos")  # that `make atropos` makes
 
 
-@pytest.fixture
-def api():
-    """The real server as a process: its url."""
+def started_api(port):
+    """The real server as a process that answers."""
     program = os.path.join(HOME, "bin", "run-api")
     if not os.path.exists(program):
         missing = "atroposlib 0.4.0 is not installed: make atropos"
         pytest.fail(missing) if os.environ.get("REQUIRE_ATROPOS") else pytest.skip(missing)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     process = subprocess.Popen([program, "--host", "127.0.0.1", "--port", str(port)],
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
     for _ in range(300):
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=5):
             break
         assert process.poll() is None
         time.sleep(0.1)
-    yield url
+    return process
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def api():
+    """Its url."""
+    port = free_port()
+    process = started_api(port)
+    yield f"http://127.0.0.1:{port}"
     process.terminate()
     process.wait(10)
 
@@ -152,12 +161,11 @@ async def test_a_group_that_does_not_fit_costs_itself(tiny):
     class Trainer:
         max_token_len = 6
 
-        class caller:
-            async def ask(*_):
-                return {"queue_size": 0}
-
         async def batch(self):
             return batches.pop()
+
+        async def queued(self):
+            return 0
 
     wrong = ITEM | {"scores": [float("nan"), 0.0]}
     batches = [[wrong], [wrong, ITEM]]
@@ -212,3 +220,82 @@ async def test_one_trainer_at_a_time_gets_whole_batches(api):
         batch = await trainer.batch()
         assert sorted(item["scores"] for item in batch) == [[1.0, 0.0], [2.0, 2.0]]
         assert [as_group(item, 100, 1.0)[0].tokens for item in batch] == [(7, 8, 9, 1)] * 2
+
+
+async def test_an_api_that_is_away_or_started_again(monkeypatch):
+    """By what it answers: away for a while, without a trainer, set up by a group that came first, with another trainer."""
+    ours = {"batch_size": 4, "max_token_len": 64, "group": "me"}
+    held, away, asked = {}, [], []
+
+    async def ask(self, method, path, body=None):
+        asked.append(path)
+        if away and away.pop():
+            raise NoAnswer(f"{path} gave no answer")
+        if path == "/register" and not held:
+            held.update(ours)
+        if path == "/reset_data":
+            held.clear()
+        batch = {"status": "error"} if not held else {"batch": [ITEM] if asked.count("/batch") > 3 else None}
+        return {"/batch": batch, "/info": dict(held), "/status": {"queue_size": 3}}.get(path, {})
+
+    monkeypatch.setattr(Caller, "ask", ask)
+    monkeypatch.setattr("grpolab.serve.atropos.POLL", 0.01)
+    async with AtroposTrainer("http://h", batch_size=4, max_token_len=64, timeout=0.2, name="me") as trainer:
+        held.clear()
+        away[:] = [False, True, True]
+        with pytest.warns(UserWarning, match="was started again, so this trainer registers anew"):
+            assert await trainer.batch() == [ITEM]
+        assert held == ours and asked.count("/register") == 2
+        away[:] = [True] * 10**6
+        with pytest.raises(RemoteError, match="was away for 0.2 s"):
+            await trainer.batch()
+        assert await trainer.queued() == 0
+        away.clear()
+        held.clear()
+        held["batch_size"] = -1  # of a group that came before the trainer did
+        await trainer.__aenter__()
+        assert held == ours and "/reset_data" in asked
+        held["group"] = "other"
+        with pytest.raises(RemoteError, match="goes on with another trainer"):
+            await trainer.__aenter__()
+
+
+@pytest.mark.full
+async def test_training_goes_on_where_the_real_api_is_killed_and_started_again(tiny):
+    """Also where a group reaches the new one before the trainer does."""
+    port, config = free_port(), GRPOConfig(steps=3, lr=1e-3, max_new_tokens=8, group_size=2, prompts_per_step=1)
+    url, process = f"http://127.0.0.1:{port}", started_api(port)
+    group = tiny_group(tiny)
+
+    async def posts(post):
+        while True:
+            with contextlib.suppress(RemoteError):
+                await post(scored(group))
+            await asyncio.sleep(0.1)
+
+    try:
+        async with AtroposTrainer(url, batch_size=2, max_token_len=64, timeout=60) as trainer:
+            posting = asyncio.ensure_future(posts(await environment(url, 2)))
+            rows = []
+            with pytest.warns(UserWarning, match="was started again"):
+                wide = replace(config, max_logp_diff=None)
+                async for row in grpo_from(tiny, None, atropos_source(trainer, tiny, wide), wide, longest=64):
+                    rows.append(row)
+                    if len(rows) == 1:
+                        process.kill()
+                        process.wait()
+                        process = await asyncio.to_thread(started_api, port)
+            posting.cancel()
+            await asyncio.wait([posting])
+    finally:
+        process.kill()
+        process.wait()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+
+
+def tiny_group(policy):
+    """Two rollouts of made-up tokens with their log-probs."""
+    rollouts = [Rollout((5, 6), tokens, (1,) * 4, (0.0,) * 4, (0.0,) * 4, "length") for tokens in ((7, 8, 9, 10), (8, 7, 9, 9))]
+    logps = [tuple(min(0.0, x) for x in line) for line in trainer_logps(policy, rollouts, GRPOConfig())]
+    rollouts = [replace(r, logps=x, raw_logps=x) for r, x in zip(rollouts, logps)]
+    return Group(tuple(rollouts)).with_rewards([1.0, 0.0])

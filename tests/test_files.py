@@ -1,11 +1,15 @@
 """Whatever interrupts a write, the old file or folder is whole and nothing half-written is left beside it."""
 
 import os
+import resource
+from contextlib import ExitStack
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from grpolab import files
-from grpolab.files import atomic_folder, atomic_write, data_path, locked, remove_folder
+from grpolab.files import append, atomic_folder, atomic_write, data_path, locked, remove_folder
 
 
 def test_a_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
@@ -26,6 +30,27 @@ def test_a_full_disk_keeps_the_old_file(tmp_path, monkeypatch, call):
     with pytest.raises(OSError, match="No space left"):
         atomic_write(target, "new")
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_write_for_which_there_is_no_room_names_its_path_and_changes_nothing(tmp_path):
+    """A limit of what a process may write, as of a full disk: a line that is added, a file, tensors in a folder."""
+    target, tensors = atomic_write(tmp_path / "a.txt", "old\n"), {"w": torch.zeros(100_000)}
+    writes = {"a.txt": lambda: append(target, "x" * 3000), "b.txt": lambda: atomic_write(tmp_path / "b.txt", "x" * 3000),
+              "policy": lambda: save_file(tensors, folder / "model.safetensors")}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, write in writes.items():
+        with pytest.raises(OSError, match=name) as raised, ExitStack() as stack:
+            if name == "policy":
+                folder = stack.enter_context(atomic_folder(tmp_path / "policy"))
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+                write()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert files.is_full(raised.value), name
+    assert os.listdir(tmp_path) == ["a.txt"] and target.read_text() == "old\n"
+    append(target, "new …\n")
+    assert target.read_text() == "old\nnew …\n"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

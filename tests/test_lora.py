@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,8 +152,45 @@ def test_a_resumed_run_is_the_same_in_every_bit(tmp_path):
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
+def test_dropout_is_of_updates_alone_and_drawn_from_seed_and_step(tmp_path):
+    """A run that goes on is the same in every bit; the forward of sampler, evaluation and reference has none."""
+    dropping = replace(ADAPTER, dropout=0.5)
+    with_dropout, without = load_policy("tiny", adapter=dropping), adapted()
+    examples = demonstrations(without, PROBLEMS)
+    rows = steps(sft(with_dropout, examples, CONFIG, held_out=examples, run=Run("whole", root=tmp_path)))
+    assert rows[0]["loss"] == pytest.approx(steps(sft(without, examples, CONFIG))[0]["loss"])  # B = 0: nothing to drop yet
+    assert not any(map(torch.equal, tensors(with_dropout, "lora_A").values(), tensors(without, "lora_A").values()))
+    assert torch.equal(logits(with_dropout), logits(with_dropout)) and not with_dropout.model.training
+    torch.manual_seed(99)  # the other runs drew nothing from it
+    cut = load_policy("tiny", adapter=dropping)
+
+    async def some():
+        async for row in sft(cut, examples, CONFIG, held_out=examples, run=Run("cut", root=tmp_path)):
+            if row["step"] == 1:
+                break
+
+    asyncio.run(some())
+    fresh = load_policy("tiny", adapter=dropping)
+    again = steps(sft(fresh, examples, CONFIG, held_out=examples, run=Run("cut", root=tmp_path)))
+    assert all(torch.equal(a, b) for a, b in zip(tensors(with_dropout).values(), tensors(fresh).values()))
+    assert again[-1]["held_out_loss"] == rows[-1]["held_out_loss"]
+    with_dropout.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["lora_dropout"] == 0.5
+    assert [d.p for d in lora.dropouts(load_policy(str(tmp_path / "saved")).model)] == [0.5] * 12
+    assert lora.dropouts(without.model) == []
+
+
+def test_grpo_with_dropout_compares_the_forwards_without_it():
+    policy = load_policy("tiny", adapter=replace(ADAPTER, dropout=0.5))
+    config = GRPOConfig(steps=3, prompts_per_step=4, group_size=4, max_new_tokens=8, lr=3e-2)
+    rows = steps(grpo(policy, None, PROBLEMS, config, reward=lambda text, row, rollout: float(text.count("1"))))
+    assert max(row["diff_max"] for row in rows) < 1e-3 and rows[0]["ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert rows[-1]["ratio_max"] > 1.01  # the update's own log-probs have it
+
+
 @pytest.mark.parametrize("make, says", [
-    (lambda: LoRA(rank=0), "positive"), (lambda: LoRA(alpha=-1.0), "positive"), (lambda: LoRA(target="q_proj"), "names"),
+    (lambda: LoRA(rank=0), "positive"), (lambda: LoRA(dropout=1.0), "a share from 0 to below 1"),
+    (lambda: LoRA(alpha=-1.0), "positive"), (lambda: LoRA(target="q_proj"), "names"),
     (lambda: load_policy("tiny", adapter=LoRA(target=("query", "q_proj"))), r"no projections \['query'\].*q_proj"),
     (lambda: load_policy("tiny", adapter=LoRA(rank=129)), r"rank 129 is more than the projection 'q_proj' of shape"),
     (lambda: load_policy("tiny").without_adapter(), "no adapter to switch off"),

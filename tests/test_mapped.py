@@ -4,12 +4,15 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from openai import APIError, AsyncOpenAI
 
+from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import load_policy
 from grpolab.serve.http_client import RemoteError
@@ -48,33 +51,45 @@ async def test_a_step_of_the_trainer_is_the_servers_without_sending(tmp_path):
         assert not torch.equal(next(trainer.model.parameters()), next(served.model.parameters()))
 
 
-async def test_no_token_is_of_half_written_weights(tmp_path):
-    """Each parameter is the same number all over: a decode step that saw two numbers would be in the midst of an update."""
-    path, seen, done = tmp_path / "weights", set(), asyncio.Event()
+@pytest.mark.parametrize("engine", ["auto", "unpacked"])
+async def test_no_token_is_of_half_written_weights(tmp_path, engine):
+    """A trainer that stops in mid-step: neither a completion that is under way nor a new one gets a token until the step is
+    whole, and the new one's is then drawn from the new weights alone."""
+    path, halfway, go_on = tmp_path / "weights", threading.Event(), threading.Event()
     trainer, served = load_policy("tiny"), load_policy("tiny")
-    async with serve_policy(served, weights=path) as service:
+    asked = {"prompt": {"prompt_token_ids": [5, 6, 7]}, "max_tokens": 1}
+
+    def half_then_whole() -> None:
+        parameters = list(trainer.model.parameters())
+        with trainer.lock, torch.no_grad():
+            for part in (parameters[::2], parameters[1::2]):
+                for p in part:
+                    p.mul_(1.5)
+                halfway.set()
+                go_on.wait(30)
+            trainer.version += 1
+
+    async with Sampler(served, engine=engine) as sampler, serve_policy(sampler, weights=path) as service:
         async with RemoteSampler(service.url, trainer, bridge=Mapped(path)) as remote:
-            with torch.no_grad():
-                for p in trainer.model.parameters():
-                    p.zero_()
             await remote.publish()
-            before = served.lock
-
-            def read() -> None:
-                with before:
-                    numbers = frozenset(float(p.detach().flatten()[-1]) for p in served.model.parameters())
-                    seen.add((before.policy.version, numbers))
-
-            async def reads():
-                while not done.is_set():
-                    await asyncio.to_thread(read)
-
-            reading = asyncio.ensure_future(reads())
-            for _ in range(60):
-                await asyncio.to_thread(step, trainer, 1.0)
-            done.set()
-            await reading
-    assert len(seen) > 5 and all(numbers == {float(version)} for version, numbers in seen)
+            await post(service, asked, "/generate")
+            under_way = asyncio.ensure_future(remote.sample([[5, 6, 7]], params=replace(PARAMS, max_new_tokens=500)))
+            while sampler.stats.steps < 10:
+                await asyncio.sleep(0.01)
+            stepping = asyncio.ensure_future(asyncio.to_thread(half_then_whole))
+            assert await asyncio.to_thread(halfway.wait, 30)
+            steps, answering = sampler.stats.steps, asyncio.ensure_future(post(service, asked, "/generate"))
+            await asyncio.sleep(0.4)
+            drawn = sampler.stats.steps - steps, answering.done()
+            go_on.set()
+            await stepping
+            _, answer = await answering
+            ((rollout,),) = await under_way
+    assert drawn == (0, False) and set(rollout.versions) == {0, 1}
+    ((((token, logp),),),) = [[of.items() for of in place] for place in answer["logprobs"][0]]
+    with torch.no_grad():
+        whole = trainer.model(torch.tensor([[5, 6, 7]])).logits[0, -1].log_softmax(-1)
+    assert answer["system_fingerprint"].startswith("version-1-") and logp == pytest.approx(whole[int(token)].item(), abs=1e-4)
 
 
 KILLED = """

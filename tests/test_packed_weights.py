@@ -1,4 +1,4 @@
-"""The products of the llama engine where torch lacks the private operations that make them fast."""
+"""The products of the llama engine where torch lacks the private operations that make them fast, and without copies."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from grpolab.decode.audit import audit
 from grpolab.decode.packed_weights import PackedLinear
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.models.load import load_policy
 
 
 class Without:
@@ -53,3 +54,22 @@ def test_the_engine_without_private_operations_gives_the_same_rollouts(another_t
         rollouts = flat(sampler.sample_sync(ragged_prompts(4), params=SamplingParams(greedy=True, max_new_tokens=30)))
     found = audit(policy, rollouts)
     assert found.disagreements == 0 and found.max_error < 1e-4
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_without_copies_reads_the_weights_themselves(slots, dtype):
+    """Also after an edit that nobody tells it of."""
+    policy, params = load_policy("tiny", dtype=dtype), SamplingParams(greedy=True, max_new_tokens=12)
+    with Sampler(policy, slots=slots, engine="unpacked") as sampler:
+        assert sampler.engine.name == "llama" and sampler.engine.packed_bytes() == 0
+        found = audit(policy, flat(sampler.sample_sync(ragged_prompts(4), params=params)))
+        assert found.max_error < (1e-4 if dtype == "float32" else 0.2)
+        x = torch.randn(2, policy.model.config.hidden_size).to(policy.dtype)
+        out = sampler.engine.layer_products[0][1]
+        before = out(x)
+        with torch.no_grad():
+            policy.model.model.layers[0].self_attn.o_proj.weight.mul_(2)
+        assert torch.equal(out(x), 2 * before)
+    with Sampler(policy, slots=slots) as sampler:
+        assert sampler.engine.packed_bytes() > 0.5 * sum(p.nbytes for p in policy.model.parameters())

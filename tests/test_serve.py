@@ -492,8 +492,34 @@ async def test_echo_scores_a_prompt(tiny):
         assert len(whole.choices[0].logprobs.token_logprobs) == 512
 
 
+@pytest.mark.parametrize("follows", [0, 1])
+async def test_echo_has_the_most_probable_token_at_each_place(tiny, follows):
+    """As lm-eval's `local-completions` reads it: whether a continuation is the greedy one stands in `top_logprobs`."""
+    async with served(tiny) as (_, client):
+        greedy = await complete(client, [5, 6, 7], max_tokens=6, temperature=0, extra_body=IDS | {"ignore_eos": True})
+        prompts = [[5, 6, 7, *greedy.choices[0].token_ids], [9, 5, 8], [9]]
+        found = await complete(client, prompts, max_tokens=follows, logprobs=1, echo=True, temperature=0, extra_body=IDS)
+    for ids, choice in zip(prompts, found.choices):
+        with torch.no_grad():
+            plain = tiny.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        best, of = plain.argmax(-1).tolist(), choice.logprobs
+        assert choice.token_ids == ids + best[-1:] * follows and of.top_logprobs[0] is of.token_logprobs[0] is None
+        assert len(of.tokens) == len(of.top_logprobs) == len(of.token_logprobs) == len(of.text_offset) == len(ids) + follows
+        for i, (t, own, tops) in enumerate(zip(choice.token_ids[1:], of.token_logprobs[1:], of.top_logprobs[1:])):
+            assert own == pytest.approx(plain[i, t].item(), abs=1e-4)
+            assert max(tops.values()) == pytest.approx(plain[i].max().item(), abs=1e-4)
+            assert (max(tops.values()) == own) == (best[i] == t) and set(tops.values()) >= {own}
+            assert max(tops, key=tops.get) == tiny.tokenizer.decode([best[i]])
+    own, tops = ([getattr(found.choices[0].logprobs, name)[3:9] for name in ("token_logprobs", "top_logprobs")])
+    assert own == [max(of.values()) for of in tops]  # the greedy continuation, to its last bit
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (13, 3 * follows)
+
+
 @pytest.mark.parametrize(("options", "said"), [
     ({"max_tokens": 0}, "nothing would be sampled"), ({"echo": True, "logprobs": 0}, "max_tokens=0"),
+    ({"logprobs": 1}, "the sampled token alone"), ({"echo": True, "logprobs": 2, "max_tokens": 0}, "logprobs=1"),
+    ({"echo": True, "logprobs": 1, "max_tokens": 1}, "temperature=0"),
+    ({"echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}, "logprobs=1"),
     ({"echo": True, "max_tokens": 0}, "logprobs=0"), ({"echo": True, "max_tokens": 0, "logprobs": 0, "n": 2}, "without n"),
     ({"echo": True, "max_tokens": 0, "logprobs": 0, "prompt": [5] * 513}, "the context is 512 tokens"),
 ])

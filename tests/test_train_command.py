@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import re
+import resource
 import signal
 import sys
 import tomllib
@@ -15,10 +16,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import safetensors.torch
+import torch
 
 from grpolab.__main__ import COMMANDS, main, parse
 from grpolab.cli import recipe
 from grpolab.cli import train as commands
+from grpolab.cli.progress import Progress
 from grpolab.cli.rollout_options import load_object
 from grpolab.models.load import load_policy
 from grpolab.serve.service import serve_policy
@@ -138,6 +141,8 @@ def test_sft_trains_holds_out_problems_and_keeps_the_best(tmp_path, monkeypatch,
     out = capsys.readouterr().out
     run = tmp_path / "runs" / "mine" / "tiny"
     assert "step 2/2" in out and "held_out_loss" in out and "eval_score" in out and "the best by what was measured" in out
+    *_, last = out.splitlines()
+    assert last.startswith("runs/mine/tiny: ") and all(name in last for name in ("metrics.csv", "policy/", "recipe.toml"))
     lines = (run / "measured.csv").read_text().splitlines()
     assert lines[0].startswith("steps,score,fixed_stop_token") and len(lines) == 4 and len(list(run.glob("best-*"))) == 1
     assert load_policy(str(run / "policy")).provenance["steps"] == 2
@@ -161,7 +166,10 @@ def test_preferences_are_planned_trained_on_and_selected_by_held_out_rows(tmp_pa
     asked = [method, "tiny", "--data", "pairs.jsonl", "--steps", "2", "--batch-size", "2", "--lr", "1e-3",
              "--held-out-data", "held.jsonl", "--select-every", "2"]
     assert main([*asked, "--dry-run"]) == 0 and "4 a step" in capsys.readouterr().out
-    assert main(asked) == 0 and "step 2/2" in capsys.readouterr().out
+    assert main([*asked, "--show-every", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2/2" in out and "tokens_per_s" in out and out.count("→") == (1 if method == "dpo" else 2)
+    assert ("  score " in out) == (method == "reward")
     run = tmp_path / "runs" / f"cli_{method}" / "tiny"
     measured = (run / "measured.csv").read_text().splitlines()
     assert measured[0] == "steps,score" and [line.split(",")[0] for line in measured[1:]] == ["0", "2"]
@@ -246,7 +254,7 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     ('method = "grpo"\nmodel = "tiny"\nmodel-name = "smollm2-135m"', "model and model-name are one option"),
     ('method = "grpo"\nmodel = "tiny"\nwandb = true\nreport-to = ["trackio"]', "report-to and wandb are one option"),
     ('method = "ppo"\nmodel = "tiny"', "'ppo'"), ('method = "sft"\nmodel = "tiny"\n[sft]\nsteps = 3', "sft is {'steps': 3}"),
-    ('method = "sft"\nmodel = "tiny"\nlora_dropout = 0.1', "--lora-dropout"),
+    ('method = "sft"\nmodel = "tiny"\nlora_dropout = 0.1', "--lora-rank"),
     ('method = "sft"\nmodel = "tiny"\nstepz = 3', "--steps"), ('method = "sft"\nmodel = "tiny"\nsteps = "x"', "--steps"),
 ])
 def test_a_file_that_is_no_recipe_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys, text, says):
@@ -292,7 +300,7 @@ def test_the_page_for_people_who_know_trl_lists_every_name_and_names_what_exists
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--lora-dropout", "0.1"], "there is no dropout"), (["--epsilon-high=0.28"], "both sides"), (["--bf16"], "--autocast"),
+    (["--lora-dropout", "0.1"], "add --lora-rank"), (["--epsilon-high=0.28"], "both sides"), (["--bf16"], "--autocast"),
     (["--batch-size", "4"], "--prompts-per-step"), (["--top_p", "0.9"], "whole distribution"),
     (["--gradient-accumulation-steps", "0"], "at least 1"),
 ])
@@ -343,10 +351,92 @@ def test_resume_goes_on_or_says_that_there_is_nothing_to_go_on_from(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(commands.Run, "log", stops)
         assert main(asked) == 130
-    capsys.readouterr()
+    told = capsys.readouterr().err
+    assert "kept/cli_sft/tiny: checkpoint-00000003/, metrics.csv" in told and "the same command continues" in told
+    for other, says in ((["--lr", "0.5", "--schedule", "cosine"], "lr 0.0001 -> 0.5, schedule 'constant' -> 'cosine'"),
+                        (["--lora-rank", "2"], "a run that started from other weights")):
+        assert main([*asked, "--resume", *other]) == 2 and says in capsys.readouterr().err
     assert main([*asked, "--resume"]) == 0
     assert "step 1/4" not in (out := capsys.readouterr().out) and "step 4/4" in out
     assert "resume" not in (tmp_path / "kept/cli_sft/tiny/recipe.toml").read_text()
+
+
+# --- on a terminal, and what ends a training --------------------------------------------------------------------------
+
+QUICK = ["sft", "tiny", "--ops", "+", "--max-operand", "9", "--problems", "20", "--batch-size", "4", "--steps", "4"]
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_lines(monkeypatch, capsys):
+    row = {"loss": 0.5, "kl": 0.01, "sampler_kl": 0.02, "tokens_per_s": 12340.0, "seconds": 1.0}
+
+    def told():
+        with Progress("sft", 4) as progress:
+            for step in (2, 3):  # of a run that goes on
+                progress.update({"step": step} | row)
+            progress.say("a sample")
+        return capsys.readouterr()
+
+    plain = told()
+    assert "step 3/4  loss 0.5  kl 0.01  sampler_kl 0.02  tokens_per_s 12,340  0 s left\n" in plain.out and not plain.err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    both = told()  # stdout is a file
+    assert both.out == plain.out and "sft: 100%" in both.err and "loss 0.5  kl 0.01  tokens_per_s" in both.err
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert told().out == "a sample\n"
+    monkeypatch.setattr("grpolab.cli.progress.distributed.first", lambda: False)
+    assert told() == ("a sample\n", "")  # its stdout is none (`Training.run`)
+
+
+@pytest.mark.full
+def test_samples_on_the_way_change_no_bit_of_the_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    weights = []
+    for every, seen in (("2", 2), ("0", 0)):
+        assert main([*QUICK, "--show-every", every, "--name", every]) == 0 and capsys.readouterr().out.count("→") == seen
+        weights.append(safetensors.torch.load_file(tmp_path / "runs" / every / "tiny" / "policy" / "model.safetensors"))
+    assert all(bool((weights[1][name] == value).all()) for name, value in weights[0].items())
+
+
+def test_errors_are_sentences_and_faults_keep_their_traceback(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with commands.Run("cli_sft", "tiny").held():
+        assert main(QUICK) == 1
+    told = capsys.readouterr().err
+    assert "grpolab sft: runs/cli_sft/tiny is in use: another loop of this process" in told and "Traceback" not in told
+    assert main([*QUICK, "--lr", "1e30"]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"grpolab sft: the gradient norm at step \d is \w+: lower lr", told) and "Traceback" not in told
+
+    def broken(*args, **options):
+        return torch.ones(2) @ torch.ones(3)
+
+    monkeypatch.setattr(commands, "sft", broken)
+    assert main(QUICK) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" in told and "in broken" in told and told.splitlines()[-1].startswith("grpolab sft: inconsistent")
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole_and_the_command_goes_on_from_it(tmp_path, monkeypatch, capsys):
+    """A process that may write no larger files (EFBIG) stands for a full disk (ENOSPC)."""
+    monkeypatch.chdir(tmp_path)
+    asked, limits, real = [*QUICK, "--save-every", "1"], resource.getrlimit(resource.RLIMIT_FSIZE), commands.Run.log
+
+    def full_after_the_third(run, row):
+        if row["step"] == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        return real(run, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.Run, "log", full_after_the_third)
+        try:
+            assert main(asked) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told, folder = capsys.readouterr().err, tmp_path / "runs" / "cli_sft" / "tiny"
+    assert re.search("File too large: '.*/cli_sft/tiny/checkpoint-00000003'. Nothing is left", told) and "Traceback" not in told
+    assert [p.name for p in folder.glob("*checkpoint*")] == ["checkpoint-00000002"] and not list(folder.glob(".*.partial"))
+    assert main(asked) == 0 and "going on after step 2" in capsys.readouterr().out
+    assert list(pd.read_csv(folder / "metrics.csv")["step"]) == [0, 1, 2, 3]
 
 
 # --- what a training leaves -------------------------------------------------------------------------------------------

@@ -96,6 +96,9 @@ class ServePolicy:
     slots: int | None = None  # completions decoded together (default: what the memory holds)
     seed: int = 0  # of the requests that bring none
     weights: Path | None = None  # file through which a trainer sends its updates (RemoteSampler.publish)
+    packed: bool = True
+    """Decode with copies of the weights that are laid out for it; --no-packed with the weights themselves: slower, and there is
+    one model in memory, of a trainer on this machine, too (--weight-bridge shared)."""
     adapters: Path | None = None  # folder from which clients may load LoRA adapters (AdapterSwap)
     policy_version: int = 0  # version of the weights at the start
     max_sessions: int = 4096  # sessions open at a time
@@ -110,7 +113,8 @@ class ServePolicy:
         policy = load_policy(self.model)
         print(policy.origin)
         policy.version = self.policy_version
-        asyncio.run(self.serve(Sampler(policy, slots=self.slots, seed=self.seed), token))
+        engine = "auto" if self.packed else "unpacked"
+        asyncio.run(self.serve(Sampler(policy, slots=self.slots, seed=self.seed, engine=engine), token))
         return 0
 
     async def serve(self, sampler, token: str | None) -> None:

@@ -14,8 +14,7 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,10 @@ from tyro.conf import OmitArgPrefixes, Positional
 from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
 from grpolab.cli import UsageError, publish, recipe
+from grpolab.cli.progress import Progress
 from grpolab.cli.rollout_options import RolloutOptions, load_reward, rollouts_of, served
+from grpolab.decode.sampler import Sampler
+from grpolab.decode.sampling import SamplingParams
 from grpolab.evaluate import fixed_rates
 from grpolab.files import atomic_write, remove_folder
 from grpolab.models.load import Policy, load_policy
@@ -37,27 +39,27 @@ from grpolab.runs.selection import SCORE, Selection
 from grpolab.train import distributed
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.grpo import GRPOConfig, grpo
+from grpolab.train.loop import off_loop
 from grpolab.train.plan import plan
-from grpolab.train.preferences import load_preferences
+from grpolab.train.preferences import Pair, load_preferences
 from grpolab.train.reward_model import RewardConfig, RewardModel, held_out_accuracy, reward_model
 from grpolab.train.rewards import finished_and_correct, held_out_reward
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
-SHOWN = ("loss", "held_out_loss", "eval_score", "reward", "mixed", "tier", "accuracy", "kl", "entropy", "grad_norm",
-         "completion_length", "sampled_tokens_per_s")  # columns that are printed for each step
 Suite = Literal["arithmetic", "english"]  # fixed prompts
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A training that is ready to start: what is saved, its reference, the tokens of its prompts, its rows of metrics, and
-    what is measured of it on held-out rows."""
+    """A training that is ready to start: what is saved, its reference, the tokens of its prompts, its rows of metrics, what is
+    measured of it on held-out rows, and a sample to look at: (run, step) -> text."""
 
     model: Any
     reference: Any
     prompt_lengths: Sequence[int]
     steps: Callable[[Run], AsyncIterator[dict]]
     measure: Callable | None = None
+    sample: Callable[[Run, int], Awaitable[str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +76,13 @@ class Training:
     replay_every: int = 0  # every N steps, keep the weights from which `grpolab replay` generates rollouts again (0: never)
     export_every: int = 0  # every N steps, save the policy as policy-<steps> in the run's folder (0: only at the end)
     keep_last: int = 3  # of those folders
+    show_every: int = 20  # every N steps, print a sample: a completion, of GRPO the rollout with the highest reward (0: never)
     out: Path | None = None  # the folder in which runs lie (default: runs)
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # trackers that are told each step's numbers
     push_to_hub: str | None = None  # owner/model on the Hugging Face hub, private where it is new, to upload the policy to
     lora_rank: int = 0  # rank of an adapter that is trained in the place of the weights (0: none)
     lora_alpha: float = 16.0  # its scale is alpha / rank
+    lora_dropout: float = 0.0  # share of its inputs that an update leaves out
     lora_target: tuple[str, ...] = ATTENTION  # names of the projections that it stands beside
     resume: bool = False  # an error where no interrupted run left a checkpoint; where one did, the command goes on anyway
     gradient_accumulation_steps: int = 1  # batches that make a step: multiplies --batch-size, or --prompts-per-step
@@ -121,7 +125,9 @@ class Training:
 
     @property
     def adapter(self) -> LoRA | None:
-        return LoRA(self.lora_rank, self.lora_alpha, self.lora_target, self.config.seed) if self.lora_rank else None
+        if not self.lora_rank:
+            return None
+        return LoRA(self.lora_rank, self.lora_alpha, self.lora_target, self.config.seed, self.lora_dropout)
 
     def as_recipe(self) -> str:
         options = recipe.entries(self)
@@ -132,8 +138,11 @@ class Training:
         return policy.without_adapter() if self.lora_rank else load_policy(self.model, dtype=policy.dtype)
 
     def check(self) -> None:
-        if min(self.select_every, self.replay_every, self.held_out, self.export_every, self.lora_rank) < 0:
-            raise UsageError("--select-every, --replay-every, --export-every, --held-out and --lora-rank start at 0")
+        if min(self.select_every, self.replay_every, self.held_out, self.export_every, self.show_every, self.lora_rank) < 0:
+            raise UsageError("--select-every, --replay-every, --export-every, --show-every, --held-out and --lora-rank start "
+                             "at 0, which is never or none")
+        if self.lora_dropout and not self.lora_rank:
+            raise UsageError("--lora-dropout is an adapter's: add --lora-rank N")
         if self.keep_last < 1:
             raise UsageError(f"--keep-last {self.keep_last}: keep at least one")
         if self.fixed_prompts and not self.select_every:
@@ -163,42 +172,52 @@ class Training:
         if self.resume and not run.checkpointed():
             raise UsageError(f"--resume: {run.shown(run.folder)} holds no checkpoint of an interrupted run; without --resume "
                              "the command begins one")
+        if self.resume and (other := run.differs(self.config, ready.model)):
+            raise UsageError(f"--resume: {run.shown(run.folder)} holds {other}: take its options and model again, or leave "
+                             "--resume out, and it is moved aside")
         with contextlib.ExitStack() as stack:
             if distributed.first():
                 run.sinks += [stack.enter_context(tracker(name, run.folder)) for name in self.report_to]
             try:
                 asyncio.run(until_interrupted(self.steps(ready, run)))
-            except asyncio.CancelledError:
-                raise KeyboardInterrupt from None
+            except BaseException as error:
+                if run.metrics and distributed.first():
+                    print(run.made(), file=sys.stderr)
+                if isinstance(error, asyncio.CancelledError):
+                    raise KeyboardInterrupt from None
+                raise
         if distributed.first():
             atomic_write(run.folder / recipe.NAME, self.as_recipe())
             saved = ready.model.save(run.folder / "policy")
             publish.write_model_card(run, ready.model, saved, self.as_recipe())
-            print(f"{run.shown(saved)}, with a model card\n{run.shown(run.folder / 'metrics.csv')}\n"
-                  f"{run.shown(run.folder / recipe.NAME)}: grpolab train reads it")
+            print(f"{run.shown(saved)}, with a model card\n{run.shown(run.folder / recipe.NAME)}: grpolab train reads it")
             if best := run.selected.best():
                 print(f"{run.shown(best['folder'])}: the best by what was measured, {best['value']:.4g} after "
                       f"{best['steps']} steps")
             if self.push_to_hub:
                 print(f"uploaded to {publish.push(saved, self.push_to_hub)}")
+            print(run.made())
 
     async def steps(self, ready: Plan, run: Run) -> None:
-        """Train, print a line a step, and save what --export-every asks for."""
-        last, began, before = self.config.steps, time.monotonic(), None
-        async for row in ready.steps(run):
-            done = row["step"] + 1
-            before = row["step"] if before is None else before
-            values = "  ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
-            left = (time.monotonic() - began) / (done - before) * (last - done)
-            print(f"step {done}/{last}  {values}  {left:.0f} s left", flush=True)
-            self.tell(row, run)
-            if distributed.first() and self.export_every and done % self.export_every == 0:
-                ready.model.save(run.folder / f"policy-{done:06d}")
-                for folder in sorted(run.folder.glob("policy-" + "[0-9]" * 6))[: -self.keep_last]:
-                    remove_folder(folder)
+        """Train, show each step and the samples of --show-every, and save what --export-every asks for."""
+        with Progress(self.method, self.config.steps) as progress:
+            async for row in ready.steps(run):
+                done = row["step"] + 1
+                progress.update(row)
+                if hint := self.hint(row):
+                    progress.say(hint)
+                if not distributed.first():
+                    continue
+                if ready.sample and self.show_every and done % self.show_every == 0:
+                    progress.say(await ready.sample(run, row["step"]))
+                if self.export_every and done % self.export_every == 0:
+                    ready.model.save(run.folder / f"policy-{done:06d}")
+                    for folder in sorted(run.folder.glob("policy-" + "[0-9]" * 6))[: -self.keep_last]:
+                        remove_folder(folder)
 
-    def tell(self, row: dict, run: Run) -> None:
-        """What a method says of a step beside its numbers."""
+    def hint(self, row: dict) -> str:
+        """What a method says of a step beside its numbers; "" for nothing."""
+        return ""
 
 
 async def until_interrupted(work: Coroutine) -> None:
@@ -278,8 +297,9 @@ class TaskTraining(Training):
     def measure(self, held_out: Sequence[Any], max_new_tokens: int) -> Callable | None:
         return held_out_reward(held_out, self.rewarded, max_new_tokens=max_new_tokens) if held_out else None
 
-    def prompt_lengths(self, policy, rows: Sequence) -> list[int]:
-        return [len(prompt_ids(policy.tokenizer, tasks.prompt_of(row))) for row in rows[:200]]
+    def prompts(self, policy, rows: Sequence) -> list[list[int]]:
+        """The token ids of some rows' prompts."""
+        return [prompt_ids(policy.tokenizer, tasks.prompt_of(row)) for row in rows[:200]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,9 +313,10 @@ class SFT(TaskTraining):
     def prepare(self, policy, rows, held_out) -> Plan:
         examples = demonstrations(policy, rows)
         shown = demonstrations(policy, [row for row in held_out if tasks.shows_completion(row)])
-        return Plan(policy, None, self.prompt_lengths(policy, rows),
+        prompts = self.prompts(policy, rows)
+        return Plan(policy, None, [*map(len, prompts)],
                     lambda run: sft(policy, examples, self.config, held_out=shown, run=run),
-                    self.measure(held_out, self.held_out_tokens))
+                    self.measure(held_out, self.held_out_tokens), completed(policy, prompts, self.held_out_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +325,6 @@ class GRPO(TaskTraining):
 
     method = "grpo"
     reward: str | None = None  # module:function or file.py:function, called with (text, row, rollout)
-    show_every: int = 0  # every N steps, print the rollout with the highest reward (0: never)
     rollouts: OmitArgPrefixes[RolloutOptions] = field(default_factory=RolloutOptions)
     config: OmitArgPrefixes[GRPOConfig] = field(default_factory=GRPOConfig)
 
@@ -317,8 +337,6 @@ class GRPO(TaskTraining):
         self.rollouts.check(self.reward, self.lora_rank)
         if self.select_every and (self.held_out or self.held_out_data) and self.rollouts.kind in ("agent", "atropos_url"):
             raise UsageError("--select-every measures completions and episodes: agents and Atropos have --fixed-prompts alone")
-        if self.show_every < 0:
-            raise UsageError(f"--show-every {self.show_every}: 0 is never")
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         kind = self.rollouts.kind
@@ -343,22 +361,17 @@ class GRPO(TaskTraining):
                 return grpo(policy, reference, asked, config, reward=self.rewarded, run=run)
 
             measure = self.measure(held_out, config.max_new_tokens)
-            return Plan(policy, reference, self.prompt_lengths(policy, rows), steps, measure)
+            return Plan(policy, reference, [*map(len, self.prompts(policy, rows))], steps, measure, best_rollout)
         steps, measured = rollouts_of(options, policy, reference, asked, config, self.reward and self.rewarded)
         return Plan(policy, reference, [max(1, options.max_total_tokens - config.max_new_tokens)], steps,
-                    measured(held_out) if held_out and measured else None)
+                    measured(held_out) if held_out and measured else None, best_rollout)
 
-    def tell(self, row: dict, run: Run) -> None:
-        if row["step"] == 0 and row.get("reward") == 0 == row.get("mixed"):
-            print(f"No rollout earned a reward, so this step taught nothing. A base model does not know the answer's "
-                  f"format: imitate demonstrations first (grpolab sft {self.model}), then start from their result "
-                  f"(grpolab grpo runs/cli_sft/{Path(self.model).name}/policy).", flush=True)
-        if self.show_every and (row["step"] + 1) % self.show_every == 0 and distributed.first():
-            rollouts = run.rollouts(row["step"], ["prompt", "completion", "reward"]).dropna(subset="reward")
-            if len(rollouts):
-                best = rollouts.loc[rollouts["reward"].idxmax()]
-                shown = {name: json.dumps(str(best[name])[-400:], ensure_ascii=False) for name in ("prompt", "completion")}
-                print(f"  {shown['prompt']}\n  → {shown['completion']}  reward {best['reward']:.4g}", flush=True)
+    def hint(self, row: dict) -> str:
+        if row["step"] or not row.get("reward") == 0 == row.get("mixed"):
+            return ""
+        return (f"No rollout earned a reward, so this step taught nothing. A base model does not know the answer's format: "
+                f"imitate demonstrations first (grpolab sft {self.model}), then start from their result (grpolab grpo "
+                f"runs/cli_sft/{Path(self.model).name}/policy).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,8 +394,9 @@ class DPO(Training):
         pairs = load_preferences(self.data, policy.tokenizer)
         reference = self.reference(policy)
         measure = held_out_reward(held_out, tasks.right_number, max_new_tokens=self.held_out_tokens) if held_out else None
-        return Plan(policy, reference, [len(pair.prompt) for pair in pairs],
-                    lambda run: dpo(policy, reference, pairs, self.config, run=run), measure)
+        prompts = [pair.prompt for pair in pairs]
+        return Plan(policy, reference, [*map(len, prompts)], lambda run: dpo(policy, reference, pairs, self.config, run=run),
+                    measure, completed(policy, prompts, self.held_out_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,4 +416,47 @@ class Reward(Training):
         model = RewardModel.from_policy(policy, self.adapter)
         return Plan(model, None, [len(pair.prompt) for pair in pairs],
                     lambda run: reward_model(model, pairs, self.config, run=run),
-                    held_out_accuracy(held_out) if held_out else None)
+                    held_out_accuracy(held_out) if held_out else None, scored(model, held_out or pairs))
+
+
+# --- samples to look at -----------------------------------------------------------------------------------------------
+
+
+def completed(policy: Policy, prompts: Sequence[Sequence[int]], most: int) -> Callable[[Run, int], Awaitable[str]]:
+    """A greedy completion of at most `most` tokens of one prompt after another."""
+    async def sample(run: Run, step: int) -> str:
+        prompt = list(prompts[step % len(prompts)])
+        async with await off_loop(lambda: Sampler(policy, engine="hf")) as sampler:  # it copies no weights
+            ((rollout,),) = await sampler.sample([prompt], params=SamplingParams(greedy=True, max_new_tokens=most))
+        return sample_text(policy.decode(prompt), policy.decode(rollout.tokens), rollout.finish_reason)
+
+    return sample
+
+
+def scored(model: RewardModel, pairs: Sequence[Pair]) -> Callable[[Run, int], Awaitable[str]]:
+    """The scores of one pair after another."""
+    async def sample(run: Run, step: int) -> str:
+        sides = pairs[step % len(pairs)].sides
+        scores = await off_loop(lambda: model.score([r.prompt + r.tokens for r in sides]))
+        prompt, *texts = map(model.tokenizer.decode, (sides[0].prompt, *[r.tokens for r in sides]))
+        notes = [f"score {score:.4g}" for score in scores]
+        return f"{sample_text(prompt, texts[0], notes[0])}\n{answer_text(texts[1], notes[1])}"
+
+    return sample
+
+
+async def best_rollout(run: Run, step: int) -> str:
+    """The rollout of the step with the highest reward."""
+    rollouts = run.rollouts(step, ["prompt", "completion", "reward"]).dropna(subset="reward")
+    if not len(rollouts):
+        return "  no rollout of this step has a reward"
+    best = rollouts.loc[rollouts["reward"].idxmax()]
+    return sample_text(best["prompt"], best["completion"], f"reward {best['reward']:.4g}")
+
+
+def sample_text(prompt: str, completion: str, note: str) -> str:
+    return f"  {json.dumps(prompt[-400:], ensure_ascii=False)}\n{answer_text(completion, note)}"
+
+
+def answer_text(completion: str, note: str) -> str:
+    return f"  → {json.dumps(completion[-400:], ensure_ascii=False)}  {note}"

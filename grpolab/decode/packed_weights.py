@@ -15,15 +15,18 @@ class PackedLinear:
     """y = (x * scale) W^T + b for stacked weights, copied from the live parameters by `refresh`.
 
     norm   the norm before it, whose weight is the scale, or None; order: a permutation of the output rows, or None.
-    layout makes the product (x, b) -> x W^T + b out of W: `onednn`, or `compiled.Strips`; None of it is F.linear
+    layout makes the product (x, b) -> x W^T + b out of W: `onednn`, or `compiled.Strips`; None of it is F.linear. Without a
+    layout there is no copy, and the modules themselves are called.
     """
 
-    def __init__(self, modules: list[nn.Linear], layout: Callable, norm: nn.Module | None = None, order=None):
+    def __init__(self, modules: list[nn.Linear], layout: Callable | None, norm: nn.Module | None = None, order=None):
         self.modules, self.layout, self.norm, self.order = modules, layout, norm, order
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
+        if self.layout is None:
+            return
         weights, biases = [effective_weight(m) for m in self.modules], [m.bias for m in self.modules]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
@@ -37,10 +40,16 @@ class PackedLinear:
     @property
     def bytes(self) -> int:
         """What the copy takes beside the parameters; 0 where it is the one parameter itself."""
+        if self.layout is None:
+            return 0
         copied = self.packed is not None or len(self.modules) > 1 or self.order is not None or self.norm is not None
         return sum(m.weight.numel() * m.weight.element_size() for m in self.modules) if copied else 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layout is None:
+            x = x if self.norm is None else x * self.norm.weight
+            y = torch.cat([m(x) for m in self.modules], -1) if len(self.modules) > 1 else self.modules[0](x)
+            return y if self.order is None else y[:, self.order]
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x, self.bias)
 
 

@@ -23,7 +23,7 @@ from grpolab.decode.cache import PAGE, Prefilled, round_up, store_for
 from grpolab.decode.engines.attention import restore_attention, share_attention
 from grpolab.decode.engines.compiled import CompiledEngine
 from grpolab.decode.engines.hf import HFEngine, takes
-from grpolab.decode.engines.llama import LlamaEngine
+from grpolab.decode.engines.llama import LlamaEngine, UnpackedEngine
 from grpolab.decode.snapshot import Snapshot, update, verified_of
 from grpolab.models.load import core, evaluating, llama_obstacle, steady_context, text_config
 
@@ -37,7 +37,7 @@ LONG = 160  # positions that a probe goes to even where the configuration names 
 MOST = {"cpu": 2048, "cuda": 16384}  # positions that a probe of an engine goes to at most, for its time
 THRESHOLD = re.compile("window|sliding|chunk|local|original_max_position|floor_scale")  # names of lengths in configurations
 CANDIDATES = {"auto": ("compiled", "llama", "hf", "hf shifted"), "compiled": ("compiled",), "llama": ("llama",),
-              "hf": ("hf", "hf shifted")}
+              "hf": ("hf", "hf shifted"), "unpacked": ("unpacked", "hf", "hf shifted")}
 
 
 def first_right(candidates: Iterable[T], failure: Callable[[T], str | None]) -> tuple[T | None, dict[T, str]]:
@@ -62,7 +62,8 @@ def first_right(candidates: Iterable[T], failure: Callable[[T], str | None]) -> 
 
 def choose_engine(policy, engine: str = "auto", single: bool = False):
     """The engine for a policy's model: "compiled" (the llama engine with its step in C++), "llama" (in torch's operators),
-    "hf", or "auto": the first of these that the model and the machine allow and that passes the check.
+    "hf", or "auto": the first of these that the model and the machine allow and that passes the check. "unpacked" is llama, or
+    hf, without copies of the weights.
 
     It has reproduced the model's own forward (`disagreement`) and does so up to `.context` positions; `.snapshot` are the
     weights that it has read. An engine of the model as it is now is taken again. ValueError where no engine fits.
@@ -74,7 +75,7 @@ def choose_engine(policy, engine: str = "auto", single: bool = False):
         return verified[key]
 
     def failure(kind: str) -> str | None:
-        if kind in ("compiled", "llama") and (why := llama_obstacle(core(model))):
+        if kind in ("compiled", "llama", "unpacked") and (why := llama_obstacle(core(model))):
             return why
         if kind == "compiled" and (why := CompiledEngine.obstacle(core(model))):
             return why
@@ -102,6 +103,8 @@ def choose_engine(policy, engine: str = "auto", single: bool = False):
 def build(kind: str, model, single: bool):
     if kind == "compiled":
         return CompiledEngine(core(model))
+    if kind == "unpacked":
+        return UnpackedEngine(core(model), single)
     # some models take a query's position from the number of keys: "hf shifted"
     return LlamaEngine(core(model), single) if kind == "llama" else HFEngine(model, single, kind == "hf shifted")
 

@@ -27,14 +27,18 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 @dataclass(frozen=True)
 class LoRA:
     """An adapter: its `rank`, its scale `alpha` / rank, and the names of the projections that it stands beside (`target`).
-    `seed` draws A. Raises ValueError for a rank or scale that is not positive."""
+    `seed` draws A. `dropout` is the share of its inputs that an update leaves out (`dropping`): A x becomes A dropout(x).
+    Raises ValueError for a rank or scale that is not positive, or a share that is none."""
 
     rank: int = 8
     alpha: float = 16.0
     target: tuple[str, ...] = ATTENTION
     seed: int = 0
+    dropout: float = 0.0
 
     def __post_init__(self):
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is a share from 0 to below 1, got {self.dropout}")
         if self.rank < 1 or not self.alpha > 0 or not self.target or isinstance(self.target, str):
             raise ValueError(f"rank and alpha are positive and target holds names of projections, got {self}")
 
@@ -62,7 +66,8 @@ def inject(model: nn.Module, adapter: LoRA, base: str) -> None:
         raise ValueError(f"rank {adapter.rank} is more than the projection {small[0]!r} of shape "
                          f"{tuple(linear[small[0]].weight.shape)} has: lower it, or train that projection whole")
     config = peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.target),
-                             base_model_name_or_path=HUB_IDS.get(base, base), task_type="CAUSAL_LM")
+                             lora_dropout=adapter.dropout, task_type="CAUSAL_LM",
+                             base_model_name_or_path=HUB_IDS.get(base, base))
     with torch.random.fork_rng():
         torch.manual_seed(adapter.seed)
         _put(peft, config, model)
@@ -115,6 +120,24 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in on:
             layer.enable_adapters(True)
+
+
+def dropouts(model: nn.Module) -> list[nn.Dropout]:
+    """The dropout of the adapter at each projection; none where nothing is left out."""
+    return [d for layer in layers(model) for d in layer.lora_dropout.values() if isinstance(d, nn.Dropout) and d.p]
+
+
+@contextmanager
+def dropping(model: nn.Module, on: bool = True) -> Iterator[None]:
+    """The adapter with its dropout, or without it, for the while. It has none but in an update."""
+    modes = [(d, d.training) for d in dropouts(model)]
+    try:
+        for d, _ in modes:
+            d.train(on)
+        yield
+    finally:
+        for d, mode in modes:
+            d.train(mode)
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:

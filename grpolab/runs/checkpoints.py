@@ -108,8 +108,10 @@ def plain_config(config) -> dict:
 
 
 def weights_hash(policy) -> str:
-    """A hash of all parameters by name."""
+    """A hash of all parameters by name, and of an adapter's scale and dropout."""
     digest = hashlib.sha256()
+    for adapter in getattr(policy.model, "peft_config", {}).values():
+        digest.update(f"{adapter.lora_alpha} {adapter.lora_dropout}".encode())
     for name, p in policy.model.named_parameters():
         p = p.detach().cpu().contiguous()
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())

@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 from safetensors.torch import save_file
 
-from grpolab.files import atomic_write, locked, png
+from grpolab.files import append, atomic_write, locked, naming, png
 from grpolab.models.load import load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import Checkpoints, computed_on, load_state, plain_config, put_weights, weights, weights_hash
@@ -120,8 +120,7 @@ class Run:
         self.metrics.append(row)
         path = self.folder / "metrics.csv"
         if self._columns and row.keys() <= set(self._columns) and path.exists():
-            with open(path, "a") as file:
-                file.write(_csv([row], self._columns, header=False))
+            append(path, _csv([row], self._columns, header=False))
         else:  # the first row, or one with a new column
             self.write_table()
         self._to_sinks(row)
@@ -299,7 +298,8 @@ class Run:
             shutil.rmtree(earlier)
         folder = tempfile.mkdtemp(dir=self.folder, prefix=".start-")
         weakref.finalize(policy.model, shutil.rmtree, folder, ignore_errors=True)
-        save_file(weights(policy), Path(folder, "model.safetensors"))
+        with naming(Path(folder)):
+            save_file(weights(policy), Path(folder, "model.safetensors"))
         return Start(key, Path(folder, "model.safetensors"), origin(policy))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -337,6 +337,11 @@ class Run:
         self.write_table()
         print(f"going on after step {state['step']} (delete {self.shown(newest)} to start over)", file=sys.stderr)
         return state["step"]
+
+    def differs(self, config, policy) -> str | None:
+        """What this folder holds other than a run of this configuration from this policy, in words; None for such a run."""
+        path = self.folder / "run.json"
+        return _difference(json.loads(path.read_text()) if path.exists() else {}, plain_config(config), weights_hash(policy))
 
     def checkpointed(self) -> int:
         """The steps after which the newest checkpoint was kept; 0 without one."""
@@ -416,7 +421,7 @@ def _difference(note: dict, plain: dict, start: str) -> str | None:
     before = note.get("config", {})
     changed = [f"{k} {before.get(k)!r} -> {plain.get(k)!r}" for k in {**before, **plain} if before.get(k) != plain.get(k)]
     if note and changed:
-        return f"a run of another configuration ({', '.join(changed[:4])}{', ...' * (len(changed) > 4)})"
+        return f"a run of another configuration ({', '.join(changed)})"
     return "a run that started from other weights" if note and note.get("start") != start else None
 
 

@@ -20,7 +20,7 @@ import torch
 
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
-from grpolab.serve.http_client import Caller, RemoteError
+from grpolab.serve.http_client import Caller, NoAnswer, RemoteError
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.sources import Source, StepGroups, as_recorded
@@ -100,44 +100,72 @@ class AtroposTrainer:
         self.caller = Caller(url, timeout=60.0)
         self.url, self.batch_size, self.max_token_len, self.timeout = self.caller.url, batch_size, max_token_len, timeout
         self.num_steps, self.name, self._first = num_steps, name or f"grpolab-{secrets.token_hex(4)}", None
+        self._registered = self._again = False
 
     async def __aenter__(self) -> AtroposTrainer:
         """Register. RemoteError where another trainer is registered: the API would ignore this one in silence, and both would
         share the groups."""
+        ours, theirs = await self._register()
+        if theirs["batch_size"] == -1:  # groups came before any trainer, which an API takes for the end of its set-up
+            await self.caller.ask("GET", "/reset_data")
+            ours, theirs = await self._register()
+        if theirs != ours:
+            raise RemoteError(f"{self.url} goes on with another trainer, {theirs}, where this one is {ours}: restart run-api, "
+                              "or take its numbers and its group as the name, if it is an earlier start of this one")
+        self._first = (await self.caller.ask("GET", "/batch")).get("batch")  # environments wait for the first look
+        self._registered = True
+        return self
+
+    async def _register(self) -> tuple[dict, dict]:
+        """Register; what this trainer is, and what the API holds of its trainer."""
         ours = {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
         await self.caller.ask("POST", "/register", ours | {
             "wandb_group": self.name, "wandb_project": "grpolab", "checkpoint_dir": "", "save_checkpoint_interval": 0,
             "starting_step": 0, "num_steps": self.num_steps})
         ours |= {"group": self.name}
-        registered = await self.caller.ask("GET", "/info") | await self.caller.ask("GET", "/wandb_info")
-        theirs = {name: registered.get(name) for name in ours}
-        if theirs != ours:
-            raise RemoteError(f"{self.url} goes on with another trainer, {theirs}, where this one is {ours}: restart run-api, "
-                              "or take its numbers and its group as the name, if it is an earlier start of this one")
-        self._first = (await self.caller.ask("GET", "/batch")).get("batch")  # environments wait for the first look
-        return self
+        held = await self.caller.ask("GET", "/info") | await self.caller.ask("GET", "/wandb_info")
+        return ours, {name: held.get(name) for name in ours}
 
     async def __aexit__(self, *_) -> None:
         """Nothing: the API knows no leaving."""
 
     async def batch(self) -> list[dict]:
-        """The next batch, groups as ScoredData; RemoteError after `timeout` seconds without one, with the queue's length."""
-        if self._first:
-            first, self._first = self._first, None
-            return first
+        """The next batch, groups as ScoredData; RemoteError after `timeout` seconds without one, with the queue's length. An
+        API that is away is waited for as long, and one that was started again is registered with anew, as a warning says."""
         until = asyncio.get_running_loop().time() + self.timeout
         while True:
-            answer = await self.caller.ask("GET", "/batch")
+            batch, self._first, away = self._first, None, None
+            try:
+                answer = {"batch": batch} if batch else await self.caller.ask("GET", "/batch")
+                if answer.get("status") == "error":
+                    await self._register_anew(answer)
+            except NoAnswer as error:
+                answer, away = {}, error
             if answer.get("batch"):
                 return answer["batch"]
-            if answer.get("status") == "error":
-                raise RemoteError(f"{self.url} knows no trainer ({answer.get('message')}): was it restarted? Register again")
             if asyncio.get_running_loop().time() > until:
-                state = await self.caller.ask("GET", "/status")
-                raise RemoteError(f"{self.url} gave no batch in {self.timeout} s, with {state.get('queue_size')} groups in its "
+                if away:
+                    raise RemoteError(f"{self.url} was away for {self.timeout} s: {away}") from away
+                raise RemoteError(f"{self.url} gave no batch in {self.timeout} s, with {await self.queued()} groups in its "
                                   f"queue: a batch is {self.batch_size} sequences in whole groups; see that environments post "
-                                  "and that group sizes add up to it")
+                                  "and that group sizes add up to it" + "; they register once, so start them again too"
+                                  * self._again)
             await asyncio.sleep(POLL)
+
+    async def _register_anew(self, answer: dict) -> None:
+        if not self._registered:
+            raise RemoteError(f"{self.url} knows no trainer ({answer.get('message')}): register, by `async with`")
+        warnings.warn(f"{self.url} was started again, so this trainer registers anew; what it had in its queue is lost, and "
+                      "environments register once: start them again, too", stacklevel=3)
+        self._again = True
+        await self.__aenter__()
+
+    async def queued(self) -> int:
+        """Groups in the API's queue; 0 while it is away."""
+        try:
+            return (await self.caller.ask("GET", "/status")).get("queue_size", 0)
+        except NoAnswer:
+            return 0
 
 
 def advantages_of(items: Sequence[dict], groups: Sequence[Group], config: GRPOConfig) -> torch.Tensor | None:
@@ -184,10 +212,9 @@ def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) 
         size = max(map(len, groups))
         filled = [Group((*g, *[Rollout(g[0].prompt, (), (), (), (), "lost")] * (size - len(g)))) for g in groups]
         a = advantages_of(items, filled, config)
-        state = await trainer.caller.ask("GET", "/status")
         versioned = [g for g, item in zip(groups, items) if "policy_version" in (item.get("generation_params") or {})]
         behind = policy.version - min(r.policy_version for g in versioned for r in g) if versioned else math.nan
-        row = {"refused_groups": len(refused), "staleness": behind, "queued_groups": state.get("queue_size", 0)}
+        row = {"refused_groups": len(refused), "staleness": behind, "queued_groups": await trainer.queued()}
         shown = a if a is None or a.dim() == 2 else a.mean(-1)
         return StepGroups(filled, row, advantages=a, engine="atropos", record=lambda: as_recorded(
             [(None, g) for g in filled], filled, config.advantage_kind, shown))

@@ -20,10 +20,10 @@ from grpolab.rollouts import Rollout
 from grpolab.serve import openai_schema
 from grpolab.serve.detokenizer import StreamedText, text_of
 from grpolab.serve.openai_schema import ChatRequest, CompletionRequest, Refused, TextRequest
+from grpolab.serve.scoring import Scores, scores
 from grpolab.serve.sessions import Prompt, Session
 from grpolab.serve.state import Service
 from grpolab.tool_calls import END_OF_CALL, ParsedTurn, certain, parse_calls
-from grpolab.train.grpo import GRPOConfig, trainer_logps
 
 
 class CompletionResponse:
@@ -134,23 +134,32 @@ class CompletionResponse:
         return most or min(room, self.session.max_tokens or default)
 
     async def _scored(self) -> dict:
-        """The prompts with the log-prob at temperature 1 of each token but the first, by the trainer's forward."""
+        """The prompts with the log-prob at temperature 1 of each token but the first, by the trainer's forward; with
+        logprobs=1 also the most probable token at each place, and with max_tokens=1 the one that follows."""
         if self.recorded:
             raise Refused(400, "a session records what is sampled: ask for a prompt's log-probs outside of it", "echo")
         self.service.counts["requests"] += 1
-        lengths, ids = [len(p.ids) - 1 for p in self.prompts], [tuple(p.ids) for p in self.prompts]
-        rollouts = [Rollout(i[:1], i[1:], (1,) * n, (0.0,) * n, (0.0,) * n, "length") for i, n in zip(ids, lengths)]
+        sequences, tops, policy = [tuple(p.ids) for p in self.prompts], self.request.logprobs == 2, self.policy
 
-        def score() -> tuple[int, list[list[float]]]:
+        def score() -> tuple[int, list[Scores]]:
             self._refuse_torn()
-            with self.policy.acting():
-                return self.policy.version, trainer_logps(self.policy, rollouts, GRPOConfig())
+            return policy.version, scores(policy, sequences, tops)
 
-        version, logps = await self.service.sampler.run(score)
-        choices = [openai_schema.choice(self.request, i, {"text": self.policy.tokenizer.decode(tokens)}, tokens, [None, *line],
-                                        self._pieces(tokens), prompt=tokens) | {"finish_reason": "length"}
-                   for i, (tokens, line) in enumerate(zip(ids, logps))]
-        return self._body(version, choices) | self._usage([])
+        version, found = await self.service.sampler.run(score)
+        choices = [self._scored_choice(i, ids, of) for i, (ids, of) in enumerate(zip(sequences, found))]
+        return self._body(version, choices) | self._usage([], self.request.max_tokens * len(choices))
+
+    def _scored_choice(self, index: int, prompt: tuple[int, ...], of: Scores) -> dict:
+        tokens, logps = prompt, [None, *of.logps]
+        if self.request.max_tokens:
+            tokens, logps = (*prompt, of.best[-1]), [*logps, of.best_logps[-1]]
+        pieces = self._pieces(tokens)
+        body = openai_schema.choice(self.request, index, {"text": self.policy.tokenizer.decode(tokens)}, tokens, logps, pieces,
+                                    prompt=prompt) | {"finish_reason": "length"}
+        if of.best:  # the most probable one last, so that it stands where both have one text
+            places = zip(pieces[1:], logps[1:], self._pieces(of.best), of.best_logps)
+            body["logprobs"]["top_logprobs"] = [None, *({piece: logp} | {best: most} for piece, logp, best, most in places)]
+        return body
 
     def _submit(self) -> asyncio.Queue:
         """Hand the request to the sampler. For a stream the queue gets (prompt index, sample index, tokens, logps) as they come
@@ -226,8 +235,8 @@ class CompletionResponse:
         ids = [choice.pop("prompt_token_ids", None) for choice in choices] if chat else []
         return body | ({"prompt_token_ids": ids[0]} if ids and ids[0] else {})
 
-    def _usage(self, rollouts: Sequence[Rollout]) -> dict:
-        prompt, completion = sum(len(p.ids) for p in self.prompts), sum(len(r.tokens) for r in rollouts)
+    def _usage(self, rollouts: Sequence[Rollout], more: int = 0) -> dict:
+        prompt, completion = sum(len(p.ids) for p in self.prompts), sum(len(r.tokens) for r in rollouts) + more
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
     async def _whole(self, events: asyncio.Queue, scope, receive, send) -> None:

@@ -12,6 +12,10 @@ class RemoteError(RuntimeError):
     """A server could not be reached, refused, or gave an answer that cannot be trained on. The text says which."""
 
 
+class NoAnswer(RemoteError):
+    """The server is not there, or left without a word: it may come back."""
+
+
 class Caller:
     """Calls of one server, each over a connection of its own, so that nothing has to be closed. `token` is sent as a bearer
     token; no call waits longer than `timeout` seconds for the next byte."""
@@ -38,7 +42,7 @@ class Caller:
             remedy = ("is it running?" if unreached else
                       f"it took the request and did not answer within {self.timeout:g} s: ask for less at a time, or give it "
                       "a longer timeout" if isinstance(error, httpx2.TimeoutException) else "the connection ended")
-            raise RemoteError(f"{at} gave no answer ({type(error).__name__}: {error}): {remedy}") from error
+            raise NoAnswer(f"{at} gave no answer ({type(error).__name__}: {error}): {remedy}") from error
         try:
             content = answer.json()
         except (ValueError, RecursionError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -66,6 +67,13 @@ def of_the_sampled_token(logprobs: Any) -> bool:
     if logprobs != 0 or isinstance(logprobs, bool):
         raise ValueError("this service gives the log-prob of the sampled token alone; send logprobs=0")
     return True
+
+
+def at_each_place(logprobs: Any) -> int:
+    """OpenAI's number of most probable tokens -> how many log-probs each place has: the token's own, and of these."""
+    if isinstance(logprobs, bool) or logprobs not in (0, 1):
+        raise ValueError("send logprobs=0, or for a prompt that is scored (echo) logprobs=1, the most probable token beside it")
+    return logprobs + 1
 
 
 def _joined_parts(content: Any) -> Any:
@@ -220,9 +228,9 @@ class TextRequest(CompletionRequest):
     prompt_field = "prompt"
 
     prompt: Annotated[list[PromptText], BeforeValidator(one_or_several)] = Field(min_length=1)
-    logprobs: Annotated[bool, BeforeValidator(of_the_sampled_token)] = False
+    logprobs: Annotated[int, BeforeValidator(at_each_place)] = 0
     max_tokens: int | None = Field(None, ge=0, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    echo: bool = False  # the prompts are scored, and nothing is sampled
+    echo: bool = False  # the prompts are scored; with max_tokens=1 the most probable next token follows
 
     calls: ClassVar[bool] = False
     call_prefix: ClassVar[str] = ""
@@ -231,9 +239,14 @@ class TextRequest(CompletionRequest):
 
     @model_validator(mode="after")
     def sampled_or_scored(self) -> TextRequest:
-        """A prompt is scored alone, and whatever is sampled has a token."""
-        if self.echo and (self.max_tokens != 0 or not self.logprobs or self.stream or self.n != 1):
-            raise ValueError("echo: this service scores a prompt alone: send max_tokens=0 and logprobs=0, without n and stream")
+        """A prompt is scored, with its greedy continuation at most, and whatever is sampled has a token."""
+        follows = self.max_tokens == 1 and self.temperature == 0 and self.logprobs == 2
+        scored = self.logprobs and (self.max_tokens == 0 or follows) and not self.stream and self.n == 1
+        if self.echo and not scored:
+            raise ValueError("echo: this service scores a prompt: send max_tokens=0 and logprobs=0 or 1 (or max_tokens=1, "
+                             "logprobs=1 and temperature=0), without n and stream")
+        if self.logprobs == 2 and not self.echo:
+            raise ValueError("logprobs: this service gives the log-prob of the sampled token alone; send logprobs=0")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: nothing would be sampled: ask for at least 1, or for the prompt's log-probs by echo")
         return self
@@ -245,7 +258,7 @@ class TextRequest(CompletionRequest):
         return {"text": text}
 
     def logprobs_of(self, pieces: Sequence[str], logps: Sequence[float | None], offset: int) -> dict:
-        offsets = [offset + sum(map(len, pieces[:i])) for i in range(len(pieces))]
+        offsets = list(accumulate(map(len, pieces), initial=offset))[:-1]
         return {"tokens": list(pieces), "token_logprobs": list(logps), "top_logprobs": None, "text_offset": offsets}
 
 

@@ -13,7 +13,7 @@ from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.train import losses
 from grpolab.train.loop import Optimisation, accumulate, autocast, over_batches
-from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_lengths
+from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_counts, pair_lengths
 from grpolab.train.reference import ReferenceLogps, pair_logps, prove_reference, reference_key, reference_values
 from grpolab.train.verify import verify_forward
 
@@ -59,6 +59,7 @@ def dpo(
         return dpo_gradient(policy, [pairs[i] for i in indices], reference_at(indices), config, denominator=denominator)
 
     return over_batches(policy, range(len(pairs)), config, run, check=check, gradient=gradient,
+                        counts=lambda indices: pair_counts([pairs[i] for i in indices]),
                         data=lambda: f"{data_hash(pairs)} {reference_key(reference)}")
 
 

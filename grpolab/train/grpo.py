@@ -12,6 +12,7 @@ import torch
 
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
+from grpolab.models import lora
 from grpolab.models.load import BasePolicy, Policy
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, padded
 from grpolab.runs.checkpoints import data_hash
@@ -182,9 +183,10 @@ def grpo_update(
     rollouts_of = {i: [r for r, t in zip(groups[i], of) if t] for i, of in enumerate(taught.tolist())}
     teaching = {i for i, rollouts in rollouts_of.items() if rollouts}
     ordered = sorted(teaching, key=lambda i: tokens_of([groups[i]]))
-    shard, own = distributed.shard(ordered), {}
-    if config.sampler_cap or off_policy:
-        values = [trainer_logps(policy, rollouts_of[i], config) for i in shard]
+    shard, own, drops = distributed.shard(ordered), {}, bool(lora.dropouts(policy.model))
+    if config.sampler_cap or off_policy or drops:
+        with lora.dropping(policy.model, False):
+            values = [trainer_logps(policy, rollouts_of[i], config) for i in shard]
         own = dict(zip(ordered, distributed.gathered(f"step {step}, log-probs", ordered, values)))
     rows = []
     for epoch in range(config.inner_epochs):
@@ -203,6 +205,7 @@ def grpo_update(
             ) if here else {}
             metrics = distributed.add_up(policy.model, metrics, f"step {step}, pass {epoch}")
             if not rows:  # the policy has not moved yet
+                metrics |= disagreement(own, rollouts_of) if drops else {}
                 check_drift(policy, metrics, config.max_logp_diff, step)
             rows.append(metrics | apply_gradient(policy, optimiser, config, step))
     size = {"trained_groups": len(teaching), "trained_tokens": tokens_of([groups[i] for i in teaching])}
@@ -210,10 +213,18 @@ def grpo_update(
         return _unmeasured(config, off_policy) | size
     row = {k: max(r[k] for r in rows) if k.endswith("_max") else sum(r[k] for r in rows) / len(rows) for k in rows[0]}
     before = {k: rows[0][k] for k in ("diff_mean", "diff_abs_mean", "diff_max")}  # sampler against trainer, before any update
-    if own:
+    if config.sampler_cap or off_policy:
         learned = [r for i in teaching for r in rollouts_of[i]]
         size |= importance([x for i in teaching for x in own[i]], learned, config.sampler_cap)
     return row | before | size
+
+
+def disagreement(own: Mapping[int, Sequence[Sequence[float]]], rollouts_of: Mapping[int, Sequence[Rollout]]) -> dict:
+    """How far the trainer's log-probs of some rollouts are from the sampler's: where the update's own have dropout."""
+    pairs = [pair for i, of in own.items() for pair in zip(of, rollouts_of[i])]
+    diffs = [x - y for logps, r in pairs for x, y, m in zip(logps, r.logps, r.mask) if m]
+    sizes = [abs(d) for d in diffs]
+    return {"diff_mean": mean(diffs), "diff_abs_mean": mean(sizes), "diff_max": max(sizes, default=0.0)}
 
 
 def _unmeasured(config: GRPOConfig, off_policy: bool) -> dict:

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
+from grpolab.models import lora
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run, origin, provenance
 from grpolab.sync import rest_threads, set_own_threads
@@ -186,15 +187,17 @@ def check_trainable(policy: Policy) -> None:
 
 @contextmanager
 def dropout_of(policy: Policy, seed: int, step: int) -> Iterator[None]:
-    """torch's generators seeded from (seed, step) while a model in training mode takes its step, so that a run that goes on
-    drops what it would have dropped; afterwards they stand where they stood. Without dropout nothing is drawn from them."""
-    if not any(m.training for m in policy.model.modules()):
-        yield
-        return
-    with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
-        rank = distributed.world().rank  # whose rows are its own
-        torch.manual_seed(random.Random(f"{seed}/{step}/dropout" + f"/{rank}" * bool(rank)).getrandbits(63))
-        yield
+    """The adapter's dropout for a step; and torch's generators seeded from (seed, step) while it or a model in training mode
+    takes it, so that a run that goes on drops what it would have dropped; afterwards they stand where they stood. Without
+    dropout nothing is drawn from them."""
+    with lora.dropping(policy.model):
+        if not any(m.training for m in policy.model.modules()):
+            yield
+            return
+        with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
+            rank = distributed.world().rank  # whose rows are its own
+            torch.manual_seed(random.Random(f"{seed}/{step}/dropout" + f"/{rank}" * bool(rank)).getrandbits(63))
+            yield
 
 
 Update = Callable[[torch.optim.Optimizer], dict]
@@ -294,8 +297,8 @@ async def loop(
 
 async def over_batches(
     policy: Policy, items: Sequence[T], config: Optimisation, run: Run | None, *, check: Callable[[], Any],
-    gradient: Callable[[Sequence[T], int], dict], data: Callable[[], str], before: Callable[[int], dict] = lambda step: {},
-    counts: Callable[[Sequence[T]], tuple[int, dict]] = lambda batch: (len(batch), {"pairs_per_s": len(batch)}),
+    gradient: Callable[[Sequence[T], int], dict], data: Callable[[], str], counts: Callable[[Sequence[T]], tuple[int, dict]],
+    before: Callable[[int], dict] = lambda step: {},
 ) -> AsyncIterator[dict]:
     """The loop of steps on `config.batch_size` items each; `check()` runs once before it, before(step) is measured before each.
 

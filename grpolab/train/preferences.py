@@ -310,6 +310,12 @@ def pair_lengths(pairs: Sequence[Pair], like: torch.Tensor) -> torch.Tensor:
     return like.new_tensor([[sum(s.mask) for s in (p.chosen, p.rejected)] for p in pairs]).T
 
 
+def pair_counts(batch: Sequence[Pair]) -> tuple[int, dict]:
+    """The pairs of a batch, and what become rates of it."""
+    tokens = sum(len(p.prompt) + len(side.ids) for p in batch for side in (p.chosen, p.rejected))
+    return len(batch), {"pairs_per_s": len(batch), "tokens_per_s": tokens}
+
+
 def check_pairs(policy: Policy, pairs: Sequence[Pair]) -> None:
     """Refuse pairs that do not fit the policy's context or vocabulary."""
     check_lengths(policy, max((p.longest for p in pairs), default=0), "pair")

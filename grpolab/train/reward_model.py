@@ -22,7 +22,7 @@ from grpolab.train import losses
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import parts_of, rollout_states, way_of
 from grpolab.train.loop import Optimisation, accumulate, autocast, off_loop, over_batches
-from grpolab.train.preferences import Pair, check_pairs, pair_batches
+from grpolab.train.preferences import Pair, check_pairs, pair_batches, pair_counts
 from grpolab.train.verify import verify_forward
 
 
@@ -164,7 +164,7 @@ def reward_model(
         check_pairs(model, pairs)
         verify_forward(model, config, max((p.longest for p in pairs), default=0), "rewards")
 
-    return over_batches(model, pairs, config, run, check=check, data=lambda: data_hash(pairs),
+    return over_batches(model, pairs, config, run, check=check, counts=pair_counts, data=lambda: data_hash(pairs),
                         gradient=lambda part, denominator: reward_gradient(model, part, config, denominator=denominator))
 
 

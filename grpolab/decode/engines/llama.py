@@ -238,3 +238,10 @@ class LlamaEngine:
         else:
             weights = torch.bmm(q, keys).mul_(self.scaling).add_(bias).softmax(-1, dtype=torch.float32).to(self.dtype)
         return torch.bmm(weights, values).view(n, -1)
+
+
+class UnpackedEngine(LlamaEngine):
+    """The same without copies of the weights: the projections themselves are called, which takes more time, and no memory
+    beside the parameters."""
+
+    layout = None
