@@ -535,9 +535,10 @@ def decode(found: dict, results: Path) -> list:
              "peer": r["peer"], "our tokens/s": f"{r['tokens_per_s']['sampler']:,.0f}",
              "to llama.cpp": f"{r['llama']['ratio']:.2f}×" if "llama" in r else "",
              "of the machine's arithmetic": f"{r['profile']['of_fp32_arithmetic']:.0%}"} for r in found["rows"]]
+    goals = [(f"{r['model']}, {WORKLOADS[r['workload']]}", f"{r['ratio']:.2f}×", f"{r['target']:g}×")
+             for r in found["rows"] if r["ratio"] < r["target"]]
     return ["Wall clock against `generate()` with its best batching, sampling at T = 1 with log-probabilities, prefill "
-            "included. llama.cpp decodes the same BF16 weights.", rows, missed([(f"{r['model']}, {WORKLOADS[r['workload']]}", f"{r['ratio']:.2f}×", f"{r['target']:g}×")
-                          for r in found["rows"] if r["ratio"] < r["target"]])]
+            "included. llama.cpp decodes the same BF16 weights.", rows, missed(goals)]
 
 
 def threads(found: dict, results: Path) -> list:
