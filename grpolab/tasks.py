@@ -87,7 +87,7 @@ def read_json(source: str | Path | Iterable, check: Callable[[Any], T] = lambda 
     """The values of a JSONL file, or of any iterable, as `check` returns them; ValueError names the line that it refuses as
     not being `what`."""
     is_file = isinstance(source, str | Path)
-    lines = Path(source).read_text(encoding="utf-8").splitlines() if is_file else source
+    lines = Path(source).read_text(encoding="utf-8-sig").split("\n") if is_file else source  # strings may hold U+2028
     values = []
     for number, line in enumerate(lines, start=1):
         if is_file and not line.strip():
@@ -106,13 +106,14 @@ def read_json(source: str | Path | Iterable, check: Callable[[Any], T] = lambda 
 # --- GSM8K ------------------------------------------------------------------------------------------------------------
 
 # Bounded repetitions: a text costs as much as its length, whatever a model writes.
-_NUMBER = re.compile(r"[-\u2212]?\$?(?:[0-9]{1,3}(?:,[0-9]{3}){1,10}|[0-9]{1,60})(?:\.[0-9]{1,30})?")
+_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?\$?(?:[0-9]{1,3}(?:,[0-9]{3}){1,10}|[0-9]{1,60})(?:\.[0-9]{1,30})?"
+                     r"(?:[eE][-+]?[0-9]{1,3}\b)?")
 _FINAL = "####"  # GSM8K's mark before the final answer (arXiv 2110.14168)
 
 
 def final_number(text: str) -> Decimal | None:
     """The number after the last `####`, or where there is none the last number of `text`; None without one. Thousands'
-    commas and a dollar sign are read over."""
+    commas and a dollar sign are read over; 3-5 ends in 5, and 1e-05, as Python writes it, is one number."""
     _, mark, after = text.rpartition(_FINAL)
     matches = [_NUMBER.match(after.lstrip())] if mark else list(_NUMBER.finditer(text))[-1:]
     if not matches or matches[0] is None:

@@ -55,6 +55,8 @@ def test_a_damaged_row_names_its_line(tmp_path, line, says):
     path.write_text('{"prompt": "a", "answer": 1}\n' + line)
     with pytest.raises(ValueError, match="line 2.*" + says):
         tasks.read_rows(path, needs=["answer"])
+    path.write_text('\ufeff{"prompt": "a\u2028b", "answer": 1}\r\n')
+    assert tasks.read_rows(path) == [{"prompt": "a\u2028b", "answer": 1}]  # no line of its own
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no rows"):
         tasks.read_rows(path)
@@ -64,6 +66,7 @@ def test_a_damaged_row_names_its_line(tmp_path, line, says):
     ("so 3 + 4 = 7.", "7"), ("#### 1,234", "1234"), ("first 5\n#### -2 apples, of 9", "-2"), ("it costs $18.50", "18.50"),
     ("12,34", "34"), pytest.param("9" * 2_000_000 + " 5", "5", id="long"),
     ("\u22125", "-5"), ("####", None), ("none", None), ("#### x 5", None), ("1 2 #### 3 #### 4", "4"),
+    ("it takes 3-5", "5"), ("(-5)", "-5"), (str(1e-05), "0.00001"), ("some 2E3", "2000"), ("3e", "3"),
 ])
 def test_the_final_number(text, number):
     assert tasks.final_number(text) == (None if number is None else Decimal(number))
