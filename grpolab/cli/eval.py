@@ -74,7 +74,7 @@ class Eval:
 
         def right(row, text: str, rollout: Rollout) -> bool:
             if (value := number(reward(text, row, rollout), f"--reward {self.reward}")) is None:
-                raise ValueError(f"--reward {self.reward} abstained (None or NaN) on {text!r:.80}: a rate needs a verdict on each")
+                raise ValueError(f"--reward {self.reward} abstained on {text!r:.80}: a rate needs a verdict on each")
             return value >= 1
 
         cases = [(tasks.prompt_of(row), partial(right, row)) for row in rows]
