@@ -47,7 +47,7 @@ _REFUSAL = re.compile("|".join((
     rf"\b(?:cannot|can't|unable to|not able to)(?= (?:help|assist|provide|support|comply|fulfil)){_AFTER}")), re.IGNORECASE)
 _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|etc|vs|Mr|Mrs|Ms|Dr|St)\.")
 _MARK = re.compile(r"\s{0,8}(?:[-*\u2022]|\d{1,2}[.)])\s{1,4}(?=\S)")
-_FENCE = re.compile(r"\A\s{0,8}```[a-zA-Z]{0,10}\n(.{0,4000}?)\n?```\s{0,8}\Z", re.DOTALL)
+_FENCE = re.compile(r"\A\s{0,8}```[a-zA-Z0-9]{0,10}[ \t]{0,4}\n(.{0,4000}?)\n?```\s{0,8}\Z", re.DOTALL)
 
 
 def words(text: str) -> list[str]:

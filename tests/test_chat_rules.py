@@ -18,6 +18,7 @@ CASES = [  # rules of a row, a completion, the checks that it fails
     ({"items": 2}, "Two of them:\n1. Red\n2) Blue", set()), ({"items": 2}, "red\nblue\n", set()),
     ({"items": 2}, "- red\n- Red", {"form"}), ({"items": 2}, "- red\n- blue\n- green", {"form"}),
     ({"code": "add"}, "```python\ndef add(a, b):\n    return a + b\n```", set()),
+    ({"code": "add"}, "```python3 \ndef add(a, b):\n    return a + b\n```", set()),
     ({"code": "add"}, "def add(a, b): print(a)", set()), ({"code": "add"}, "def add(a, b) return a", {"code"}),
     ({"code": "add"}, "def sum(a, b):\n    return a + b", {"code"}),
     ({"code": "add"}, "def add(a, b):\n    \"\"\"Add.\"\"\"", {"code"}),

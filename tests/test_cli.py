@@ -46,6 +46,9 @@ def test_eval_takes_rows_of_a_file(tmp_path, capsys):
     assert main(["eval", "tiny", "--tasks", str(path), "--reward", f"{tmp_path}/mine.py:always", "--at", "3", *options]) == 0
     out = capsys.readouterr().out
     assert "greedy   100.0%" in out and "pass@3   100.0%" in out and "pass@1" not in out
+    (tmp_path / "mine.py").write_text("def unsure(text, row, rollout):\n    return float('nan')\n")
+    assert main(["eval", "tiny", "--tasks", str(path), "--reward", f"{tmp_path}/mine.py:unsure", *options]) == 1
+    assert "mine.py:unsure abstained" in capsys.readouterr().err  # and is not wrong
     (tmp_path / "mine.py").write_text("async def later(text, row, rollout):\n    return 1.0\n")
     assert main(["eval", "tiny", "--tasks", str(path), "--reward", f"{tmp_path}/mine.py:later", *options]) == 1
     assert "scout takes this one" in capsys.readouterr().err

@@ -28,7 +28,8 @@ async def test_it_samples_what_the_sampler_does(tiny):
 @pytest.mark.parametrize(("change", "status", "why"), [
     ({"prompt": None}, 400, "prompt: Field required"),
     ({"prompt": {}}, 400, "a prompt has prompt or prompt_token_ids"),
-    ({"prompt": {"prompt_token_ids": [5.5]}}, 400, "prompt"),
+    ({"prompt": {"prompt_token_ids": [5.5]}}, 400, "prompt"), ({"prompt": {"prompt_token_ids": [[5]]}}, 400, "prompt"),
+    ({"prompt": {"prompt_token_ids": "5 6"}}, 400, "is a list of token ids"), ({"prompt": {"prompt": [5]}}, 400, "is a text"),
     ({"prompt": {"prompt_token_ids": [10**6]}}, 400, "1000000"),
     ({"prompt": ["one", "two"]}, 400, "prompt: List should have at most 1 item"),
     ({"prompt": {"prompt_token_ids": [5] * 5000}}, 400, "the context is"),

@@ -43,6 +43,8 @@ async def test_a_step_of_the_trainer_is_the_servers_without_sending(tmp_path):
                 assert torch.equal(a, b) and not torch.equal(b, old)  # before anything is published
             answer = (await post(service, {"prompt": "2 + 3", "max_tokens": 2}, "/generate"))[1]
             assert answer["system_fingerprint"].startswith("version-1-")  # and a request is told so
+            (group,) = await remote.sample([[5, 6, 7]], params=PARAMS)  # as between two publishes of --sync-every 2
+            assert group[0].policy_version == 1
             await remote.publish()
             (group,) = await remote.sample([[5, 6, 7]], params=PARAMS)
             assert group[0].policy_version == 1 and remote.synced_s < 5

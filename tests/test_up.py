@@ -85,7 +85,9 @@ def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monk
         assert f"--server-port {port} is not free" in capsys.readouterr().err
     for flags, says in ((["--env", "calculator"], "leave --env"), (["--lora-rank", "4", "--weight-bridge", "shared", "--steps",
                         "x"], "invalid"), (["--stepss", "3"], "--stepss"), (["--weight-bridge", "none", "--lora-rank", "4"],
-                        "sends whole models")):
+                        "sends whole models"),
+                        (["--api-port", "99999"], "from 1 to 65535"), (["--server-port", "0"], "from 1 to 65535"),
+                        (["--api-port", "7", "--server-port", "7"], "two ports")):
         with suppress(SystemExit):  # of the parser
             assert main(["up", recipe(), *flags]) == 2
         assert says in "".join(capsys.readouterr())

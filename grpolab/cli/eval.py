@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,8 @@ from grpolab.cli import UsageError
 from grpolab.cli.rollout_options import load_object
 from grpolab.evaluate import evaluate, evaluate_checks, evaluate_fixed, suite_table, summary
 from grpolab.models.load import load_policy
+from grpolab.rollouts import Rollout
+from grpolab.train.advantages import number
 from grpolab.train.rewards import is_async
 
 
@@ -68,7 +71,13 @@ class Eval:
         if is_async(reward) or not callable(reward):
             raise ValueError(f"--reward {self.reward}: eval takes a plain function (text, row, rollout); scout takes this one")
         policy = self.load()
-        cases = [(tasks.prompt_of(row), lambda text, rollout, row=row: (reward(text, row, rollout) or 0) >= 1) for row in rows]
+
+        def right(row, text: str, rollout: Rollout) -> bool:
+            if (value := number(reward(text, row, rollout), f"--reward {self.reward}")) is None:
+                raise ValueError(f"--reward {self.reward} abstained on {text!r:.80}: a rate needs a verdict on each")
+            return value >= 1
+
+        cases = [(tasks.prompt_of(row), partial(right, row)) for row in rows]
         greedy = await evaluate_checks(policy, cases, **self.sampling)
         print(f"greedy   {greedy.rate} of {len(rows)} rows")
         if self.samples:

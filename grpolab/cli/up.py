@@ -155,6 +155,8 @@ def check(up: Up, training: GRPO) -> None:
         gsm8k(training.data)
     if shutil.which(up.api) is None:
         raise UsageError(f"--api {up.api}: there is no such program; pip install atroposlib, or name it with its path")
+    if up.api_port == up.server_port or not 0 < min(up.api_port, up.server_port) <= max(up.api_port, up.server_port) < 2**16:
+        raise UsageError(f"--api-port {up.api_port} and --server-port {up.server_port}: two ports from 1 to 65535")
     for option, port in (("--api-port", up.api_port), ("--server-port", up.server_port)):
         try:
             socket.create_server((HOST, port)).close()

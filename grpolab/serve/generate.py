@@ -35,7 +35,10 @@ def _one_prompt(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() not in ({"prompt"}, {"prompt_token_ids"}):
             raise ValueError(f"a prompt has prompt or prompt_token_ids, got {sorted(value)!r:.60}")
-        (value,) = value.values()
+        ((name, value),) = value.items()
+        if isinstance(value, str) != (name == "prompt"):
+            raise ValueError(f"{name} is a {'text' if name == 'prompt' else 'list of token ids'}, got {value!r:.60}")
+        return [value]
     return one_or_several(value)
 
 

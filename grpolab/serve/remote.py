@@ -22,6 +22,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.serve.http_client import Caller, RemoteError
+from grpolab.serve.mapped import Mapped
 from grpolab.serve.openai_schema import fingerprint
 from grpolab.serve.weight_sync import Bridge
 from grpolab.train.distil import checked_scores
@@ -95,7 +96,9 @@ class RemoteSampler:
                 "ignore_eos": params.ignore_eos}
         answer = await self.caller.ask("POST", "/v1/completions", {k: v for k, v in body.items() if v is not None})
         weights = answer.get("system_fingerprint")
-        if self._ours and self._published not in (None, weights):
+        live = isinstance(self.bridge, Mapped)  # its weights take the trainer's steps without a publish: only the mark stays
+        same = self._published in (None, weights) or live and str(weights).endswith(f"-{self.bridge.mark}")
+        if self._ours and not same:
             raise RemoteError(f"{self.url} has the weights {weights}, and this sampler published {self._published}: another "
                               "trainer publishes to it, or it was started again. Publish again")
         choices = sorted(answer.get("choices") or [], key=lambda c: c["index"])
