@@ -36,12 +36,12 @@ def scores(policy: Policy, sequences: Sequence[Sequence[int]], tops: bool) -> li
     rollouts = [Rollout(tuple(ids[:1]), (*ids[1:], *follow), (1,) * n, (0.0,) * n, (0.0,) * n, "length")
                 for ids in sequences for n in [len(ids) - 1 + tops]]
     with policy.acting():
-        for part in parts_of(policy, rollouts, config):
+        for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
             lengths = [len(r.tokens) for r in rollouts[part]]
             if not any(lengths):
                 out += [Scores([], [], [])] * len(lengths)
                 continue
-            layout = lay_out(rollouts[part], pad_id=policy.pad_id)
+            layout = lay_out(rollouts[part], share=config.share_prompts, pad_id=policy.pad_id)
             hidden, head = rollout_states(policy, layout), head_of(policy)
             targets = layout.target.to(policy.device)
             logps, _ = losses.target_logps(hidden, targets=targets, **head)
