@@ -16,11 +16,12 @@ from grpolab.chat import Example, encode_chat, prompt_ids, user
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import Run
+from grpolab.train import forward
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
 from grpolab.train.grpo import GRPOConfig, describe, grpo, grpo_gradient, grpo_update
 from grpolab.train.loop import OPTIMISERS, epoch_batches, make_optimiser
-from grpolab.train.preferences import load_preferences
+from grpolab.train.preferences import Pair, load_preferences
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
 from grpolab.train.rewards import finished_and_correct
@@ -127,6 +128,23 @@ def test_the_gradient_ignores_micro_batches_and_shared_rows(tiny, method, option
     cut = work(**options | change)
     assert expected.norm() > 1e-3 and (gradient(model) - expected).norm() < 1e-5 * expected.norm()
     assert {k: pytest.approx(v, rel=1e-5, abs=1e-6) for k, v in whole.items()} == cut
+
+
+def test_no_method_computes_padding(tiny, monkeypatch):
+    """Examples of any lengths, and pairs whose sides begin alike, cost their distinct tokens alone, but the last of each."""
+    seen = []
+    own = forward.states
+    monkeypatch.setattr(forward, "states", lambda decoder, ids, *rest: seen.append(len(ids)) or own(decoder, ids, *rest))
+    examples = [Example(tuple(range(6, 6 + n)), (0,) * (n - 2) + (1, 1)) for n in (3, 40, 11, 90)]
+    with pytest.warns(FutureWarning, match="pack_width changes nothing .* leave it out"):
+        config = SFTConfig(pack_width=160)
+    sft_gradient(tiny, examples, config)
+    assert seen == [3 + 40 + 11 + 90 - 4]
+    seen.clear()
+    pairs = [Pair((5,) * n, Example((6, 7, 8, 9), (1,) * 4), Example((6, 7, 7), (1,) * 3)) for n in (1, 30)]
+    reward_gradient(RewardModel.from_policy(tiny), pairs, RewardConfig())
+    dpo_gradient(tiny, pairs, torch.zeros(2, 2), DPOConfig())
+    assert seen == [1 + 30 + 2 * (2 + 2 + 1), 1 + 30 + 2 * (2 + 1)]
 
 
 # --- the loops --------------------------------------------------------------------------------------------------------
