@@ -126,14 +126,15 @@ class _PartialAttention(torch.autograd.Function):
         q, k, v, mixed, lse = ctx.saved_tensors
         shift = grad_lse[..., None] - (grad * mixed).sum(-1, keepdim=True)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for r, t, n, hidden in ctx.table.blocks:
-            p = _scores(q[r, :, t], k[r, :, :n], hidden)
-            p = p.sub_(lse[r, :, t].flatten(2, 3)).exp_()
-            g = grad[r, :, t].flatten(2, 3)
-            ds = (g @ v[r, :, :n].mT).add_(shift[r, :, t].flatten(2, 3)).mul_(p)
-            grad_q[r, :, t] = (ds @ k[r, :, :n]).view(q[r, :, t].shape)
-            grad_k[r, :, :n] += ds.mT @ q[r, :, t].flatten(2, 3)
-            grad_v[r, :, :n] += p.mT @ g
+        with torch.autocast(q.device.type, enabled=False):
+            for r, t, n, hidden in ctx.table.blocks:
+                p = _scores(q[r, :, t], k[r, :, :n], hidden)
+                p = p.sub_(lse[r, :, t].flatten(2, 3)).exp_()
+                g = grad[r, :, t].flatten(2, 3)
+                ds = (g @ v[r, :, :n].mT).add_(shift[r, :, t].flatten(2, 3)).mul_(p)
+                grad_q[r, :, t] = (ds @ k[r, :, :n]).view(q[r, :, t].shape)
+                grad_k[r, :, :n] += ds.mT @ q[r, :, t].flatten(2, 3)
+                grad_v[r, :, :n] += p.mT @ g
         return grad_q, grad_k, grad_v, None
 
 
