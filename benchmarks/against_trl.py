@@ -46,8 +46,8 @@ LONG_PROMPTS, LONG_PROMPT_TOKENS, LONG_MICRO = 2, 1000, 4  # of the cell with lo
 MIXED = (1 / 6, 11 / 6)  # times these tokens, evenly drawn for each example: its prompt and its answers
 EXAMPLES, PAIRS = 32, 16
 STEPS = {"tiny": 8, "smollm2-135m": 3}  # a process, warm-up included; 2 of the cell with long prompts
-# Tokens that our loops forward at once, shared prompts counted each time. GRPO in bf16 takes its whole batch, as TRL does.
-BUDGET = {("grpo", "fp32"): 1280, ("grpo", "bf16"): 5120} | {(k, d): 640 for k in ("sft", "dpo") for d in ("fp32", "bf16")}
+# Tokens that our loops forward at once. GRPO in bf16 takes its whole batch, as TRL does.
+BUDGET = {("grpo", "fp32"): 1280, ("grpo", "bf16"): 5120} | {(k, d): 1280 for k in ("sft", "dpo") for d in ("fp32", "bf16")}
 GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
     ("tiny", "fp32", "grpo", "equal"): (4, None), ("tiny", "bf16", "grpo", "equal"): (4, None),
     ("smollm2-135m", "fp32", "grpo", "equal"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo", "equal"): (6, 1 / 3),

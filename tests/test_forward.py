@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout, collate, given
-from grpolab.train import forward, layout
+from grpolab.train import forward, layout, logps
 from grpolab.train.layout import distinct_parts, lay_out
 from grpolab.train.logps import rollout_logps, rollout_states, way_of
 
@@ -76,11 +76,12 @@ def test_value_and_gradient_are_the_models_own(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("share", [False, True, "in small tables and parts"])
+@pytest.mark.parametrize("share", [False, True, "in small tables and parts, filled up"])
 def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share, monkeypatch):
     """Groups of 3, 1, 3 and 6 with completions of all lengths, also none, and tokens of an environment: they begin alike, up to
     all of one; or some of them do, and two are the same; or none does."""
     if share not in (True, False):
+        monkeypatch.setattr(logps, "row_step", lambda policy: 8)
         monkeypatch.setattr(layout, "SMALL", 0)
         monkeypatch.setattr(layout, "SCORES", 17)
     policy, rollouts = policy_of(CONFIGS[name]), []
@@ -92,9 +93,9 @@ def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share, m
             rollouts.append(given(prompt, tokens, mask))
     shape, results = collate(rollouts, torch.zeros(13)).mask.shape, []
     for way in ("unpadded", "rows", "alone"):
-        logps, _ = rollout_logps(policy, lay_out(rollouts, share=share), shape, 0.7, way=way)
-        (logps * torch.linspace(-1, 1, logps.numel(), dtype=torch.float64).view(shape)).sum().backward()
-        results.append((logps.detach(), gradients(policy)))
+        values, _ = rollout_logps(policy, lay_out(rollouts, share=share), shape, 0.7, way=way)
+        (values * torch.linspace(-1, 1, values.numel(), dtype=torch.float64).view(shape)).sum().backward()
+        results.append((values.detach(), gradients(policy)))
     for found in results[:-1]:
         assert_same(found, results[-1])
 
@@ -175,6 +176,16 @@ def test_in_bf16_it_is_as_close_to_fp32_as_the_models_own_forward(tiny, how):
                 error = rollout_states(tiny, line, way=way).float() - exact
             errors.append(error.square().mean().sqrt().item())
     assert 0 < errors[0] < 1.1 * errors[1]
+
+
+def test_products_in_bf16_have_few_numbers_of_rows(tiny, monkeypatch):
+    """oneDNN compiles each number anew."""
+    own, rows = torch.nn.functional.linear, set()
+    tiny.model.to(torch.bfloat16)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: rows.add(len(x)) or own(x, *rest))
+    for n in (3, 50, 61, 62, 90, 127):
+        assert len(rollout_states(tiny, whole(n))) == n
+    assert rows == {64, 128}
 
 
 @pytest.mark.parametrize("change", [

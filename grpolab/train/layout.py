@@ -6,11 +6,12 @@ Shapes: N rollouts, W tokens of the longest row, M tokens in a line, T tokens of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
 import torch
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from grpolab.rollouts import Rollout
@@ -76,6 +77,14 @@ class Tokens:
     def to(self, device) -> Tokens:
         tables = (tuple(t.to(device) for t in of) for of in (self.alone, self.beginnings, self.completions))
         return Tokens(self.ids.to(device), self.positions.to(device), self.predictor.to(device), *tables)
+
+    def filled(self, step: int) -> Tokens:
+        """With tokens that nobody looks at, and predictors of nothing, behind the others up to multiples of `step`."""
+        more, predictors = -len(self.ids) % step, -len(self.predictor) % step
+        places = list(range(len(self.ids), len(self.ids) + more))
+        return replace(
+            self, ids=F.pad(self.ids, (0, more)), positions=torch.cat((self.positions, torch.arange(more))),
+            predictor=F.pad(self.predictor, (0, predictors)), alone=(*self.alone, *_tables([(places, places)] * (more > 0))))
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,21 @@ def as_rollouts(examples: Sequence[Example]) -> list[Rollout]:
     return [given(e.ids[:n], e.ids[n:], e.mask[n:]) for e, n in zip(examples, cuts)]
 
 
+def row_step(policy: Policy) -> int:
+    """Of what the rows of a product shall be a multiple: on a processor oneDNN compiles those in bf16 for each number of rows
+    anew, for longer than a small model's product takes, and keeps all of them."""
+    half = torch.bfloat16 in (policy.dtype, torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+    return 64 if half and policy.device.type == "cpu" else 1
+
+
 def rollout_states(policy: Policy, layout: Layout, *, way: str | None = None, checkpointed: bool = False) -> Tensor:
     """The final hidden states, before the head, that predict the chosen tokens: (K, D). `checkpointed`: the backward computes
     the layers again instead of keeping what they computed."""
     way, decoder = way or way_of(policy, "rollouts"), policy.model.get_decoder()
     if way == "unpadded":
-        tokens = layout.tokens.to(policy.device)
-        return forward.states(decoder, tokens.ids, tokens.positions, forward.attending(tokens), tokens.predictor, checkpointed)
+        tokens = layout.tokens.filled(row_step(policy)).to(policy.device)
+        line = tokens.ids, tokens.positions, forward.attending(tokens), tokens.predictor
+        return forward.states(decoder, *line, checkpointed)[: len(layout.target)]
     ids, positions, at = (getattr(layout.rows, name).to(policy.device) for name in ("ids", "positions", "predictor"))
     with _checkpointing(policy) if checkpointed else nullcontext():
         if way == "alone":
