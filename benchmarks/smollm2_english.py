@@ -39,7 +39,7 @@ import smollm2_runs as runs  # noqa: E402
 
 from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
 from grpolab.chat import Example, prompt_ids  # noqa: E402
-from grpolab.chat_rules import kept, share_kept  # noqa: E402
+from grpolab.chat_rules import share_kept, verdicts  # noqa: E402
 from grpolab.files import data_path  # noqa: E402
 from grpolab.models.lora import ATTENTION, LoRA  # noqa: E402
 from grpolab.rollouts import Group  # noqa: E402
@@ -93,7 +93,7 @@ async def measure(policy) -> dict:
     for how in ("greedy", "sampled"):
         answers = await runs.said(policy, HELD_OUT, SETTINGS["new_tokens"], greedy=how == "greedy",
                                   temperature=SETTINGS["temperature"])
-        of = [kept(text, row, rollout) for (text, rollout), row in zip(answers, HELD_OUT)]
+        of = [verdicts(text, row, rollout) for (text, rollout), row in zip(answers, HELD_OUT)]
         names = dict.fromkeys(name for rules in of for name in rules)
         found[how] = {"all rules": runs.flags([all(rules.values()) for rules in of]),
                       "rules": {name: runs.flags([rules[name] for rules in of if name in rules]) for name in names},

@@ -70,17 +70,17 @@ def intact(text: str, rollout: Rollout | None = None) -> bool:
 
 def repeated(text: str, n: int = 3) -> float:
     """1 - distinct-n (Li et al. 2016, arXiv 1510.03055): the share of the n-word sequences that have occurred before."""
-    found = words(text)
-    grams = list(zip(*(found[i:] for i in range(n))))
+    written = words(text)
+    grams = list(zip(*(written[i:] for i in range(n))))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def english(text: str) -> bool:
     """Letters of English, and in a text of more than ten words at least one in ten that only serves grammar."""
-    letters, found = [c for c in text if c.isalpha()], words(text)
+    letters, written = [c for c in text if c.isalpha()], words(text)
     if not letters or sum(map(str.isascii, letters)) < 0.95 * len(letters):
         return False
-    return len(found) <= 10 or sum(word in FUNCTION_WORDS for word in found) >= 0.1 * len(found)
+    return len(written) <= 10 or sum(word in FUNCTION_WORDS for word in written) >= 0.1 * len(written)
 
 
 def refuses(text: str) -> bool:
@@ -117,8 +117,7 @@ def defines(text: str, name: str) -> bool:
             tree = ast.parse(unfenced(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    ends = [node.body[-1] for node in found]
+    ends = [node.body[-1] for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     return any(not isinstance(end.value if isinstance(end, ast.Expr) else end, ast.Pass | ast.Constant) for end in ends)
 
 
@@ -132,62 +131,57 @@ def has_keys(text: str, keys: Iterable[str]) -> bool:
 
 
 def _form(text: str, row: Mapping[str, Any]) -> bool:
-    said, letters, listed = text.strip(), [c for c in text if c.isalpha()], items(text)
+    letters, listed = [c for c in text if c.isalpha()], items(text)
     wanted = {
         "sentences": lambda n: sentences(text) == n,
         "items": lambda n: len(listed) == len(set(listed)) == n,
         "keys": lambda keys: has_keys(text, keys),
         "exactly": lambda this: words(text) == words(this),
         "case": lambda case: bool(letters) and all(map(str.isupper if case == "upper" else str.islower, letters)),
-        "ends": lambda mark: said.strip('"').endswith(mark),
+        "ends": lambda mark: text.strip().strip('"').endswith(mark),
     }
     return all(check(row[name]) for name, check in wanted.items() if name in row)
 
 
 def _topic(text: str, row: Mapping[str, Any]) -> bool:
-    found = words(text)
-    named = "about" not in row or any(word.startswith(stem) for word in found for stem in row["about"])
-    return named and not set(found) & set(row.get("without", ()))
+    written = words(text)
+    named = "about" not in row or any(word.startswith(stem) for word in written for stem in row["about"])
+    return named and not set(written) & set(row.get("without", ()))
 
 
 def checks(row: Mapping[str, Any]) -> dict[str, Check]:
     """The checks of a row by name. Every answer must stop and be intact. Where an arithmetic row has an `answer` it must also
     be boxed, and right. ValueError for a row of chat with a rule that there is not."""
-    found: dict[str, Check] = {"stop token": stops, "no corruption": intact}
+    rules: dict[str, Check] = {"stop token": stops, "no corruption": intact}
     if "kind" not in row:
         boxed = {"format": lambda text, _: text.count("\\boxed") == 1 and parse_boxed_answer(text) is not None,
                  "arithmetic": lambda text, _: check_answer(text, row["answer"])}
-        return found | (boxed if row.get("answer") is not None else {})
+        return rules | (boxed if row.get("answer") is not None else {})
     if unknown := sorted(set(row) - RULES - {"prompt", "kind"}):
         raise ValueError(f"{unknown[0]!r} is no rule of a row of chat; there are {', '.join(sorted(RULES))}")
-    found["no repetition"] = lambda text, _: repeated(text) <= MOST_REPEATED
+    rules["no repetition"] = lambda text, _: repeated(text) <= MOST_REPEATED
     if not {"code", "keys", "exactly"} & set(row):
-        found["English"] = lambda text, _: english(text)
+        rules["English"] = lambda text, _: english(text)
     if row.get("refuse"):
-        return found | {"refusal": lambda text, _: refuses(text)}
-    found["no refusal"] = lambda text, _: not refuses(text)
+        return rules | {"refusal": lambda text, _: refuses(text)}
+    rules["no refusal"] = lambda text, _: not refuses(text)
     if "words" in row:
-        found["length"] = lambda text, _: 0 < len(words(text)) <= row["words"]
+        rules["length"] = lambda text, _: 0 < len(words(text)) <= row["words"]
     if "code" in row:
-        found["code"] = lambda text, _: defines(text, row["code"])
+        rules["code"] = lambda text, _: defines(text, row["code"])
     if {"sentences", "items", "keys", "exactly", "case", "ends"} & set(row):
-        found["form"] = lambda text, _: _form(text, row)
+        rules["form"] = lambda text, _: _form(text, row)
     if {"about", "without"} & set(row):
-        found["topic"] = lambda text, _: _topic(text, row)
-    return found
+        rules["topic"] = lambda text, _: _topic(text, row)
+    return rules
 
 
-def kept(text: str, row: Mapping[str, Any], rollout: Rollout) -> dict[str, bool]:
+def verdicts(text: str, row: Mapping[str, Any], rollout: Rollout) -> dict[str, bool]:
     """By name, which of its row's checks a completion passes."""
     return {name: bool(check(text, rollout)) for name, check in checks(row).items()}
 
 
-def all_kept(text: str, row: Mapping[str, Any], rollout: Rollout) -> float:
-    """A reward: 1.0 where a completion keeps every rule of its row."""
-    return float(all(kept(text, row, rollout).values()))
-
-
 def share_kept(text: str, row: Mapping[str, Any], rollout: Rollout) -> float:
     """A reward: the share of the rules that a completion keeps, and 1 more where it keeps all, halved."""
-    found = kept(text, row, rollout).values()
-    return (sum(found) / len(found) + all(found)) / 2
+    passed = verdicts(text, row, rollout).values()
+    return (sum(passed) / len(passed) + all(passed)) / 2

@@ -21,13 +21,3 @@ def parse_boxed_answer(text: str) -> int | None:
 def check_answer(text: str, answer: int) -> bool:
     """Whether the last boxed integer of `text` is exactly `answer`."""
     return parse_boxed_answer(text) == answer
-
-
-def format_reward(text: str) -> float:
-    """1.0 if `text` holds a boxed integer, else 0.0."""
-    return float(parse_boxed_answer(text) is not None)
-
-
-def correct_reward(text: str, answer: int) -> float:
-    """1.0 if the last boxed integer of `text` is exactly `answer`, else 0.0."""
-    return float(check_answer(text, answer))

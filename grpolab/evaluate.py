@@ -50,21 +50,22 @@ class Interval:
         return "ahead" if self.low > 0 else "behind" if self.high < 0 else "no difference seen"
 
 
-def wilson(successes: int, n: int, z: float = Z95) -> Interval:
+def wilson(successes: int, n: int) -> Interval:
     """The Wilson score interval of a rate (Wilson 1927, JASA 22, p. 209); n must be at least 1."""
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n} is not a rate: evaluate at least one question")
-    rate, centre = successes / n, (successes + z * z / 2) / (n + z * z)
+    rate, z = successes / n, Z95
+    centre = (successes + z * z / 2) / (n + z * z)
     half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return Interval(rate, min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half)))  # whatever was rounded
 
 
-def mean_interval(values: Sequence[float], z: float = Z95) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Mean with its normal interval over the values, which are independent (one a question, never one a rollout)."""
-    return clustered_interval(values, range(len(values)), z)
+    return clustered_interval(values, range(len(values)))
 
 
-def clustered_interval(values: Sequence[float], clusters: Sequence[Any], z: float = Z95) -> Interval:
+def clustered_interval(values: Sequence[float], clusters: Sequence[Any]) -> Interval:
     """Mean with its normal interval where values of one cluster depend on each other, such as tasks of one template: the
     cluster-robust standard error of Liang and Zeger (1986, Biometrika 73, p. 13) with the factor C / (C - 1)."""
     sums, mean = defaultdict(float), sum(values) / max(1, len(values))
@@ -72,7 +73,7 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[Any], z: floa
         sums[cluster] += value - mean
     if len(sums) < 2:
         raise ValueError(f"an interval needs at least two questions, or clusters of them, got {len(sums)}")
-    half = z * math.sqrt(len(sums) / (len(sums) - 1) * sum(s * s for s in sums.values())) / len(values)
+    half = Z95 * math.sqrt(len(sums) / (len(sums) - 1) * sum(s * s for s in sums.values())) / len(values)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -285,8 +286,8 @@ async def evaluate_fixed(
 
 async def fixed_rates(policy: Policy, suite: str = "arithmetic") -> dict[str, float]:
     """The rates of the fixed prompts by the name of their check, e.g. for a Selection that watches a run."""
-    found = await evaluate_fixed(policy, suite)
-    return {"fixed_" + check.replace(" ", "_"): checked.rate.value for check, checked in found.items()}
+    by_check = await evaluate_fixed(policy, suite)
+    return {"fixed_" + check.replace(" ", "_"): checked.rate.value for check, checked in by_check.items()}
 
 
 def suite_table(**suites: dict[str, Checked]) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpolab.chat_rules import RULES, all_kept, checks, english, kept, refuses, repeated, sentences, share_kept
+from grpolab.chat_rules import RULES, checks, english, refuses, repeated, sentences, share_kept, verdicts
 from grpolab.evaluate import fixed_prompts
 from grpolab.files import data_path
 from grpolab.rollouts import Rollout
@@ -42,10 +42,9 @@ CASES = [  # rules of a row, a completion, the checks that it fails
 @pytest.mark.parametrize(("rules", "text", "failed"), CASES)
 def test_what_a_rule_sees(rules, text, failed):
     row = {"prompt": "?", "kind": "test"} | rules
-    assert {name for name, held in kept(text, row, ENDED).items() if not held} == failed
-    assert all_kept(text, row, ENDED) == (not failed) and all_kept(text, row, CUT) == 0.0
+    assert {name for name, held in verdicts(text, row, ENDED).items() if not held} == failed
     share = 1 - len(failed) / len(checks(row))
-    assert share_kept(text, row, ENDED) == pytest.approx((share + (not failed)) / 2)
+    assert share_kept(text, row, ENDED) == pytest.approx((share + (not failed)) / 2) and share_kept(text, row, CUT) < 1
 
 
 def test_measures_of_a_text():

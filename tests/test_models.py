@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpolab.chat import CHAT_TEMPLATE
-from grpolab.checker import correct_reward, format_reward, parse_boxed_answer
+from grpolab.checker import parse_boxed_answer
 from grpolab.files import data_path
 from grpolab.models.load import Policy, choose_device, load_policy
 
@@ -120,7 +120,7 @@ def test_a_special_token_inside_a_completion_stays_visible(tiny):
     for special in (tiny.eos_ids[0], tiny.pad_id):
         text = tiny.decode([*encode("\\boxed{1"), special, *encode("2}"), *end])
         assert text == f"\\boxed{{1{tiny.tokenizer.convert_ids_to_tokens(special)}2}}"
-        assert parse_boxed_answer(text) is None and correct_reward(text, 12) == format_reward(text) == 0.0
+        assert parse_boxed_answer(text) is None
     assert tiny.decode([]) == tiny.decode(end) == ""
 
 

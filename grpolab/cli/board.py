@@ -27,11 +27,11 @@ class Speedrun:
             raise ValueError(f"the entry cannot be written to {out}: name another file with --out")
         entry = speedrun(self.recipe.read_text(encoding="utf-8"), self.title or self.recipe.stem, threads=self.threads,
                          tries=self.tries)
-        found = summary(entry)
-        print(f"{found['accuracy']:.1%} of the held-out questions, {found['tokens']:,.0f} sampled tokens, "
-              f"{found['seconds']:.0f} s; the target is {STANDARD.target:.0%}")
+        means = summary(entry)
+        print(f"{means['accuracy']:.1%} of the held-out questions, {means['tokens']:,.0f} sampled tokens, "
+              f"{means['seconds']:.0f} s; the target is {STANDARD.target:.0%}")
         print(save(entry, out))
-        return 0 if found["accuracy"] >= STANDARD.target else 1
+        return 0 if means["accuracy"] >= STANDARD.target else 1
 
 
 @dataclass(frozen=True)

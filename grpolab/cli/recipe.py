@@ -92,7 +92,7 @@ def flag(name: str, method: str) -> str:
 
 def renamed(arguments: Sequence[str], method: str) -> list[str]:
     """Arguments with the options in this project's names."""
-    found: list[str] = []
+    own: list[str] = []
     trackers: list[str] = []
     models: list[str] = []
     waiting = iter(arguments)
@@ -107,18 +107,18 @@ def renamed(arguments: Sequence[str], method: str) -> list[str]:
         elif why := NO_OPTION_OF.get(method, {}).get(known) or NO_OPTION.get(known):
             raise UsageError(f"--{option} is no option here: {why}")
         else:
-            found.append(f"--{known}{equals}{value}" if option else argument)
-    return models + _both_sides(found) + (["--report-to", *dict.fromkeys(trackers)] if trackers else [])
+            own.append(f"--{known}{equals}{value}" if option else argument)
+    return models + _both_sides(own) + (["--report-to", *dict.fromkeys(trackers)] if trackers else [])
 
 
 def _both_sides(arguments: list[str]) -> list[str]:
     """Arguments with a single value of --clip-eps said twice."""
-    found = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--clip-eps=") else [a])]
-    if "--clip-eps" in found:
-        at = found.index("--clip-eps") + 1
-        if at < len(found) and all(second.startswith("--") for second in found[at + 1 : at + 2]):
-            found.insert(at, found[at])
-    return found
+    parts = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--clip-eps=") else [a])]
+    if "--clip-eps" in parts:
+        at = parts.index("--clip-eps") + 1
+        if at < len(parts) and all(second.startswith("--") for second in parts[at + 1 : at + 2]):
+            parts.insert(at, parts[at])
+    return parts
 
 
 def with_none(arguments: Sequence[str]) -> list[str]:
@@ -150,13 +150,13 @@ def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
         raise UsageError(f"{path}: a recipe says method = one of {', '.join(methods)}, and model = a name or folder; it has "
                          f"method {method!r} and model {model!r}")
     overrides = renamed(overrides, method)
-    taken = {argument.partition("=")[0].removeprefix("--").removeprefix("no-") for argument in overrides}
+    overridden = {argument.partition("=")[0].removeprefix("--").removeprefix("no-") for argument in overrides}
     positional = bool(overrides) and not overrides[0].startswith("--")
     arguments = [] if positional else [model]
     for key, value in entries.items():
-        said = renamed(spelled(flag(key, method), value, f"{path}: {key}"), method)
-        if said[0].removeprefix("--").removeprefix("no-") not in taken:
-            arguments += said
+        option = renamed(spelled(flag(key, method), value, f"{path}: {key}"), method)
+        if option[0].removeprefix("--").removeprefix("no-") not in overridden:
+            arguments += option
     return method, overrides[:1] * positional + arguments + overrides[positional:]
 
 
@@ -174,14 +174,14 @@ def spelled(name: str, value: Any, where: str) -> list[str]:
 
 def entries(command: Any) -> dict[str, Any]:
     """The options of a command that differ from their defaults, those of its configurations among them; the model first."""
-    found = {}
+    changed = {}
     for f in fields(command):
         value = getattr(command, f.name)
         if is_dataclass(value):
-            found |= entries(value)
+            changed |= entries(value)
         elif f.default is MISSING or value != f.default:
-            found[f.name] = value
-    return found
+            changed[f.name] = value
+    return changed
 
 
 def written(method: str, options: dict[str, Any]) -> str:

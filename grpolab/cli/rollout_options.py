@@ -76,10 +76,10 @@ class RolloutOptions:
         self._check_bridge(lora_rank)
 
     def _check_bridge(self, lora_rank: int) -> None:
-        given = {"--server-url": self.server_url, "--weight-bridge": self.weight_bridge, "--bridge-path": self.bridge_path}
-        missing = [name for name, value in given.items() if value is None]
-        if 0 < len(missing) < len(given):
-            raise UsageError(f"{', '.join(sorted(given.keys() - {*missing}))} without {' and '.join(missing)}: a served policy "
+        parts = {"--server-url": self.server_url, "--weight-bridge": self.weight_bridge, "--bridge-path": self.bridge_path}
+        missing = [name for name, value in parts.items() if value is None]
+        if 0 < len(missing) < len(parts):
+            raise UsageError(f"{', '.join(sorted(parts.keys() - {*missing}))} without {' and '.join(missing)}: a served policy "
                              "needs an address, a way for the updates, and a file or folder for them")
         if not missing and self.kind not in (None, "atropos_url"):
             raise UsageError("--server-url: a served policy samples prompts, or answers Atropos' environments")

@@ -16,6 +16,7 @@ from grpolab.cli import UsageError
 from grpolab.env.aws.options import AwsOptions
 from grpolab.env.process import Isolation
 from grpolab.env.server import serve_forever
+from grpolab.env.session import ServeLimits
 from grpolab.env.worker import load_factory
 
 
@@ -37,17 +38,6 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Times in seconds."""
-
-    reset_timeout: float = 60.0  # longest reset
-    step_timeout: float = 60.0  # longest step
-    close_timeout: float = 5.0  # longest closing of an environment
-    ping_interval: float | None = 5.0  # between heartbeats; 0 turns them off
-    ping_timeout: float = 10.0  # without an answer before a client counts as gone
-
-
-@dataclass(frozen=True)
 class Serve:
     """Serve an environment over WebSockets until SIGTERM or SIGINT."""
 
@@ -63,7 +53,7 @@ class Serve:
     memory_mib: int | None = None
     """The most private memory that one of those processes may allocate; shared mappings (/dev/shm) are not counted, and each
     process that it starts has as much again."""
-    limits: OmitArgPrefixes[Limits] = Limits()
+    limits: OmitArgPrefixes[ServeLimits] = ServeLimits()
     aws: OmitArgPrefixes[AwsOptions] = AwsOptions()
 
     def run(self) -> int:
@@ -71,7 +61,7 @@ class Serve:
             raise UsageError("--cwd and --memory-mib need --isolate process: a thread has neither to itself")
         if self.environment != "aws" and (changed := self.aws_changed()):
             name = min(changed)
-            raise UsageError(f"--{'no-' * (name == 'drift')}{name.replace('_', '-')} is only of `serve aws`")
+            raise UsageError(f"--{name.replace('_', '-')} is only of `serve aws`")
         variables = dict(map(variable, self.env))
         isolation = "thread" if self.isolate == "thread" else Isolation(variables, self.cwd, self.memory_mib)
         token = self.address.token()

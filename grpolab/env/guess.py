@@ -48,11 +48,11 @@ class GuessEnv:
             raise RuntimeError("the episode is over: reset before the next step")
         self._turn += 1
         answer = self._compare(int(guesses[-1])) if guesses else "write a number"
-        found = answer == "correct"
-        if self.notes and not found:
+        right = answer == "correct"
+        if self.notes and not right:
             answer = f"{answer}: {self._note(answer, int(guesses[-1]) if guesses else 0)}"
-        self._done = found or self._turn >= self.max_turns
-        reward = 1.0 - self.price * (self._turn - 1) if found else 0.0
+        self._done = right or self._turn >= self.max_turns
+        reward = 1.0 - self.price * (self._turn - 1) if right else 0.0
         return StepResult({"text": answer}, reward if self._done else None, self._done)
 
     def _compare(self, guess: int) -> str:

@@ -25,8 +25,19 @@ log = logging.getLogger("grpolab.env.server")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """How `serve` treats its sessions; times in seconds.
+class ServeLimits:
+    """Times in seconds."""
+
+    reset_timeout: float = 60.0  # longest reset
+    step_timeout: float = 60.0  # longest step
+    close_timeout: float = 5.0  # longest closing of an environment
+    ping_interval: float | None = 5.0  # between heartbeats; None, or 0 on the command line, turns them off
+    ping_timeout: float | None = 10.0  # without an answer before a client counts as gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ServeLimits):
+    """How `serve` treats its sessions.
 
     isolate: "thread", one for each session (an `async` environment has an event loop in it); or "process", one that can be
     killed and inherits no secrets, for which the environment must be importable; an `Isolation` says more about that process.
@@ -42,11 +53,6 @@ class ServeOptions:
     isolate: str | Isolation = "thread"
     arguments: Mapping[str, Any] = field(default_factory=dict)
     token: str | None = None
-    reset_timeout: float = 60.0
-    step_timeout: float = 60.0
-    close_timeout: float = 5.0
-    ping_interval: float | None = 5.0
-    ping_timeout: float | None = 10.0
 
     def __post_init__(self):
         if not 0 <= self.port <= 65535:
@@ -107,8 +113,8 @@ class Session:
     async def serve(self) -> None:
         """Answer every message but `close`, in order."""
         self.serving = asyncio.current_task()
-        left = asyncio.ensure_future(self.connection.wait_closed())
-        left.add_done_callback(lambda _: self.env and self.env.cancel())  # nobody waits for what it does
+        gone = asyncio.ensure_future(self.connection.wait_closed())
+        gone.add_done_callback(lambda _: self.env and self.env.cancel())  # nobody waits for what it does
         try:
             await self._open()
             async for message in self.connection:
@@ -124,7 +130,7 @@ class Session:
             pass
         finally:
             self._over = True
-            left.cancel()
+            gone.cancel()
 
     async def _send(self, text: str) -> None:
         """Send a reply. A client that does not take it for as long as it may leave a ping unanswered is cut off: pings would

@@ -103,9 +103,9 @@ async def trained(task: Speedrun, start: Policy, config: GRPOConfig) -> dict:
         run = Run("speedrun", root=folder)
         rows = [row async for row in grpo(policy, reference, practice, config, run=run)]
         steps = [run.recorder.groups(row["step"]) for row in rows]
-    found = await evaluate(policy, held_out, max_new_tokens=NEW_TOKENS)
+    evaluation = await evaluate(policy, held_out, max_new_tokens=NEW_TOKENS)
     return {
-        "accuracy": found.exact.value, "tokens": sum(len(r.tokens) for groups in steps for g in groups for r in g.group),
+        "accuracy": evaluation.exact.value, "tokens": sum(len(r.tokens) for groups in steps for g in groups for r in g.group),
         "seconds": round(sum(row["sampling_s"] + row["update_s"] for row in rows), 1), "weights": weights_hash(policy),
         "rewards": [row["reward"] for row in rows],
         "asked": [[f"{g.problem['a']} {g.problem['op']} {g.problem['b']}" for g in groups] for groups in steps]}

@@ -111,8 +111,8 @@ class Dashboard:
     def _progress(self) -> str:
         """Steps, the time that they took, and the time left."""
         elapsed = time.monotonic() - self._began
-        left = elapsed / max(1, len(self.rows) - self._earlier) * (self.steps - self.done)
-        state = ", interrupted" if self.interrupted else f", about {left:.0f} s left" if 0 < self.done < self.steps else ""
+        remaining = elapsed / max(1, len(self.rows) - self._earlier) * (self.steps - self.done)
+        state = ", interrupted" if self.interrupted else f", about {remaining:.0f} s left" if 0 < self.done < self.steps else ""
         return f"{self.done}/{self.steps}, {elapsed:.0f} s{state}"
 
     def _values(self) -> str:

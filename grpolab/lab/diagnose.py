@@ -50,8 +50,8 @@ def diagnose(what: Run | Sequence[Mapping], *, watched: str | None = None) -> Fi
     `watched` names a column that is a judge beside the reward, such as a rule that a learned reward only imitates."""
     rows = [{name: float(value) for name, value in row.items() if isinstance(value, int | float) and value == value}
             | {"step": row.get("step", i)} for i, row in enumerate(_rows_of(what))]
-    found = [*(_lasting(rows, *rule) for rule in RULES), _longer(rows), _fallen(rows), _gamed(rows, watched)]
-    return Findings(sorted(filter(None, found), key=lambda f: f.step))
+    findings = [*(_lasting(rows, *rule) for rule in RULES), _longer(rows), _fallen(rows), _gamed(rows, watched)]
+    return Findings(sorted(filter(None, findings), key=lambda f: f.step))
 
 
 def _rows_of(what) -> Sequence[Mapping]:

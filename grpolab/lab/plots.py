@@ -165,7 +165,7 @@ def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel=
     return ax
 
 
-PHASES = {"reset": PURPLE, "step": SKY, "generate": POLICY, "replay": WARNING}  # others are grey
+PHASES = {"reset": PURPLE, "step": SKY, "generate": POLICY}  # others are grey
 
 
 def timeline(spans: Sequence, *, title: str, ax=None):

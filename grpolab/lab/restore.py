@@ -49,10 +49,10 @@ def restore(run: Run, step: int, *, reference: Policy | None = None) -> State:
 
     The `reference` of a run with a KL penalty is its start unless another is given. Raises ValueError where no weights were
     kept, where a step between is not wholly on the record, and for files that are damaged."""
-    step, steps, kept = index(step), config_of(run).steps, run.kept()
-    start = max((s for s in kept if s <= step), default=None)
+    step, steps, states = index(step), config_of(run).steps, run.kept()
+    start = max((s for s in states if s <= step), default=None)
     if start is None or step > steps:
-        there = f"weights are kept before steps {', '.join(map(str, kept))}" if kept else (
+        there = f"weights are kept before steps {', '.join(map(str, states))}" if states else (
             "no weights were kept: Run(..., replay_every=10) keeps them every 10 steps")
         raise ValueError(f"{run.shown(run.folder)} has no way to step {step} of {steps}: {there}")
     return with_threads(session_at(run, start).get("threads"), lambda: _updated(run, start, step, reference))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # names that peft reads from the hub
@@ -122,8 +123,6 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def save(model: nn.Module, folder: Path) -> None:
     """peft's two files, which `PeftModel.from_pretrained(base, folder)` reads."""
-    from safetensors.torch import save_file
-
     tensors = {PREFIX + name: t.detach().cpu().contiguous() for name, t in _state(model).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     model.peft_config["default"].save_pretrained(str(folder))
@@ -163,8 +162,6 @@ def exchange(model: nn.Module, folder: Path) -> None:
 
 def _read(folder: Path):
     """peft's configuration of a saved adapter and its tensors."""
-    from safetensors.torch import load_file
-
     try:
         config = _peft().LoraConfig.from_pretrained(str(folder))
         saved = {name.removeprefix(PREFIX): t for name, t in load_file(folder / WEIGHTS).items()}

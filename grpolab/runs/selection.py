@@ -95,8 +95,8 @@ class Selected:
 
     def best(self) -> dict | None:
         """`steps`, `by`, `value` and `folder` of the best policy so far; None without one."""
-        kept = [json.loads((d / "best.json").read_text()) | {"folder": d} for d in self._folders()]
-        return max(kept, key=lambda b: (b["value"], -b["steps"]), default=None)
+        candidates = [json.loads((d / "best.json").read_text()) | {"folder": d} for d in self._folders()]
+        return max(candidates, key=lambda b: (b["value"], -b["steps"]), default=None)
 
     def table(self) -> pd.DataFrame:
         """`steps`, and a column for each number."""

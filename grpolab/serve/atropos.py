@@ -185,8 +185,8 @@ def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) 
         filled = [Group((*g, *[Rollout(g[0].prompt, (), (), (), (), "lost")] * (size - len(g)))) for g in groups]
         a = advantages_of(items, filled, config)
         state = await trainer.caller.ask("GET", "/status")
-        said = [g for g, item in zip(groups, items) if "policy_version" in (item.get("generation_params") or {})]
-        behind = policy.version - min(r.policy_version for g in said for r in g) if said else math.nan
+        versioned = [g for g, item in zip(groups, items) if "policy_version" in (item.get("generation_params") or {})]
+        behind = policy.version - min(r.policy_version for g in versioned for r in g) if versioned else math.nan
         row = {"refused_groups": len(refused), "staleness": behind, "queued_groups": state.get("queue_size", 0)}
         shown = a if a is None or a.dim() == 2 else a.mean(-1)
         return StepGroups(filled, row, advantages=a, engine="atropos", record=lambda: as_recorded(

@@ -175,17 +175,17 @@ class TurnCaches:
 
     @property
     def nbytes(self) -> int:
-        caches = [kept.cache for kept in list(self._by_turn.values()) if kept.cache is not None]
+        caches = [prefix.cache for prefix in list(self._by_turn.values()) if prefix.cache is not None]
         return sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
 
     def after(self, turn: Turn | None) -> Prefix:
         """The cache after a turn; an empty one where it is gone."""
         return self._by_turn.get(turn) or Prefix()
 
-    def keep(self, turn: Turn, kept: Prefix) -> None:
+    def keep(self, turn: Turn, prefix: Prefix) -> None:
         """In the place of the one after the turn before."""
         self.forget([turn.parent])
-        self._by_turn[turn] = kept
+        self._by_turn[turn] = prefix
         while self.nbytes > self.most:
             self.forget([next(iter(self._by_turn))])
 

@@ -50,7 +50,7 @@ def advantages(rewards: Tensor, kind: str = "centred") -> Tensor:
     "leave_one_out": r - mean of the others = centred * n / (n - 1) (RLOO, arXiv 2402.14740).
     "batch_standardised": centred / (std of all rewards + 1e-4), the std with n - 1 (arXiv 2508.08221).
     """
-    given, rewards = rewards.dtype, _checked(rewards)
+    dtype, rewards = rewards.dtype, _checked(rewards)
     n = (~rewards.isnan()).sum(1, keepdim=True)
     centred = rewards - rewards.nanmean(1, keepdim=True)
     if kind == "centred":
@@ -65,7 +65,7 @@ def advantages(rewards: Tensor, kind: str = "centred") -> Tensor:
         kinds = "'centred', 'standardised', 'leave_one_out' or 'batch_standardised'"
         raise ValueError(f"kind must be {kinds}, got {kind!r}")
     a = a.masked_fill(rewards.isnan() | ~informative(rewards)[:, None], 0)
-    return a.to(given) if given.is_floating_point else a.float()
+    return a.to(dtype) if dtype.is_floating_point else a.float()
 
 
 def informative(rewards: Tensor) -> Tensor:

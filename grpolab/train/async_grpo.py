@@ -143,7 +143,7 @@ async def ahead(draws: Draws, groups: Source, policy: Policy, config: AsyncGRPOC
 
 def aged(batch: StepGroups, version: int) -> dict:
     """The columns of a step's row about the age of its tokens."""
-    ages = [version - v for g in batch.seen or batch.groups for r in g for v, kept in zip(r.token_versions, r.mask) if kept]
+    ages = [version - v for g in batch.seen or batch.groups for r in g for v, m in zip(r.token_versions, r.mask) if m]
     return {"version": version, "staleness": mean(ages), "staleness_max": max(ages, default=float("nan"))}
 
 
@@ -217,11 +217,11 @@ class Draws:
                     path.unlink(missing_ok=True)  # two threads may keep
 
     async def sample(self, prompts: Sequence[Sequence[int]], *, group_size: int, params: SamplingParams) -> list[Group]:
-        found = {}
+        rollouts = {}
         async with aclosing(self.stream(prompts, group_size=group_size, params=params)) as stream:
             async for i, g, rollout in stream:
-                found[i, g] = rollout
-        return [Group(tuple(found[i, g] for g in range(group_size))) for i in range(len(prompts))]
+                rollouts[i, g] = rollout
+        return [Group(tuple(rollouts[i, g] for g in range(group_size))) for i in range(len(prompts))]
 
     async def stream(self, prompts: Sequence[Sequence[int]], *, group_size: int,
                      params: SamplingParams) -> AsyncIterator[tuple[int, int, Rollout]]:
@@ -234,18 +234,18 @@ class Draws:
                 for g, rollout in enumerate(recorded.group):
                     yield i, g, rollout
             return
-        found: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
+        rollouts: list[list[Rollout | None]] = [[None] * group_size for _ in prompts]
         self._calls += 1
         self._idle.clear()
         try:
             async with aclosing(self.sampler.stream(prompts, group_size=group_size, params=params)) as stream:
                 async for i, g, rollout in stream:
-                    found[i][g] = rollout
+                    rollouts[i][g] = rollout
                     yield i, g, rollout
             if self.kept is not None:
-                await asyncio.to_thread(self._keep, step, found)
+                await asyncio.to_thread(self._keep, step, rollouts)
         finally:
-            self.dropped += sum(rollout is None for row in found for rollout in row)
+            self.dropped += sum(rollout is None for row in rollouts for rollout in row)
             self._calls -= 1
             if not self._calls:
                 self._idle.set()

@@ -97,9 +97,9 @@ async def distil(
     if (config.on_policy < 1) != bool(examples):
         raise ValueError(f"examples are what the steps off the policy have: on_policy={config.on_policy} with {len(examples)} "
                          "of them. Give both, or neither")
-    given = [_as_rollout(e) for e in examples]
+    demos = [_as_rollout(e) for e in examples]
     batch_of = epoch_batches(range(len(rows)), config.prompts_per_step, config.seed)
-    examples_of = epoch_batches(given, config.prompts_per_step * config.group_size, config.seed) if given else None
+    examples_of = epoch_batches(demos, config.prompts_per_step * config.group_size, config.seed) if demos else None
 
     def prompts_of(row: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         own = tuple(prompt_ids(policy.tokenizer, prompt_of(row)))
@@ -110,7 +110,7 @@ async def distil(
         for k, one in enumerate((policy, teacher)):
             if isinstance(one, Policy):
                 longest = max(*(len(pair[k]) + config.max_new_tokens for pair in prompts),
-                              *(len(r.prompt) + len(r.tokens) for r in given), 0)
+                              *(len(r.prompt) + len(r.tokens) for r in demos), 0)
                 check_lengths(one, longest, "prompt and completion")
                 with one.acting():
                     verify_forward(one, config, longest)
@@ -257,7 +257,7 @@ def checked_scores(scores: Any, rollouts: Sequence[Rollout]) -> list[list[float]
     if [*map(len, lines)] != [len(r.tokens) for r in rollouts]:
         raise ValueError(f"the teacher gave {len(lines)} lines of {sum(map(len, lines))} log-probs in all, and {len(rollouts)} "
                          f"rollouts have {sum(len(r.tokens) for r in rollouts)} tokens: each needs its own")
-    chosen = [x for line, r in zip(lines, rollouts) for x, kept in zip(line, r.mask) if kept]
+    chosen = [x for line, r in zip(lines, rollouts) for x, m in zip(line, r.mask) if m]
     if wrong := [x for x in chosen if not -math.inf < x <= ROUNDING]:
         raise ValueError(f"the teacher gave {wrong[0]:.4g} as the log-prob of a token: one is finite and not above 0")
     return lines

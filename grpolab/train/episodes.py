@@ -71,8 +71,8 @@ class Episode:
     def text(self) -> str:
         """The transcript, one line a message."""
         lines = [f"environment: {self.question}"]
-        for wrote, told in self.turns:
-            lines += [f"policy:      {wrote}", f"environment: {told}"]
+        for written, answer in self.turns:
+            lines += [f"policy:      {written}", f"environment: {answer}"]
         return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ class GRPOConfig(Optimisation):
     times a step.
 
     The KL penalty is to a frozen reference, or with kl_to="sampler" to the policy that drew the rollouts, by the log-probs that
-    came with them: no second model, and a trust region instead of a leash (the penalised objective of PPO, arXiv 1707.06347,
+    came with them: no second model, and a trust region around it (the penalised objective of PPO, arXiv 1707.06347,
     eq. 8, with the estimate and direction of `losses.kl_penalty`; Atropos' example trainer has kl_coef 0.1 and kl_kind "k3").
     It is zero, gradient and all, until the policy has moved away from the one that drew: in the second update of a step, or on
     rollouts of older weights.

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 
+import pandas as pd
 import torch
 
 from grpolab.chat import Example
@@ -52,8 +53,6 @@ class Plan:
     def compare(self, table, peak: int | None = None):
         """A DataFrame of plan and measurement. `table`: the run's rows (`run.table()`); `peak`: bytes, by default the
         largest memory of this process so far (`peak_memory`)."""
-        import pandas as pd
-
         peak = peak_memory() if peak is None else peak
         seconds = sum(table[c].sum() for c in ("sampling_s", "update_s", "seconds") if c in table)
         rows = {"memory": (_size(self.total), _size(peak), self.total / peak),
@@ -132,12 +131,12 @@ def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, pr
     n = max(1, min(rows, PROBE_TOKENS // length))
     vocab = policy.model.get_output_embeddings().weight.shape[0]
     parameters = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
-    kept: dict[int, int] = {}  # bytes by address
+    saved: dict[int, int] = {}  # bytes of what the backward needs, by address
 
-    def keep(t):
+    def save(t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in parameters and not (t.dim() == 2 and t.shape[1] == vocab):
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return t
 
     def once() -> int:
@@ -155,7 +154,7 @@ def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, pr
     with policy.lock:
         gradients = [p.grad for p in policy.model.parameters()]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
                 once()
             began = time.perf_counter()
             tokens = once()
@@ -165,7 +164,7 @@ def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, pr
                 p.grad = grad
     full = min(rows * length, max(config.token_budget, length))
     logits = min(full * completion // length * vocab * policy.dtype.itemsize, losses.KEPT_BYTES)
-    return sum(kept.values()) * full // (n * length) + logits, tokens / seconds
+    return sum(saved.values()) * full // (n * length) + logits, tokens / seconds
 
 
 def _random_ids(policy: Policy, n: int, seed: int) -> list[int]:

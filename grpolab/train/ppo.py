@@ -83,16 +83,16 @@ class Critic:
         mask = padded([r.mask for r in rollouts])
         values = torch.zeros_like(mask)
         for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
-            found = self.values(policy, rollouts[part], config).cpu()
-            values[part, : found.shape[1]] = found
+            part_values = self.values(policy, rollouts[part], config).cpu()
+            values[part, : part_values.shape[1]] = part_values
         rewards = reward_tensor([g.rewards for g in groups]).flatten().float()
         a = gae(rewards.nan_to_num(), values, mask * ~rewards.isnan()[:, None], gamma=self.config.gamma, lam=self.config.lam)
         return tuple(x.unflatten(0, (len(groups), -1)) for x in (a, a + values))
 
     def fit(self, policy: Policy, groups: Sequence[Group], returns: Tensor, config, optimiser, step: int) -> dict:
         """Steps of the critic towards the returns (B, G, T), by half the squared error of a token; the first step's metrics."""
-        kept = [(r, target) for g, targets in zip(groups, returns) for r, target in zip(g, targets) if r.reward is not None]
-        rollouts, targets = [r for r, _ in kept], [target for _, target in kept]
+        rewarded = [(r, target) for g, targets in zip(groups, returns) for r, target in zip(g, targets) if r.reward is not None]
+        rollouts, targets = [r for r, _ in rewarded], [target for _, target in rewarded]
         tokens, rows = sum(sum(r.mask) for r in rollouts), []
         if not tokens:
             return {"value_loss": float("nan"), "explained": float("nan")}
@@ -108,7 +108,7 @@ class Critic:
         for _ in range(self.config.epochs):
             rows.append(accumulate(self.model, parts()))
             apply_gradient(self.model, optimiser, replace(config, lr=self.config.lr), step)
-        learned = torch.cat([target[: len(r.mask)][torch.tensor(r.mask).bool()] for r, target in kept])
+        learned = torch.cat([target[: len(r.mask)][torch.tensor(r.mask).bool()] for r, target in rewarded])
         spread = learned.var(unbiased=False).item() / 2
         return rows[0] | {"explained": 1 - rows[0]["value_loss"] / spread if spread else float("nan")}
 

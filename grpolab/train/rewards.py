@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpolab.chat import prompt_ids
-from grpolab.checker import correct_reward
+from grpolab.checker import check_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import Policy
@@ -46,7 +46,7 @@ def finished_and_correct(text: str, problem: Any, rollout: Rollout) -> float:
         except ValueError:
             raise ValueError(f"the answer {answer!r:.40} of a row is no integer, which is all that a box can hold: give "
                              "another reward, e.g. tasks.right_number") from None
-    return correct_reward(text, answer) if rollout.finish_reason == "eos" else 0.0
+    return float(rollout.finish_reason == "eos" and check_answer(text, answer))
 
 
 def name_of(reward: Reward) -> str:

@@ -58,8 +58,7 @@ class AwsEnv:
         self.account.close("s3")  # which may remember buckets that are gone
         self._grader.close("s3")
         self._prepare(chosen, chosen.setup)
-        if self.options.drift and chosen.drifts:
-            self._prepare(chosen, tuple(chosen.drifts[i] for i in pick_drifts(chosen, seed)))
+        self._prepare(chosen, tuple(chosen.drifts[i] for i in pick_drifts(chosen, seed)))
         self._task = chosen
         self._progress = self._grade().progress
         self._done = False

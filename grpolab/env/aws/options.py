@@ -11,7 +11,7 @@ TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert", "drift")
 
 @dataclass(frozen=True)
 class AwsOptions:
-    """How episodes go; only of `serve aws`. `drift` draws from the episode's seed.
+    """How episodes go; only of `serve aws`.
 
     `shaping` w pays w * (P(s') - P(s)) each turn, with P the share of the criteria that hold, and 0 in the state after the last
     turn, so that which policies are best stays as it is (Ng, Harada and Russell, 1999): an episode's sum is the terminal reward
@@ -20,7 +20,6 @@ class AwsOptions:
 
     max_turns: int = 8  # commands in an episode
     tier: str | None = None  # tier of the tasks that are drawn where a client names none
-    drift: bool = True  # begin drift tasks with some of what they ask for spoilt
     shaping: float = 0.0  # weight of the potential difference that is paid each turn
     observation_characters: int = 800  # longest observation; an output is cut in its middle
 
