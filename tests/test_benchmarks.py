@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,14 +17,18 @@ BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(BENCHMARKS))
 import async_grpo  # noqa: E402
 import baselines  # noqa: E402
+import board  # noqa: E402
+import critic  # noqa: E402
 import distillation  # noqa: E402
 import estimators  # noqa: E402
 import grpo_seeds  # noqa: E402
 import illnesses  # noqa: E402
+import long_prompts  # noqa: E402
 import longer_answers  # noqa: E402
 import records  # noqa: E402
 import report  # noqa: E402
 import rollouts  # noqa: E402
+import seeds  # noqa: E402
 import several_rewards  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_english as english  # noqa: E402
@@ -31,6 +36,7 @@ import smollm2_runs as runs  # noqa: E402
 import smollm2_tools as asking  # noqa: E402
 
 from grpolab.chat import CHAT_TEMPLATE  # noqa: E402
+from grpolab.lab.board import Speedrun  # noqa: E402
 from grpolab.rollouts import Group  # noqa: E402
 from grpolab.train import DistilConfig, GRPOConfig, SFTConfig  # noqa: E402
 
@@ -185,6 +191,45 @@ def test_longer_answers_over_seeds(monkeypatch, tmp_path):
     asyncio.run(longer_answers.main([0]))
     row = json.loads((tmp_path / "longer_answers.json").read_text())["seeds"]["0"]["2"]
     assert 0 <= row["grpo"]["right"] <= 1 and 0 < row["sft"]["long"] < 1
+
+
+def test_a_long_prompt_once_a_group_has_the_gradient_of_once_a_rollout(monkeypatch, tmp_path):
+    shorter(monkeypatch, long_prompts, tmp_path, PROMPTS=(40,), COMPLETION=5, GROUPS=2, SIZE=2, ROUNDS=1)
+    long_prompts.main()
+    (row,) = json.loads((tmp_path / "long_prompts.json").read_text())["rows"]
+    assert row["tokens once a group"] < row["tokens once a rollout"] and row["gradients apart"] < 1e-4
+
+
+@pytest.mark.full
+def test_a_critic_over_seeds(monkeypatch, tmp_path):
+    short = {"steps": 2, "warmup": 0}
+    shorter(monkeypatch, critic, tmp_path, EACH=1, SECRETS=critic.SECRETS[:2], WARM_UP=replace(critic.WARM_UP, steps=60),
+            GRPO=replace(critic.GRPO, **short, prompts_per_step=2, group_size=2))
+    asyncio.run(critic.main([0]))
+    record = json.loads((tmp_path / "critic.json").read_text())
+    assert set(record["seeds"]["0"]) == {"start", *critic.WAYS, "rejection"} and len(record["pilot"]) == len(critic.GRID)
+    assert len(record["seeds"]["0"]["ppo_50"]["explained by step"]) == 2
+
+
+@pytest.mark.full
+def test_a_recipe_is_searched_for_and_entered(monkeypatch, tmp_path):
+    task = Speedrun(target=0.0, seeds=(0,), sft=SFTConfig(steps=2, batch_size=4), questions=(60, 8), shown=10)
+    few = {"steps": 1, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "warmup": 0}
+    for name, value in {"SEARCH": tmp_path / "board_search.json", "ENTRIES": tmp_path / "board", "COMMON": few, "MARGIN": 0.0,
+                        "STANDARD": task, "RECIPES": {"std": {"lr": 1e-3, **board.STD}}, "Choosing": lambda: task}.items():
+        monkeypatch.setattr(board, name, value)
+    monkeypatch.setattr(board, "speedrun", partial(board.speedrun, task=task))
+    asyncio.run(board.search(["std"]))
+    board.enter(threads=1)
+    assert set(json.loads((tmp_path / "board" / "std.json").read_text())["seeds"]) == {"0"}
+
+
+def test_the_claims_of_further_seeds_are_kept(monkeypatch, tmp_path):
+    checks = [{"name": n, "measured": 1, "bound": "≥ 0", "passed": True, "claim": n == "gain"} for n in ("same", "gain")]
+    monkeypatch.setattr(seeds, "RESULTS", tmp_path / "seeds.json")
+    seeds.keep("01_sft", "1", {"passed": True, "checks": checks})
+    (of,) = json.loads((tmp_path / "seeds.json").read_text())["notebooks"]["01_sft"].values()
+    assert [claim["name"] for claim in of["claims"]] == ["gain"]
 
 
 def test_an_illness_is_recorded(monkeypatch, tmp_path, tiny):
