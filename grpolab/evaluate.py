@@ -105,8 +105,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def calibrate(predicted: Sequence[float], happened: Sequence[bool], bins: int = 6) -> list[tuple[float, Interval]]:
-    """How often it happened where it was given a probability: for each of `bins` equal parts of the cases, in order of
-    `predicted`, the mean prediction and the rate with its interval."""
+    """Predicted probabilities beside what happened: the cases in order of their prediction, cut into `bins` equal parts; of
+    each part the mean prediction, and the rate with its interval."""
     if len(predicted) != len(happened) or not 1 <= bins <= len(predicted):
         raise ValueError(f"{len(predicted)} predictions and {len(happened)} outcomes do not fill {bins} bins")
     cases = sorted(zip(predicted, happened), key=lambda c: c[0])

@@ -48,8 +48,8 @@ class Scout:
 
     def run(self) -> int:
         if self.samples < 2 or self.questions < 1:
-            raise UsageError("--samples is at least 2, since groups are compared inside, and --questions at least 1; got "
-                             f"{self.samples} and {self.questions}")
+            raise UsageError("--samples is at least 2, since the rewards of a group are compared with each other, and "
+                             f"--questions at least 1; got {self.samples} and {self.questions}")
         named = [task for name in dict.fromkeys(self.tasks) for task in self.named(name)]
         table = asyncio.run(self.measured(named))
         print("\n" + table.to_string(na_rep=""))

@@ -26,7 +26,7 @@ class GateError(AssertionError):
 
 
 IDENTITY_FAILED = "this holds for any seed and size: look at the code that computes it"
-CLAIM_FAILED = "this depends on the run: take its own parameters, more steps or questions, or look at another seed"
+CLAIM_FAILED = "this depends on the run: keep the default parameters, take more steps or questions, or try another seed"
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def histograms(values: dict[str, Sequence[float]], *, title: str, xlabel: str, c
 
 
 def calibration(points: Sequence[tuple[float, object]], *, title: str, xlabel: str, ylabel: str, ax=None):
-    """How often it happened (Interval) against the probability that was given, one point a bin; on the line is calibrated."""
+    """The rate of what happened (Interval) over its predicted probability, a point a bin; calibrated ones lie on the line."""
     ax = _axes(ax)
     low = min(p for p, _ in points)
     ax.plot([low, 1], [low, 1], color=REFERENCE, linestyle="--", linewidth=1)

@@ -257,7 +257,7 @@ class Run:
         again = start is not None and start.file.exists()
         if not again:
             if start is not None and start.key != key:
-                print(f"the start of {self.shown(self.folder)} is gone; {policy.name} is trained on from where it is")
+                print(f"the weights that {self.shown(self.folder)} started from are gone: {policy.name} trains on from its own")
             elif note and note["start"] != key:
                 print(f"{self.shown(self.folder)} starts over, from other weights than before")
             start = self._save_start(policy, key)

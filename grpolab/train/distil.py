@@ -244,8 +244,8 @@ def _check_teacher(policy, teacher, config, teacher_prompt) -> None:
         raise ValueError("a policy that is its own teacher needs a teacher_prompt with more in it than the row's prompt")
     sizes = [head_of(p)["head"].shape[0] for p in (policy, teacher)]
     if sizes[0] != sizes[1] or policy.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
-        raise ValueError(f"student and teacher have other tokens ({sizes[0]} and {sizes[1]}): their distributions cannot be "
-                         "compared")
+        raise ValueError(f"student and teacher have different vocabularies ({sizes[0]} and {sizes[1]} tokens): their "
+                         "distributions cannot be compared")
 
 
 def checked_scores(scores: Any, rollouts: Sequence[Rollout]) -> list[list[float]]:

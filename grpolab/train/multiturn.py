@@ -117,9 +117,9 @@ def _warn(habits: dict, config: GRPOConfig, limits: Limits, warnings_given: list
     """Once a run, where a step can teach nothing, say why."""
     why = None
     if habits["unheard"] == 1:
-        why = (f"no turn of this step's episodes was ended by the policy, so no environment heard one, and there is nothing to "
-               f"learn from: it never writes its end token within max_new_tokens={config.max_new_tokens} (and {limits}). Raise "
-               "that, or show it first how a turn ends (`sft` on `demonstrate`)")
+        why = (f"the policy ended no turn of this step's episodes, so no environment got an action and nothing is learned: it "
+               f"never writes its end token within max_new_tokens={config.max_new_tokens} (and {limits}). Raise that, or show "
+               "it first how a turn ends (`sft` on `demonstrate`)")
     elif habits["abstained"] == 1:
         why = ("every episode of this step abstained over an action that could not be read, so there is nothing to learn from: "
                "use on_invalid='tell' or 'penalise', or show the form of an action first")

@@ -77,7 +77,7 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
     length = prompt_tokens + completion
     if prompt_tokens < 1 or completion < 1 or length > policy.context:
         raise ValueError(f"a row of {prompt_tokens} + {completion} tokens does not fit the context of {policy.context}: both "
-                         "are at least 1; say prompt_tokens= and completion_tokens=")
+                         "are at least 1; pass prompt_tokens= and completion_tokens=")
     grpo = isinstance(config, GRPOConfig)
     sides = 1 if isinstance(config, SFTConfig) else 2
     rows = config.prompts_per_step * config.group_size if grpo else config.batch_size * sides

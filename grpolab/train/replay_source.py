@@ -95,8 +95,8 @@ class Recorded:
         if config.refills:
             raise ValueError(f"refills={config.refills}: a record has no further questions; leave it 0")
         if config.temperature != self.temperature:
-            raise ValueError(f"temperature={config.temperature}, and the record of {name} was sampled at {self.temperature}, "
-                             f"which its log-probs are of: set temperature={self.temperature}")
+            raise ValueError(f"temperature={config.temperature}, and the log-probs of {name} are those at "
+                             f"{self.temperature}, at which it sampled: set temperature={self.temperature}")
         size = len(policy.model.get_input_embeddings().weight)
         for i, text in self.recorder.vocabulary().items():
             if i >= size or policy.tokenizer.decode([i]) != text:

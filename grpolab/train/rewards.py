@@ -206,8 +206,8 @@ def report(faults: Faults, rollouts: int, warnings_given: list[str]) -> dict:
 def held_out_reward(
     rows: Sequence[Any], reward: Reward = finished_and_correct, *, samples: int = 0, max_new_tokens: int = 32, seed: int = 0
 ) -> Callable[[Policy], Awaitable[float]]:
-    """A measure for a `Selection`: the mean reward over `rows`, each sampled greedily or `samples` times at temperature 1. What
-    abstains does not count; where everything does it is NaN."""
+    """A measure for a `Selection`: the mean reward over `rows`, each sampled greedily or `samples` times at temperature 1.
+    Abstentions do not count; NaN where all abstain."""
     if not rows:
         raise ValueError("there are no held-out rows to measure on")
     params = SamplingParams(greedy=samples == 0, max_new_tokens=max_new_tokens, seed=seed)
