@@ -60,12 +60,12 @@ def wilson(successes: int, n: int) -> Interval:
     return Interval(rate, min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half)))  # whatever was rounded
 
 
-def mean_interval(values: Sequence[float]) -> Interval:
+def mean_interval(values: Sequence[float], z: float = Z95) -> Interval:
     """Mean with its normal interval over the values, which are independent (one a question, never one a rollout)."""
-    return clustered_interval(values, range(len(values)))
+    return clustered_interval(values, range(len(values)), z)
 
 
-def clustered_interval(values: Sequence[float], clusters: Sequence[Any]) -> Interval:
+def clustered_interval(values: Sequence[float], clusters: Sequence[Any], z: float = Z95) -> Interval:
     """Mean with its normal interval where values of one cluster depend on each other, such as tasks of one template: the
     cluster-robust standard error of Liang and Zeger (1986, Biometrika 73, p. 13) with the factor C / (C - 1)."""
     sums, mean = defaultdict(float), sum(values) / max(1, len(values))
@@ -73,7 +73,7 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[Any]) -> Inte
         sums[cluster] += value - mean
     if len(sums) < 2:
         raise ValueError(f"an interval needs at least two questions, or clusters of them, got {len(sums)}")
-    half = Z95 * math.sqrt(len(sums) / (len(sums) - 1) * sum(s * s for s in sums.values())) / len(values)
+    half = z * math.sqrt(len(sums) / (len(sums) - 1) * sum(s * s for s in sums.values())) / len(values)
     return Interval(mean, mean - half, mean + half)
 
 
