@@ -239,6 +239,7 @@ def test_what_print_config_prints_is_the_same_training(tmp_path, capsys):
     assert main(["grpo", "tiny", *flags, "--print-config"]) == 0
     path = recipe_file(tmp_path, capsys.readouterr().out)
     assert train(path) == command("grpo", *flags)
+    assert recipe.written("grpo", {"data": Path("\udce4")}).encode()  # of a training that is done by then
 
 
 def test_the_command_line_wins_over_the_file(tmp_path):

@@ -217,4 +217,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = json.dumps("none" if value is None else str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+    text = text.encode(errors="backslashreplace").decode()  # a path that is no UTF-8 can be written, and is not read again
     return text.replace("\x7f", "\\u007f")  # JSON spells 😀 as two halves and lets a DEL stand, and TOML reads neither

@@ -174,7 +174,7 @@ def run(up: Up, training: GRPO, services: Sequence[Service]) -> int:
             tokenizer.save_pretrained(up.logs / "tokenizer")
             atomic_write(up.logs / "trainer.toml", training.as_recipe())
             if training.rollouts.weight_bridge == "shared":
-                remove_mapped(training.rollouts.bridge_path)
+                remove_mapped()
                 stack.callback(remove_mapped, training.rollouts.bridge_path)  # a trainer that is killed leaves it
             supervise(services, up.logs, up.patience)
     except BlockingIOError as error:
@@ -184,13 +184,12 @@ def run(up: Up, training: GRPO, services: Sequence[Service]) -> int:
     return 0
 
 
-def remove_mapped(path: Path) -> None:
-    """Remove mapped weights that nobody uses: those at `path`, and in memory those of an `up` that was killed."""
-    name = glob.escape(path.name)
-    left = [path, path.with_name(f"{path.name}.lock"), *path.parent.glob(f".{name}.*.partial")]
-    for file in MEMORY.glob("*grpolab-[0-9]*.safetensors*"):
-        if not Path("/proc", re.search(r"grpolab-(\d+)", file.name)[1]).exists():
-            left.append(file)
+def remove_mapped(*paths: Path) -> None:
+    """Remove mapped weights that nobody uses: those at `paths`, and in memory those of an `up` that was killed."""
+    left = [file for path in paths for file in (path, path.with_name(f"{path.name}.lock"),
+                                                *path.parent.glob(f".{glob.escape(path.name)}.*.partial"))]
+    left += [file for file in MEMORY.glob("*grpolab-[0-9]*.safetensors*")
+             if not Path("/proc", re.search(r"grpolab-(\d+)", file.name)[1]).exists()]
     for file in left:
         file.unlink(missing_ok=True)
 
