@@ -16,7 +16,6 @@ LEARNED = {
                              "ratio": [1.0, 1.1]}),
     "wrong_by_memory": 0, "wrong_by_restart": 0, "away": pd.DataFrame({"staleness": [0, 1, 0, 1]}), "bound": 1, "left_out": "",
     "exact": {"best": 1.0, "random": 0.62, "edge": 0.43}, "paired": Interval(0.4, 0.35, 0.45), "before": 0.5,
-    "CLAIM": "reward over rejection sampling, mean", "over_rejection": Interval(0.2, 0.1, 0.3),
     "found": {"imitation": Interval(0.5, 0.45, 0.55), "agent": Interval(0.95, 0.9, 0.97),
               "single turns": Interval(0.38, 0.33, 0.43), "rejection sampling": Interval(0.6, 0.55, 0.65)},
     "sync": {"shared file": 0.05, "restart": 5.0}, "answers": 2.6,
