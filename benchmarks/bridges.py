@@ -157,7 +157,7 @@ async def measure(model: str, kind: str, peer: str, rounds: int, tokens: int) ->
                 nonlocal failed
                 client = RemoteSampler(remote.url, policy)
                 while not done.is_set():
-                    client.model, client._version = remote.model, remote._version
+                    client.model, client._version = remote.model or client.model, remote._version  # none until it has asked
                     try:
                         for group in await client.sample(prompts[:2], group_size=4, params=params):
                             behind.extend(policy.version - r.policy_version for r in group)

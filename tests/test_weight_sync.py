@@ -30,7 +30,7 @@ from grpolab.serve import state  # noqa: E402
 from grpolab.serve.http_client import Caller, RemoteError  # noqa: E402
 from grpolab.serve.remote import RemoteSampler  # noqa: E402
 from grpolab.serve.service import serve_policy  # noqa: E402
-from grpolab.serve.weight_sync import AdapterSwap, Reload, Restart, SharedFile, read_weights, write_weights  # noqa: E402
+from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile, read_weights, write_weights  # noqa: E402
 
 ADAPTER = LoRA(rank=4, alpha=8.0, target=("q_proj", "v_proj"), seed=3)
 SHORT = SamplingParams(seed=1, max_new_tokens=12)
@@ -410,54 +410,6 @@ async def test_the_same_call_on_a_server_of_vllms_make(tmp_path):
                 await remote.publish()
             with pytest.raises(RemoteError, match="publish again"):
                 await remote.sample(PROMPTS, params=SHORT)
-
-
-async def test_whole_weights_are_loaded_by_a_server_of_vllms_make(tiny, tmp_path):
-    """In this order, from a folder that is whole by then; a server that could not load them is left paused."""
-    policy, asked, fails, version = copied(tiny), [], [], ["0.32.0"]
-
-    def told(path, answer):
-        def take(body):
-            asked.append(path)
-            if path == "/collective_rpc":
-                assert body["method"] == "reload_weights"
-                loaded = load_policy(body["kwargs"]["weights_path"])
-                assert all(map(torch.equal, loaded.model.parameters(), policy.model.parameters()))
-                return None if fails else answer
-            return answer
-
-        return take
-
-    def complete(body):
-        answer = of_vllm(policy.tokenizer)["/v1/completions"](body)
-        ids = torch.tensor([body["prompt"][0] + [5, 1]]) if body.get("seed") == 0 else None
-        if ids is not None:  # what a publish compares
-            logps = policy.model(ids).logits.log_softmax(-1)[0, -3:-1, [5, 1]].diagonal()
-            answer["choices"][0]["logprobs"] = {"token_logprobs": logps.tolist()}
-        return answer
-
-    answers = {"/v1/models": {"data": [{"id": "m", "max_model_len": 512}]}, "/v1/completions": complete,
-               "/version": lambda _: {"version": version[0]}, "/pause?mode=wait": told("/pause", {"status": "paused"}),
-               "/collective_rpc": told("/collective_rpc", {"results": [None]}),
-               "/resume": told("/resume", {"status": "resumed"})}
-    with imitation(answers) as url:
-        async with RemoteSampler(url, policy, bridge=Reload(tmp_path), max_staleness=0) as remote:
-            for _ in range(2):
-                moved(policy, policy.version + 1)
-                assert await remote.publish() == policy.version and len(list(tmp_path.iterdir())) == 1
-            assert asked == ["/pause", "/collective_rpc", "/resume"] * 2
-            fails.append(True)
-            with pytest.raises(RemoteError, match="/collective_rpc refused with 500"):
-                await remote.publish()
-            assert asked[-1] == "/collective_rpc"
-            with pytest.raises(RemoteError, match="publish again"):
-                await remote.sample(PROMPTS, params=SHORT)
-            version[0] = "0.11.2"
-            with pytest.raises(RemoteError, match="of version 0.11.2, and weights are loaded by vLLM 0.32 or newer"):
-                await remote.publish()
-            with pytest.raises(ValueError, match="take AdapterSwap"):
-                await remote.bridge.publish(remote.caller, adapted())
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("how", [RemoteError, asyncio.CancelledError])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -40,7 +41,9 @@ class Progress:
         if self._before is None:
             self._before = row["step"]
             if self.on_terminal:
-                self._bar = tqdm(total=self.steps, initial=self._before, desc=self.title, unit="step", dynamic_ncols=True)
+                columns, lines = shutil.get_terminal_size()  # tqdm draws nothing where a terminal says that it has none
+                self._bar = tqdm(total=self.steps, initial=self._before, desc=self.title, unit="step", ncols=columns,
+                                 nrows=lines)
                 self._bar.start_t = self._bar.last_print_t = time.time() - (time.monotonic() - self._began)
         if self._bar is not None:
             left_out = ("sampler_kl",) if "kl" in row else ()

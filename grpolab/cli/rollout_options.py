@@ -48,10 +48,10 @@ class RolloutOptions:
     timeout: float = 120.0  # seconds that one run of an agent, or Atropos' next batch, may take
     server_url: str | None = None
     """A served policy (serve-policy) that samples the completions or, with --atropos-url, answers Atropos' environments"""
-    weight_bridge: Literal["shared", "lora_only", "reload", "lora_restart", "none"] | None = None
+    weight_bridge: Literal["shared", "lora_only", "lora_restart", "none"] | None = None
     """How it gets the updates: all weights in a file (shared: its --weights; on processors both use that one copy), an
-    adapter through a folder (lora_only: its --adapters), a saved model that vLLM loads (reload), or by starting it again
-    with the saved adapter (lora_restart) or model (none), which this process then does"""
+    adapter through a folder (lora_only: its --adapters), or by starting it again with the saved adapter (lora_restart) or
+    model (none), which this process then does"""
     bridge_path: Path | None = None  # that file, or the folder of adapters or models
     sync_every: int = 1  # optimiser steps from one update of the server to the next
     curriculum: str | None = None  # a field of the rows: its values in order are tiers, and the next opens when one is learned
@@ -187,10 +187,10 @@ async def bridged(options: RolloutOptions, policy: Policy) -> AsyncIterator[tupl
     from grpolab.serve.http_client import RemoteError
     from grpolab.serve.mapped import Mapped
     from grpolab.serve.remote import RemoteSampler, following
-    from grpolab.serve.weight_sync import AdapterSwap, Reload, Restart, SharedFile
+    from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile
 
     whole = Mapped if policy.device.type == "cpu" else SharedFile
-    bridges = {"shared": whole, "lora_only": AdapterSwap, "reload": Reload, "lora_restart": Restart, "none": Restart}
+    bridges = {"shared": whole, "lora_only": AdapterSwap, "lora_restart": Restart, "none": Restart}
     try:
         if options.server_url is None:
             yield None, lambda source: source

@@ -1,8 +1,7 @@
-"""How an update reaches a sampler in another process. `RemoteSampler(..., bridge=...)` gets one of four:
+"""How an update reaches a sampler in another process. `RemoteSampler(..., bridge=...)` gets one of three:
 
     SharedFile("/dev/shm/policy.safetensors")   whole weights in one file (on /dev/shm it is memory); the server runs on
     AdapterSwap("adapters")                     a LoRA adapter as peft's two files; the server runs on
-    Reload("weights")                           whole weights in a folder, which a server of vLLM loads; it runs on
     Restart("weights")                          a folder, whole or an adapter; the server is started again with it
 
 `publish` of each returns (policy version, mark, model): the mark by which a server of ours tells these weights from others of
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -167,36 +165,6 @@ class AdapterSwap(_Folder):
             lora.save(policy.model, partial)
 
 
-class Reload(_Folder):
-    """Whole weights, saved into `folder` and loaded in the place of its own by a server of vLLM that runs on: its RPC
-    `reload_weights`, which it has when started with VLLM_SERVER_DEV_MODE=1. It finishes what it samples first. After a reload
-    that failed it stays paused, so that nothing is sampled from half-written weights; the next publish goes on. RemoteError for
-    another server, or one older than `OLDEST`; ValueError for a policy with an adapter."""
-
-    OLDEST = (0, 32)  # vLLM's release with which this was run
-
-    async def publish(self, caller: Caller, policy: Policy) -> Published:
-        if lora.layers(policy.model):
-            raise ValueError(f"{policy.name!r} has an adapter, and whole weights are loaded: take AdapterSwap")
-        said = str((await caller.ask("GET", "/version")).get("version"))
-        numbers = tuple(map(int, re.findall(r"\d+", said)[:2]))
-        if numbers < self.OLDEST:
-            raise RemoteError(f"{caller.url} is of version {said}, and weights are loaded by vLLM "
-                              f"{'.'.join(map(str, self.OLDEST))} or newer: take Restart")
-        version, path = await on_disk(self._save, policy)
-        await caller.ask("POST", "/pause?mode=wait")  # what it kept of prompts goes with it
-        await caller.ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
-        await caller.ask("POST", "/resume")
-        self._remove(but=path)
-        return version, "", None
-
-    def close(self) -> None:
-        self._remove()
-
-    def _write(self, policy: Policy, path: Path) -> None:
-        policy.save(path)
-
-
 class Restart(_Folder):
     """A server that this process starts, on the port of the sampler's address, and starts again for every version. The policy
     is saved into `folder`, an adapter alone where it has one.
@@ -276,7 +244,7 @@ class Restart(_Folder):
             child_processes.stop(process)
 
 
-Bridge = SharedFile | AdapterSwap | Reload | Restart
+Bridge = SharedFile | AdapterSwap | Restart
 
 
 async def on_disk(write: Callable[[Policy], Any], policy: Policy):
