@@ -160,7 +160,8 @@ async def _sample(policy: Policy, ids: list[Sequence[int]], sampler: Sampler | N
     if not ids:
         raise ValueError("there are no questions to evaluate")
     if sampler is not None and getattr(sampler, "policy", policy) is not policy:
-        raise ValueError(f"the sampler is of {sampler.policy!r}, not of the {policy!r} to evaluate: pass a Sampler of that one")
+        raise ValueError(f"the sampler is of another policy object ({sampler.policy!r}) than the one to evaluate ({policy!r}): "
+                         "pass a Sampler of that one, or none")
     if sampler is not None:
         groups = await sampler.sample(ids, group_size=group_size, params=params)
     else:

@@ -20,7 +20,7 @@ def sequences(pairs):
 
 def test_a_new_one_says_zero_and_leaves_the_policy_alone(tiny):
     model = RewardModel.from_policy(tiny)
-    assert model.score(sequences(preferences(tiny))) == [0.0] * 18
+    assert model.score(sequences(preferences(tiny))) == [0.0] * 18 and repr(model).startswith("RewardModel('tiny'")
     before = tiny.model.get_decoder().embed_tokens.weight.clone()
     with torch.no_grad():
         for p in model.model.parameters():

@@ -267,15 +267,17 @@ def test_a_cancelled_request_returns_what_it_has():
     assert rollouts[0].tokens[:15] == free[0][0].tokens[:15]
 
 
-def test_weights_changed_between_steps_are_seen():
-    """The worker runs the update; rows in progress go on, and what enters after it is sampled under the new weights."""
+@pytest.mark.parametrize("counted", [True, False])
+def test_weights_changed_between_steps_are_seen(counted):
+    """The worker runs the update; rows in progress go on, and what enters after it is sampled under the new weights, also where
+    somebody edits them in place and counts no version."""
     policy, prompt = tiny_policy(), ragged_prompts(1)[0]
 
     def update():
         with torch.no_grad():
             for p in policy.model.parameters():
                 p.add_(0.1 * torch.randn_like(p))
-        policy.version += 1
+        policy.version += counted
 
     with Sampler(policy, slots=4) as sampler:
         before = sampler.sample_sync([prompt], params=GREEDY)[0][0]
@@ -286,7 +288,7 @@ def test_weights_changed_between_steps_are_seen():
         after = sampler.sample_sync([prompt], params=GREEDY)[0][0]
         running.result(timeout=20)
         assert sampler.stats.refreshes == 1
-    assert (before.policy_version, after.policy_version) == (0, 1)
+    assert (before.policy_version, after.policy_version) == (0, counted)
     assert audit(policy, [after]).disagreements == 0 and after.tokens != before.tokens
 
 

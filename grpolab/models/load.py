@@ -106,7 +106,8 @@ class Policy:
 
     def __repr__(self):
         n = sum(p.numel() for p in self.model.parameters())
-        return f"Policy({self.name!r}, {n / 1e6:.1f} M parameters, {self.dtype}, {self.device}, version {self.version})"
+        kind = type(self).__name__
+        return f"{kind}({self.name!r}, {n / 1e6:.1f} M parameters, {self.dtype}, {self.device}, version {self.version})"
 
 
 class BasePolicy(Policy):
