@@ -304,17 +304,18 @@ template <class T> void step(const Model& m, const Step& s) {
     }
 }
 
+// Threads share the strips, or the rows where the strips are few; x is taken in pieces that stay near the processor.
 template <class T> void linear(const T* w, const float* bias, const T* x, T* y, long n, long inputs, long outputs, long threads) {
-    long strips = (outputs + STRIP - 1) / STRIP;
-    // x is taken in pieces that stay near the processor while the strips pass
-    long piece = std::max(12L, (1L << 18) / long(inputs * sizeof(T)) / 12 * 12);
+    long strips = (outputs + STRIP - 1) / STRIP, piece = std::max(12L, (1L << 18) / long(inputs * sizeof(T)) / 12 * 12);
 #pragma omp parallel num_threads(threads)
     {
-        long me = omp_get_thread_num(), team = omp_get_num_threads(), first = n * me / team, last = n * (me + 1) / team;
-        if (n < 12 * team) first = 0, last = n;
-        long from = n < 12 * team ? strips * me / team : 0, to = n < 12 * team ? strips * (me + 1) / team : strips;
-        for (long r = first; r < last; r += piece)
-            product(w, bias, x + r * inputs, inputs, std::min(piece, last - r), from, to, [&](long row, long o, Vec a, Vec b) {
+        long me = omp_get_thread_num(), team = omp_get_num_threads();
+        bool by_row = strips < 4 * team;
+        auto share = [&](long total, bool shared, long t) { return shared ? total * t / team : total * (t > me); };
+        long last = share(n, by_row, me + 1);
+        for (long r = share(n, by_row, me); r < last; r += piece)
+            product(w, bias, x + r * inputs, inputs, std::min(piece, last - r), share(strips, !by_row, me),
+                    share(strips, !by_row, me + 1), [&](long row, long o, Vec a, Vec b) {
                 T* out = y + (r + row) * strips * STRIP + o;
                 store(out, a);
                 store(out + LANES, b);
