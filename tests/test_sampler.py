@@ -293,8 +293,8 @@ def test_weights_changed_between_steps_are_seen():
 def test_a_second_sampler_of_an_unchanged_policy_is_ready_at_once(policy, monkeypatch):
     """It shares the engine and its packed weights; after a change both sample the new weights."""
     own = tiny_policy()
-    with Sampler(own) as first, Sampler(own) as second:
-        assert first.engine is second.engine
+    with Sampler(own) as first, Sampler(own) as second, Sampler(own, slots=1) as one:
+        assert first.engine is second.engine is one.engine
         for sampler in (first, second):
             with torch.no_grad():
                 own.model.model.norm.weight.mul_(0.7)

@@ -51,7 +51,7 @@ class Sampler:
         groups = await sampler.sample(prompts, group_size=8, params=SamplingParams(max_new_tokens=64, seed=0))
         groups = sampler.sample_sync(prompts, group_size=8)
 
-    slots   rows decoded together; None takes what a fifth of the free memory holds, at most 512; 1 is tuned for one row
+    slots   rows decoded together; None takes what a fifth of the free memory holds, at most 512
     engine  "auto", "compiled", "llama" or "hf" (`verify.choose_engine`); `sampler.engine` is the one in use
     exact   make the model's own forward use the sampler's attention until `close`, so that trainer logps equal the sampler's
             in every bit; ValueError where the start-up probe finds a difference

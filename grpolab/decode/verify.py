@@ -94,16 +94,15 @@ def choose_engine(policy, engine: str = "auto", single: bool = False):
     chosen = built[kind]
     _limit(chosen, model)
     chosen.snapshot = Snapshot(policy)
-    if chosen.verified:  # the compiled engine is the same for one row
-        verified |= dict.fromkeys([(engine, False), (engine, True)] if kind == "compiled" else [key], chosen)
+    if chosen.verified:  # the llama engines are the same for one row
+        verified |= dict.fromkeys([key] if kind.startswith("hf") else [(engine, False), (engine, True)], chosen)
     return chosen
 
 
 def build(kind: str, model, single: bool):
-    if kind == "compiled":
-        return CompiledEngine(core(model))
-    # some models take a query's position from the number of keys: "hf shifted"
-    return LlamaEngine(core(model), single) if kind == "llama" else HFEngine(model, single, kind == "hf shifted")
+    if kind in ("compiled", "llama"):
+        return (CompiledEngine if kind == "compiled" else LlamaEngine)(core(model))
+    return HFEngine(model, single, kind == "hf shifted")  # some models take a query's position from the number of keys
 
 
 def _limit(engine, model) -> None:

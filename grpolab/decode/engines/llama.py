@@ -23,18 +23,17 @@ class LlamaEngine:
     transposed, (L, slots, H, D, T), so that the scores are one batched product over contiguous time. In fp32 norm weights
     are folded into the products and the two halves of a head are interleaved, so that a rotation is one complex product.
     In bf16 and fp16 slots round as transformers does, in the same order, which is what makes exact mode possible.
-    `single`: a batch of one row, for which calls matter more than throughput; otherwise one row is computed as two, since
-    alone it takes kernels with other last bits.
+    One row is computed as two, since alone it takes kernels with other last bits.
     """
 
     name, verified, layout = "llama", False, staticmethod(onednn)
 
-    def __init__(self, model, single: bool = False):
+    def __init__(self, model):
         self.model, config, base = model, model.config, model.model
         self.context = steady_context(config)
         weight = base.embed_tokens.weight
         self.dtype, self.device, self.vocab = weight.dtype, weight.device, weight.shape[0]
-        self.min_rows = 1 if single else 2
+        self.min_rows = 2
         self.layers, self.fp32 = list(base.layers), weight.dtype == torch.float32
         self.heads = config.num_key_value_heads
         self.size = self.layers[0].self_attn.head_dim

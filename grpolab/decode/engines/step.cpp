@@ -13,6 +13,7 @@
 #include <omp.h>
 #include <sys/mman.h>
 #include <thread>
+#include <type_traits>
 #include <vector>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -272,7 +273,8 @@ template <class T> void step(const Model& m, const Step& s) {
             store(to + LANES, load(to + LANES) + rounded<T>(b));
         };
         auto multiply = [&](const Layer& l, int which, const T* from, long inputs, long outputs, auto emit) {
-            product((const T*)l.weight[which], l.bias[which], from, inputs, n, first(outputs / STRIP), last(outputs / STRIP), emit);
+            long begin = first(outputs / STRIP), end = last(outputs / STRIP);
+            product((const T*)l.weight[which], l.bias[which], from, inputs, n, begin, end, emit);
             barrier.wait(threads);
         };
         for (long i = 0; i < m.layers; i++) {
@@ -305,7 +307,8 @@ template <class T> void step(const Model& m, const Step& s) {
 }
 
 // Threads share the strips, or the rows where the strips are few; x is taken in pieces that stay near the processor.
-template <class T> void linear(const T* w, const float* bias, const T* x, T* y, long n, long inputs, long outputs, long threads) {
+template <class T>
+void linear(const T* w, const float* bias, const T* x, T* y, long n, long inputs, long outputs, long threads) {
     long strips = (outputs + STRIP - 1) / STRIP, piece = std::max(12L, (1L << 18) / long(inputs * sizeof(T)) / 12 * 12);
 #pragma omp parallel num_threads(threads)
     {
