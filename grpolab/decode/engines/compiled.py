@@ -41,11 +41,11 @@ def library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("GRPOLAB_CXX", "g++"))
     if compiler is None or not sys.platform.startswith("linux"):
         return None
-    processor = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
-    made_of = SOURCE.read_text(), FLAGS, os.path.realpath(compiler), os.stat(compiler).st_mtime, processor[:1]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpolab"
-    target = folder / f"step-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     try:
+        processor = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith(("flags", "Features"))][:1]
+        made_of = SOURCE.read_text(), FLAGS, os.path.realpath(compiler), os.stat(compiler).st_mtime, processor
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpolab"
+        target = folder / f"step-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -53,10 +53,9 @@ def library() -> ctypes.CDLL | None:
                 subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=300)
                 made.replace(target)
         return ctypes.CDLL(str(target))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error).encode()
-        log.warning("decoding goes on in torch's operators, since %s made none of its own: %s", compiler,
-                    said.decode(errors="replace")[-500:])
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace") or str(error)
+        log.warning("decoding goes on in torch's operators, since %s made none of its own: %s", compiler, said[-500:])
         return None
 
 
@@ -125,6 +124,8 @@ class CompiledEngine(LlamaEngine):
             return "exact mode has the kernels of the trainer"
         if config.hidden_act not in ("silu", "swish"):
             return f"its activation is {config.hidden_act}"
+        if model.lm_head.out_features != len(weight):
+            return f"its head has {model.lm_head.out_features} outputs and its embedding {len(weight)} rows"
         width = attention.q_proj.out_features + 2 * heads * size
         if size % LANES or config.hidden_size % STRIP or config.intermediate_size % LANES or width % STRIP:
             return f"head size {size}, hidden size {config.hidden_size} and inner size {config.intermediate_size} are not " \
@@ -166,7 +167,7 @@ class CompiledEngine(LlamaEngine):
 
             def at(tensor: torch.Tensor | None) -> int | None:
                 if tensor is not None:
-                    kept.append(tensor.detach())
+                    kept.append(tensor := tensor.detach().contiguous())
                 return address(tensor)
 
             def norm(module, turned: bool = False) -> int | None:
