@@ -436,7 +436,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole_and_the_command_goes_on_fr
     told, folder = capsys.readouterr().err, tmp_path / "runs" / "cli_sft" / "tiny"
     assert re.search("File too large: '.*/cli_sft/tiny/checkpoint-00000003'. Nothing is left", told) and "Traceback" not in told
     assert [p.name for p in folder.glob("*checkpoint*")] == ["checkpoint-00000002"] and not list(folder.glob(".*.partial"))
-    assert main(asked) == 0 and "going on after step 2" in capsys.readouterr().out
+    assert main(asked) == 0 and "going on after step 2" in capsys.readouterr().err
     assert list(pd.read_csv(folder / "metrics.csv")["step"]) == [0, 1, 2, 3]
 
 
