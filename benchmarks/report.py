@@ -450,6 +450,21 @@ def reward_pairs(run: dict, seed: str) -> str:
             f"difference is {ahead.points}: {ahead.verdict}.")
 
 
+def atropos(found: dict, results: Path) -> list:
+    base = found["base"]["greedy"]
+    rows = [{"policy": "as it is", "held out, greedy": str(flag_rate(base))}]
+    rows += [{"policy": f"GRPO, seed {name.split()[1]}", "held out, greedy": str(flag_rate(run["greedy"])),
+              "gain": flag_change(base, run["greedy"]).points, "reward, first and last four steps":
+              f"{sum(run['rewards'][:4]) / 4:.2f} → {sum(run['rewards'][-4:]) / 4:.2f}",
+              "staleness": f"{max(run['staleness']):.0f} at most", "seconds a sync": f"{run['sync_s']:.2f}", "minutes": f"{run['seconds'] / 60:.1f}"}
+             for name, run in found.items() if name.startswith("grpo ")]
+    recipe = found["settings"]["recipe"]
+    return ["`grpolab up`: Atropos' API, a served policy, an environment on atroposlib's BaseEnv and the trainer, "
+            f"{recipe['steps']} steps of {recipe['prompts-per-step']} groups of {recipe['group-size']}, with an adapter that is swapped in the "
+            "running server. The environment sends only groups whose rewards differ. It shows that the chain learns; no other "
+            "method is measured beside it.", rows]
+
+
 def administration(found: dict, results: Path) -> list:
     settings, tiers, gains, rows = found["settings"], found["settings"]["tiers"], [], []
 
@@ -663,7 +678,7 @@ QUESTIONS = {
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
         ("SmolLM2: a task of reasoning-gym", "smollm2_gym", gym), ("SmolLM2: rules of chat", "smollm2_english", english),
-        ("SmolLM2: AWS accounts", "smollm2_aws", administration),
+        ("SmolLM2: AWS accounts", "smollm2_aws", administration), ("SmolLM2: through Atropos", "smollm2_atropos", atropos),
         ("SmolLM2: a tool to be asked", "smollm2_tools", asking)],
     "How fast is it, and how large?": [
         ("Decode engine", "decode", decode, "OMP_NUM_THREADS=2 python benchmarks/decode.py"),
