@@ -451,18 +451,19 @@ def reward_pairs(run: dict, seed: str) -> str:
 
 
 def atropos(found: dict, results: Path) -> list:
-    base = found["base"]["greedy"]
+    base, recipe = found["base"]["greedy"], found["settings"]["recipe"]
     rows = [{"policy": "as it is", "held out, greedy": str(flag_rate(base))}]
-    rows += [{"policy": f"GRPO, seed {name.split()[1]}", "held out, greedy": str(flag_rate(run["greedy"])),
-              "gain": flag_change(base, run["greedy"]).points, "reward, first and last four steps":
-              f"{sum(run['rewards'][:4]) / 4:.2f} → {sum(run['rewards'][-4:]) / 4:.2f}",
-              "staleness": f"{max(run['staleness']):.0f} at most", "seconds a sync": f"{run['sync_s']:.2f}", "minutes": f"{run['seconds'] / 60:.1f}"}
-             for name, run in found.items() if name.startswith("grpo ")]
-    recipe = found["settings"]["recipe"]
+    for name, run in found.items():
+        if name.startswith("grpo "):
+            first, last = (sum(part) / 4 for part in (run["rewards"][:4], run["rewards"][-4:]))
+            rows.append({"policy": f"GRPO, seed {name.split()[1]}", "held out, greedy": str(flag_rate(run["greedy"])),
+                         "gain": flag_change(base, run["greedy"]).points, "reward, first → last four steps":
+                         f"{first:.2f} → {last:.2f}", "staleness, at most": f"{max(run['staleness']):.0f}",
+                         "seconds a sync": f"{run['sync_s']:.2f}", "minutes": f"{run['seconds'] / 60:.1f}"})
     return ["`grpolab up`: Atropos' API, a served policy, an environment on atroposlib's BaseEnv and the trainer, "
-            f"{recipe['steps']} steps of {recipe['prompts-per-step']} groups of {recipe['group-size']}, with an adapter that is swapped in the "
-            "running server. The environment sends only groups whose rewards differ. It shows that the chain learns; no other "
-            "method is measured beside it.", rows]
+            f"{recipe['steps']} steps of {recipe['prompts-per-step']} groups of {recipe['group-size']}, with an adapter that is "
+            "swapped in the running server. The environment sends only groups whose rewards differ. It shows that the chain "
+            "learns; no other method is measured beside it.", rows]
 
 
 def administration(found: dict, results: Path) -> list:
