@@ -461,7 +461,7 @@ def atropos(found: dict, results: Path) -> list:
                          f"{first:.2f} → {last:.2f}", "staleness, at most": f"{max(run['staleness']):.0f}",
                          "seconds a sync": f"{run['sync_s']:.2f}", "minutes": f"{run['seconds'] / 60:.1f}"})
     return ["`grpolab up`: Atropos' API, a served policy, an environment on atroposlib's BaseEnv and the trainer, "
-            f"{recipe['steps']} steps of {recipe['prompts-per-step']} groups of {recipe['group-size']}, with an adapter that is "
+            f"{recipe['steps']} steps of {recipe['prompts-per-step']} groups of {recipe['group-size']}, with an adapter "
             "swapped in the running server. The environment sends only groups whose rewards differ. It shows that the chain "
             "learns; no other method is measured beside it.", rows]
 
