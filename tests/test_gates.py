@@ -20,13 +20,14 @@ import nbformat
 import pandas as pd
 import pytest
 
-from grpolab import chat, load_policy, losses, train
+from grpolab import load_policy, losses, train
 from grpolab.arithmetic import Task, generate
 from grpolab.decode import sampling
 from grpolab.decode.audit import FAULTS
 from grpolab.env.guess import GuessEnv
 from grpolab.evaluate import Interval
 from grpolab.lab.gate import GateError
+from grpolab.rollouts import given
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 matplotlib.use("Agg")
@@ -313,22 +314,17 @@ REWARD_LEARNED = {
 } | rewards_of(LOOKS)
 
 
-def read_the_reward_at_the_padding(monkeypatch):
+def read_the_reward_before_the_end(monkeypatch):
     reward = import_module("grpolab.train.reward_model")
-
-    honest = reward.pad
-
-    def longer(examples, pad_id=0):  # the state after a row's own end
-        return honest([chat.Example((*e.ids[1:], pad_id), e.mask) for e in examples], pad_id)
-
-    monkeypatch.setattr(reward, "pad", longer)
+    honest = reward.lay_out
+    monkeypatch.setattr(reward, "lay_out", lambda asked: honest([given(r.prompt, r.tokens[:-1], r.mask[1:]) for r in asked]))
 
 
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([
         (None, set()),
-        (read_the_reward_at_the_padding, {"naive loss − package loss"}),
+        (read_the_reward_before_the_end, {"naive loss − package loss"}),
     ]),
 )
 def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
