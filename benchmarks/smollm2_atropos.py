@@ -48,7 +48,7 @@ def asked(problem: Problem) -> dict:
 async def measure(policy) -> str:
     """Which of the held-out questions are answered rightly, greedily."""
     rows = [asked(p) for p in HELD_OUT]
-    answers = await runs.said(policy, [row["question"] for row in rows], NEW_TOKENS)
+    answers = await runs.said(policy, rows, NEW_TOKENS)
     return runs.flags(rollout.finish_reason == "eos" and final_number(text) == final_number(row["answer"])
                       for (text, rollout), row in zip(answers, rows))
 
