@@ -85,7 +85,7 @@ def recompute(policy, prompt, new_tokens: int) -> tuple[int, ...]:
 
 @contextmanager
 def sabotage(sampler, fault: str):
-    """Run with one of FAULTS in the sampler."""
+    """Run with one of FAULTS in a sampler with engine="llama" or "hf": the compiled step has no masks to replace."""
     engine, forward = sampler.engine, sampler.engine.forward
     mask_bias, draw_mixed, ended = attention.mask_bias, scheduler.draw_mixed, scheduler.Scheduler._ended
 
