@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +41,7 @@ from grpolab.serve.remote import RemoteSampler  # noqa: E402
 from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile  # noqa: E402
 
 ADAPTER = LoRA(rank=8, target=("q_proj", "k_proj", "v_proj", "o_proj"))
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 KINDS = ("one copy", "one copy, unpacked", "shared memory", "adapter swap", "adapter, restart", "whole, restart")
 VLLM = ROOT / ".venv" / "vllm" / "bin" / "python"
 VLLM_ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -177,7 +179,7 @@ async def measure(model: str, kind: str, peer: str, rounds: int, tokens: int) ->
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     row = {"model": model, "server": peer, "bridge": kind, "sync_s": sync, "busy_sync_s": busy, "tokens_per_s_after": after,
-           "tokens_per_s": later, "server_peak_mb": round(peak),
+           "tokens_per_s": later, "server_peak_mb": round(peak), "version": VERSION,
            "both_mb": round(both), "behind_max": max(behind, default=0), "failed": failed,
            "behind_mean": statistics.fmean(behind) if behind else 0.0,
            "travels_mb": round(sum(p.nbytes for n, p in policy.model.named_parameters()

@@ -654,7 +654,7 @@ def bridges(found: dict, results: Path) -> list:
              "tokens/s right after": f"{median(r['tokens_per_s_after']):,.0f}", "later": f"{median(r['tokens_per_s']):,.0f}",
              "server's peak memory": f"{r['server_peak_mb']:,} MB",
              "both processes": f"{r['both_mb']:,} MB" if "both_mb" in r else "–", "versions behind, at most": r["behind_max"],
-             "requests that failed": r["failed"]} for r in found["rows"]]
+             "requests that failed": r["failed"], "by version": r["version"]} for r in found["rows"]]
     return [f"From `publish` to a server that samples with the new weights; medians, a batch is {found['batch']}, "
             f"{found['threads']} thread ({found['machine']}). The last two columns are of a second client that samples all the "
             "while. `both processes`: what trainer and server hold at the end, pages that they share counted once; – where "
