@@ -28,7 +28,7 @@ from grpolab.arithmetic import Task, generate
 from grpolab.chat import prompt_ids
 from grpolab.models.load import choose_device
 from grpolab.rollouts import collate
-from grpolab.runs.checkpoints import processor
+from grpolab.runs.checkpoints import computed_on
 from grpolab.train import GRPOConfig, grpo, losses
 from grpolab.train.advantages import advantages
 from grpolab.train.layout import lay_out
@@ -44,10 +44,6 @@ def low_dtype(device: torch.device) -> str:
     """The 16-bit dtype that the device computes in itself: float16 on CUDA GPUs older than compute capability 8.0."""
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     return "float16" if old else "bfloat16"
-
-
-def name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()} ({device.type})"
 
 
 def wait_for(device: torch.device) -> None:
@@ -123,8 +119,9 @@ def identities(policy, reference) -> dict[str, tuple[float, float]]:
 
 def measure(model: str, device: torch.device, dtype: str, *, new: int, rounds: int, steps: int) -> dict:
     policy = load_policy(model, device=str(device), dtype=dtype)
-    found = {"device": name_of(device), "model": model, "dtype": dtype, "torch": torch.__version__,
-             "decode": decoding(policy, new, rounds)}
+    machine = computed_on(policy)
+    found = {"device": f"{machine['processor']}, {machine['device']}", "model": model, "dtype": dtype,
+             "torch": machine["torch"], "decode": decoding(policy, new, rounds)}
     checked = identities(policy, load_policy(model, device=str(device), dtype=dtype))
     found["grpo"] = stepping(policy, steps)
     checked["ratio at step 0 − 1"] = (abs(found["grpo"].pop("ratio at step 0") - 1), 1e-3 if dtype == "float32" else 0.1)

@@ -52,7 +52,7 @@ class Sampler:
         groups = sampler.sample_sync(prompts, group_size=8)
 
     slots   rows decoded together; None takes what a fifth of the free memory holds, at most 512
-    engine  "auto", "compiled", "llama" or "hf" (`verify.choose_engine`); `sampler.engine` is the one in use
+    engine  "auto", "compiled", "llama", "unpacked" or "hf" (`verify.choose_engine`); `sampler.engine` is the one in use
     exact   make the model's own forward use the sampler's attention until `close`, so that trainer logps equal the sampler's
             in every bit; ValueError where the start-up probe finds a difference
     seed    of the seeds of requests that bring none

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from grpolab.models.load import Policy
-from grpolab.rollouts import Rollout
+from grpolab.rollouts import given
 from grpolab.train import losses
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.layout import lay_out
@@ -33,8 +33,7 @@ def scores(policy: Policy, sequences: Sequence[Sequence[int]], tops: bool) -> li
     """The Scores of each sequence. A token that is the most probable one has its log-prob in every bit."""
     config, out = GRPOConfig(), []
     follow = (0,) * tops  # in the place of what would follow
-    rollouts = [Rollout(tuple(ids[:1]), (*ids[1:], *follow), (1,) * n, (0.0,) * n, (0.0,) * n, "length")
-                for ids in sequences for n in [len(ids) - 1 + tops]]
+    rollouts = [given(ids[:1], (*ids[1:], *follow), (1,) * (len(ids) - 1 + tops)) for ids in sequences]
     with policy.acting():
         for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
             lengths = [len(r.tokens) for r in rollouts[part]]

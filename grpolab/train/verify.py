@@ -17,7 +17,7 @@ from grpolab.chat import Example
 from grpolab.decode.snapshot import verified_of
 from grpolab.decode.verify import EXACT, beside_rounding, difference, first_right, gap, reach, without_tf32
 from grpolab.models.load import Policy, evaluating
-from grpolab.rollouts import Rollout, given
+from grpolab.rollouts import given
 from grpolab.train import forward
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import as_rollouts, example_logps, rollout_logps
@@ -120,7 +120,7 @@ def rollouts_task(policy: Policy, longest: int) -> Task:
     for n in (_positions(policy, longest), max(2, min(SHORT, longest))):
         prompt = draw((n + 1) // 2)
         pieces += [(prompt, draw(n // 2)), (prompt, draw(max(1, n // 4)))]
-    rollouts = [Rollout(p, t, (1,) * len(t), (0.0,) * len(t), (0.0,) * len(t), "probe") for p, t in pieces]
+    rollouts = [given(p, t, (1,) * len(t)) for p, t in pieces]
     layout = lay_out(rollouts, pad_id=policy.pad_id)
     written = torch.arange(max(len(t) for _, t in pieces)) < torch.tensor([[len(t)] for _, t in pieces])
 
