@@ -121,6 +121,15 @@ def test_without_the_operator_torchs_serve(fault, fresh, monkeypatch, caplog):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx"])
+def test_processors_with_shorter_vectors_sample_the_same(without, fresh, monkeypatch):
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, without))
+    for shape in range(len(SHAPES)):
+        for dtype in (torch.float32, torch.bfloat16):
+            test_it_samples_what_torchs_operators_sample(shape, dtype)
+
+
+@pytest.mark.full
 def test_it_is_made_once(fresh, monkeypatch):
     """And leaves nothing else in the folder, also where two make it at a time."""
     assert compiled.library() is not None

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-STRIP, LANES = 32, 16  # as in step.cpp
+STRIP, HALF = 32, 16  # outputs of a strip, as in step.cpp
 WORTH = 2**22  # multiply-adds for which another thread is worth waking
 
 
@@ -127,17 +127,17 @@ class CompiledEngine(LlamaEngine):
         if model.lm_head.out_features != len(weight):
             return f"its head has {model.lm_head.out_features} outputs and its embedding {len(weight)} rows"
         width = attention.q_proj.out_features + 2 * heads * size
-        if size % LANES or config.hidden_size % STRIP or config.intermediate_size % LANES or width % STRIP:
+        if size % HALF or config.hidden_size % STRIP or config.intermediate_size % HALF or width % STRIP:
             return f"head size {size}, hidden size {config.hidden_size} and inner size {config.intermediate_size} are not " \
-                   f"multiples of {LANES}, {STRIP} and {LANES}"
+                   f"multiples of {HALF}, {STRIP} and {HALF}"
         return None if library() is not None else "there is no C++ compiler"
 
     def _gate_up_order(self) -> torch.Tensor:
         """Rows of the stacked gate and up weights: 16 of the one and 16 of the other, which are multiplied, in each strip."""
-        return torch.arange(2 * self.model.config.intermediate_size).view(2, -1, LANES).transpose(0, 1).reshape(-1)
+        return torch.arange(2 * self.model.config.intermediate_size).view(2, -1, HALF).transpose(0, 1).reshape(-1)
 
     def _gate_and_up(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = y.view(len(y), -1, 2, LANES).unbind(2)
+        gate, up = y.view(len(y), -1, 2, HALF).unbind(2)
         return gate.flatten(1), up.flatten(1)
 
     def refresh(self) -> None:

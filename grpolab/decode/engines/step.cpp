@@ -19,14 +19,24 @@
 #include <immintrin.h>
 #endif
 
-#define VECTOR(type, bytes) __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias)) type
-typedef VECTOR(float, 64) Vec;  // 16 lanes
-typedef VECTOR(int32_t, 64) Ints;
-typedef VECTOR(uint32_t, 64) Bits;
-typedef VECTOR(uint16_t, 32) Halves;
-struct bf16 { uint16_t bits; };
+#if defined(__AVX512F__)
+constexpr long LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr long LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr long LANES = 4, REGISTERS = 32;
+#else
+constexpr long LANES = 4, REGISTERS = 16;
+#endif
+constexpr long STRIP = 32, PAGE = 32, VECS = STRIP / LANES;
+constexpr int ROWS = REGISTERS * 3 / 4 / VECS;  // of x that a strip is multiplied with at once: their sums fill the registers
 
-constexpr long LANES = 16, STRIP = 32, PAGE = 32;
+#define VECTOR(type, bytes) __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias)) type
+typedef VECTOR(float, LANES * 4) Vec;  // as wide as the processor's own: wider ones the compiler takes apart badly
+typedef VECTOR(int32_t, LANES * 4) Ints;
+typedef VECTOR(uint32_t, LANES * 4) Bits;
+typedef VECTOR(uint16_t, LANES * 2) Halves;
+struct bf16 { uint16_t bits; };
 
 // --- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -70,52 +80,53 @@ inline Vec vexp(Vec x) {  // expf of Cephes: relative error below 2e-7
 
 template <class T> constexpr long INPUTS = std::is_same<T, float>::value ? 1 : 2;  // that a strip keeps together
 
-template <int R> inline void add(Vec (&acc)[R][2], const float* w, const float* x, long stride) {
-    Vec a = load(w), b = load(w + LANES);
-    for (int r = 0; r < R; r++) { acc[r][0] += a * x[r * stride]; acc[r][1] += b * x[r * stride]; }
+template <int R> inline void add(Vec (&acc)[R][VECS], const float* w, const float* x, long stride) {
+    for (long j = 0; j < VECS; j++) {
+        Vec weight = load(w + j * LANES);
+        for (int r = 0; r < R; r++) acc[r][j] += weight * x[r * stride];
+    }
 }
-template <int R> inline void add(Vec (&acc)[R][2], const bf16* w, const bf16* x, long stride) {
+template <int R> inline void add(Vec (&acc)[R][VECS], const bf16* w, const bf16* x, long stride) {
+    for (long j = 0; j < VECS; j++) {
 #ifdef __AVX512BF16__
-    __m512bh a = (__m512bh)_mm512_loadu_si512(w), b = (__m512bh)_mm512_loadu_si512(w + 2 * LANES);
-    for (int r = 0; r < R; r++) {
-        int32_t two; memcpy(&two, x + r * stride, 4);
-        __m512bh pair = (__m512bh)_mm512_set1_epi32(two);
-        acc[r][0] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][0], a, pair);
-        acc[r][1] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][1], b, pair);
-    }
+        __m512bh weight = (__m512bh)_mm512_loadu_si512(w + 2 * j * LANES);
+        for (int r = 0; r < R; r++) {
+            int32_t two; memcpy(&two, x + r * stride, 4);
+            acc[r][j] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][j], weight, (__m512bh)_mm512_set1_epi32(two));
+        }
 #else
-    Bits a = *(const Bits*)w, b = *(const Bits*)(w + 2 * LANES);
-    Vec a0 = (Vec)(a << 16), a1 = (Vec)(a & 0xffff0000), b0 = (Vec)(b << 16), b1 = (Vec)(b & 0xffff0000);
-    for (int r = 0; r < R; r++) {
-        float x0 = get(x[r * stride]), x1 = get(x[r * stride + 1]);
-        acc[r][0] += a0 * x0; acc[r][0] += a1 * x1;
-        acc[r][1] += b0 * x0; acc[r][1] += b1 * x1;
-    }
+        Bits pair = *(const Bits*)(w + 2 * j * LANES);
+        Vec first = (Vec)(pair << 16), second = (Vec)(pair & 0xffff0000);
+        for (int r = 0; r < R; r++) {
+            acc[r][j] += first * get(x[r * stride]);
+            acc[r][j] += second * get(x[r * stride + 1]);
+        }
 #endif
+    }
 }
 
 template <int R, class T, class Emit>
 inline long rows(const T* w, const float* bias, const T* x, long inputs, long row, long strip, Emit& emit) {
-    Vec acc[R][2] = {};
+    Vec acc[R][VECS] = {};
     for (long i = 0; i < inputs; i += INPUTS<T>) add<R>(acc, w + i * STRIP, x + row * inputs + i, inputs);
     for (int r = 0; r < R; r++) {
-        if (bias) { acc[r][0] += load(bias + strip * STRIP); acc[r][1] += load(bias + strip * STRIP + LANES); }
-        emit(row + r, strip * STRIP, acc[r][0], acc[r][1]);
+        for (long j = 0; bias && j < VECS; j++) acc[r][j] += load(bias + strip * STRIP + j * LANES);
+        emit(row + r, strip * STRIP, acc[r]);
     }
     return R;
 }
 
-// emit(row, output, y of 16 outputs from there, y of the next 16) for strips first..last-1 of x (n, inputs) W^T + bias
+// emit(row, output, y of the 32 outputs from there) for strips first..last-1 of x (n, inputs) W^T + bias
 template <class T, class Emit>
 inline void product(const T* weight, const float* bias, const T* x, long inputs, long n, long first, long last, Emit emit) {
     for (long strip = first; strip < last; strip++) {
         const T* w = weight + strip * inputs * STRIP;
         for (long r = 0; r < n;) {
             long left = n - r;
-            if (left >= 12) r += rows<12>(w, bias, x, inputs, r, strip, emit);
-            else if (left >= 6) r += rows<6>(w, bias, x, inputs, r, strip, emit);
-            else if (left >= 4) r += rows<4>(w, bias, x, inputs, r, strip, emit);
-            else if (left >= 2) r += rows<2>(w, bias, x, inputs, r, strip, emit);
+            if (left >= ROWS) r += rows<ROWS>(w, bias, x, inputs, r, strip, emit);
+            else if (left >= 6 && ROWS > 6) r += rows<6>(w, bias, x, inputs, r, strip, emit);
+            else if (left >= 4 && ROWS > 4) r += rows<4>(w, bias, x, inputs, r, strip, emit);
+            else if (left >= 2 && ROWS > 2) r += rows<2>(w, bias, x, inputs, r, strip, emit);
             else r += rows<1>(w, bias, x, inputs, r, strip, emit);
         }
     }
@@ -222,14 +233,13 @@ void attend(const Model& m, const Step& s, long layer, long row, long head, T* h
         float top = -std::numeric_limits<float>::infinity();
         for (long block = 0; block < blocks; block++) {
             const T* k = keys + (pages[block] * m.heads + head) * size * PAGE;
-            Vec low = {}, high = {};
+            Vec dot[PAGE / LANES] = {};
             for (long d = 0; d < size; d++) {
                 float x = get(query[d]);
-                low += load(k + d * PAGE) * x;
-                high += load(k + d * PAGE + LANES) * x;
+                for (long j = 0; j < PAGE / LANES; j++) dot[j] += load(k + d * PAGE + j * LANES) * x;
             }
-            store(scores + block * PAGE, rounded<T>(rounded<T>(low) * m.scaling));
-            store(scores + block * PAGE + LANES, rounded<T>(rounded<T>(high) * m.scaling));
+            for (long j = 0; j < PAGE / LANES; j++)
+                store(scores + block * PAGE + j * LANES, rounded<T>(rounded<T>(dot[j]) * m.scaling));
         }
         for (long t = position + 1; t < blocks * PAGE; t++) scores[t] = -std::numeric_limits<float>::infinity();
         Vec tops = Vec{} + top, total = {};
@@ -246,6 +256,7 @@ void attend(const Model& m, const Step& s, long layer, long row, long head, T* h
         for (long block = 0; block < blocks; block++) {
             const T* v = values + (pages[block] * PAGE * m.heads + head) * size;
             long count = std::min(PAGE, position + 1 - block * PAGE), stride = m.heads * size, j = 0;
+            for (; j + 8 <= size / LANES; j += 8) weighted<8>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
             for (; j + 4 <= size / LANES; j += 4) weighted<4>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
             for (; j + 2 <= size / LANES; j += 2) weighted<2>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
             for (; j < size / LANES; j++) weighted<1>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
@@ -267,10 +278,9 @@ template <class T> void step(const Model& m, const Step& s) {
         std::vector<T> normed(n * E);
         std::vector<float> scores(s.blocks * PAGE);
         std::vector<Vec> sums(m.size / LANES);
-        auto residual = [&](long r, long o, Vec a, Vec b) {
+        auto residual = [&](long r, long o, const Vec* y) {
             T* to = &x[r * E + o];
-            store(to, load(to) + rounded<T>(a));
-            store(to + LANES, load(to + LANES) + rounded<T>(b));
+            for (long j = 0; j < VECS; j++) store(to + j * LANES, load(to + j * LANES) + rounded<T>(y[j]));
         };
         auto multiply = [&](const Layer& l, int which, const T* from, long inputs, long outputs, auto emit) {
             long begin = first(outputs / STRIP), end = last(outputs / STRIP);
@@ -280,9 +290,8 @@ template <class T> void step(const Model& m, const Step& s) {
         for (long i = 0; i < m.layers; i++) {
             const Layer& l = m.layer[i];
             normalise(x.data(), (const T*)l.norm[0], normed.data(), n, E, m.eps);
-            multiply(l, 0, normed.data(), E, width, [&](long r, long o, Vec a, Vec b) {
-                store(&h[r * width + o], a);
-                store(&h[r * width + o + LANES], b);
+            multiply(l, 0, normed.data(), E, width, [&](long r, long o, const Vec* y) {
+                for (long j = 0; j < VECS; j++) store(&h[r * width + o + j * LANES], y[j]);
             });
             for (long item = first(n * m.heads); item < last(n * m.heads); item++)
                 attend<T>(m, s, i, item / m.heads, item % m.heads, &h[item * (m.groups + 2) * m.size],
@@ -290,18 +299,20 @@ template <class T> void step(const Model& m, const Step& s) {
             barrier.wait(threads);
             multiply(l, 1, attended.data(), queries, E, residual);
             normalise(x.data(), (const T*)l.norm[1], normed.data(), n, E, m.eps);
-            multiply(l, 2, normed.data(), E, 2 * F, [&](long r, long o, Vec gate, Vec up) {
-                gate = rounded<T>(gate);
-                store(&inner[r * F + o / 2], rounded<T>(gate / (1.0f + vexp(-gate))) * rounded<T>(up));
+            multiply(l, 2, normed.data(), E, 2 * F, [&](long r, long o, const Vec* y) {  // half a strip of the gate, half of the product's other factor
+                for (long j = 0; j < VECS / 2; j++) {
+                    Vec gate = rounded<T>(y[j]);
+                    store(&inner[r * F + o / 2 + j * LANES],
+                          rounded<T>(gate / (1.0f + vexp(-gate))) * rounded<T>(y[j + VECS / 2]));
+                }
             });
             multiply(l, 3, inner.data(), F, E, residual);
         }
         normalise(x.data(), (const T*)m.norm, normed.data(), n, E, m.eps);
         long strips = (m.vocab + STRIP - 1) / STRIP;
         product((const T*)m.head, m.head_bias, normed.data(), E, n, first(strips), last(strips),
-                [&](long r, long o, Vec a, Vec b) {
-            store(s.logits + r * strips * STRIP + o, rounded<T>(a));
-            store(s.logits + r * strips * STRIP + o + LANES, rounded<T>(b));
+                [&](long r, long o, const Vec* y) {
+            for (long j = 0; j < VECS; j++) store(s.logits + r * strips * STRIP + o + j * LANES, rounded<T>(y[j]));
         });
     }
 }
@@ -309,7 +320,7 @@ template <class T> void step(const Model& m, const Step& s) {
 // Threads share the strips, or the rows where the strips are few; x is taken in pieces that stay near the processor.
 template <class T>
 void linear(const T* w, const float* bias, const T* x, T* y, long n, long inputs, long outputs, long threads) {
-    long strips = (outputs + STRIP - 1) / STRIP, piece = std::max(12L, (1L << 18) / long(inputs * sizeof(T)) / 12 * 12);
+    long strips = (outputs + STRIP - 1) / STRIP, piece = std::max(long(ROWS), (1L << 18) / long(inputs * sizeof(T)) / ROWS * ROWS);
 #pragma omp parallel num_threads(threads)
     {
         long me = omp_get_thread_num(), team = omp_get_num_threads();
@@ -318,10 +329,8 @@ void linear(const T* w, const float* bias, const T* x, T* y, long n, long inputs
         long last = share(n, by_row, me + 1);
         for (long r = share(n, by_row, me); r < last; r += piece)
             product(w, bias, x + r * inputs, inputs, std::min(piece, last - r), share(strips, !by_row, me),
-                    share(strips, !by_row, me + 1), [&](long row, long o, Vec a, Vec b) {
-                T* out = y + (r + row) * strips * STRIP + o;
-                store(out, a);
-                store(out + LANES, b);
+                    share(strips, !by_row, me + 1), [&](long row, long o, const Vec* sums) {
+                for (long j = 0; j < VECS; j++) store(y + (r + row) * strips * STRIP + o + j * LANES, sums[j]);
             });
     }
 }
