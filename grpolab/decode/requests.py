@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from grpolab.decode.cache import SlotCache
+from grpolab.decode.prompt_lookup import PromptLookup
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Group, Rollout
 
@@ -29,6 +30,8 @@ class Stats:
     decode_seconds: float = 0.0
     sample_seconds: float = 0.0
     refreshes: int = 0
+    drafted: int = 0  # tokens by prompt lookup, and how many of them were what was drawn
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Owner:
     version: int
     epoch: int
     allowed: Callable[[int | None], np.ndarray] | None = None  # of its constraint
+    lookup: PromptLookup | None = None
 
 
 def checked_prompt(prompt: Sequence[int], i: int, vocab: int, context: int) -> tuple[int, ...]:

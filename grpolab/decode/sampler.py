@@ -19,6 +19,7 @@ import torch
 
 from grpolab.decode.conversation import Conversation
 from grpolab.decode.engines.attention import restore_attention
+from grpolab.decode.prompt_lookup import MOST
 from grpolab.decode.requests import Prefix, Request, Stats, checked_prompt, checked_seed, settle
 from grpolab.decode.sampling import SamplingParams, fold_seed, group_seeds
 from grpolab.decode.scheduler import Scheduler
@@ -57,6 +58,9 @@ class Sampler:
             in every bit; ValueError where the start-up probe finds a difference
     seed    of the seeds of requests that bring none
     threads of torch in the worker; None takes the process's number
+    lookup  at most so many tokens (0 to 16; 0 is off) that earlier text of a rollout lets expect are computed in one step with
+            the next one (prompt lookup); what is sampled stays the same, and text that repeats takes fewer steps. It needs the
+            compiled engine; while rows with a constraint are decoded it rests
 
     A rollout is decided by its prompt, its seed and the weights. Its bits do not depend on the other rows where
     `verify.batch_dependence` is 0: for the llama engine, and on processors that we tried for the hf engine, mixtures of
@@ -72,12 +76,16 @@ class Sampler:
     """
 
     def __init__(self, policy, *, slots: int | None = None, engine: str = "auto", exact: bool = False, seed: int = 0,
-                 threads: int | None = None):
+                 threads: int | None = None, lookup: int = 0):
         if slots is not None and slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}; None chooses by memory")
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ValueError(f"threads must be at least 1 or None, got {threads!r}")
-        self.policy, self.exact, self.stats = policy, exact, Stats()
+        if not (isinstance(lookup, int) and 0 <= lookup <= MOST):
+            raise ValueError(f"lookup must be from 0 (off) to {MOST} tokens, got {lookup!r}")
+        if lookup and exact:
+            raise ValueError(f"lookup={lookup} needs the compiled engine, which exact=True does without; leave one of them out")
+        self.policy, self.exact, self.lookup, self.stats = policy, exact, lookup, Stats()
         self.threads = threads or torch.get_num_threads()
         self._slots, self._engine, self._seed, self._seeds_drawn = slots, engine, seed, 0
         self._choice: Future[Scheduler] = Future()
@@ -267,7 +275,7 @@ class Sampler:
         if not self._choice.done():
             try:
                 with self.policy.lock:
-                    self._choice.set_result(Scheduler(self.policy, self._choose, self._slots, self.stats))
+                    self._choice.set_result(Scheduler(self.policy, self._choose, self._slots, self.stats, self.lookup))
             except BaseException as error:  # every caller gets it
                 self._choice.set_exception(error)
                 return self._end(error)

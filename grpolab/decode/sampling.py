@@ -104,6 +104,10 @@ class Draw:
     raw_logps: torch.Tensor
     kept_mass: torch.Tensor | None = None
 
+    def rows(self, i: np.ndarray) -> Draw:
+        """Those of rows i."""
+        return Draw(*(None if t is None else t[i] for t in (self.tokens, self.logps, self.raw_logps, self.kept_mass)))
+
 
 Kind = tuple[SamplingParams, torch.Tensor, torch.Tensor | None]  # rows that are drawn alike, (n,) indices, and (n, V) allowed
 

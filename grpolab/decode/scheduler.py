@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from grpolab.decode.batch import Batch
 from grpolab.decode.cache import Prefilled, round_up, store_for
 from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
+from grpolab.decode.prompt_lookup import PromptLookup
 from grpolab.decode.requests import Owner, Pending, Prefix, Request, Stats, no_room, settle
-from grpolab.decode.sampling import Draw, Kind, draw_mixed, uniforms_on
+from grpolab.decode.sampling import Draw, Kind, draw_mixed, uniforms, uniforms_on
 from grpolab.decode.snapshot import update
 from grpolab.rollouts import Rollout
 
@@ -33,10 +34,10 @@ BLOCK = 8  # steps between two looks at what was drawn, on a GPU; on a CPU looki
 class Scheduler:
     """Slots, waiting prompts and the loop body `step()`. `slots` None: what a fifth of free memory holds, <= 512."""
 
-    def __init__(self, policy, choose: Callable, slots: int | None, stats: Stats):
-        """choose: () -> an engine for the policy's model as it is now (`verify.choose_engine`)."""
-        self.policy, self.choose, self.stats = policy, choose, stats
-        self.engine = engine = choose()
+    def __init__(self, policy, choose: Callable, slots: int | None, stats: Stats, lookup: int = 0):
+        """choose: () -> an engine for the policy's model as it is now (`verify.choose_engine`); lookup: as in `Sampler`."""
+        self.policy, self.choose, self.stats, self.lookup = policy, choose, stats, lookup
+        self.engine = engine = self._chosen()
         self.device, self.epoch = engine.device, engine.snapshot.epoch
         self.cache_bytes = free_bytes(self.device) // 5
         fitting = self.cache_bytes // (engine.bytes_per_token() * min(policy.context, 1024))
@@ -45,6 +46,13 @@ class Scheduler:
         self.requests: list[Request] = []  # that have unfinished rollouts
         self.waiting: deque[Pending] = deque()
         self._clear_rows()
+
+    def _chosen(self):
+        engine = self.choose()
+        if self.lookup and not hasattr(engine, "forward_drafts"):
+            raise ValueError(f"lookup={self.lookup} needs the compiled engine, and {type(self.policy.model).__name__} is "
+                             f"decoded by {type(engine).__name__} here; leave lookup at 0")
+        return engine
 
     def _clear_rows(self) -> None:
         self.rows, self.owners = Batch(self.slots + self.engine.min_rows), []
@@ -121,7 +129,7 @@ class Scheduler:
         if changed or not self.engine.verified and snapshot.weights_changed(self.policy, deep=idle):
             if not idle:
                 return False
-            self.engine = self.choose()
+            self.engine = self._chosen()
             self.device = self.engine.device
             self._clear_rows()
             self._refuse_long(self.waiting)
@@ -189,7 +197,8 @@ class Scheduler:
         for p, g in entering:
             request = p.request
             constraint = request.params.constraint
-            self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch, constraint and constraint.start()))
+            self.owners.append(Owner(request, p.index, g, self.policy.version, self.epoch, constraint and constraint.start(),
+                                     PromptLookup(p.ids, self.lookup) if self.lookup else None))
             ends = request.eos.union(request.params.stop_ids)
             rows.append(len(p.ids), p.limit(self.context), request.seeds[p.index][g], sorted(ends))
         self._rows_changed()
@@ -214,6 +223,8 @@ class Scheduler:
     # -------------------------------------------------------------- decode
 
     def _decode(self) -> None:
+        if self.lookup and not self.constrained and any(drafts := self._drafts()):
+            return self._verify(drafts)
         rows, n = self.rows, self.rows.n
         padded = self.engine.rows(n)
         rows.token[n:padded] = rows.position[n:padded] = 0
@@ -240,11 +251,50 @@ class Scheduler:
         self.stats.sample_seconds += seconds - forward_seconds
         self._record(0, drawn)
 
-    def _record(self, first: int, drawn: list[Draw]) -> None:
-        """Append drawn tokens, one Draw a step, to rows first.. and finish those that are done."""
+    def _drafts(self) -> list[list[int]]:
+        """By row, what prompt lookup expects after its newest token."""
+        rows, drafts = self.rows, []
+        for i, owner in enumerate(self.owners):
+            length = len(owner.request.prompts[owner.index])
+            owner.lookup.extend(rows.tokens[i, len(owner.lookup.ids) - length: rows.count[i]].tolist())
+            drafts.append(owner.lookup.draft(int(rows.limit[i] - rows.count[i]) - 1))
+        return drafts
+
+    def _verify(self, drafts: list[list[int]]) -> None:
+        """A decode step that feeds each row its newest token and its draft. What a position draws follows from its logits and
+        its uniform: a draft holds as far as it is what was drawn, and then the rollout is the one without drafts."""
+        rows, n = self.rows, self.rows.n
+        lengths = np.array([1 + len(draft) for draft in drafts])
+        first = lengths.cumsum() - lengths
+        of = np.repeat(np.arange(n), lengths)
+        positions = rows.position[of] + np.arange(len(of)) - first[of]
+        fed = np.array([t for i in range(n) for t in (rows.token[i], *drafts[i])])
+        self.store.fit(rows.position[:n], n, int(lengths.max()), rows.longest())
+        started = time.perf_counter()
+        logits = self.engine.forward_drafts(torch.from_numpy(fed), torch.from_numpy(positions), of, self.store.cache,
+                                            round_up(int(positions.max()) + 1, self.store.unit))
+        forwarded = time.perf_counter()
+        u = torch.from_numpy(uniforms(rows.seed[of], positions + 1))
+        drawn = draw_mixed(logits, u, kinds_of([self.owners[i] for i in of], self.device))
+        right = np.append(fed[1:] == drawn.tokens.numpy()[:-1], False)
+        counts = np.array([1 + int(right[a: a + len(d)].cumprod().sum()) for a, d in zip(first.tolist(), drafts)])
+        for owner, draft, count in zip(self.owners, drafts, counts.tolist()):
+            owner.lookup.judge(len(draft), count - 1)
+        self.stats.steps += 1
+        self.stats.row_steps += n
+        self.stats.drafted += len(of) - n
+        self.stats.accepted += int(counts.sum()) - n
+        self.stats.decode_seconds += forwarded - started
+        self.stats.sample_seconds += time.perf_counter() - forwarded
+        self._record(0, [drawn.rows(first + np.minimum(step, counts - 1)) for step in range(counts.max())], counts)
+
+    def _record(self, first: int, drawn: list[Draw], counts: np.ndarray | None = None) -> None:
+        """Append drawn tokens, one Draw a step, to rows first.. and finish those that are done; of row i, counts[i] of them."""
         rows, alive, done = self.rows, np.arange(first, self.rows.n), {}
         counted = rows.count[first : rows.n].copy() if self.streamed else None
-        for step in drawn:
+        for i, step in enumerate(drawn):
+            if counts is not None:
+                alive = alive[counts[alive] > i]
             columns = [None if t is None else t.cpu().numpy()[alive - first]
                        for t in (step.tokens, step.logps, step.raw_logps, step.kept_mass)]
             rows.extend(alive, *columns, self.engine.snapshot.version)

@@ -18,6 +18,7 @@ from ctypes import POINTER, byref, c_float, c_long, c_void_p
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -72,7 +73,7 @@ class Model(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = [("n", c_long), ("blocks", c_long), ("layer_stride", c_long), ("token", c_void_p), ("position", c_void_p),
                 ("table", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("rotation", c_void_p * 2),
-                ("logits", c_void_p), ("threads", c_long)]
+                ("logits", c_void_p), ("threads", c_long), ("drafts", c_long)]
 
 
 class Strips:
@@ -148,14 +149,24 @@ class CompiledEngine(LlamaEngine):
     def forward(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor | None, cache: SlotCache | Pages,
                 window: int) -> torch.Tensor:
         """As that of the llama engine; a step on pages is the operator."""
-        if not isinstance(cache, Pages):
-            return super().forward(tokens, start, last, cache, window)
+        return self._step(tokens, start, cache, cache.table, window) if isinstance(cache, Pages) else \
+            super().forward(tokens, start, last, cache, window)
+
+    @torch.inference_mode()
+    def forward_drafts(self, tokens: torch.Tensor, positions: torch.Tensor, rows: np.ndarray, cache: Pages,
+                       window: int) -> torch.Tensor:
+        """Feed tokens (m,), of which the i-th is of row rows[i] at positions[i]; of a row they follow one another. fp32 logits
+        (m, V), with the bits that as many steps of one token would give."""
+        return self._step(tokens, positions, cache, np.ascontiguousarray(cache.table[rows]), window, drafts=True)
+
+    def _step(self, tokens: torch.Tensor, start: torch.Tensor, cache: Pages, table: np.ndarray, window: int,
+              drafts: bool = False) -> torch.Tensor:
         n = len(tokens)
         logits = torch.empty(n, round_up(self.vocab, STRIP))
         rotation = [address(t) for t in self._rotations(window)]
-        step = Step(n, cache.table.shape[1], cache.keys.stride(0), address(tokens), address(start), cache.table.ctypes.data,
+        step = Step(n, table.shape[1], cache.keys.stride(0), address(tokens), address(start), table.ctypes.data,
                     address(cache.keys), address(cache.values), (c_void_p * 2)(*rotation), address(logits),
-                    max(1, min(torch.get_num_threads(), n * self.weights // WORTH)))
+                    max(1, min(torch.get_num_threads(), n * self.weights // WORTH)), drafts)
         library().grpolab_step(byref(self._model()), byref(step))
         return logits[:, : self.vocab]
 

@@ -1,4 +1,4 @@
-// A decode step of a Llama-shaped model, one new token for each of n rows, by one team of threads across all layers.
+// A decode step of a Llama-shaped model, one token for each of n rows, by one team of threads across all layers.
 //
 // H key/value heads, g queries a head, D head size, E hidden, F inner size, V vocabulary. T is float or bf16; sums are fp32,
 // and bf16 is rounded where the forward of transformers rounds. Each row is computed by the same operations in the same order
@@ -154,7 +154,7 @@ struct Step {
     void *keys, *values;
     const void* rotation[2];
     float* logits;  // (n, V rounded up to strips)
-    long threads;
+    long threads, drafts;  // whether rows share their pages, one position after the other
 };
 
 struct Barrier {  // the threads of a step wait for each other for microseconds: too short to sleep
@@ -212,12 +212,9 @@ template <int N, class T> inline void weighted(const float* weights, const T* va
     for (int j = 0; j < N; j++) out[j] = acc[j];
 }
 
-// One row and key/value head: h (g + 2, D) of queries, key, value; out (g, D). `scores` and `sums` are room.
-template <class T>
-void attend(const Model& m, const Step& s, long layer, long row, long head, T* h, T* out, float* scores, Vec* sums) {
-    long size = m.size, position = s.position[row], offset = position % PAGE, blocks = position / PAGE + 1;
-    const int64_t* pages = s.table + row * s.blocks;
-    T *keys = (T*)s.keys + layer * s.layer_stride, *values = (T*)s.values + layer * s.layer_stride;
+// One row and key/value head: h (g + 2, D) of queries, key, value are turned by their position; key and value go to their page.
+template <class T> void extend(const Model& m, const Step& s, long layer, long row, long head, T* h) {
+    long size = m.size, position = s.position[row], offset = position % PAGE, page = s.table[row * s.blocks + position / PAGE];
     const T *a = (const T*)s.rotation[0] + position * size, *b = (const T*)s.rotation[1] + position * size;
     for (long q = 0; q <= m.groups; q++) {
         const T* norm = (const T*)m.layer[layer].norm[q < m.groups ? 2 : 3];
@@ -225,9 +222,17 @@ void attend(const Model& m, const Step& s, long layer, long row, long head, T* h
         rotate(h + q * size, a, b, size);
     }
     const T *key = h + m.groups * size, *value = key + size;
-    T* last = keys + (pages[blocks - 1] * m.heads + head) * size * PAGE + offset;
-    for (long d = 0; d < size; d++) last[d * PAGE] = key[d];
-    std::copy(value, value + size, values + ((pages[blocks - 1] * PAGE + offset) * m.heads + head) * size);
+    T* keys = (T*)s.keys + layer * s.layer_stride + (page * m.heads + head) * size * PAGE + offset;
+    for (long d = 0; d < size; d++) keys[d * PAGE] = key[d];
+    std::copy(value, value + size, (T*)s.values + layer * s.layer_stride + ((page * PAGE + offset) * m.heads + head) * size);
+}
+
+// Its queries over the positions up to its own: out (g, D). `scores` and `sums` are room.
+template <class T>
+void attend(const Model& m, const Step& s, long layer, long row, long head, const T* h, T* out, float* scores, Vec* sums) {
+    long size = m.size, position = s.position[row], blocks = position / PAGE + 1;
+    const int64_t* pages = s.table + row * s.blocks;
+    const T *keys = (const T*)s.keys + layer * s.layer_stride, *values = (const T*)s.values + layer * s.layer_stride;
     for (long q = 0; q < m.groups; q++) {
         const T* query = h + q * size;
         float top = -std::numeric_limits<float>::infinity();
@@ -293,9 +298,15 @@ template <class T> void step(const Model& m, const Step& s) {
             multiply(l, 0, normed.data(), E, width, [&](long r, long o, const Vec* y) {
                 for (long j = 0; j < VECS; j++) store(&h[r * width + o + j * LANES], y[j]);
             });
-            for (long item = first(n * m.heads); item < last(n * m.heads); item++)
-                attend<T>(m, s, i, item / m.heads, item % m.heads, &h[item * (m.groups + 2) * m.size],
-                          &attended[item * m.groups * m.size], scores.data(), sums.data());
+            auto items = [&](auto work) {
+                for (long item = first(n * m.heads); item < last(n * m.heads); item++)
+                    work(item, item / m.heads, item % m.heads, &h[item * (m.groups + 2) * m.size]);
+            };
+            items([&](long, long row, long head, T* of) { extend(m, s, i, row, head, of); });
+            if (s.drafts) barrier.wait(threads);  // rows of one sequence read what the others have written
+            items([&](long item, long row, long head, const T* of) {
+                attend(m, s, i, row, head, of, &attended[item * m.groups * m.size], scores.data(), sums.data());
+            });
             barrier.wait(threads);
             multiply(l, 1, attended.data(), queries, E, residual);
             normalise(x.data(), (const T*)l.norm[1], normed.data(), n, E, m.eps);
