@@ -11,7 +11,7 @@ apart. generate() gets its best batching: num_return_sequences for groups; for s
 in order of arrival (its caller cannot know the lengths); for the tiny model once more sorted by true length, as an oracle.
 Spread lengths are geometric; SIZES holds the full workload for the tiny model and a reduced one for SmolLM2, for which
 generate() would take hours. llama.cpp takes part with the same BF16 weights where llama-cpp-python is installed.
-benchmarks/results/decode.json keeps one row a model and workload, with the machine that measured it.
+benchmarks/results/decode.json keeps one row a model, workload and set of vector instructions, with its machine.
 """
 
 from __future__ import annotations
@@ -202,6 +202,9 @@ def measure(name: str, label: str, policy, args, machine: dict) -> dict:
     times["sampler first call"] = time.perf_counter() - started
     correct = audit(policy, [r for g in greedy for r in g])
     started = time.perf_counter()
+    with Sampler(policy, slots=slots, threads=args.sampler_threads) as second:
+        times["second sampler, until it has its engine"] = (second.engine, time.perf_counter() - started)[1]
+    started = time.perf_counter()
     generated(policy.model, prompts[:2], 1, 8)
     times["generate first call"] = time.perf_counter() - started
     runs, llama = contenders(sampler, policy, prompts, group_size, new), None
@@ -252,7 +255,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     machine = dict(machine=platform.machine(), cores=os.cpu_count(), threads=args.threads, read_bytes_per_s=bandwidth(),
-                   torch=torch.__version__, transformers=transformers.__version__)
+                   instructions=torch.backends.cpu.get_cpu_capability(), torch=torch.__version__,
+                   transformers=transformers.__version__)
     print(machine, f"llama.cpp: {llama_obstacle() or 'takes part'}", sep="\n", flush=True)
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     for name in args.models:
@@ -263,7 +267,8 @@ def main() -> None:
         for label in args.workloads:
             row = measure(name, label, policy, args, machine)
             print(line(row), flush=True)
-            rows = [r for r in rows if (r["model"], r["workload"]) != (name, label)] + [row]
+            rows = [r for r in rows if (r["model"], r["workload"]) != (name, label)
+                    or r["machine"].get("instructions") not in (None, machine["instructions"])] + [row]
             records.write(args.out, {"rows": rows})
 
 

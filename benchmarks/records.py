@@ -23,6 +23,7 @@ MEASURES = {  # record -> the rooms of the package whose code decides what it sa
     "estimators": TRAINING,
     "grpo_seeds": TRAINING,
     "long_prompts": TRAINING, "longer_answers": TRAINING, "lora": TRAINING, "pool": ("env",), "rollouts": TRAINING,
+    "prompt_lookup": ("models", "decode"),
     "seeds": (*TRAINING, "env"), "several_rewards": TRAINING,
     "series": (*TRAINING, "env", "lab"),
     "service": ("models", "decode", "serve"), "threads": ("models", "decode"), "trl": TRAINING,

@@ -546,9 +546,9 @@ WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prom
 
 
 def decode(found: dict, results: Path) -> list:
-    rows = [{"model": r["model"], "workload": WORKLOADS[r["workload"]], "rollouts": r["rollouts"],
-             "ratio": f"{r['ratio']:.2f}×", "worst … best": f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}",
-             "peer": r["peer"], "our tokens/s": f"{r['tokens_per_s']['sampler']:,.0f}",
+    rows = [{"model": r["model"], "workload": WORKLOADS[r["workload"]],
+             "instructions": r["machine"].get("instructions", "not noted"), "rollouts": r["rollouts"],
+             "ratio": f"{r['ratio']:.2f}×", "worst … best": f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}", "peer": r["peer"], "our tokens/s": f"{r['tokens_per_s']['sampler']:,.0f}",
              "to llama.cpp": f"{r['llama']['ratio']:.2f}×" if "llama" in r else "",
              "of the machine's arithmetic": f"{r['profile']['of_fp32_arithmetic']:.0%}"} for r in found["rows"]]
     late = [(f"{r['model']}, {WORKLOADS[r['workload']]}", f"{r['ratio']:.2f}×", f"{r['target']:g}×") for r in found["rows"]
@@ -572,6 +572,7 @@ def trl(found: dict, results: Path) -> list:
         method, goal = METHODS[r["method"]], r["goal"]
         name = f"{r['model']}, {r['precision']}, {method}, {r['lengths']} lengths"
         rows.append({"model": r["model"], "precision": r["precision"], "method": method, "lengths": r["lengths"],
+                     "instructions": r["machine"].get("instructions", "not noted"),
                      "speed": f"{r['speed']:.2f}×", "our seconds a step": f"{r['grpolab']['step_s']:.3g}",
                      "memory, ours / TRL's": f"{r['memory']:.2f}",
                      "memory of": goal["memory_of"].replace("_gb", "").replace("_", " ")})
@@ -605,6 +606,14 @@ def long_prompts(found: dict, results: Path) -> list:
     return [f"Processor time of a GRPO update whose prompt is computed once a group of {found['group_size']}, or once a "
             f"rollout; completions of {found['completion']} tokens. Plain sequences have the tokens of a group one behind the "
             "other, under plain causal attention.", [{name: row.get(name, "") for name in names} for row in rows]]
+
+
+def prompt_lookup(found: dict, results: Path) -> list:
+    rows = [{"model": r["model"], "what": r["what"], "rows": r["rows"], "temperature": f"{r['temperature']:g}"}
+            | {f"{of['lookup']} tokens": f"{span([of['worst'], of['ratio'], of['best']])}×, {of['steps']} steps"
+               for of in r["by_lookup"] if of["lookup"]} | {"steps without": r["by_lookup"][0]["steps"]} for r in found["rows"]]
+    return [f"Times as fast as without drafts, by the sampler's own seconds, over {found['rounds']} rounds "
+            f"({found['threads']} threads, {found['instructions']}). The rollouts are the same in every bit.", rows]
 
 
 def lora(found: dict, results: Path) -> list:
@@ -683,7 +692,7 @@ QUESTIONS = {
         ("SmolLM2: a tool to be asked", "smollm2_tools", asking)],
     "How fast is it, and how large?": [
         ("Decode engine", "decode", decode, "OMP_NUM_THREADS=2 python benchmarks/decode.py"),
-        ("Threads at rest", "threads", threads),
+        ("Prompt lookup", "prompt_lookup", prompt_lookup), ("Threads at rest", "threads", threads),
         ("Training step", "trl", trl, "OMP_NUM_THREADS=2 python benchmarks/against_trl.py"),
         ("GPUs and Macs", "accelerator", accelerator, "python benchmarks/accelerator.py"),
         ("Long prompts", "long_prompts", long_prompts), ("LoRA", "lora", lora),

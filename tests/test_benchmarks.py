@@ -25,6 +25,7 @@ import grpo_seeds  # noqa: E402
 import illnesses  # noqa: E402
 import long_prompts  # noqa: E402
 import longer_answers  # noqa: E402
+import prompt_lookup  # noqa: E402
 import records  # noqa: E402
 import report  # noqa: E402
 import rollouts  # noqa: E402
@@ -198,6 +199,15 @@ def test_a_long_prompt_once_a_group_has_the_gradient_of_once_a_rollout(monkeypat
     long_prompts.main()
     (row,) = json.loads((tmp_path / "long_prompts.json").read_text())["rows"]
     assert row["tokens once a group"] < row["tokens once a rollout"] and row["gradients apart"] < 1e-4
+
+
+@pytest.mark.full
+def test_prompt_lookup_samples_the_same_and_says_what_it_saves(monkeypatch, tmp_path):
+    shorter(monkeypatch, prompt_lookup, tmp_path, LOOKUPS=(0, 4), ROUNDS=1, WARM_UP=3, EPISODES=3, NEW=8, TASKS={})
+    asyncio.run(prompt_lookup.main())
+    (row,) = json.loads((tmp_path / "prompt_lookup.json").read_text())["rows"]
+    without, drafted = row["by_lookup"]
+    assert without["ratio"] == 1 and without["drafted"] == 0 and drafted["accepted"] <= drafted["drafted"]
 
 
 @pytest.mark.full
