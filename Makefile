@@ -106,7 +106,7 @@ TESTS = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/test_*.py)))
 NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:python --nbval-lax --nbval-current-env \
 	--nbval-cell-timeout=1200
 # 01 first, since 03, 04 and 05 start from its policy; beside it one that takes longer and needs nothing; then the longest first.
-ORDER := 01 07 04 05 14 17 11 03 10 09 08
+ORDER := 01 07 04 05 14 17 11 16 15 10 12 03 13 09 00 08 02
 FIRST = $(foreach n,$(ORDER),$(wildcard notebooks/$(n)_*.ipynb))
 NOTEBOOKS = $(FIRST) $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
 REQUIRED = REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 REQUIRE_AGENTS=1
