@@ -6,7 +6,7 @@ FLAGS := --quiet --disable-pip-version-check --no-compile
 PIP := $(PY) -m pip install $(FLAGS)
 PIP_INTO = $(PY) -m pip --python $(@D)/bin/python install $(FLAGS)
 
-.PHONY: install lab openenv atropos agents verifiers lmeval vllm run environments test test-full test-lowest results notebooks badges lint clean
+.PHONY: install lab openenv atropos agents verifiers lmeval vllm run test quick-notebooks test-full test-lowest results notebooks badges lint clean
 
 install: .venv/installed
 
@@ -72,7 +72,7 @@ lmeval: .venv/lmeval/installed
 vllm: .venv/vllm/installed
 
 # reasoning-gym and what it imports, for the tests; one of its packages (pycosat) is compiled on the spot.
-.venv/gym: tests/reasoning-gym.txt .venv/installed | .venv/smollm2
+.venv/gym: tests/reasoning-gym.txt .venv/installed
 	$(PIP) --no-deps -r $<
 	@touch $@
 
@@ -99,31 +99,34 @@ lab: .venv/lab
 # Three workers for two cores, since many tests wait for servers and children.
 # Whole files to a worker, since tests of a file share what they made; the longest first, or the last worker ends long after
 # the others.
-LONG := $(patsubst %,tests/test_%.py,train distributed docs options gates multiturn remote serve smollm2_decode replay run \
+LONG := $(patsubst %,tests/test_%.py,train distributed docs options gates multiturn remote serve replay run \
 	notebooks kill gate_replay openenv_training serve_tools agent_frameworks weight_sync benchmarks counterfactual_episodes)
 UNITS := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 TESTS = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/test_*.py)))
 NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:python --nbval-lax --nbval-current-env \
 	--nbval-cell-timeout=1200
 # 01 first, since 03, 04 and 05 start from its policy; beside it one that takes longer and needs nothing; then the longest first.
-ORDER := 01 07 04 05 14 17 11 03 10 09 08
+ORDER := 01 07 04 05 14 17 11 16 15 10 12 03 13 09 00 08 02
 FIRST = $(foreach n,$(ORDER),$(wildcard notebooks/$(n)_*.ipynb))
 NOTEBOOKS = $(FIRST) $(filter-out $(FIRST),$(sort $(wildcard notebooks/*.ipynb)))
 REQUIRED = REQUIRE_OPENENV=1 REQUIRE_ATROPOS=1 REQUIRE_GYM=1 REQUIRE_AGENTS=1
 
-# What the tests need beside .venv/installed, two at a time.
-environments: .venv/installed
-	$(MAKE) --no-print-directory -j 2 .venv/smollm2 .venv/gym openenv atropos agents
+# What the tests need beside .venv/gym; none of these changes .venv's own packages.
+ENVIRONMENTS := .venv/openenv-0.10.0/installed atropos agents
 
-# One fault a gate, and the long notebooks with their quick setting (GRPOLAB_QUICK).
+# The notebooks with their quick setting, while those are installed; then the tests, with one fault a gate.
 test: export OMP_NUM_THREADS = 1
-test: environments
+test: .venv/gym
+	$(MAKE) --no-print-directory -j 3 quick-notebooks $(ENVIRONMENTS)
 	$(REQUIRED) $(UNITS) -m "not full" $(TESTS)
+
+quick-notebooks: .venv/installed
 	GRPOLAB_QUICK=1 $(NBVAL) $(NOTEBOOKS)
 
 # Everything: all faults, the notebooks at full length, the fast tests on the minimum dependency versions.
 test-full: export OMP_NUM_THREADS = 1
-test-full: environments verifiers lmeval
+test-full: .venv/gym .venv/smollm2
+	$(MAKE) --no-print-directory -j 2 $(ENVIRONMENTS) openenv verifiers lmeval
 	$(MAKE) --no-print-directory test-lowest
 	$(REQUIRED) REQUIRE_VERIFIERS=1 REQUIRE_LMEVAL=1 $(UNITS) $(TESTS)
 	$(NBVAL) $(NOTEBOOKS)

@@ -828,7 +828,7 @@ def minutes(results: Path) -> str:
     whole = record("series", results)
     return (f"The recorded `make run` of {whole['notebooks']} notebooks took {span(whole['minutes'], '.0f')} minutes on "
             f"{whole['processors']} processor cores, {whole['jobs']} at a time, after the installation; `make test` executes "
-            "them again after its own tests.")
+            "them again, most of them shortened.")
 
 
 def rollout(results: Path) -> str:

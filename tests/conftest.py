@@ -1,5 +1,6 @@
 import asyncio
 import copy
+import fcntl
 import inspect
 import os
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 
 from grpolab.models.load import Policy, load_policy
 
@@ -17,10 +19,34 @@ def _tiny() -> Policy:
     return load_policy("tiny", device="cpu")
 
 
+def copied(policy: Policy) -> Policy:
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.name, policy.eos_ids)
+
+
 @pytest.fixture
 def tiny(_tiny) -> Policy:
     """The embedded model, a copy of its own for each test."""
-    return Policy(copy.deepcopy(_tiny.model), _tiny.tokenizer, _tiny.name, _tiny.eos_ids)
+    return copied(_tiny)
+
+
+@pytest.fixture(scope="session")
+def taught_once(_tiny, tmp_path_factory):
+    """taught_once(name, teach) -> the embedded model as teach(policy) leaves it: one worker teaches it, all load it."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def load(name, teach):
+        policy, path = copied(_tiny), folder / f"{name}.safetensors"
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                taught = copied(_tiny)
+                teach(taught)
+                save_model(taught.model, path)
+        load_model(policy.model, path)
+        return policy
+
+    return load
 
 
 @pytest.fixture(scope="module")

@@ -266,6 +266,13 @@ async def drifting(rows, policy):
             next(policy.model.parameters())[0, 0] += 0.5 * distributed.world().rank
 
 
+def kill(folder, out):
+    """Rank 1 of two is killed in step 1."""
+    torch.set_num_threads(1)
+    ended = forked(2, lambda: failing(folder, out, "SIGKILL", 5), 60.0)
+    assert ended[1] is None and "a rank is lost" in ended[0][0], ended
+
+
 def faults(folder, out):
     """Every scenario in processes of its own, which this one has loaded everything for."""
     torch.set_num_threads(1)
@@ -286,5 +293,5 @@ def faults(folder, out):
 
 
 if __name__ == "__main__":
-    named = {"failing": failing, "faults": faults}
-    named[sys.argv[3]](*sys.argv[1:3], *sys.argv[4:]) if sys.argv[3] in named else main(*sys.argv[1:])
+    named = {"kill": kill, "faults": faults}
+    named[sys.argv[3]](*sys.argv[1:3]) if sys.argv[3] in named else main(*sys.argv[1:])

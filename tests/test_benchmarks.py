@@ -306,6 +306,7 @@ def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_p
     assert len(report.asking(record, tmp_path)[1]) == 7
 
 
+@pytest.mark.full
 def test_every_way_to_teach_the_rules_of_chat_is_recorded(monkeypatch, tmp_path):
     """The whole series on the embedded model in SmolLM2's place, in this process. It ends no completion, so that every second
     one is said to have ended and to be right."""

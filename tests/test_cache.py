@@ -4,6 +4,7 @@ import pytest
 import torch
 from decode_helpers import ENGINES, flat, ragged_prompts, tiny_policy
 
+from grpolab.decode import scheduler
 from grpolab.decode.cache import PAGE, Pages, Prefilled, Slots, store_for
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -23,6 +24,14 @@ def on_any_processor():
 @pytest.fixture(scope="module")
 def engine():
     return choose_engine(tiny_policy())
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    """The stores that samplers made, the newest last."""
+    made = []
+    monkeypatch.setattr(scheduler, "store_for", lambda *about: made.append(store_for(*about)) or made[-1])
+    return made
 
 
 def prefilled(engine, lengths, seed=0):
@@ -57,11 +66,11 @@ def test_rows_hold_their_prompts_also_after_moves(engine, kind):
     assert [holds(store, row, prompts[i]) for row, i in ((0, 1), (1, 1), (2, 2))] == [True] * 3
 
 
-def test_the_page_of_zeros_is_never_written(engine):
+def test_the_page_of_zeros_is_never_written(stores):
     policy = tiny_policy()
     with Sampler(policy, slots=5) as sampler:
-        store = sampler._scheduler.store
         sampler.sample_sync(ragged_prompts(7, 3, 70), group_size=3, params=SamplingParams(max_new_tokens=60, seed=0))
+        (store,) = stores
         assert isinstance(store, Pages) and len(store.users) > 15
         assert not store.keys[:, 0].any() and not store.values[:, 0].any()
         assert not store.users.any(), "a page was not given back"
@@ -69,16 +78,15 @@ def test_the_page_of_zeros_is_never_written(engine):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("engine", ENGINES[:-1])
-def test_pages_and_slots_give_the_same_rollouts(engine, dtype, monkeypatch):
+def test_pages_and_slots_give_the_same_rollouts(engine, dtype, stores, monkeypatch):
     policy = tiny_policy(eos=(3, 14, 15), dtype=dtype)
     prompts, params = ragged_prompts(9, 3, 80), SamplingParams(max_new_tokens=70, seed=3)
     with Sampler(policy, slots=6, engine=engine) as paged:
-        assert isinstance(paged._scheduler.store, Pages)
         ours = flat(paged.sample_sync(prompts, group_size=4, params=params))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with Sampler(tiny_policy(eos=(3, 14, 15), dtype=dtype), slots=6, engine="llama") as slotted:
-        assert isinstance(slotted._scheduler.store, Slots)
         theirs = flat(slotted.sample_sync(prompts, group_size=4, params=params))
+    assert [type(store) for store in stores] == [Pages, Slots]
     same = [(r, s) for r, s in zip(ours, theirs) if r.tokens == s.tokens]  # else a draw fell between the two roundings
     least, bound = (0.9, 1e-4) if dtype == torch.float32 else (0.25, 0.5)
     assert len(same) > least * len(ours)

@@ -32,6 +32,12 @@ def torchrun(processes, *arguments):
                           timeout=300, env=ENV, cwd=PROGRAM.parent.parent)
 
 
+def script(what, base, out):
+    """A scenario whose ranks are forked."""
+    done = subprocess.run([sys.executable, PROGRAM, base, out, what], capture_output=True, text=True, timeout=300, env=ENV)
+    assert done.returncode == 0, done.stderr
+
+
 def found(out, rank, size):
     return json.loads((out / f"{rank}-of-{size}.json").read_text()), load_file(out / f"{rank}-of-{size}.safetensors")
 
@@ -62,8 +68,7 @@ def alone(base, tmp_path_factory, methods):
 def pair(base, tmp_path_factory, methods):
     """The folder of two ranks by every method; and by GRPO once more, where one rank was killed before, in step 1."""
     out = tmp_path_factory.mktemp("pair")
-    done = torchrun(2, PROGRAM, base, out, "failing", "SIGKILL", 5)
-    assert done.returncode != 0 and "exitcode  : -9" in done.stderr
+    script("kill", base, out)
     assert Run("killed", root=out / "rank-0").checkpointed() == 1
     done = torchrun(2, PROGRAM, base, out, *methods, "killed")
     assert done.returncode == 0, done.stderr
@@ -129,8 +134,7 @@ def three(tmp_path_factory):
 @pytest.fixture(scope="module")
 def faults(base, three):
     out = three.parent
-    done = subprocess.run([sys.executable, PROGRAM, base, out, "faults"], capture_output=True, text=True, timeout=300, env=ENV)
-    assert done.returncode == 0, done.stderr
+    script("faults", base, out)
     return json.loads((out / "faults.json").read_text())
 
 

@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
+from loop_helpers import rows_of
 
 from grpolab import load_policy, losses, train
 from grpolab.arithmetic import Task, generate
@@ -254,17 +255,13 @@ GRPO_LEARNED = {
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory):
+def taught(taught_once, tmp_path_factory):
     """A folder with a policy that knows the format and gets some answers right."""
-    policy = load_policy("tiny", device="cpu")
-    examples = demonstrations(policy, generate(400, 0, seed=1, task=Task("+-", max_operand=99))[0])
+    def teach(policy):
+        examples = demonstrations(policy, generate(400, 0, seed=1, task=Task("+-", max_operand=99))[0])
+        rows_of(sft(policy, examples, SFTConfig(steps=60, lr=1e-3, batch_size=32, schedule="cosine")))
 
-    async def learn():
-        async for _ in sft(policy, examples, SFTConfig(steps=60, lr=1e-3, batch_size=32, schedule="cosine")):
-            pass
-
-    asyncio.run(learn())
-    return policy.save(tmp_path_factory.mktemp("taught") / "policy")
+    return taught_once("taught", teach).save(tmp_path_factory.mktemp("taught") / "policy")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from loop_helpers import rows_of
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import encode_chat, observation_ids, prompt_ids, user
@@ -52,18 +53,14 @@ def copy_of(policy):
 
 
 @pytest.fixture(scope="module")
-def caller(_tiny):
+def caller(taught_once):
     """A policy that mostly calls the calculator on small sums, sometimes answers at once, and is sometimes wrong."""
-    tiny = copy_of(_tiny)
-    rng = random.Random(0)
-    examples = [demonstration(tiny, rng.choice(PROBLEMS), i % 3 != 0) for i in range(96)]
+    def teach(policy):
+        rng = random.Random(0)
+        examples = [demonstration(policy, rng.choice(PROBLEMS), i % 3 != 0) for i in range(96)]
+        rows_of(sft(policy, examples, SFTConfig(steps=40, lr=2e-3, batch_size=32)))
 
-    async def teach():
-        async for _ in sft(tiny, examples, SFTConfig(steps=40, lr=2e-3, batch_size=32)):
-            pass
-
-    asyncio.run(teach())
-    return tiny
+    return taught_once("caller", teach)
 
 
 @pytest.fixture

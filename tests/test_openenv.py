@@ -20,7 +20,7 @@ from grpolab.env.server import serve
 PEER = str(ROOT / "tests" / "openenv_peer.py")
 
 
-RELEASES = ["openenv-core 0.3.0", "openenv 0.10.0"]
+RELEASES = [pytest.param("openenv-core 0.3.0", marks=pytest.mark.full), "openenv 0.10.0"]
 
 
 def run(coroutine):

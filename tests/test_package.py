@@ -95,11 +95,10 @@ def test_an_installed_copy_works_from_another_folder(wheel, tmp_path):
     elsewhere.mkdir()
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target",
                     target, wheel], check=True, timeout=300)
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", LOAD.format(target=str(target))], cwd=elsewhere, capture_output=True,
-                              text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(target)})
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[0].startswith("tiny (") and "prompts" in done.stdout
+    done = subprocess.run([sys.executable, "-c", LOAD.format(target=str(target))], cwd=elsewhere, capture_output=True,
+                          text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(target)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("tiny (") and "prompts" in done.stdout
     assert list(elsewhere.iterdir()) == []
 
 

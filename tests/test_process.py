@@ -236,7 +236,7 @@ async def test_what_escapes_its_group_and_its_parent_ends_with_the_session(end):
         await asyncio.to_thread(wait_for, lambda: not alive(seen["child"]) and not alive(seen["pid"]), SOON)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", ["spawn", *(pytest.param(m, marks=pytest.mark.full) for m in ("forkserver", "fork"))])
 async def test_an_environment_may_use_multiprocessing(method):
     async with serve(odd_envs.Multiprocessing, isolate="process") as server, EnvSession(server.url) as session:
         assert (await session.step({"method": method})).observation["said"] == [42]

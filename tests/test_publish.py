@@ -91,9 +91,13 @@ def test_the_policy_is_uploaded_with_its_card(tmp_path, hub):
 
 
 def test_what_the_hub_would_not_take_is_said_before_anything_is_trained(tmp_path, hub, monkeypatch, capsys):
-    done = grpolab(tmp_path, "sft", "tiny", *SHORT, "--push-to-hub", "me/model", HF_ENDPOINT=hub[0], HF_TOKEN="hf_wrong")
-    assert done.returncode == 1 and "refuses the token" in done.stderr and not hub[2]
     monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        patch.setattr(publish, "HfApi", lambda: huggingface_hub.HfApi(hub[0]))
+        patch.setenv("HF_TOKEN", "hf_wrong")
+        assert main(["sft", "tiny", *SHORT, "--push-to-hub", "me/model"]) == 1
+    assert "refuses the token" in capsys.readouterr().err and not hub[2]
     for repo, says in (("model", "name it as owner/model"), ("../model", "name it as owner/model"),
                        ("me/model", "needs a token of the hub")):
         monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)

@@ -263,7 +263,7 @@ class Liar:
                 await connection.send(reply)
 
 
-@pytest.mark.parametrize("policy, seed", [("drop", 1), ("drop", 2), ("fail", 5)])
+@pytest.mark.parametrize("policy, seed", [("drop", 1), pytest.param("drop", 2, marks=pytest.mark.full), ("fail", 5)])
 async def test_whatever_a_server_does_a_result_is_true_or_there_is_none(policy, seed):
     logging.getLogger("grpolab.test.quiet").setLevel(logging.CRITICAL)
     liar, true, failed = Liar(random.Random(seed), 0.1 if policy == "drop" else 0.05), 0, 0

@@ -37,15 +37,16 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8]]
 
 @contextlib.contextmanager
 def process(*options):
-    """`python -m grpolab serve-policy tiny` in a process of its own: (its url, the process)."""
+    """`python -m grpolab serve-policy tiny` in a process of its own, which a signal ends: (its url, the process)."""
     done = subprocess.Popen([sys.executable, "-m", "grpolab", "serve-policy", "tiny", "--port", "0", *options], text=True,
                             stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(repository())})
     try:
         said = next(line for line in done.stdout if line.startswith("serving"))
         yield said.split()[-1], done
     finally:
-        done.terminate()
-        done.wait(60)
+        done.send_signal(signal.SIGTERM)
+        status = done.wait(60)
+    assert status == 0
 
 
 @pytest.fixture(scope="module")
@@ -308,10 +309,3 @@ def test_a_wrong_token_and_the_command(tiny, elsewhere, capsys, tmp_path):
                         (["--token-file", str(tmp_path / "none")], "none")):
         assert door.main(["serve-policy", "tiny", *wrong]) == (2 if "--host" in wrong else 1)
         assert said in capsys.readouterr().err
-
-
-def test_a_signal_ends_the_command():
-    with process() as (url, server):
-        assert url.startswith("http://127.0.0.1:")
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(20) == 0

