@@ -25,7 +25,8 @@ def games(turns):
 
 GUESS_LEARNED = {
     "metrics": pd.DataFrame({"ratio": [1.0, 1.1], "lost": [0, 0], "sampling_s": [1.0, 1.0], "update_s": [1.0, 1.0]}),
-    "after": games([1, 2, 2, 3, 3, 3, 3, 4, 4]), "middle": [4, 5, 6],
+    "after": games([1, 2, 2, 3, 3, 3, 3, 4, 4]), "middle": [4, 5, 6], "imitated": games([1, 2, 2, 3, 3, 3, 3, 4, 4]),
+    "examined": [games([1, 2, 2, 3, 3, 3, 3, 4, 4])] * 2, "learnt_from": {"rejection sampling": [], "GRPO, as many games": []},
 }
 
 
