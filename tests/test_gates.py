@@ -377,8 +377,16 @@ MULTI_TURN_LEARNED = {
     "called_before": Interval(0.3, 0.26, 0.34), "called_after": Interval(1.0, 0.99, 1.0),
     "head_after": Interval(0.0, 0.0, 0.01), "tries": pd.Series([30, 10]),
     "tiered_config": SimpleNamespace(steps=10, prompts_per_step=4),
-    "metrics": pd.DataFrame({"ratio": [1.0], "lost": [0], "turns": [2.0], "sampling_s": [1.0], "update_s": [1.0]}),
+    "metrics": pd.DataFrame({"ratio": [1.0], "lost": [0], "turns": [2.0], "sampling_s": [1.0], "update_s": [1.0],
+                             "reward": [0.5]}),
+    "runs": {"without": pd.DataFrame({"ratio": [1.0], "reward": [0.5]})}, "longer": 9.0,
+    "calls": {"with the mask": 0.9, "without": 0.6}, "nats": {"with the mask": 2.0, "without": 1.0},
+    "after_imitation": Interval(0.98, 0.96, 0.99), "after_careless": Interval(0.98, 0.96, 0.99),
 }
+# The cells between the episodes and the appendix, which train and ask; what the gate needs of them is above.
+MULTI_TURN_TRAINED = dict.fromkeys((
+    "async def examine", "watched = ", "columns = [", "metrics, last", "ax = plots.curve", "fig, axes", "looks = run",
+    "told = {", "def all_its_own", "def surprise", "right = [", "sizes = ("), {})
 
 
 @pytest.fixture(scope="module")
@@ -407,6 +415,6 @@ def warmed_up():
 def test_the_multi_turn_gate_sees_sabotage(sabotage, names, warmed_up, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sft", warmed_up)
     on_the_clock = {"async def timed": {"same": True, "together": 1.0, "alone": 5.0}} if sabotage else {}
-    failed = failures_under(sabotage, "07_multi_turn_grpo", "async def examine", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
-                            on_the_clock, warm_up_steps=40, n_eval=8)
+    failed = failures_under(sabotage, "07_multi_turn_grpo", "await pool.close", MULTI_TURN_LEARNED, tmp_path, monkeypatch,
+                            MULTI_TURN_TRAINED | on_the_clock, warm_up_steps=40, n_eval=8)
     assert failed == names if not names else names & failed
