@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=2 python benchmarks/prompt_lookup.py    # six minutes; fills results/prompt_lookup.json
 
 Episodes: the embedded model, warmed up on notebook 07's demonstrations, asks a calculator and copies its result, 64 episodes
-together. SmolLM2 (fp32) copies a text, or a tool's result, one row and eight, greedy and at temperature 1; "free" asks for a text
-that does not repeat. The same rollouts with each number of drafted tokens, which is checked; seconds are the
+together. SmolLM2 (fp32) copies a text, or a tool's result, one row and eight, greedy and at temperature 1; "free" asks for a
+text that does not repeat. The same rollouts with each number of drafted tokens, which is checked; seconds are the
 sampler's own, the median of three rounds in turns.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 from pathlib import Path
 
@@ -28,12 +29,12 @@ from grpolab.train.multiturn import Limits, demonstrate, play_all
 
 RESULTS = Path(__file__).parent / "results" / "prompt_lookup.json"
 COMMAND = "OMP_NUM_THREADS=2 python benchmarks/prompt_lookup.py"
-LOOKUPS, ROUNDS, WARM_UP, EPISODES, NEW = (0, 2, 4, 8), 3, 300, 64, 96
+LOOKUPS, ROUNDS, WARM_UP, EPISODES, NEW = (0, 4, 8), 3, 300, 64, 96
 TEXT = ("Registers are the fastest storage of a processor. A cache line that was read once is kept near the cores, since code "
         "that reads a value often reads its neighbours next. A page that nobody has read for long goes to the disk.")
 TASKS = {"text to be copied": f"Copy this text word for word:\n\n{TEXT}",
-         "tool's result": 'The tool returned {"city": "Lisbon", "temperature_celsius": 21, "humidity_percent": 63, "wind": '
-         '"north-west"}. '          "Write the same object as JSON, then say it in one sentence.",
+         "tool's result": "The tool returned " + json.dumps({"city": "Lisbon", "temperature_celsius": 21, "wind": "north-west"})
+         + ". Write the same object as JSON, then say it in one sentence.",
          "free": "Write a short story about a lighthouse keeper who finds a letter."}
 
 

@@ -548,7 +548,9 @@ WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prom
 def decode(found: dict, results: Path) -> list:
     rows = [{"model": r["model"], "workload": WORKLOADS[r["workload"]],
              "instructions": r["machine"].get("instructions", "not noted"), "rollouts": r["rollouts"],
-             "ratio": f"{r['ratio']:.2f}×", "worst … best": f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}", "peer": r["peer"], "our tokens/s": f"{r['tokens_per_s']['sampler']:,.0f}",
+             "ratio": f"{r['ratio']:.2f}×", "worst … best": f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}",
+             "peer": r["peer"],
+             "our tokens/s": f"{r['tokens_per_s']['sampler']:,.0f}",
              "to llama.cpp": f"{r['llama']['ratio']:.2f}×" if "llama" in r else "",
              "of the machine's arithmetic": f"{r['profile']['of_fp32_arithmetic']:.0%}"} for r in found["rows"]]
     late = [(f"{r['model']}, {WORKLOADS[r['workload']]}", f"{r['ratio']:.2f}×", f"{r['target']:g}×") for r in found["rows"]
@@ -692,7 +694,8 @@ QUESTIONS = {
         ("SmolLM2: a tool to be asked", "smollm2_tools", asking)],
     "How fast is it, and how large?": [
         ("Decode engine", "decode", decode, "OMP_NUM_THREADS=2 python benchmarks/decode.py"),
-        ("Prompt lookup", "prompt_lookup", prompt_lookup), ("Threads at rest", "threads", threads),
+        ("Prompt lookup", "prompt_lookup", prompt_lookup, "OMP_NUM_THREADS=2 python benchmarks/prompt_lookup.py"),
+        ("Threads at rest", "threads", threads),
         ("Training step", "trl", trl, "OMP_NUM_THREADS=2 python benchmarks/against_trl.py"),
         ("GPUs and Macs", "accelerator", accelerator, "python benchmarks/accelerator.py"),
         ("Long prompts", "long_prompts", long_prompts), ("LoRA", "lora", lora),
