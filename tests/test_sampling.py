@@ -126,6 +126,24 @@ def test_frequencies_follow_the_distribution(params, vocab):
     assert float(((counts[kept] - wrong) ** 2 / wrong).sum()) > 10 * statistic
 
 
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(greedy=True), SamplingParams(temperature=0.7),
+                                    SamplingParams(top_k=40), SamplingParams(top_p=0.9)])
+def test_a_row_alone_is_drawn_as_among_others(params, monkeypatch):
+    """In every bit, with a vocabulary whose sums torch would share among threads."""
+    monkeypatch.setattr("grpolab.decode.sampling.TOP", 20)
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    logits, u = 3 * torch.randn(64, 151936), torch.rand(64, dtype=torch.float64)
+    try:
+        torch.set_num_threads(2)
+        whole = draw_tokens(logits, u, params)
+        for i in range(len(u)):
+            alone = draw_tokens(logits[i : i + 1], u[i : i + 1], params)
+            assert all(torch.equal(getattr(whole, x)[i : i + 1], getattr(alone, x)) for x in ("tokens", "logps", "raw_logps"))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_rows_of_several_requests_are_drawn_each_by_its_own_params():
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0))
     u = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from grpolab.decode.constraint import Constraint
 
 CHUNK = 256  # width of the coarse level of the two-level inverse CDF
+SHARED = 2**15  # numbers whose sum torch's threads share on a processor, where it is the only one
 TOP = 256  # candidates tried before the full sort of top-p
 COLDEST = 1e-30  # below this temperature, logits divided by it leave float32
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -104,7 +105,7 @@ class Draw:
     raw_logps: torch.Tensor
     kept_mass: torch.Tensor | None = None
 
-    def rows(self, i: np.ndarray) -> Draw:
+    def rows(self, i: np.ndarray | slice) -> Draw:
         """Those of rows i."""
         return Draw(*(None if t is None else t[i] for t in (self.tokens, self.logps, self.raw_logps, self.kept_mass)))
 
@@ -198,7 +199,10 @@ def _nucleus_floor(logits: torch.Tensor, p: float) -> torch.Tensor:
 
 def draw_tokens(logits: torch.Tensor, u: torch.Tensor, params: SamplingParams, allowed: torch.Tensor | None = None) -> Draw:
     """One token for each row of logits (n, V) with the uniforms u (n,) double, of those that `allowed` (n, V) lets through;
-    the arithmetic is fp32."""
+    the arithmetic is fp32. One long row alone is drawn as two: torch's threads would share its sums, in another order."""
+    if len(logits) == 1 and logits.numel() >= SHARED:
+        both = [None if x is None else x.expand(2, *x.shape[1:]) for x in (logits, u, allowed)]
+        return draw_tokens(*both[:2], params, both[2]).rows(slice(1))
     logits = logits.float()
     if params.greedy:
         tokens = _masked(logits, allowed).argmax(-1)
