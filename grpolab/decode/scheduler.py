@@ -6,7 +6,7 @@ Where their keys and values are is decided in `cache.py`; which prompts enter, a
 threads here: one caller at a time.
 
 An error of a callback, of a tokenizer or from NaN logits fails its own request; one of the model fails the requests that were
-in that prefill or step. The others go on.
+in that prefill or step. The others go on. Longer than a file should be, since each method reads or changes the same rows.
 """
 
 from __future__ import annotations
