@@ -83,10 +83,11 @@ def test_pages_and_slots_give_the_same_rollouts(engine, dtype, stores, monkeypat
     prompts, params = ragged_prompts(9, 3, 80), SamplingParams(max_new_tokens=70, seed=3)
     with Sampler(policy, slots=6, engine=engine) as paged:
         ours = flat(paged.sample_sync(prompts, group_size=4, params=params))
+        assert isinstance(stores[-1], Pages)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with Sampler(tiny_policy(eos=(3, 14, 15), dtype=dtype), slots=6, engine="llama") as slotted:
         theirs = flat(slotted.sample_sync(prompts, group_size=4, params=params))
-    assert [type(store) for store in stores] == [Pages, Slots]
+        assert isinstance(stores[-1], Slots)
     same = [(r, s) for r, s in zip(ours, theirs) if r.tokens == s.tokens]  # else a draw fell between the two roundings
     least, bound = (0.9, 1e-4) if dtype == torch.float32 else (0.25, 0.5)
     assert len(same) > least * len(ours)
