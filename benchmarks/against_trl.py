@@ -40,7 +40,8 @@ import records  # noqa: E402
 
 MODELS = (("tiny", "fp32"), ("tiny", "bf16"), ("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"))
 CELLS = [(m, d, k, "equal") for m, d in MODELS for k in ("grpo", "sft", "dpo")]
-CELLS += [(m, d, k, "mixed") for m, d in MODELS for k in ("sft", "dpo")] + [("smollm2-135m", "bf16", "grpo", "long")]
+CELLS += [(m, d, k, "mixed") for m, d in MODELS for k in ("sft", "dpo")]
+CELLS += [("smollm2-135m", d, "grpo", "long") for d in ("fp32", "bf16")]
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 47, 32
 LONG_PROMPTS, LONG_PROMPT_TOKENS, LONG_MICRO = 2, 1000, 4  # of the cell with long prompts, for which TRL's memory is too small
 MIXED = (1 / 6, 11 / 6)  # times these tokens, evenly drawn for each example: its prompt and its answers
@@ -51,7 +52,7 @@ BUDGET = {("grpo", "fp32"): 1280, ("grpo", "bf16"): 5120} | {(k, d): 1280 for k 
 GOALS = {  # (times faster, share of peak memory): GRPO's share is of the whole, the others' of what is above the weights
     ("tiny", "fp32", "grpo", "equal"): (4, None), ("tiny", "bf16", "grpo", "equal"): (4, None),
     ("smollm2-135m", "fp32", "grpo", "equal"): (4, 1 / 3), ("smollm2-135m", "bf16", "grpo", "equal"): (6, 1 / 3),
-    ("smollm2-135m", "bf16", "grpo", "long"): (6, None),
+    ("smollm2-135m", "fp32", "grpo", "long"): (6, None), ("smollm2-135m", "bf16", "grpo", "long"): (6, None),
 } | {cell: (1.6 if cell[3] == "mixed" else 1.5, 0.5) for cell in CELLS if cell[2] != "grpo"}
 
 

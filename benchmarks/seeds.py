@@ -42,11 +42,13 @@ def _record() -> dict:
 
 
 def keep(name: str, seed: str, found: dict) -> None:
-    """Add the claims that a gate judged for one seed to the record."""
+    """Add the claims that a gate judged for one seed to the record, and its `by_seed`, by which 11 compares over seeds."""
     record, threads = _record(), os.environ.get("OMP_NUM_THREADS")
     claims = [{k: check[k] for k in ("name", "measured", "bound", "passed")} for check in found["checks"] if check["claim"]]
     of = record["notebooks"].setdefault(name, {})
     of[seed] = {"passed": found["passed"], "threads": threads and int(threads), "claims": claims}
+    if values := found.get("values", {}).get("by_seed"):
+        of[seed]["values"] = values
     record["command"] = COMMAND
     record["notebooks"] = {name: dict(sorted(of.items())) for name, of in sorted(record["notebooks"].items())}
     records.write(RESULTS, record)

@@ -164,16 +164,16 @@ def source_commit() -> str:
 
 
 def png(figure, scale: float = 2.0) -> bytes:
-    """A matplotlib figure as PNG at `scale` times its size, in 24 colours."""
+    """A matplotlib figure as PNG at `scale` times its size, in 64 colours."""
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=scale * DPI, bbox_inches="tight", facecolor="white")
     return fewer_colours(drawn.getvalue())
 
 
 def fewer_colours(image: bytes) -> bytes:
-    """A PNG in 24 colours; as it was where that is smaller."""
+    """A PNG in 64 colours; as it was where that is smaller."""
     from PIL import Image  # matplotlib brings it; a run without figures does not load it
 
     small = BytesIO()
-    Image.open(BytesIO(image)).convert("RGB").quantize(24, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    Image.open(BytesIO(image)).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     return min(image, small.getvalue(), key=len)

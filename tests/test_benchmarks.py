@@ -237,9 +237,9 @@ def test_a_recipe_is_searched_for_and_entered(monkeypatch, tmp_path):
 def test_the_claims_of_further_seeds_are_kept(monkeypatch, tmp_path):
     checks = [{"name": n, "measured": 1, "bound": "≥ 0", "passed": True, "claim": n == "gain"} for n in ("same", "gain")]
     monkeypatch.setattr(seeds, "RESULTS", tmp_path / "seeds.json")
-    seeds.keep("01_sft", "1", {"passed": True, "checks": checks})
+    seeds.keep("01_sft", "1", {"passed": True, "checks": checks, "values": {"by_seed": {"agent": 0.9}, "gain": "5 points"}})
     (of,) = json.loads((tmp_path / "seeds.json").read_text())["notebooks"]["01_sft"].values()
-    assert [claim["name"] for claim in of["claims"]] == ["gain"]
+    assert [claim["name"] for claim in of["claims"]] == ["gain"] and of["values"] == {"agent": 0.9}
 
 
 def test_an_illness_is_recorded(monkeypatch, tmp_path, tiny):

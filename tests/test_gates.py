@@ -249,8 +249,9 @@ GRPO_LEARNED = {
     "overfit_reward": 0.995, "gain": Interval(0.3, 0.28, 0.32), "gain_sampled": Interval(0.3, 0.28, 0.32),
     "plain": Plain(0.76), "before": Rates(0.62), "after": Rates(0.93), "before_sampled": Rates(0.5),
     "after_sampled": Rates(0.85), "pass_at": {"SFT": [Interval(0.5, 0.4, 0.6)], "GRPO": [Interval(0.85, 0.8, 0.9)]},
-    "survived": {"careful": 0.7, "step × 10": 0.0}, "ends": ENDS, "rollouts_used": 51200, "seconds": 1.0,
+    "survived": {"careful": 0.7, "step × 10": 0.0}, "begun_at": 0.75, "ends": ENDS, "rollouts_used": 51200, "seconds": 1.0,
     "metrics": pd.DataFrame({"ratio": [1.0], "sampling_s": [1.0], "update_s": [1.0]}), "split": {}, "apart": Interval(0, -1, 1),
+    "own": pd.DataFrame({"bias": {"leave one out": 0.0, "group mean": 0.5}}),
 }
 
 
@@ -273,8 +274,7 @@ def taught(taught_once, tmp_path_factory):
 )
 def test_the_grpo_gate_sees_sabotage(sabotage, names, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "runs" / "01_sft" / "tiny" / "policy")  # where the notebook looks first
-    of_the_record = {start: {} for start in ("estimators = recorded", 'run.figure("estimators"', "problems =")}
-    failed = failures_under(sabotage, "04_grpo", "fixed = doubtful", GRPO_LEARNED, tmp_path, monkeypatch, of_the_record)
+    failed = failures_under(sabotage, "04_grpo", "fixed = doubtful", GRPO_LEARNED, tmp_path, monkeypatch)
     assert failed == names if not names else names & failed
 
 
@@ -287,28 +287,18 @@ def a_run(truth, learned, kl):
 
 
 LOOKS = {
-    "rule": a_run([0.3, 0.36, 0.4], [0.0, 0.1, 0.2], 1.0), "no KL penalty": a_run([0.3, 0.35, 0.05], [0.0, 0.6, 1.0], 9.0),
+    "rule": a_run([0.3, 0.36, 0.4], [0.0, 0.1, 0.2], 1.0), "no KL penalty": a_run([0.3, 0.45, 0.05], [0.0, 0.6, 1.0], 9.0),
     "KL 0.2": a_run([0.3, 0.34, 0.33], [0.0, 0.1, 0.2], 0.5),
 }
-
-
-def rewards_of(looks):
-    """What the cells after the training of the reward model leave, of such looks."""
-    def change(name, a, b):
-        x = looks[name]["truth"].iloc[b] - looks[name]["truth"].iloc[a]
-        return Interval(x, x - 0.02, x + 0.02)
-
-    return {"looks": looks, "free": looks["no KL penalty"], "change": change, "gained": change("rule", 0, -1),
-            "fallen": change("no KL penalty", 1, -1)}
-
-
+ALL_PAIRS = {"all pairs": Interval(0.7, 0.64, 0.76)}
 REWARD_LEARNED = {
-    "accuracy": Interval(0.7, 0.64, 0.76), "near": Interval(0.55, 0.45, 0.65), "far": Interval(0.85, 0.8, 0.9),
-    "reload_error": 0.0, "strongest": "KL 0.2", "overpaid": 0.9, "left_out": "",
-    "bon_fall": Interval(0.2, 0.1, 0.3), "bon_gain": Interval(0.0, -0.1, 0.1),
-    "favourite": -33.0, "around": 0.6, "altered": 0.4,
-    "best_of_n": pd.DataFrame({"n": [1, 2], "truth": [Interval(0.3, 0.2, 0.4)] * 2}),
-} | rewards_of(LOOKS)
+    "accuracy": {"scalar head": ALL_PAIRS, "implicit": ALL_PAIRS}, "judges": ["scalar head", "implicit"], "reload_error": 0.0,
+    "looks": LOOKS, "free": LOOKS["no KL penalty"], "strongest": "KL 0.2", "first": 0.6, "final": 1.0,
+    "gained": Interval(0.1, 0.08, 0.12), "risen": Interval(0.15, 0.13, 0.17), "fallen": Interval(-0.4, -0.42, -0.38),
+    "spared": Interval(0.28, 0.26, 0.3), "answered": {}, "overpaid": 0.9, "altered": 0.4, "left_out": "",
+    "best_n": {"scalar head": 2, "implicit": 16}, "drawn": 64, "ns": [], "of_n": {},
+    "selected": lambda name, a, b: Interval(-0.2, -0.3, -0.1) if b == 64 else Interval(0.2, 0.1, 0.3),
+}
 
 
 def read_the_reward_before_the_end(monkeypatch):
@@ -333,7 +323,8 @@ def test_the_reward_model_gate_sees_sabotage(sabotage, names, taught, tmp_path, 
 
     monkeypatch.setattr(train, "sft", learn)
     fewer_of(monkeypatch, preferences, "sample_pairs", {})
-    failed = failures_under(sabotage, "05_reward_model", "columns = [", REWARD_LEARNED, tmp_path, monkeypatch)
+    failed = failures_under(sabotage, "05_reward_model", "scorer = RewardModel.from_policy(policy)\nasync for", REWARD_LEARNED,
+                            tmp_path, monkeypatch)
     assert failed == names if not names else names & failed
 
 
