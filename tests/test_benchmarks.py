@@ -283,6 +283,7 @@ def test_arithmetic_measures_a_policy(monkeypatch, tiny):
     assert any(len(v) == 3 for v in asyncio.run(sums.measure(tiny)).values() if isinstance(v, str | list))
 
 
+@pytest.mark.full
 def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_path):
     """The whole series on the embedded model in SmolLM2's place, in this process."""
     pytest.importorskip("peft")

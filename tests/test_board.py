@@ -65,6 +65,7 @@ def cheated():
     return speedrun(RECIPE, "x", task=Cheat(**vars(replace(SMALL))), threads=1)
 
 
+@pytest.mark.full
 def test_an_honest_entry_is_verified_in_every_bit(entry, honest):
     found = honest
     assert not found.refused and found.how == "in every bit" and "verified in every bit" in str(found)

@@ -106,6 +106,7 @@ def test_tokens_that_are_parts_of_characters(of_bytes):
     assert len(said) == 3 and all(len(r.kept_mass) == len(r.tokens) for r in group)
 
 
+@pytest.mark.full
 async def test_an_answer_has_the_form_that_its_request_asks_for(caller):
     async with serve_policy(caller, constrained=True) as service:
         client = openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="-", max_retries=0)

@@ -18,7 +18,8 @@ from grpolab.runs.run import Run
 from grpolab.train import distributed
 
 PROGRAM = Path(distributed_program.__file__)
-METHODS, LONG = ["sft", "dpo", "grpo", "multiturn", "reward", "options"], {"reward", "options"}  # these in the full suite alone
+METHODS = ["sft", "dpo", "grpo", "multiturn", "reward", "options"]
+LONG = set(METHODS) - {"grpo"}  # these in the full suite alone
 TORCHRUN = Path(sysconfig.get_path("scripts")) / "torchrun"
 ENV = os.environ | {"PYTHONPATH": str(PROGRAM.parent.parent), "OMP_NUM_THREADS": "1"}
 

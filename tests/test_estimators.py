@@ -76,6 +76,7 @@ def test_only_weights_of_whole_sequences_are_exact_for_another_sampler_and_only_
     assert (table["bias"][[name for name in table.index if not name.startswith("weights of sequences")]] > 1e-6).all()
 
 
+@pytest.mark.full
 def test_sampled_batches_agree_with_all_of_them_and_variance_falls_with_groups(problem, monkeypatch):
     exact = measure(problem, policy_gradient(), group_size=2)
     monkeypatch.setattr(estimators, "ENUMERATED", 0)

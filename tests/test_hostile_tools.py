@@ -32,7 +32,7 @@ def tool_call(name, arguments=None):
     return mcp(method="tools/call", params={"name": name, "arguments": arguments})
 
 
-@pytest.mark.parametrize("isolate", ["thread", "process"])
+@pytest.mark.parametrize("isolate", ["thread", pytest.param("process", marks=pytest.mark.full)])
 async def test_a_session_outlives_whatever_its_mcp_client_and_its_tools_do(isolate):
     """Each message has an answer, and then a call has its own."""
     strange = [

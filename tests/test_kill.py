@@ -138,7 +138,8 @@ print(json.dumps(found | {of.name: json.loads((of / "done.json").read_text()) fo
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")
-@pytest.mark.parametrize("method", [pytest.param("sft", marks=pytest.mark.full), "grpo"])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, method):
     done = subprocess.run([sys.executable, "-c", SCRIPT, method, str(tmp_path)], capture_output=True, text=True, timeout=300,
                           cwd=Path(__file__).parent.parent)

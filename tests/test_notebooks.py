@@ -175,6 +175,7 @@ def test_the_series_runs_and_reports_and_changes_no_file_that_git_keeps(series, 
                       if path.is_file() and not path.is_relative_to(runs)}
 
 
+@pytest.mark.full
 def test_a_failing_gate_and_a_notebook_that_breaks_fail_the_command(series, capsys):
     """The executed copy is the log; the results of an earlier run do not pass one that breaks before its gate."""
     assert notebooks.run_series(["1"], {}) == 0
@@ -196,6 +197,7 @@ def test_store_puts_the_executed_notebook_in_place(series):
     assert record["passed"] and record["checks"][0]["name"] == "n" and record["minutes"] >= 0 and "threads" in record
 
 
+@pytest.mark.full
 def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
     source = GATE.format(name="01_fine").replace(".folder)", ".folder, shortened='2 of 9 steps')")
     nbformat.write(small(source), series / "01_fine.ipynb")

@@ -141,6 +141,7 @@ def test_a_value_that_their_validator_refuses_ends_their_session_and_not_ours(ty
     assert {(e.rollout.finish_reason, e.rollout.reward, e.invalid) for e in found} == {("invalid", -0.5, 1)}
 
 
+@pytest.mark.full
 def test_training_on_tools(tools_url, caller):
     limits = Limits(max_turns=3, max_total_tokens=420)
     rows, moved = run(trained(caller, tools_url, MCP, limits=limits))
@@ -170,6 +171,7 @@ def test_what_the_tools_server_says(tools_url):
     run(main())
 
 
+@pytest.mark.full
 def test_an_environment_without_tools_says_so(typed_url, answerer):
     with pytest.raises(ServerError, match="does not support MCP"):
         run(episodes(answerer, typed_url, MCP))

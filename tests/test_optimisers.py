@@ -138,7 +138,7 @@ def test_a_scale_that_is_too_large_costs_steps_but_no_weights_and_is_kept_by_a_c
     assert rows[0]["loss_scale"] == 2.0**22 and rows[-1]["lr"] > 0 and rows[-1]["loss"] < rows[0]["loss"]
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.full), True])
 def test_grpo_in_bf16_has_a_ratio_of_one_in_exact_mode(exact):
     policy = bf16()
     config = GRPOConfig(steps=2, prompts_per_step=16, group_size=8, max_new_tokens=21, lr=1e-4, warmup=0, exact=exact)
@@ -147,6 +147,7 @@ def test_grpo_in_bf16_has_a_ratio_of_one_in_exact_mode(exact):
     assert drift == [0.0, 0.0] if exact else max(drift) > 0
 
 
+@pytest.mark.full
 def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
     policy, run = bf16(), Run(root=tmp_path, replay_every=4)
     config = GRPOConfig(steps=3, prompts_per_step=2, group_size=4, max_new_tokens=48, lr=1e-3, warmup=0, exact=True)

@@ -79,6 +79,7 @@ def grpolab(folder, *arguments, **environment):
                           capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.full
 def test_the_policy_is_uploaded_with_its_card(tmp_path, hub):
     address, created, files = hub
     done = grpolab(tmp_path, "sft", "tiny", *SHORT, "--push-to-hub", "me/model", HF_ENDPOINT=address, HF_TOKEN="hf_secret")

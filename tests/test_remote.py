@@ -299,6 +299,7 @@ def test_servers_that_are_not_there(tiny):
         asyncio.run(RemoteSampler(url, tiny, model="other").sample(PROMPTS))
 
 
+@pytest.mark.full
 def test_a_wrong_token_and_the_command(tiny, elsewhere, capsys, tmp_path):
     import grpolab.__main__ as door
 

@@ -455,7 +455,8 @@ def own_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(repository()))
 
 
-@pytest.mark.parametrize("kind", ["whole", pytest.param("adapter", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
 def test_a_server_is_started_again_with_the_new_weights(tiny, tmp_path, own_environment, kind):
     """Whoever asks is answered before or after it; other clients' requests end with an error of the server."""
     policy = tiny if kind == "whole" else adapted()
@@ -521,6 +522,7 @@ def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path, own_environment):
         time.sleep(0.1)
 
 
+@pytest.mark.full
 async def test_servers_that_cannot_be_started(tiny, tmp_path):
     """In bounded time, with what is wrong: no program, one that ends, no answer, a port that is taken. None is left, also where
     the publish is cancelled."""
