@@ -41,6 +41,7 @@ def one_version_a_rollout(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*holds no rollouts of steps")
+@pytest.mark.full  # forty processor seconds a fault
 @pytest.mark.parametrize(
     ("sabotage", "names"),
     one_fault([

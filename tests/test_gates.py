@@ -376,8 +376,8 @@ MULTI_TURN_LEARNED = {
 }
 # The cells between the episodes and the appendix, which train and ask; what the gate needs of them is above.
 MULTI_TURN_TRAINED = dict.fromkeys((
-    "async def examine", "watched = ", "columns = [", "metrics, last", "ax = plots.curve", "fig, axes", "rate = ", "looks = run",
-    "told = {", "def all_its_own", "def surprise", "right = [", "sizes = ("), {})
+    "async def examine", "watched = ", "columns = [", "metrics, last", "ax = plots.curve", "fig, axes", "rate = ",
+    "looks = run", "told = {", "def all_its_own", "def surprise", "right = [", "sizes = ("), {})
 
 
 @pytest.fixture(scope="module")
