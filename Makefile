@@ -1,7 +1,9 @@
 # Everything installs into .venv once; each target installs what it needs.
 PYTHON ?= python3
 PY := .venv/bin/python
-# Modules are compiled as they are imported: most never are.
+# Modules are compiled as they are imported (most never are) and kept, whatever the shell says: else every kernel and child
+# process would compile torch and transformers anew, which takes ten processor seconds.
+export PYTHONDONTWRITEBYTECODE =
 FLAGS := --quiet --disable-pip-version-check --no-compile
 PIP := $(PY) -m pip install $(FLAGS)
 PIP_INTO = $(PY) -m pip --python $(@D)/bin/python install $(FLAGS)
