@@ -164,7 +164,7 @@ def drawn_from(models, rollout, versions):
 def test_in_flight_each_token_carries_its_version_and_its_exact_log_prob(tiny, tmp_path, monkeypatch):
     slow_decode(monkeypatch)
     run = Run("flight", root=tmp_path)
-    rows, models = in_flight(tiny, run, max_new_tokens=16)
+    rows, models = in_flight(tiny, run, max_new_tokens=24)
     mixed, wrong = 0, 0.0
     for step in range(6):
         for r in (r for g in run.recorder.groups(step) for r in g.group[:2]):
