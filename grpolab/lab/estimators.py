@@ -348,10 +348,9 @@ def draw(record: dict):
         ax.set(xscale="log", xticks=at, xticklabels=at)
         ax.minorticks_off()
         ax.legend(fontsize=8, loc="lower left" if ax is left else "lower right")
-    clipped = off.loc[(off["estimator"] == "clip 0.2") & (off["updates"] == off["updates"].max()), "cosine"].mean()
+    oldest = off[off["updates"] == off["updates"].max()].groupby("estimator")["cosine"].mean()[list(LINES)]
     left.set(xlabel="updates since the sampler's weights", ylabel="cosine with the true gradient",
-             title=f"Mean gradient: with the clip {clipped:.2f} at last")
-    last = drawn[drawn["samples"] == drawn["samples"].max()].groupby("estimator")["batch_cosine"].mean()
-    right.set(xlabel="samples in a batch, on-policy",
-              title="A batch: " + ", ".join(f"{name} {last[name]:.2f}" for name in list(GROWING)[1:]))
+             title=f"Old samples mislead most with “{oldest.idxmin()}”")
+    largest = drawn[drawn["samples"] == drawn["samples"].max()].groupby("estimator")["batch_cosine"].mean()[list(GROWING)]
+    right.set(xlabel="samples in a batch, on-policy", title=f"Even a large batch points away with “{largest.idxmin()}”")
     return fig

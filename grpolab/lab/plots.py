@@ -102,11 +102,11 @@ def running_mean(values, window: int):
 
 
 def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: str, window: int = 1, ax=None):
-    """One metric over steps for several runs, each named at its end, in the colours of PALETTE."""
+    """One metric over steps for several runs, in the colours of PALETTE; the legend is under the axes."""
     ax = _axes(ax)
     for (name, metrics), color in zip(runs.items(), cycle(PALETTE)):
-        curve(metrics, column, title=title, ylabel=ylabel, color=color, window=window, ax=ax)
-        _name(ax, name, metrics["step"].iloc[-1])
+        curve(metrics, column, title=title, ylabel=ylabel, color=color, window=window, legend=name, ax=ax)
+    _below(ax, 34, len(runs))
     return ax
 
 
