@@ -50,7 +50,8 @@ class Credit:
         left.xaxis.set_major_locator(MaxNLocator(integer=True))
         left.set(title=f"V goes from {values[0]:.2f} to {values[-1]:.2f}", xlabel="tokens written",
                  ylabel="value of the prefix")
-        right.bar(range(len(credits)), credits, color=[plots.POLICY if c >= 0 else plots.WARNING for c in credits])
+        right.bar(range(len(credits)), credits, yerr=np.hypot(errors[1:], errors[:-1]), capsize=2,
+                  color=[plots.POLICY if c >= 0 else plots.WARNING for c in credits])
         right.axhline(self.advantage, color=plots.REFERENCE, linestyle="--", label=f"GRPO's advantage {self.advantage:.2f}")
         labels, most = [visible(t).replace("$", r"\$") for t in self.tokens], int(np.nanargmax(np.abs(credits)))
         right.set_xticks(range(len(labels)), labels, fontsize=8, rotation=90 if max(map(len, labels)) > 2 else 0)
