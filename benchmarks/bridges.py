@@ -106,7 +106,7 @@ async def serving(model: str, kind: str, policy, folder: Path, peer: str):
         bridge = Restart(folder / "weights", command)
         async with RemoteSampler(url, policy, bridge=bridge) as remote:
             await remote.publish()
-            yield remote, lambda: bridge.pid
+            yield remote, lambda: bridge.process.pid
         return
     shared = Path("/dev/shm") / f"grpolab-bridges-{os.getpid()}.safetensors"
     if peer == "grpolab":

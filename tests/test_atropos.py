@@ -82,6 +82,7 @@ async def environment(api, size):
     while answer.get("status") != "success":
         answer = await caller.ask("POST", "/register-env", {
             "max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": size, "min_batch_allocation": None})
+        await asyncio.sleep(0.02)
     return lambda item: caller.ask("POST", "/scored_data", item | {"env_id": answer["env_id"]})
 
 
@@ -191,7 +192,8 @@ async def test_training_from_an_environment(tiny, api):
             while (await Caller(api).ask("GET", "/status"))["queue_size"] > 2:
                 await asyncio.sleep(0.05)
 
-    async with Sampler(tiny) as sampler, AtroposTrainer(api, batch_size=8, max_token_len=64, timeout=60) as trainer:
+    trainer = AtroposTrainer(api, batch_size=8, max_token_len=64, timeout=60)
+    async with Sampler(tiny) as sampler:
         posting = asyncio.ensure_future(posts(sampler))
         steps = grpo_from(tiny, None, atropos_source(trainer, tiny, config), config, longest=64)
         trained = [row async for row in steps]
@@ -203,27 +205,26 @@ async def test_training_from_an_environment(tiny, api):
 
 
 async def test_one_trainer_at_a_time_gets_whole_batches(api):
-    with pytest.raises(RemoteError, match="knows no trainer"):  # as after a restart of the server
-        await AtroposTrainer(api, batch_size=4, max_token_len=64).batch()
-    async with AtroposTrainer(api, batch_size=4, max_token_len=64, timeout=0.5) as trainer:
-        for batch_size in (8, 4):  # equal numbers too: both would share the groups
-            with pytest.raises(RemoteError, match=f"another trainer, .'batch_size': 4, .*where this one is .*{batch_size}"):
-                async with AtroposTrainer(api, batch_size=batch_size, max_token_len=64):
-                    pass
-        async with AtroposTrainer(api, batch_size=4, max_token_len=64, name=trainer.name):
-            pass  # an earlier start of the same
-        post = await environment(api, 2)
-        await post(ITEM)
-        with pytest.raises(RemoteError, match="gave no batch in 0.5 s, with 1 groups"):
-            await trainer.batch()
-        await post(ITEM | {"scores": [2.0, 2.0]})
-        batch = await trainer.batch()
-        assert sorted(item["scores"] for item in batch) == [[1.0, 0.0], [2.0, 2.0]]
-        assert [as_group(item, 100, 1.0)[0].tokens for item in batch] == [(7, 8, 9, 1)] * 2
+    trainer = AtroposTrainer(api, batch_size=4, max_token_len=64, timeout=0.5)
+    for same in (trainer, AtroposTrainer(api, batch_size=4, max_token_len=64, timeout=0.5, name=trainer.name)):
+        with pytest.raises(RemoteError, match="gave no batch in 0.5 s, with 0 groups"):
+            await same.batch()  # registers; the other one is a later start of the same
+    for batch_size in (8, 4):  # equal numbers too: both would share the groups
+        with pytest.raises(RemoteError, match=f"another trainer, .'batch_size': 4, .*where this one is .*{batch_size}"):
+            await AtroposTrainer(api, batch_size=batch_size, max_token_len=64).batch()
+    post = await environment(api, 2)
+    await post(ITEM)
+    with pytest.raises(RemoteError, match="gave no batch in 0.5 s, with 1 groups"):
+        await trainer.batch()
+    await post(ITEM | {"scores": [2.0, 2.0]})
+    batch = await trainer.batch()
+    assert sorted(item["scores"] for item in batch) == [[1.0, 0.0], [2.0, 2.0]]
+    assert [as_group(item, 100, 1.0)[0].tokens for item in batch] == [(7, 8, 9, 1)] * 2
 
 
 async def test_an_api_that_is_away_or_started_again(monkeypatch):
-    """By what it answers: away for a while, without a trainer, set up by a group that came first, with another trainer."""
+    """By what it answers: away before a trainer registered and while one does again, without a trainer, set up by a group that
+    came first, with another trainer."""
     ours = {"batch_size": 4, "max_token_len": 64, "group": "me"}
     held, away, asked = {}, [], []
 
@@ -240,24 +241,28 @@ async def test_an_api_that_is_away_or_started_again(monkeypatch):
 
     monkeypatch.setattr(Caller, "ask", ask)
     monkeypatch.setattr("grpolab.serve.atropos.POLL", 0.01)
-    async with AtroposTrainer("http://h", batch_size=4, max_token_len=64, timeout=0.2, name="me") as trainer:
-        held.clear()
-        away[:] = [False, True, True]
-        with pytest.warns(UserWarning, match="was started again, so this trainer registers anew"):
-            assert await trainer.batch() == [ITEM]
-        assert held == ours and asked.count("/register") == 2
-        away[:] = [True] * 10**6
-        with pytest.raises(RemoteError, match="was away for 0.2 s"):
-            await trainer.batch()
-        assert await trainer.queued() == 0
-        away.clear()
-        held.clear()
-        held["batch_size"] = -1  # of a group that came before the trainer did
-        await trainer.__aenter__()
-        assert held == ours and "/reset_data" in asked
-        held["group"] = "other"
-        with pytest.raises(RemoteError, match="goes on with another trainer"):
-            await trainer.__aenter__()
+    trainer, later = (AtroposTrainer("http://h", batch_size=4, max_token_len=64, timeout=0.2, name="me") for _ in range(2))
+    away[:] = [True]
+    with pytest.raises(NoAnswer, match="/register gave no answer"):  # nothing to wait for: it was never there
+        await trainer.batch()
+    assert await trainer.batch() == [ITEM] and asked.count("/register") == 2 and held == ours
+    held.clear()
+    away[:] = [True, False, True, True]  # the last one first
+    with pytest.warns(UserWarning, match="was started again, so this trainer registers anew") as warned:
+        assert await trainer.batch() == [ITEM]
+    assert len(warned) == 1 and held == ours and asked.count("/register") == 4
+    away[:] = [True] * 10**6
+    with pytest.raises(RemoteError, match="was away for 0.2 s"):
+        await trainer.batch()
+    assert await trainer.queued() == 0
+    away.clear()
+    held.clear()
+    held["batch_size"] = -1  # of a group that came before the trainer did
+    assert await later.batch() == [ITEM]
+    assert held == ours and "/reset_data" in asked
+    held["group"] = "other"
+    with pytest.raises(RemoteError, match="goes on with another trainer"):
+        await AtroposTrainer("http://h", batch_size=4, max_token_len=64).batch()
 
 
 @pytest.mark.full
@@ -267,26 +272,27 @@ async def test_training_goes_on_where_the_real_api_is_killed_and_started_again(t
     url, process = f"http://127.0.0.1:{port}", started_api(port)
     group = tiny_group(tiny)
 
-    async def posts(post):
+    async def posts():
+        post = await environment(url, 2)
         while True:
             with contextlib.suppress(RemoteError):
                 await post(scored(group))
             await asyncio.sleep(0.1)
 
     try:
-        async with AtroposTrainer(url, batch_size=2, max_token_len=64, timeout=60) as trainer:
-            posting = asyncio.ensure_future(posts(await environment(url, 2)))
-            rows = []
-            with pytest.warns(UserWarning, match="was started again"):
-                wide = replace(config, max_logp_diff=None)
-                async for row in grpo_from(tiny, None, atropos_source(trainer, tiny, wide), wide, longest=64):
-                    rows.append(row)
-                    if len(rows) == 1:
-                        process.kill()
-                        process.wait()
-                        process = await asyncio.to_thread(started_api, port)
-            posting.cancel()
-            await asyncio.wait([posting])
+        trainer = AtroposTrainer(url, batch_size=2, max_token_len=64, timeout=60)
+        posting = asyncio.ensure_future(posts())
+        rows = []
+        with pytest.warns(UserWarning, match="was started again"):
+            wide = replace(config, max_logp_diff=None)
+            async for row in grpo_from(tiny, None, atropos_source(trainer, tiny, wide), wide, longest=64):
+                rows.append(row)
+                if len(rows) == 1:
+                    process.kill()
+                    process.wait()
+                    process = await asyncio.to_thread(started_api, port)
+        posting.cancel()
+        await asyncio.wait([posting])
     finally:
         process.kill()
         process.wait()

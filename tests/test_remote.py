@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import math
 import os
 import signal
 import socket
@@ -211,6 +212,39 @@ def test_a_server_that_cannot_teach(tiny, changes, said):
     rollouts = [Rollout(tuple(prompt), (5, 1), (1, 1), (0.0,) * 2, (0.0,) * 2, "eos") for prompt in ([9, 9], [9], [9, 8, 7, 6])]
     with imitation(of_vllm(tiny.tokenizer, **changes)) as url, pytest.raises(RemoteError, match=said):
         asyncio.run(RemoteTeacher(url, tiny)(rollouts))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda choices: [], "it scored 0 prompts of 3"),
+    (lambda choices: choices + [choices[0] | {"index": 3}], "it scored 4 prompts of 3"),
+    (lambda choices: [*choices[:2], choices[1]], "KeyError: 2"),
+    (lambda choices: [*choices[:2], choices[1] | {"index": 2}], "3 lines of 5 log-probs.*have 6 tokens"),
+    (lambda choices: scored_as(choices, 0.5), "gave 0.5 as the log-prob of a token: one is finite and not above 0"),
+    (lambda choices: scored_as(choices, math.nan), "gave nan as the log-prob"),
+    (lambda choices: scored_as(choices, None), "not log-probs for each rollout"),
+])
+def test_a_teacher_whose_answer_is_no_log_prob_for_each_token(tiny, change, said):
+    """Choices in another order are as good; all else is an error that names the server and what is wrong."""
+    rollouts = [Rollout((9,) * n, (5, 1), (1, 1), (0.0,) * 2, (0.0,) * 2, "eos") for n in (4, 2, 3)]
+    answers = of_vllm(tiny.tokenizer)
+    choices = [{"index": i, "logprobs": {"token_logprobs": [None, *[-1.0] * (len(r.prompt) - 1), -0.5, -0.25]}}
+               for i, r in enumerate(rollouts)]
+
+    def teach(answered):
+        recognise = answers["/v1/completions"]
+        completions = {"/v1/completions": lambda body: {"choices": answered} if body.get("echo") else recognise(body)}
+        with imitation(answers | completions) as url:
+            return asyncio.run(RemoteTeacher(url, tiny)(rollouts))
+
+    assert teach(choices[::-1]) == [[-0.5, -0.25]] * 3
+    with pytest.raises(RemoteError, match=f"http://127.0.0.1:.* did not give each of 15 tokens a log-prob: .*{said}"):
+        teach(change(choices))
+
+
+def scored_as(choices, last):
+    """The same with another log-prob at the end of the first."""
+    line = choices[0]["logprobs"]["token_logprobs"]
+    return [choices[0] | {"logprobs": {"token_logprobs": [*line[:-1], last]}}, *choices[1:]]
 
 
 # --- servers that are not what they should be -------------------------------------------------------------------------

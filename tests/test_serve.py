@@ -477,19 +477,39 @@ async def test_callers_who_vanish_leave_nothing(tiny, monkeypatch):
 
 async def test_echo_scores_a_prompt(tiny):
     """OpenAI's way to the log-probs of a given text: those of the model's plain forward; nothing is sampled."""
-    prompts = [[5, 6, 7, 8, 9], [9], [5, 6, 7]]
+    long = torch.randint(5, 100, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [[5, 6, 7, 8, 9], [9], [5, 6, 7], long]
     with torch.no_grad():
         plain = [tiny.model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in prompts]
     async with served(tiny) as (service, client):
         found = await complete(client, prompts, max_tokens=0, logprobs=0, echo=True, extra_body=IDS)
-        for ids, logps, choice in zip(prompts, plain, found.choices):
+        for ids, logps, choice in zip(prompts, plain, found.choices, strict=True):
+            assert choice.logprobs.top_logprobs is None
             first, *scores = choice.logprobs.token_logprobs
             assert first is None and scores == pytest.approx([logps[i, t].item() for i, t in enumerate(ids[1:])], abs=1e-4)
             assert choice.prompt_token_ids == ids and choice.text == tiny.tokenizer.decode(ids)
             assert "".join(choice.logprobs.tokens) == choice.text and choice.finish_reason == "length"
-        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (9, 0) and service.rows == 0
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (309, 0) and service.rows == 0
         whole = await complete(client, [[5] * 512], max_tokens=0, logprobs=0, echo=True)  # the context, to its last token
         assert len(whole.choices[0].logprobs.token_logprobs) == 512
+
+
+@pytest.mark.parametrize("prompts", [[[9]], [[9], [8], [9]], [[5, 6, 7], [9], [5] * 511]])
+@pytest.mark.parametrize("way", ["unpadded", "rows", "alone"])
+async def test_echo_of_prompts_of_a_single_token(tiny, monkeypatch, way, prompts):
+    """They have no log-prob, alone or beside longer ones, in every way to take a forward; what follows them has one."""
+    monkeypatch.setattr("grpolab.train.logps.way_of", lambda *_: way)
+    with torch.no_grad():
+        plain = [tiny.model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in prompts]
+    async with served(tiny) as (_, client):
+        bare = await complete(client, prompts, max_tokens=0, logprobs=0, echo=True)
+        tops = await complete(client, prompts, max_tokens=1, logprobs=1, echo=True, temperature=0, extra_body=IDS)
+    for ids, logps, choice, continued in zip(prompts, plain, bare.choices, tops.choices, strict=True):
+        own, last = [logps[i, t].item() for i, t in enumerate(ids[1:])], logps[-1].max().item()
+        assert choice.logprobs.token_logprobs[0] is continued.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        assert continued.logprobs.token_logprobs[1:] == pytest.approx([*own, last], abs=1e-4)
+        assert continued.token_ids == [*ids, logps[-1].argmax().item()]
 
 
 @pytest.mark.parametrize("follows", [0, 1])

@@ -63,7 +63,7 @@ def test_vllm_samples_for_a_policy_that_is_trained_here(tiny, tmp_path, monkeypa
                     layer.lora_A["default"].weight.data = torch.randn(4, 64)
                 monkeypatch.setattr(remote, "audit", lambda *_: audit(policy, *_[1:]))  # the trainer's own forward
                 with pytest.raises(RemoteError, match="does not compute what"):
-                    await swapped.publish(strange)
+                    await RemoteSampler(url, strange, bridge=bridge).publish()
                 await swapped.publish()
                 await agree(swapped, policy, 3)
 

@@ -152,17 +152,10 @@ async def posted(options: RolloutOptions, policy: Policy, reference: Policy | No
     trainer = AtroposTrainer(options.atropos_url, batch_size=config.prompts_per_step * config.group_size,
                              max_token_len=options.max_total_tokens, num_steps=config.steps, timeout=options.timeout,
                              name=str(run.folder.resolve()))  # a run that goes on is the same trainer
-    drawn, registered = atropos_source(trainer, policy, config), False
-
-    async def source(step: int):
-        nonlocal registered
-        if not registered:  # only now: environments begin with it, and the server has the weights of a run that goes on
-            await trainer.__aenter__()
-            registered = True
-        return await drawn(step)
-
     async with bridged(options, policy) as (_, follow):
-        rows = grpo_from(policy, reference, follow(source), config, longest=options.max_total_tokens, run=run)
+        # Environments begin when it registers, in the first step: the server then has the weights of a run that goes on.
+        source = follow(atropos_source(trainer, policy, config))
+        rows = grpo_from(policy, reference, source, config, longest=options.max_total_tokens, run=run)
         async with aclosing(rows) as steps:
             async for row in steps:
                 yield row

@@ -1,7 +1,7 @@
 """Atropos' trajectory API (atroposlib 0.4.0, `run-api`): its environments as a source of groups.
 
-    async with AtroposTrainer("http://127.0.0.1:8000", batch_size=32, max_token_len=512) as trainer:     # registers
-        source = atropos_source(trainer, policy, config)         # for train.grpo_from
+    trainer = AtroposTrainer("http://127.0.0.1:8000", batch_size=32, max_token_len=512)
+    source = atropos_source(trainer, policy, config)         # for train.grpo_from; the first step registers
 
 The old log-probs of the loss are the environment's `inference_logprobs`: without them there is nothing to compare the policy
 with, and the error says what to set. The API itself checks no shape, so what it sends is checked here.
@@ -99,48 +99,26 @@ class AtroposTrainer:
                  name: str | None = None):
         self.caller = Caller(url, timeout=60.0)
         self.url, self.batch_size, self.max_token_len, self.timeout = self.caller.url, batch_size, max_token_len, timeout
-        self.num_steps, self.name, self._first = num_steps, name or f"grpolab-{secrets.token_hex(4)}", None
+        self.num_steps, self.name = num_steps, name or f"grpolab-{secrets.token_hex(4)}"
         self._registered = self._again = False
 
-    async def __aenter__(self) -> AtroposTrainer:
-        """Register. RemoteError where another trainer is registered: the API would ignore this one in silence, and both would
-        share the groups."""
-        ours, theirs = await self._register()
-        if theirs["batch_size"] == -1:  # groups came before any trainer, which an API takes for the end of its set-up
-            await self.caller.ask("GET", "/reset_data")
-            ours, theirs = await self._register()
-        if theirs != ours:
-            raise RemoteError(f"{self.url} goes on with another trainer, {theirs}, where this one is {ours}: restart run-api, "
-                              "or take its numbers and its group as the name, if it is an earlier start of this one")
-        self._first = (await self.caller.ask("GET", "/batch")).get("batch")  # environments wait for the first look
-        self._registered = True
-        return self
-
-    async def _register(self) -> tuple[dict, dict]:
-        """Register; what this trainer is, and what the API holds of its trainer."""
-        ours = {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
-        await self.caller.ask("POST", "/register", ours | {
-            "wandb_group": self.name, "wandb_project": "grpolab", "checkpoint_dir": "", "save_checkpoint_interval": 0,
-            "starting_step": 0, "num_steps": self.num_steps})
-        ours |= {"group": self.name}
-        held = await self.caller.ask("GET", "/info") | await self.caller.ask("GET", "/wandb_info")
-        return ours, {name: held.get(name) for name in ours}
-
-    async def __aexit__(self, *_) -> None:
-        """Nothing: the API knows no leaving."""
-
     async def batch(self) -> list[dict]:
-        """The next batch, groups as ScoredData; RemoteError after `timeout` seconds without one, with the queue's length. An
-        API that is away is waited for as long, and one that was started again is registered with anew, as a warning says."""
+        """The next batch, groups as ScoredData; the first call registers. RemoteError after `timeout` seconds without one, with
+        the queue's length. An API that is away is waited for as long, and one that was started again is registered with anew,
+        as a warning says."""
         until = asyncio.get_running_loop().time() + self.timeout
         while True:
-            batch, self._first, away = self._first, None, None
+            answer, away = {}, None
             try:
-                answer = {"batch": batch} if batch else await self.caller.ask("GET", "/batch")
-                if answer.get("status") == "error":
-                    await self._register_anew(answer)
+                answer = await (self.caller.ask("GET", "/batch") if self._registered else self._register())
             except NoAnswer as error:
-                answer, away = {}, error
+                if not (self._registered or self._again):  # it was never there
+                    raise
+                away = error
+            if answer.get("status") == "error":
+                warnings.warn(f"{self.url} was started again, so this trainer registers anew; what it had in its queue is "
+                              "lost, and environments register once: start them again, too", stacklevel=2)
+                self._registered, self._again = False, True
             if answer.get("batch"):
                 return answer["batch"]
             if asyncio.get_running_loop().time() > until:
@@ -152,13 +130,28 @@ class AtroposTrainer:
                                   * self._again)
             await asyncio.sleep(POLL)
 
-    async def _register_anew(self, answer: dict) -> None:
-        if not self._registered:
-            raise RemoteError(f"{self.url} knows no trainer ({answer.get('message')}): register, by `async with`")
-        warnings.warn(f"{self.url} was started again, so this trainer registers anew; what it had in its queue is lost, and "
-                      "environments register once: start them again, too", stacklevel=3)
-        self._again = True
-        await self.__aenter__()
+    async def _register(self) -> dict:
+        """Register, and look for a batch, for which environments wait. RemoteError where another trainer is registered: the API
+        would ignore this one in silence, and both would share the groups."""
+        ours, theirs = await self._registration()
+        if theirs["batch_size"] == -1:  # groups came before any trainer, which an API takes for the end of its set-up
+            await self.caller.ask("GET", "/reset_data")
+            ours, theirs = await self._registration()
+        if theirs != ours:
+            raise RemoteError(f"{self.url} goes on with another trainer, {theirs}, where this one is {ours}: restart run-api, "
+                              "or take its numbers and its group as the name, if it is an earlier start of this one")
+        self._registered = True
+        return await self.caller.ask("GET", "/batch")
+
+    async def _registration(self) -> tuple[dict, dict]:
+        """Register; what this trainer is, and what the API holds of its trainer."""
+        ours = {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
+        await self.caller.ask("POST", "/register", ours | {
+            "wandb_group": self.name, "wandb_project": "grpolab", "checkpoint_dir": "", "save_checkpoint_interval": 0,
+            "starting_step": 0, "num_steps": self.num_steps})
+        ours |= {"group": self.name}
+        held = await self.caller.ask("GET", "/info") | await self.caller.ask("GET", "/wandb_info")
+        return ours, {name: held.get(name) for name in ours}
 
     async def queued(self) -> int:
         """Groups in the API's queue; 0 while it is away."""

@@ -16,9 +16,9 @@ from grpolab.chat import call_form, tokenising
 from grpolab.decode.constraint import compiling
 from grpolab.decode.requests import Prefix, Request
 from grpolab.decode.sampling import SamplingParams
+from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.serve import openai_schema
-from grpolab.serve.detokenizer import StreamedText, text_of
 from grpolab.serve.openai_schema import ChatRequest, CompletionRequest, Refused, TextRequest
 from grpolab.serve.scoring import Scores, scores
 from grpolab.serve.sessions import Prompt, Session
@@ -139,11 +139,11 @@ class CompletionResponse:
         if self.recorded:
             raise Refused(400, "a session records what is sampled: ask for a prompt's log-probs outside of it", "echo")
         self.service.counts["requests"] += 1
-        sequences, tops, policy = [tuple(p.ids) for p in self.prompts], self.request.logprobs == 2, self.policy
+        sequences, policy = [tuple(p.ids) for p in self.prompts], self.policy
 
         def score() -> tuple[int, list[Scores]]:
             self._refuse_torn()
-            return policy.version, scores(policy, sequences, tops)
+            return policy.version, scores(policy, sequences)
 
         version, found = await self.service.sampler.run(score)
         choices = [self._scored_choice(i, ids, of) for i, (ids, of) in enumerate(zip(sequences, found))]
@@ -156,7 +156,7 @@ class CompletionResponse:
         pieces = self._pieces(tokens)
         body = openai_schema.choice(self.request, index, {"text": self.policy.tokenizer.decode(tokens)}, tokens, logps, pieces,
                                     prompt=prompt) | {"finish_reason": "length"}
-        if of.best:  # the most probable one last, so that it stands where both have one text
+        if self.request.logprobs == 2:  # the most probable one last, so that it stands where both have one text
             places = zip(pieces[1:], logps[1:], self._pieces(of.best), of.best_logps)
             body["logprobs"]["top_logprobs"] = [None, *({piece: logp} | {best: most} for piece, logp, best, most in places)]
         return body
@@ -302,3 +302,43 @@ class CompletionResponse:
 async def _disconnected(receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# --- the text that a caller reads -------------------------------------------------------------------------------------
+
+
+def text_of(policy: Policy, rollout: Rollout, stops: Sequence[str] = ()) -> str:
+    """The text of a finished rollout: without the end token, and up to the stop that ended it."""
+    text = policy.decode(rollout.tokens[:-1] if rollout.finish_reason == "stop_id" else rollout.tokens)
+    return text[: _stop_in(text, stops)] if rollout.finish_reason == "stop_string" else text
+
+
+class StreamedText:
+    """The text of a rollout while it grows, without what may still become a character or a stop. It is decoded as a whole each
+    time (0.1 ms for 1000 tokens), since what a token says may depend on those before."""
+
+    def __init__(self, policy: Policy, stops: Sequence[str] = (), stop_ids: Sequence[int] = ()):
+        self.policy, self.stops, self.stop_ids = policy, tuple(stops), frozenset(stop_ids)
+        self.first, self.sent, self.offset = True, 0, 0  # whether nothing was sent, else its characters, those of its tokens
+        self._text = ""
+        self._tokens: list[int] = []
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """All of the text so far."""
+        self._tokens += [t for t in tokens if t not in self.stop_ids]
+        text = self.policy.decode(self._tokens).rstrip("\ufffd")
+        longest = min(len(text), max((len(s) - 1 for s in self.stops), default=0))
+        begun = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
+        return self._grown(text[: min(_stop_in(text, self.stops), len(text) - begun)])
+
+    def end(self, rollout: Rollout) -> str:
+        return self._grown(text_of(self.policy, rollout, self.stops))
+
+    def _grown(self, text: str) -> str:
+        self._text = text if text.startswith(self._text) else self._text
+        return self._text
+
+
+def _stop_in(text: str, stops: Sequence[str]) -> int:
+    """Where the first of the stops begins; the end of the text where it has none."""
+    return min((at for s in stops if (at := text.find(s)) >= 0), default=len(text))

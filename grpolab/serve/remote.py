@@ -24,7 +24,7 @@ from grpolab.rollouts import Group, Rollout
 from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.serve.mapped import Mapped
 from grpolab.serve.openai_schema import fingerprint
-from grpolab.serve.weight_sync import Bridge
+from grpolab.serve.weight_sync import AdapterSwap, Restart, SharedFile
 from grpolab.train.distil import checked_scores
 from grpolab.train.sources import Source, StepGroups
 
@@ -38,14 +38,15 @@ class RemoteSampler:
     policy   whose prompts and updates these are; the first call compares its tokenizer with the server's
     token    of the server, if it asks for one
     model    as the server names it (default: the one that it serves)
-    bridge   how `publish` brings the weights across (`weight_sync`): SharedFile, AdapterSwap or Restart
+    bridge   how `publish` brings the weights across (`weight_sync`, `mapped`)
     timeout  seconds that a request may take, sampling included
     max_staleness  by how many versions rollouts may be behind the policy; None asks for nothing. A server that says no
              versions is taken to have what was published last
     """
 
     def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None,
-                 bridge: Bridge | None = None, timeout: float = 300.0, max_staleness: int | None = None):
+                 bridge: Mapped | SharedFile | AdapterSwap | Restart | None = None, timeout: float = 300.0,
+                 max_staleness: int | None = None):
         self.caller = Caller(url, token=token, timeout=timeout)
         self.url, self.policy, self.model, self._base_model = self.caller.url, policy, model, model
         self.bridge, self.max_staleness, self.synced_s = bridge, max_staleness, 0.0
@@ -114,38 +115,37 @@ class RemoteSampler:
             for g, rollout in enumerate(group):
                 yield i, g, rollout
 
-    async def publish(self, policy: Policy | None = None) -> int:
+    async def publish(self) -> int:
         """Bring the policy's weights to the server, once what this sampler asked for has come; returns their version.
         `synced_s` are the seconds that it took. RemoteError or ValueError where they do not arrive or the server computes
         something else; then sampling is an error until a publish succeeds."""
-        policy = policy or self.policy
         if self.bridge is None:
             raise ValueError("publish needs a bridge: RemoteSampler(..., bridge=SharedFile(FILE)), and --weights FILE for the "
                              "server")
         async with self._entrance:
             await self._idle.wait()
             began, self._unsure = time.perf_counter(), True
-            self._version, mark, name = await self.bridge.publish(self.caller, policy)
+            self._version, mark, name = await self.bridge.publish(self.caller, self.policy)
             self._published, self.model, self._context = fingerprint(self._version, mark), name or self._base_model, None
             await self._recognise()
-            await self._compare(policy)
+            await self._compare()
             self._unsure = False
             self.synced_s = time.perf_counter() - began
         return self._version
 
-    async def _compare(self, policy: Policy) -> None:
+    async def _compare(self) -> None:
         """RemoteError unless the server gives the log-probs of the policy: it may be of another base model."""
         params = SamplingParams(seed=0, max_new_tokens=4, ignore_eos=True)
         (group,) = await self._complete([self.policy.tokenizer.encode(PROBE)], 1, params)
 
         def distance() -> float:
-            with policy.lock:
-                return audit(policy, group).mean_error
+            with self.policy.lock:
+                return audit(self.policy, group).mean_error
 
         error = await asyncio.to_thread(distance)
         if not error <= APART:  # nor NaN
-            raise RemoteError(f"{self.url} does not compute what {policy.name!r} does: log-probs of sampled tokens differ by "
-                              f"{error:.2g} nats on average (at most {APART}). Serve the model that is trained")
+            raise RemoteError(f"{self.url} does not compute what {self.policy.name!r} does: log-probs of sampled tokens differ "
+                              f"by {error:.2g} nats on average (at most {APART}). Serve the model that is trained")
 
     async def __aenter__(self) -> RemoteSampler:
         return self
@@ -155,13 +155,27 @@ class RemoteSampler:
             await asyncio.to_thread(self.bridge.close)  # a server may take a while to end
 
     async def _recognise(self) -> None:
-        """Once: the name of the model, its context, and whether its tokenizer is ours."""
+        """Once: the name of the model and its context. RemoteError where it is another or has another tokenizer."""
         async with self._recognising:
             if self._context is not None:
                 return
-            self.model, card = await recognised(self.caller, self.policy, self.model)
-            self._ours = "policy_version" in card
-            self._context = card.get("max_model_len") or self.policy.context
+            cards = (await self.caller.ask("GET", "/v1/models")).get("data") or []
+            names = [card.get("id") for card in cards]
+            model = self.model or (names[0] if names else None)
+            if model not in names:
+                raise RemoteError(f"{self.url} serves {names}, not {model!r}")
+            probe = {"model": model, "prompt": PROBE, "max_tokens": 1, "return_token_ids": True}
+            (choice, *_) = (await self.caller.ask("POST", "/v1/completions", probe)).get("choices") or [{}]
+            theirs, ours = choice.get("prompt_token_ids"), self.policy.tokenizer.encode(PROBE)
+            if theirs is None:
+                raise RemoteError(f"{self.url} returns no token ids: it must know return_token_ids, as vLLM does")
+            if theirs != ours:
+                raise RemoteError(f"{self.url} has another vocabulary than {self.policy.name!r}: it reads a text as "
+                                  f"{theirs[:8]}…, not {ours[:8]}…. Serve a model with its tokenizer")
+            card = cards[names.index(model)]
+            self.model, self._ours = model, "policy_version" in card
+            # vLLM names it at the base alone.
+            self._context = card.get("max_model_len") or cards[0].get("max_model_len") or self.policy.context
 
     def _rollout(self, choice: dict, prompt: list[int], params: SamplingParams) -> Rollout:
         tokens, ours = choice.get("token_ids"), choice.get("grpolab") or {}
@@ -183,59 +197,29 @@ class RemoteSampler:
                        kept_mass=tuple(ours.get("kept_mass") or ()), versions=tuple(ours.get("versions") or ()))
 
 
-class RemoteTeacher:
+class RemoteTeacher(RemoteSampler):
     """A teacher for `distil` with vocabulary="sampled": the log-probs at temperature 1 that a server gives to the tokens of the
-    student's rollouts. It scores prompts by OpenAI's `echo` without sampling, as `serve-policy` and vLLM do.
-
-    policy  the student; the first call compares its tokenizer with the server's
-    token, model, timeout  as of RemoteSampler
+    student's rollouts. It scores prompts by OpenAI's `echo` without sampling, as `serve-policy` and vLLM do. Made like a
+    RemoteSampler, of which `policy` is the student.
 
     RemoteError where the server is gone, has another tokenizer, or gives no log-probs.
     """
 
-    def __init__(self, url: str, policy: Policy, *, token: str | None = None, model: str | None = None, timeout: float = 300.0):
-        self.caller = Caller(url, token=token, timeout=timeout)
-        self.url, self.policy, self.model, self._known = self.caller.url, policy, model, False
-
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
         """Of each rollout one log-prob a token, in nats."""
-        if not self._known:
-            self.model, _ = await recognised(self.caller, self.policy, self.model)
-            self._known = True
+        await self._recognise()
         ids = [[int(t) for t in r.prompt + r.tokens] for r in rollouts]
         body = {"model": self.model, "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}
         answer = await self.caller.ask("POST", "/v1/completions", body)
         try:
             lines = {c["index"]: c["logprobs"]["token_logprobs"] for c in answer["choices"]}
-            whole = {i: len(line) for i, line in lines.items()} == dict(enumerate(map(len, ids)))
-        except (KeyError, TypeError):
-            whole = False
-        if not whole:
-            raise RemoteError(f"{self.url} did not give each of {sum(map(len, ids))} tokens a log-prob: a teacher must score "
-                              "prompts, by echo with max_tokens=0 and logprobs=0, as serve-policy and vLLM do")
-        try:
+            if len(answer["choices"]) != len(ids):
+                raise ValueError(f"it scored {len(answer['choices'])} prompts of {len(ids)}")
             return checked_scores([lines[i][len(r.prompt) :] for i, r in enumerate(rollouts)], rollouts)
-        except ValueError as error:
-            raise RemoteError(f"{self.url}: {error}") from error
-
-
-async def recognised(caller: Caller, policy: Policy, model: str | None) -> tuple[str, dict]:
-    """(name, card) of the served model; RemoteError where it is another or has another tokenizer than the policy."""
-    cards = (await caller.ask("GET", "/v1/models")).get("data") or []
-    names = [card.get("id") for card in cards]
-    model = model or (names[0] if names else None)
-    if model not in names:
-        raise RemoteError(f"{caller.url} serves {names}, not {model!r}")
-    probe = {"model": model, "prompt": PROBE, "max_tokens": 1, "return_token_ids": True}
-    (choice, *_) = (await caller.ask("POST", "/v1/completions", probe)).get("choices") or [{}]
-    theirs, ours = choice.get("prompt_token_ids"), policy.tokenizer.encode(PROBE)
-    if theirs is None:
-        raise RemoteError(f"{caller.url} returns no token ids: it must know return_token_ids, as vLLM does")
-    if theirs != ours:
-        raise RemoteError(f"{caller.url} has another vocabulary than {policy.name!r}: it reads a text as "
-                          f"{theirs[:8]}…, not {ours[:8]}…. Serve a model with its tokenizer")
-    card = cards[names.index(model)]
-    return model, card | {"max_model_len": card.get("max_model_len") or cards[0].get("max_model_len")}  # vLLM: the base's alone
+        except (LookupError, TypeError, ValueError) as error:
+            raise RemoteError(f"{self.url} did not give each of {sum(map(len, ids))} tokens a log-prob: a teacher must score "
+                              "prompts, by echo with max_tokens=0 and logprobs=0, as serve-policy and vLLM do "
+                              f"({type(error).__name__}: {error})") from error
 
 
 def following(sampler: RemoteSampler, source: Source, every: int = 1) -> Source:

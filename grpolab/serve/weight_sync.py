@@ -1,8 +1,4 @@
-"""How an update reaches a sampler in another process. `RemoteSampler(..., bridge=...)` gets one of three:
-
-    SharedFile("/dev/shm/policy.safetensors")   whole weights in one file (on /dev/shm it is memory); the server runs on
-    AdapterSwap("adapters")                     a LoRA adapter as peft's two files; the server runs on
-    Restart("weights")                          a folder, whole or an adapter; the server is started again with it
+"""How an update reaches a sampler in another process: the bridges of `RemoteSampler(..., bridge=...)`.
 
 `publish` of each returns (policy version, mark, model): the mark by which a server of ours tells these weights from others of
 that version, and the name that requests must give (None: the server's own). It raises RemoteError or ValueError in bounded
@@ -28,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from grpolab.env import child_processes
@@ -77,19 +73,13 @@ def read_weights(path: Path, model: torch.nn.Module, expected: str | None = None
     return version, mark
 
 
-def _state(path: Path) -> tuple[int, str]:
-    """Version and mark of the weights in a file, which is not read for it."""
-    with safe_open(path, "pt") as file:
-        version, number = file.get_tensor(STATE).tolist()
-    return version, f"{number:08x}"
-
-
 def _form(tensor: torch.Tensor | None) -> Any:
     return "missing" if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
 
 class SharedFile:
-    """Whole weights through a safetensors file, for a server of ours that was started with `--weights` and this file."""
+    """Whole weights through a safetensors file (on /dev/shm it is memory), for a server of ours that was started with
+    `--weights` and this file."""
 
     def __init__(self, path: str | Path):
         self.path, self._mark = Path(path), ""
@@ -102,9 +92,8 @@ class SharedFile:
 
     def close(self) -> None:
         with self._lock:
-            with suppress(FileNotFoundError, SafetensorError):
-                if self._mark and _state(self.path)[1] == self._mark:  # not another trainer's
-                    self.path.unlink()
+            if self._mark:  # else nothing of ours was written there
+                self.path.unlink(missing_ok=True)
 
     def _write(self, policy: Policy) -> tuple[int, str]:
         with self._lock, policy.lock:
@@ -186,12 +175,7 @@ class Restart(_Folder):
                              f"{command!r:.200}")
         super().__init__(folder)
         self.command, self.seconds = tuple(command), seconds
-        self._process: subprocess.Popen | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the guard that ends the server with us; the server is its child."""
-        return self._process and self._process.pid
+        self.process: subprocess.Popen | None = None  # the guard that ends the server with us; the server is its child
 
     async def publish(self, caller: Caller, policy: Policy) -> Published:
         version, path = await on_disk(self._save, policy)
@@ -226,10 +210,10 @@ class Restart(_Folder):
                               "port") from error
         log = self.folder / "server.log"
         with open(log, "wb") as file:  # guarded: the server and its children end with us, however we end
-            self._process = child_processes.start(command, os.environ, stdout=file, stderr=file)
+            self.process = child_processes.start(command, os.environ, stdout=file, stderr=file)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.seconds):
-                while (status := self._process.poll()) is None:
+                while (status := self.process.poll()) is None:
                     with suppress(RemoteError):
                         await caller.ask("GET", "/health")
                         return
@@ -239,12 +223,9 @@ class Restart(_Folder):
         raise RemoteError(f"the server {what}: {' | '.join(lines[-4:]) or 'it wrote nothing'}")
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             child_processes.stop(process)
-
-
-Bridge = SharedFile | AdapterSwap | Restart
 
 
 async def on_disk(write: Callable[[Policy], Any], policy: Policy):
