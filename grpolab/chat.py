@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from grpolab.markers import Markers, markers_of
-from grpolab.tool_calls import ToolCall, call_of, check_json, form_of, tools_of
+from grpolab.tool_calls import ToolCall, call_of, check_json, form_of, mapped, tools_of
 
 CHAT_TEMPLATE = (  # tools as signatures, a line each, f(string a, integer b): what it does; calls in the form of Hermes
     "{% for tool in tools or [] %}{{ 'Tools: ' if loop.first }}{{ tool['function']['name'] + '(' }}"
@@ -132,19 +132,10 @@ def _checked_call(call: Any) -> dict:
     return id | {"type": "function", "function": {"name": read.name, "arguments": read.arguments}}
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every text in it changed, keys of objects too."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(key): _mapped(part, change) for key, part in value.items()}
-    return [_mapped(part, change) for part in value] if isinstance(value, list | tuple) else value
-
-
 def _hidden(message: Message, markers: Markers) -> Message:
     """The message with stand-ins for the control tokens that it spells. An assistant's own text may write calls."""
     own = {"content": markers.hide(message["content"], calls=message["role"] == "assistant")}
-    return message | {k: _mapped(v, markers.hide) for k, v in message.items() if k not in ("role", "content")} | own
+    return message | {k: mapped(v, markers.hide) for k, v in message.items() if k not in ("role", "content")} | own
 
 
 def _render(tokenizer, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] = ()) -> str:
@@ -152,7 +143,7 @@ def _render(tokenizer, messages: Sequence[Message], *, reply: bool, tools: Seque
     markers = _markers(tokenizer)
     if tools:
         call_form(tokenizer)
-        tools = _mapped(tools_of(tools), markers.hide)
+        tools = mapped(tools_of(tools), markers.hide)
     return _apply(tokenizer, [_hidden(_checked(m), markers) for m in messages], reply, tools)
 
 

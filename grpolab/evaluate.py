@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,35 +145,29 @@ class Checked:
 
 async def evaluate_checks(
     policy: Policy, cases: Sequence[tuple[Prompt, Check]], *, samples: int = 0, temperature: float = 1.0,
-    max_new_tokens: int = 32, seed: int = 0, sampler: Sampler | None = None,
+    max_new_tokens: int = 32, seed: int = 0,
 ) -> Checked:
     """Ask each prompt, once greedily (`samples=0`) or `samples` times at `temperature`; apply its `check(text, rollout)`."""
     ids = [prompt if isinstance(prompt[0], int) else prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases]
     params = SamplingParams(greedy=samples == 0, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    texts, groups = await _sample(policy, ids, sampler, samples or 1, params)
+    texts, groups = await _sample(policy, ids, samples or 1, params)
     passed = tuple(tuple(bool(check(t, r)) for t, r in zip(of, group)) for (_, check), of, group in zip(cases, texts, groups))
     return Checked(tuple(prompt for prompt, _ in cases), texts, passed, greedy=samples == 0)
 
 
-async def _sample(policy: Policy, ids: list[Sequence[int]], sampler: Sampler | None, group_size: int, params: SamplingParams):
+async def _sample(policy: Policy, ids: list[Sequence[int]], group_size: int, params: SamplingParams):
     """The completions of each prompt: their texts, and their groups."""
     if not ids:
         raise ValueError("there are no questions to evaluate")
-    if sampler is not None and getattr(sampler, "policy", policy) is not policy:
-        raise ValueError(f"the sampler is of another policy object ({sampler.policy!r}) than the one to evaluate ({policy!r}): "
-                         "pass a Sampler of that one, or none")
-    if sampler is not None:
-        groups = await sampler.sample(ids, group_size=group_size, params=params)
-    else:
-        watched = sys.stderr.isatty() or getattr(get_ipython(), "kernel", None) is not None
-        rollouts: list[list] = [[None] * group_size for _ in ids]
-        async with Sampler(policy) as own:
-            with tqdm(total=len(ids) * group_size, desc="evaluating", unit=" completions", delay=WAIT, leave=False,
-                      disable=not watched) as bar:
-                async for question, sample, rollout in own.stream(ids, group_size=group_size, params=params):
-                    rollouts[question][sample] = rollout
-                    bar.update()
-        groups = [Group(tuple(of)) for of in rollouts]
+    watched = sys.stderr.isatty() or getattr(get_ipython(), "kernel", None) is not None
+    rollouts: list[list] = [[None] * group_size for _ in ids]
+    async with Sampler(policy) as sampler:
+        with tqdm(total=len(ids) * group_size, desc="evaluating", unit=" completions", delay=WAIT, leave=False,
+                  disable=not watched) as bar:
+            async for question, sample, rollout in sampler.stream(ids, group_size=group_size, params=params):
+                rollouts[question][sample] = rollout
+                bar.update()
+    groups = [Group(tuple(of)) for of in rollouts]
     return tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups), groups
 
 
@@ -181,43 +175,25 @@ async def _sample(policy: Policy, ids: list[Sequence[int]], sampler: Sampler | N
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Completions of one policy: `texts[q]` are the completions of question q (one when greedy)."""
+class Evaluation(Checked):
+    """Completions of one policy to `problems`; `passed` says which of them have the right answer in a box."""
 
-    problems: tuple[Problem, ...]
-    texts: tuple[tuple[str, ...], ...]
-    greedy: bool
-
-    def checked(self, check: Callable[[str, Problem], bool]) -> Checked:
-        """The verdicts of check(text, problem)."""
-        passed = tuple(tuple(check(t, p) for t in texts) for p, texts in zip(self.problems, self.texts))
-        return Checked(self.problems, self.texts, passed, self.greedy)
+    exact, exact_rates = Checked.rate, Checked.rates
 
     @property
-    def right(self) -> Checked:
-        return self.checked(lambda text, problem: check_answer(text, problem.answer))
-
-    @property
-    def exact_rates(self) -> list[float]:
-        return self.right.rates
-
-    @property
-    def exact(self) -> Interval:
-        return self.right.rate
+    def problems(self) -> tuple[Problem, ...]:
+        return self.prompts
 
     @property
     def format(self) -> Interval:
-        return self.checked(lambda text, _: parse_boxed_answer(text) is not None).rate
-
-    def pass_at(self, k: int) -> Interval:
-        """The chance that one of k samples is right, its interval over questions."""
-        return self.right.pass_at(k)
+        return share_interval([sum(parse_boxed_answer(t) is not None for t in of) / len(of) for of in self.texts])
 
 
 async def evaluate(policy: Policy, problems: Sequence[Problem], **options) -> Evaluation:
     """Ask every question: once greedily, or with `samples=n` n times; `options` are those of `evaluate_checks`."""
-    checked = await evaluate_checks(policy, [(p.question, lambda text, rollout: True) for p in problems], **options)
-    return Evaluation(tuple(problems), checked.texts, checked.greedy)
+    cases = [(p.question, lambda text, rollout, p=p: check_answer(text, p.answer)) for p in problems]
+    checked = await evaluate_checks(policy, cases, **options)
+    return Evaluation(tuple(problems), checked.texts, checked.passed, checked.greedy)
 
 
 async def evaluate_plain(policy: Policy, problems: Sequence[Problem], *, max_new_tokens: int = 8, **options) -> Checked:
@@ -249,7 +225,7 @@ def side_by_side(before: Evaluation, after: Evaluation, n: int = 6) -> pd.DataFr
     """The first `n` questions: for each policy the checker's ✓ or ✗, and in a column apart what it answered."""
     table = {"question": [p.question for p in before.problems[:n]]}
     for name, e in (("before", before), ("after", after)):
-        table |= {f"{name}: right": ["✗✓"[ok] for (ok, *_) in e.right.passed[:n]],
+        table |= {f"{name}: right": ["✗✓"[ok] for (ok, *_) in e.passed[:n]],
                   name: [text.strip()[:80] for (text, *_) in e.texts[:n]]}
     return pd.DataFrame(table).set_index("question")
 
@@ -268,8 +244,7 @@ def fixed_prompts(suite: str = "arithmetic") -> list[dict]:
 
 
 async def evaluate_fixed(
-    policy: Policy, prompts: str | Sequence[dict] = "arithmetic", *, max_new_tokens: int | None = None,
-    sampler: Sampler | None = None,
+    policy: Policy, prompts: str | Sequence[dict] = "arithmetic", *, max_new_tokens: int | None = None
 ) -> dict[str, Checked]:
     """Answer the prompts of a suite, or rows like them, greedily. By the name of each check (stop token, no repetition, code,
     refusal, ...; `chat_rules.checks`): what became of the prompts that it applies to."""
@@ -277,7 +252,7 @@ async def evaluate_fixed(
     prompts = fixed_prompts(prompts) if isinstance(prompts, str) else prompts
     rules = [checks(row) for row in prompts]
     ids = [prompt_ids(policy.tokenizer, row["prompt"]) for row in prompts]
-    texts, groups = await _sample(policy, ids, sampler, 1, SamplingParams(greedy=True, max_new_tokens=longest))
+    texts, groups = await _sample(policy, ids, 1, SamplingParams(greedy=True, max_new_tokens=longest))
     cases = defaultdict(list)
     for row, of, written, group in zip(prompts, rules, texts, groups):
         for name, check in of.items():

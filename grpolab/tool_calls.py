@@ -61,6 +61,15 @@ def check_json(value: Any) -> None:
         raise ValueError(str(error)) from error
 
 
+def mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed, keys of objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): mapped(part, change) for key, part in value.items()}
+    return [mapped(part, change) for part in value] if isinstance(value, list | tuple) else value
+
+
 def _check_depth(value: Any, levels: int = MAX_DEPTH) -> None:
     if isinstance(value, dict | list | tuple):
         if levels == 0:

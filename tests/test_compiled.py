@@ -12,7 +12,7 @@ from torch import nn
 from grpolab.decode.audit import audit
 from grpolab.decode.engines import compiled
 from grpolab.decode.engines.compiled import CompiledEngine, Strips
-from grpolab.decode.packed_weights import PackedLinear
+from grpolab.decode.engines.llama import PackedLinear
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.decode.verify import batch_dependence, choose_engine

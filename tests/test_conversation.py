@@ -10,6 +10,7 @@ from decode_helpers import ragged_prompts, tiny_policy
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.sync import run_sync
 
 TURN = SamplingParams(max_new_tokens=12)
 
@@ -88,19 +89,19 @@ def test_a_turn_that_fills_the_context_says_so_and_the_next_is_refused(most):
     with Sampler(policy) as sampler:
         conversation = sampler.conversation(seed=0)
         assert conversation.room == 63
-        turn = conversation.sample_sync([1] * 10, SamplingParams(max_new_tokens=most))
+        turn = run_sync(conversation.sample([1] * 10, SamplingParams(max_new_tokens=most)))
         assert len(turn.tokens) == 54 and turn.finish_reason == "context" and conversation.room == 0
         whole = conversation.rollout()
         for ids in ([], [5], [5] * 100):
             with pytest.raises(ValueError, match="holds 64 of the context's 64 tokens"):
-                conversation.sample_sync(ids)
+                run_sync(conversation.sample(ids))
         assert conversation.rollout() is whole
         short = sampler.conversation(seed=0)
-        short.sample_sync([1] * 10, SamplingParams(max_new_tokens=20))
+        run_sync(short.sample([1] * 10, SamplingParams(max_new_tokens=20)))
         assert short.room == 33
         with pytest.raises(ValueError, match="34 more"):
-            short.sample_sync([1] * 34)
-        assert short.sample_sync([1] * 33).finish_reason == "context"
+            run_sync(short.sample([1] * 34))
+        assert run_sync(short.sample([1] * 33)).finish_reason == "context"
 
 
 def test_a_turn_that_saw_two_versions_of_the_weights_keeps_nothing():

@@ -1,6 +1,5 @@
 """Rates, pass@k, checks of any kind, and the fixed prompts."""
 
-import copy
 import itertools
 import math
 
@@ -9,6 +8,7 @@ import pytest
 from grpolab.arithmetic import Problem
 from grpolab.chat import prompt_ids
 from grpolab.chat_rules import checks, intact, stops
+from grpolab.checker import check_answer
 from grpolab.evaluate import (
     Evaluation,
     Interval,
@@ -27,7 +27,7 @@ from grpolab.evaluate import (
     suite_table,
     wilson,
 )
-from grpolab.rollouts import Group, Rollout
+from grpolab.rollouts import Rollout
 from grpolab.sync import run_sync
 
 ENDED = Rollout((1,), (2,), (1,), (0.0,), (0.0,), "eos")
@@ -35,18 +35,44 @@ CUT = Rollout((1,), (2,), (1,), (0.0,), (0.0,), "length")
 
 
 class Parrot:
-    """A sampler that says what it is told to, whatever is asked."""
+    """A sampler that says what it is told to, whatever is asked; `asked` holds the prompts' texts."""
 
-    def __init__(self, policy, *texts, reason="eos"):
-        self.policy, self.texts, self.reason = policy, itertools.cycle(texts), reason
+    def __init__(self, policy, texts, reason):
+        self.policy, self.texts, self.reason, self.asked = policy, itertools.cycle(texts), reason, []
 
-    async def sample(self, prompts, *, group_size, params):
-        return [Group(tuple(self._rollout(p) for _ in range(group_size))) for p in prompts]
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def stream(self, prompts, *, group_size, params):
+        for question, prompt in enumerate(prompts):
+            self.asked.append(self.policy.tokenizer.decode(prompt))
+            for sample in range(group_size):
+                yield question, sample, self._rollout(prompt)
 
     def _rollout(self, prompt):
         tokens = tuple(self.policy.tokenizer.encode(next(self.texts), add_special_tokens=False))
         n = len(tokens)
         return Rollout(tuple(prompt), tokens, (1,) * n, (0.0,) * n, (0.0,) * n, self.reason)
+
+
+@pytest.fixture
+def says(tiny, monkeypatch):
+    """says(*texts): from now on every evaluation of `tiny` samples these; returns the Parrot."""
+
+    def parrot(*texts, reason="eos"):
+        bird = Parrot(tiny, texts, reason)
+        monkeypatch.setattr("grpolab.evaluate.Sampler", lambda policy: bird)
+        return bird
+
+    return parrot
+
+
+def answered(problems, texts, greedy=False):
+    passed = tuple(tuple(check_answer(t, p.answer) for t in of) for p, of in zip(problems, texts))
+    return Evaluation(problems, texts, passed, greedy)
 
 
 # --- pass@k -----------------------------------------------------------------------------------------------------------
@@ -62,7 +88,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, correct):
 
 def test_pass_at_one_is_the_exact_rate_and_too_few_samples_are_refused():
     problems = (Problem(1, "+", 1), Problem(2, "+", 2))
-    e = Evaluation(problems, (("\\boxed{2}", "\\boxed{3}"), ("x", "\\boxed{4}")), greedy=False)
+    e = answered(problems, (("\\boxed{2}", "\\boxed{3}"), ("x", "\\boxed{4}")))
     assert e.pass_at(1).value == e.exact.value == 0.5 and e.pass_at(2).value == 1.0
     with pytest.raises(ValueError, match="pass@3 needs at least 3 samples"):
         e.pass_at(3)
@@ -72,8 +98,8 @@ def test_the_interval_of_a_share_ends_where_a_share_cannot_be():
     """One sample of eighty wrong: the normal interval alone would end at 103 %."""
     problems = tuple(Problem(k, "+", 0) for k in range(20))
     right = tuple(tuple(f"\\boxed{{{k}}}" for _ in range(4)) for k in range(20))
-    nearly = Evaluation(problems, (("x", *right[0][1:]), *right[1:]), greedy=False)
-    hardly = Evaluation(problems, ((*right[0][:1], "x", "x", "x"), *((("x",) * 4,) * 19)), greedy=False)
+    nearly = answered(problems, (("x", *right[0][1:]), *right[1:]))
+    hardly = answered(problems, ((*right[0][:1], "x", "x", "x"), *((("x",) * 4,) * 19)))
     assert nearly.exact.high == nearly.pass_at(1).high == 1.0 and 0.9 < nearly.exact.low < nearly.exact.value < 1
     assert hardly.exact.low == hardly.pass_at(1).low == 0.0 and 0 < hardly.exact.value < hardly.exact.high < 0.1
 
@@ -103,15 +129,17 @@ def test_values_of_one_cluster_count_as_one_sample():
         clustered_interval(values, [0] * 5)
 
 
-def test_improvement_is_paired(tiny):
+def test_improvement_is_paired(tiny, says):
     problems = [Problem(a, "+", 1) for a in range(6)]
     right, wrong = ([f"\\boxed{{{p.answer + d}}}" for p in problems] for d in (0, 1))
-    before = run_sync(evaluate(tiny, problems, sampler=Parrot(tiny, *right[:3], *wrong[3:])))
-    after = run_sync(evaluate(tiny, problems, sampler=Parrot(tiny, *right[:5], *wrong[5:])))
+    says(*right[:3], *wrong[3:])
+    before = run_sync(evaluate(tiny, problems))
+    says(*right[:5], *wrong[5:])
+    after = run_sync(evaluate(tiny, problems))
     gain = improvement(before, after)
     assert gain.value == pytest.approx(2 / 6) and gain.low < 0 < 0.3 < gain.high
     with pytest.raises(ValueError, match="same questions"):
-        improvement(before, run_sync(evaluate(tiny, problems[:3], sampler=Parrot(tiny, "x"))))
+        improvement(before, run_sync(evaluate(tiny, problems[:3])))
 
 
 def test_calibration_bins_hold_equally_many_in_order_of_the_prediction():
@@ -125,13 +153,16 @@ def test_calibration_bins_hold_equally_many_in_order_of_the_prediction():
 # --- any checks -------------------------------------------------------------------------------------------------------
 
 
-def test_any_prompts_with_checks_of_ones_own(tiny):
+def test_any_prompts_with_checks_of_ones_own(tiny, says, monkeypatch):
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "?"}]
     cases = [("Say 7.", lambda text, rollout: text == "7"), (conversation, lambda text, rollout: len(rollout.prompt) > 12)]
-    checked = run_sync(evaluate_checks(tiny, cases, sampler=Parrot(tiny, "7")))
+    says("7")
+    checked = run_sync(evaluate_checks(tiny, cases))
     assert checked.passed == ((True,), (True,)) and checked.texts == (("7",), ("7",)) and checked.rate.value == 1
-    sampled = run_sync(evaluate_checks(tiny, cases[:1] * 2, samples=4, sampler=Parrot(tiny, "7", "8")))
+    says("7", "8")
+    sampled = run_sync(evaluate_checks(tiny, cases[:1] * 2, samples=4))
     assert sampled.rates == [0.5, 0.5] and sampled.pass_at(2).value == pytest.approx(5 / 6)
+    monkeypatch.undo()
     through_template = lambda text, rollout: list(rollout.prompt) == prompt_ids(tiny.tokenizer, "Hi") and len(text) < 9  # noqa
     assert run_sync(evaluate_checks(tiny, [("Hi", through_template)], max_new_tokens=3)).rate.value == 1
     with pytest.raises(ValueError, match="no questions"):
@@ -141,17 +172,10 @@ def test_any_prompts_with_checks_of_ones_own(tiny):
 # --- the fixed prompts ------------------------------------------------------------------------------------------------
 
 
-def test_plain_questions_are_text_to_be_continued_and_their_first_line_is_the_answer(tiny):
-    asked = []
-
-    class Listening(Parrot):
-        async def sample(self, prompts, **kw):
-            asked.extend(self.policy.tokenizer.decode(p) for p in prompts)
-            return await super().sample(prompts, **kw)
-
-    parrot = Listening(tiny, " 75\nWhat is 1", " 75.", " 76", "75")
-    found = run_sync(evaluate_plain(tiny, [Problem(28, "+", 47)] * 4, sampler=parrot))
-    assert asked == ["28 + 47 ="] * 4 and found.passed == ((True,), (False,), (False,), (True,))
+def test_plain_questions_are_text_to_be_continued_and_their_first_line_is_the_answer(tiny, says):
+    parrot = says(" 75\nWhat is 1", " 75.", " 76", "75")
+    found = run_sync(evaluate_plain(tiny, [Problem(28, "+", 47)] * 4))
+    assert parrot.asked == ["28 + 47 ="] * 4 and found.passed == ((True,), (False,), (False,), (True,))
 
 
 def test_the_embedded_model_knows_more_than_half_in_its_own_form_and_repeats_what_its_text_gets_wrong(tiny):
@@ -191,12 +215,14 @@ def test_the_shipped_prompts_are_sound():
         fixed_prompts("chat")
 
 
-def test_the_suite_judges_each_prompt_by_its_checks(tiny):
+def test_the_suite_judges_each_prompt_by_its_checks(tiny, says):
     prompts = [{"prompt": "What is 1 + 1?", "answer": 2}, {"prompt": "What is 1 + 2?", "answer": 3}, {"prompt": "Hello!"}]
-    good = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", "3", "Hi")))
+    says("\\boxed{2}", "3", "Hi")
+    good = run_sync(evaluate_fixed(tiny, prompts))
     assert {name: checked.rates for name, checked in good.items()} == {
         "stop token": [1, 1, 1], "no corruption": [1, 1, 1], "format": [1, 0], "arithmetic": [1, 0]}
-    cut = run_sync(evaluate_fixed(tiny, prompts, sampler=Parrot(tiny, "\\boxed{2}", reason="length")))
+    says("\\boxed{2}", reason="length")
+    cut = run_sync(evaluate_fixed(tiny, prompts))
     table = suite_table(before=cut, after=good)
     assert table.loc["stop token", "before"].startswith("0.0%") and table.loc["stop token", "after"].startswith("100.0%")
     assert list(table["prompts"]) == [3, 3, 2, 2]
@@ -204,17 +230,12 @@ def test_the_suite_judges_each_prompt_by_its_checks(tiny):
 
 def test_answers_stand_side_by_side_with_the_verdict_in_a_column_apart():
     problems = (Problem(1, "+", 2), Problem(3, "+", 4))
-    before = Evaluation(problems, (("3",), (" \\boxed{7}",)), greedy=True)
-    after = Evaluation(problems, (("\\boxed{3}",), ("\\boxed{8}",)), greedy=True)
+    before = answered(problems, (("3",), (" \\boxed{7}",)), greedy=True)
+    after = answered(problems, (("\\boxed{3}",), ("\\boxed{8}",)), greedy=True)
     table = side_by_side(before, after)
     assert list(table.index) == ["What is 1 + 2?", "What is 3 + 4?"]
     assert table["before: right"].tolist() == ["✗", "✓"] and table["before"].tolist() == ["3", "\\boxed{7}"]
     assert table["after: right"].tolist() == ["✓", "✗"] and len(side_by_side(before, after, n=1)) == 1
-
-
-def test_a_sampler_of_another_policy_is_refused(tiny):
-    with pytest.raises(ValueError, match="the sampler is of another policy object"):
-        run_sync(evaluate(tiny, [Problem(1, 2, "+")], sampler=Parrot(copy.copy(tiny), "no")))
 
 
 @pytest.mark.parametrize("seen", [True, False])

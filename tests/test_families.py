@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.sync import run_sync
 
 IDS = dict(vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
 HEADS = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=250, **IDS)
@@ -107,8 +108,8 @@ def test_a_prompt_that_nearly_fills_the_context_is_sampled(name):
         rollouts = flat(sampler.sample_sync(prompts, params=SamplingParams(greedy=True, max_new_tokens=4)))
         assert [r.finish_reason for r in rollouts] == ["context", "context", "length"]
         talk = sampler.conversation(seed=0)
-        talk.sample_sync(prompts[0][:203], SamplingParams(greedy=True, max_new_tokens=3))
-        talk.sample_sync(prompts[1][:43], SamplingParams(greedy=True, max_new_tokens=1))
+        run_sync(talk.sample(prompts[0][:203], SamplingParams(greedy=True, max_new_tokens=3)))
+        run_sync(talk.sample(prompts[1][:43], SamplingParams(greedy=True, max_new_tokens=1)))
         rollouts.append(talk.rollout())
     found = audit(policy, rollouts)
     assert found.disagreements == 0 and found.max_error < 1e-4

@@ -7,6 +7,7 @@ from decode_helpers import COMPILER, flat, ragged_prompts, tiny_policy
 from grpolab.decode.prompt_lookup import PromptLookup
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.sync import run_sync
 
 
 def repetitive_policy(dtype=torch.float32):
@@ -83,7 +84,7 @@ def test_a_conversation_goes_on_from_what_drafts_left_in_the_cache():
         with Sampler(policy, slots=2, lookup=lookup) as sampler:
             conversation = sampler.conversation(seed=3)
             for turn in ([4, 5, 6] * 9, [7, 4, 5, 6], [8, 4, 5, 6]):
-                conversation.sample_sync(turn, SamplingParams(max_new_tokens=30))
+                run_sync(conversation.sample(turn, SamplingParams(max_new_tokens=30)))
             rollouts.append(conversation.rollout())
     assert rollouts[0] == rollouts[1]
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from grpolab.chat import Example
 from grpolab.models.load import Policy
+from grpolab.runs.checkpoints import data_hash
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.loop import Optimisation
 from grpolab.train.preferences import Pair
@@ -73,8 +74,10 @@ def test_a_stale_cache_cannot_be_used(tiny, tmp_path):
 def test_nothing_to_score_is_refused(tiny):
     with pytest.raises(ValueError, match="no pairs to score"):
         cache_logps(tiny, [])
-    with pytest.raises(ValueError, match="of other pairs"):
-        reference_values(ReferenceLogps(torch.zeros(9, 2), "x"), preferences(tiny), Optimisation())
+    pairs = preferences(tiny)
+    for n, data in ((len(pairs), "x"), (len(pairs) - 1, data_hash(pairs))):
+        with pytest.raises(ValueError, match="of other pairs"):
+            reference_values(ReferenceLogps(torch.zeros(n, 2), data), pairs, Optimisation())
 
 
 def test_the_cache_of_a_model_with_windows_is_its_own_forward(tiny):

@@ -172,10 +172,10 @@ def test_who_would_wait_for_ever_is_refused(policy):
         with policy.lock:
             for waits in (lambda: sampler.sample_sync([[1]]), lambda: sampler.run_sync(int), lambda: Sampler(policy).engine,
                           lambda: asyncio.run(sampler.sample([[1]])), lambda: asyncio.run(sampler.run(int)),
-                          lambda: conversation.sample_sync([1]), lambda: asyncio.run(anext(sampler.stream([[1]])))):
+                          lambda: asyncio.run(conversation.sample([1])), lambda: asyncio.run(anext(sampler.stream([[1]])))):
                 with pytest.raises(RuntimeError, match="policy.lock"):
                     waits()
-        assert len(conversation.sample_sync([1], PARAMS).tokens) == 25
+        assert len(asyncio.run(conversation.sample([1], PARAMS)).tokens) == 25
         with pytest.raises(RuntimeError, match="worker thread"):
             sampler.run_sync(lambda: sampler.sample_sync([[1, 2, 3]]))
 

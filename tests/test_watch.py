@@ -8,6 +8,7 @@ from torch import nn
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.sync import run_sync
 
 GREEDY = SamplingParams(greedy=True, max_new_tokens=12, seed=0)
 PROMPTS = ragged_prompts(3)
@@ -133,9 +134,9 @@ def test_a_conversation_forgets_keys_of_other_weights():
     policy = tiny_policy()
     with Sampler(policy, slots=4) as sampler:
         talk = sampler.conversation(seed=1)
-        talk.sample_sync([5, 6, 7], GREEDY)
+        run_sync(talk.sample([5, 6, 7], GREEDY))
         edit_data(policy)
-        turn = talk.sample_sync([9, 10], GREEDY)
+        turn = run_sync(talk.sample([9, 10], GREEDY))
     assert audit(policy, [turn]).raw_max_error < 1e-4
 
 

@@ -46,15 +46,6 @@ class Conversation:
             self._waiting = False
         return self._append(request)
 
-    def sample_sync(self, ids: Sequence[int], params: SamplingParams | None = None) -> Rollout:
-        """`sample` for scripts."""
-        request = self._submit(ids, params)
-        try:
-            request.result()
-        finally:
-            self._waiting = False
-        return self._append(request)
-
     def rollout(self) -> Rollout:
         """The whole exchange as one rollout: prompt, then policy turns (mask 1) and the ids between them (mask 0)."""
         if self._rollout is None:

@@ -38,6 +38,7 @@ from grpolab.rollouts import RecordedGroup, Rollout
 from grpolab.runs.checkpoints import computed_on, weights_hash
 from grpolab.runs.rollout_log import recorded
 from grpolab.runs.run import Run
+from grpolab.sync import run_sync
 
 BUNDLE = 2  # the format of a bundle
 POLICY_FILES = {".json", ".jinja", ".txt", ".model", ".safetensors"}  # of a saved policy: nothing that would be unpickled
@@ -189,7 +190,7 @@ def _episode(sampler: Sampler, r: Rollout, params: SamplingParams) -> Rollout:
             if not by_policy:
                 context = list(ids)
                 continue
-            conversation.sample_sync(context, replace(params, max_new_tokens=len(ids)))
+            run_sync(conversation.sample(context, replace(params, max_new_tokens=len(ids))))
             if conversation.turns[-1].tokens != ids:
                 break
         return conversation.rollout()

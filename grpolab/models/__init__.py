@@ -1,5 +1,5 @@
 """Models: `load_policy` of a name, a folder or a hub id; LoRA; SmolLM2 out of its wheel."""
 
-from grpolab.models.load import BasePolicy, Policy, describe_machine, load_policy
+from grpolab.models.load import Policy, describe_machine, load_policy
 
-__all__ = ["BasePolicy", "Policy", "describe_machine", "load_policy"]
+__all__ = ["Policy", "describe_machine", "load_policy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Policy:
     loss_scale: float = 1.0
     lock: FairLock = field(default_factory=FairLock, repr=False)
     provenance: dict | None = field(default=None, repr=False)  # of the last training loop, or of provenance.json
+    bare: bool = False  # its adapter is switched off while it computes (`without_adapter`)
     verified: tuple | None = field(default=None, init=False, repr=False, compare=False)  # see `decode.snapshot.verified_of`
 
     @property
@@ -72,15 +73,15 @@ class Policy:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """How a reference computes: without dropout."""
-        with evaluating(self.model):
+        """How a reference computes: without dropout, and where it is `bare` without its adapter."""
+        with evaluating(self.model), lora.switched_off(self.model) if self.bare else nullcontext():
             yield
 
-    def without_adapter(self) -> BasePolicy:
+    def without_adapter(self) -> Policy:
         """The same model with its adapter switched off while it computes: a reference that takes no memory of its own."""
         if not lora.layers(self.model):
             raise ValueError(f"{self.name!r} has no adapter to switch off: load the reference as a policy of its own")
-        return BasePolicy(self.model, self.tokenizer, f"{self.name} without adapter", self.eos_ids)
+        return Policy(self.model, self.tokenizer, f"{self.name} without adapter", self.eos_ids, bare=True)
 
     def merge_adapter(self) -> None:
         """Write the adapter into the weights and take it out: a plain model with all weights trainable, a new version."""
@@ -108,16 +109,6 @@ class Policy:
         n = sum(p.numel() for p in self.model.parameters())
         kind = type(self).__name__
         return f"{kind}({self.name!r}, {n / 1e6:.1f} M parameters, {self.dtype}, {self.device}, version {self.version})"
-
-
-class BasePolicy(Policy):
-    """A policy with its adapter switched off while it computes (`Policy.without_adapter`)."""
-
-    @contextmanager
-    def acting(self) -> Iterator[None]:
-        """Without dropout and without the adapter."""
-        with evaluating(self.model), lora.switched_off(self.model):
-            yield
 
 
 def choose_device(device: str | None = None, dtype: torch.dtype | str | None = None) -> tuple[torch.device, torch.dtype]:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from grpolab.chat import Example, Message, prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.models.load import BasePolicy, Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import CUT, Rollout, padded
 from grpolab.runs.checkpoints import data_hash, weights_hash
 from grpolab.runs.run import Run
@@ -77,7 +77,7 @@ class DistilConfig(Optimisation):
 
 
 async def distil(
-    policy: Policy, teacher: BasePolicy | Callable[[Sequence[Rollout]], Awaitable[Scores]], rows: Sequence[Any],
+    policy: Policy, teacher: Policy | Callable[[Sequence[Rollout]], Awaitable[Scores]], rows: Sequence[Any],
     config: DistilConfig, *, teacher_prompt: Callable[[Any], str | Sequence[Message]] | None = None,
     examples: Sequence[Example] = (), run: Run | None = None,
 ) -> AsyncIterator[dict]:
@@ -149,7 +149,7 @@ async def distil(
         return update
 
     def data():
-        frozen = type(teacher) is Policy and teacher is not policy
+        frozen = isinstance(teacher, Policy) and not teacher.bare and teacher is not policy
         return data_hash([prompts, examples, weights_hash(teacher) if frozen else ""])
 
     async with sampler, aclosing(loop(policy, config, run, gather, data)) as steps:
@@ -157,7 +157,7 @@ async def distil(
             yield row
 
 
-def distil_gradient(policy: Policy, teacher: BasePolicy | Scores | None, rollouts: Sequence[Rollout], theirs: Sequence[Rollout],
+def distil_gradient(policy: Policy, teacher: Policy | Scores | None, rollouts: Sequence[Rollout], theirs: Sequence[Rollout],
                     config: DistilConfig) -> dict:
     """Accumulate the gradient of the mean divergence over the tokens of `rollouts`, whatever the micro-batches. `theirs` are
     the same completions behind the prompts that the teacher gets. Returns {"loss", "reverse_kl"}.
@@ -237,7 +237,7 @@ def _check_teacher(policy, teacher, config, teacher_prompt) -> None:
             raise ValueError(f"this teacher's log-probs are those at temperature 1, and temperature is {config.temperature}: "
                              "set it to 1, or load the teacher in this process")
         return
-    if teacher is not policy and teacher.model is policy.model and type(teacher) is Policy:
+    if teacher is not policy and teacher.model is policy.model and not teacher.bare:
         raise ValueError("student and teacher share a model, so the teacher would move along: load it a second time, or give "
                          "the policy itself and a teacher_prompt")
     if teacher is policy and teacher_prompt is None:

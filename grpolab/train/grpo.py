@@ -13,7 +13,7 @@ import torch
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.models import lora
-from grpolab.models.load import BasePolicy, Policy
+from grpolab.models.load import Policy
 from grpolab.rollouts import CUT, Batch, Group, Rollout, collate, padded
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.rollout_log import COLUMNS
@@ -132,7 +132,7 @@ async def grpo_from(
 
     def data():
         more = () if critic is None else (critic.config,)
-        return data_hash((*content(), *more), reference if config.needs_reference and type(reference) is Policy else None)
+        return data_hash((*content(), *more), reference if config.needs_reference and not reference.bare else None)
 
     with nullcontext() if critic is None else critic.beside(policy):
         async with aclosing(loop(policy, config, run, gather, data)) as rows:
@@ -145,7 +145,7 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
     if config.needs_reference and reference is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs a reference policy to stay close to, got None: give one, or set "
                          "kl_to='sampler'")
-    if reference is policy or reference is not None and reference.model is policy.model and type(reference) is Policy:
+    if reference is policy or reference is not None and reference.model is policy.model and not reference.bare:
         raise ValueError("the reference is the policy itself, so it would move along: load it a second time")
 
 
@@ -163,7 +163,7 @@ def check_names(reward: Reward, watch: Iterable[str]) -> None:
 def verify_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
     """The forwards of the policy and of a reference that is needed, proved on sequences like those of the steps."""
     verify_forward(policy, config, longest)
-    if config.needs_reference and not isinstance(reference, BasePolicy):  # that is the policy's own forward
+    if config.needs_reference and not reference.bare:  # that is the policy's own forward
         with reference.acting():  # as its log-probs are taken
             verify_forward(reference, config, longest)
 

@@ -121,7 +121,14 @@ def _probe_sampler(policy: Policy, rows: int, prompt: int, completion: int) -> t
         sampler.sample_sync(prompts[:1], group_size=1, params=SamplingParams(max_new_tokens=2, seed=0))  # warms up
         began = time.perf_counter()
         sampler.sample_sync(prompts, group_size=size, params=params)
-        return cache, sampler.engine.packed_bytes(), len(prompts) * size * steps / (time.perf_counter() - began)
+        return cache, packed_bytes(sampler.engine), len(prompts) * size * steps / (time.perf_counter() - began)
+
+
+def packed_bytes(engine) -> int:
+    """Of a llama engine's copies of the weights. A product that reads a parameter as it is has none."""
+    products = getattr(engine, "products", list)()
+    return sum(m.weight.nbytes for p in products for m in p.modules
+               if p.weight is None or p.weight.data_ptr() != m.weight.data_ptr())
 
 
 def _probe_update(policy: Policy, reference, config: Optimisation, rows: int, prompt: int, completion: int):

@@ -113,10 +113,6 @@ class HFEngine:
         """How many rows a step of n rows is computed with."""
         return round_up(n, self.min_rows)
 
-    def packed_bytes(self) -> int:
-        """0: it computes with the parameters themselves."""
-        return 0
-
     def bytes_per_token(self) -> int:
         return sum(h * (k + v) for h, k, v in self.shapes.values()) * self.dtype.itemsize
 

@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jmespath
@@ -24,6 +24,7 @@ import jmespath
 from grpolab.env.aws.criteria import check_criterion
 from grpolab.env.aws.options import TIERS
 from grpolab.files import data_path
+from grpolab.tool_calls import mapped
 
 _SLOT = re.compile(r"<([a-z][a-z0-9_]*)>")
 _REFERENCE = re.compile(r"<([0-9]+):([^<>]+)>")  # to an id in an earlier output
@@ -71,23 +72,15 @@ class Template:
         """The task with these values in the slots, named after them unless `id` says otherwise."""
         if set(values) != set(self.slots):
             raise ValueError(f"template {self.id!r} has the slots {sorted(self.slots)}, got values for {sorted(values)}")
-        row = _filled({k: self.row[k] for k in ("description", "setup", "criteria", "solution")}, values)
+        fill = partial(mapped, change=lambda text: _SLOT.sub(lambda slot: values[slot[1]], text))
+        row = fill({k: self.row[k] for k in ("description", "setup", "criteria", "solution")})
         return Task(id or f"{self.id}/{','.join(values.values())}", self.tier, row["description"], tuple(self.row["services"]),
-                    tuple(row["setup"]), tuple(_filled(self.row.get("drifts", []), values)), tuple(row["criteria"]),
+                    tuple(row["setup"]), tuple(fill(self.row.get("drifts", []))), tuple(row["criteria"]),
                     tuple(row["solution"]))
 
     def own_task(self) -> Task:
         """The task with the values that stand in the data, under the template's id."""
         return self.task({name: value for name, (_, value) in self.slots.items()}, self.id)
-
-
-def _filled(value: Any, values: Mapping[str, str]) -> Any:
-    """A copy of plain JSON with every `<slot>` in its texts, keys of mappings too, replaced."""
-    if isinstance(value, str):
-        return _SLOT.sub(lambda slot: values[slot[1]], value)
-    if isinstance(value, Mapping):
-        return {_filled(k, values): _filled(v, values) for k, v in value.items()}
-    return [_filled(v, values) for v in value] if isinstance(value, list) else value
 
 
 @cache
