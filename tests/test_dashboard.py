@@ -94,7 +94,8 @@ def test_bars_have_their_values_and_intervals():
 def test_the_curves_of_several_runs_have_colours_of_their_own_and_their_names():
     table = pd.DataFrame({"step": range(3), "r": [0.0, 1.0, 2.0]})
     ax = plots.curves({"a": table, "b": table + 1}, "r", title="t", ylabel="r")
-    assert [t.get_text() for t in ax.texts] == ["a", "b"] and len({line.get_color() for line in ax.lines}) == 2
+    named = {text.get_text(): line.get_color() for text, line in zip(ax.get_legend().get_texts(), ax.lines)}
+    assert list(named) == ["a", "b"] and len(set(named.values())) == 2
 
 
 def test_a_figure_has_more_pixels_than_it_shows_and_few_bytes():
