@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import pandas as pd
 import pytest
 import torch
 
@@ -14,7 +15,6 @@ from grpolab.lab.estimators import (
     bench,
     draw,
     measure,
-    over_problems,
     policy_gradient,
     stale,
     successor,
@@ -111,6 +111,19 @@ def test_on_policy_no_correction_changes_leave_one_out(problem):
 
 
 RECORD = json.loads((repository() / "benchmarks" / "results" / "estimators.json").read_text())
+
+
+def over_problems(record: dict) -> pd.DataFrame:
+    """Estimator -> means over the record's problems: `bias`, `noise` (of that of leave-one-out) and `on-policy`, the cosine of
+    the mean gradient and the true one; then this cosine for each other sampler, where it was measured."""
+    problems = [{part: pd.DataFrame(of[part]) for part in ("on_policy", "off_policy")} for of in record["seeds"].values()]
+    tables = []
+    for of in problems:
+        on = of["on_policy"].set_index("estimator")
+        table = on[["bias"]].assign(noise=on["noise"] / on["noise"]["leave one out"], **{"on-policy": on["cosine"]})
+        off = of["off_policy"].pivot(index="estimator", columns="sampler", values="cosine")
+        tables.append(table.join(off[of["off_policy"]["sampler"].unique()]))
+    return sum(tables) / len(tables)
 
 
 def test_the_table_and_the_figure_are_of_the_record():
