@@ -94,8 +94,8 @@ LAB ?=
 	@touch $@
 
 lab: .venv/lab
-	$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) \
-		--FileContentsManager.pre_save_hook=grpolab.lab.notebooks.before_saving $(LAB)
+	PYTHONPATH="tools$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --port=$(PORT) \
+		--FileContentsManager.pre_save_hook=jupyter_hook.before_saving $(LAB)
 
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Three workers for two cores, since many tests wait for servers and children.

@@ -99,10 +99,6 @@ def remedy(name: str, error: Exception) -> str:
 
 def parse(name: str, command: type, arguments: list[str]):
     """A command's dataclass from its arguments; SystemExit with status 2 where they do not fit, 0 after --help."""
-    if name in TRAINING:
-        from grpolab.cli.recipe import with_none
-
-        arguments = with_none(arguments)
     # tyro reads the options' sentences from the source, and Python 3.11's ast.parse fails ("AST constructor recursion depth
     # mismatch") where a garbage collection in the midst of it ends in another one, as a finaliser's traceback does.
     collecting = gc.isenabled()

@@ -8,11 +8,11 @@ from pathlib import Path
 import badges
 import nbformat
 import pytest
+from jupyter_hook import before_saving
 
 from grpolab.__main__ import main
 from grpolab.cli.run import literal
 from grpolab.lab import notebooks
-from grpolab.lab.notebooks import before_saving
 from grpolab.runs.run import repository
 
 SERIES = sorted((repository() / "notebooks").glob("*.ipynb"))

@@ -20,9 +20,11 @@ RESULTS, README = ROOT / "benchmarks" / "results", (ROOT / "README.md").read_tex
 SERIES = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 
 
-def test_results_md_and_the_readme_are_what_the_command_writes():
+def test_the_pages_are_what_the_command_writes():
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == report.results_page(RESULTS), "run: make results"
     assert report.front(README, RESULTS, ROOT / "notebooks") == README, "run: make results"
+    page = (ROOT / "docs" / "board.md").read_text()
+    assert report.board_page(page, RESULTS) == page, "run: make results"
 
 
 def test_the_readme_has_at_most_650_words_beside_what_is_generated():

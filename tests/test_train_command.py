@@ -35,7 +35,7 @@ OTHER = {"schedule": "cosine", "optimiser": "adafactor", "autocast": "bfloat16",
 
 def command(method, *flags):
     data = ["--data", "x.jsonl"] if method in ("dpo", "reward") else []
-    return parse(method, getattr(commands, COMMANDS[method][1]), ["tiny", *data, *flags])
+    return parse(method, getattr(commands, COMMANDS[method][1]), recipe.renamed(["tiny", *data, *flags], method))
 
 
 def parsed(method, *flags):

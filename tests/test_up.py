@@ -101,6 +101,15 @@ def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monk
     assert main(["train", recipe()]) == 2 and "a table for grpolab up" in capsys.readouterr().err
 
 
+@pytest.fixture(autouse=True)
+def signals():
+    """What `supervise` leaves set is of a process that ends after it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def python(name, script, *arguments, answers=None):
     return Service(name, [sys.executable, "-S", "-c", script, *arguments], answers)
 
@@ -175,7 +184,7 @@ def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how)
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGHUP if how == "closed terminal" else signal.SIGINT)
 
-    hup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs behind a shell's `&` ignores it
     try:
         threading.Thread(target=interrupt, daemon=True).start()
@@ -183,7 +192,6 @@ def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how)
             supervise(services, tmp_path, 20)
     finally:
         signal.signal(signal.SIGINT, before)
-        signal.signal(signal.SIGHUP, hup)
     assert gone(services) and "kept a checkpoint" in services[-1].log.read_text()
 
 

@@ -90,7 +90,7 @@ def flag(name: str, method: str) -> str:
 
 
 def renamed(arguments: Sequence[str], method: str) -> list[str]:
-    """Arguments with the options in this project's names."""
+    """Arguments with the options in this project's names, and values as tyro spells them."""
     own: list[str] = []
     trackers: list[str] = []
     models: list[str] = []
@@ -107,7 +107,7 @@ def renamed(arguments: Sequence[str], method: str) -> list[str]:
             raise UsageError(f"--{option} is no option here: {why}")
         else:
             own.append(f"--{known}{equals}{value}" if option else argument)
-    return models + _both_sides(own) + (["--report-to", *dict.fromkeys(trackers)] if trackers else [])
+    return _with_none(models + _both_sides(own) + (["--report-to", *dict.fromkeys(trackers)] if trackers else []))
 
 
 def _both_sides(arguments: list[str]) -> list[str]:
@@ -120,7 +120,7 @@ def _both_sides(arguments: list[str]) -> list[str]:
     return parts
 
 
-def with_none(arguments: Sequence[str]) -> list[str]:
+def _with_none(arguments: Sequence[str]) -> list[str]:
     """Arguments with None where a value is none: tyro reads only that spelling. One way of the weights is called none, too."""
     before = ["", *arguments]
     return ["None" if a == "none" and b != "--weight-bridge" else a for a, b in zip(arguments, before)]

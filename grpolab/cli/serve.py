@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from grpolab.access import check_token, is_loopback
 from grpolab.cli import UsageError
+from grpolab.cli.recipe import entries
 from grpolab.env.aws.options import AwsOptions
 from grpolab.env.process import Isolation
 from grpolab.env.server import serve_forever
@@ -59,7 +60,7 @@ class Serve:
     def run(self) -> int:
         if self.isolate == "thread" and (self.cwd or self.memory_mib is not None):
             raise UsageError("--cwd and --memory-mib need --isolate process: a thread has neither to itself")
-        if self.environment != "aws" and (changed := self.aws_changed()):
+        if self.environment != "aws" and (changed := entries(self.aws)):
             name = min(changed)
             raise UsageError(f"--{name.replace('_', '-')} is only of `serve aws`")
         variables = dict(map(variable, self.env))
@@ -70,12 +71,8 @@ class Serve:
         options = asdict(self.limits) | {"ping_interval": self.limits.ping_interval or None}
         asyncio.run(serve_forever(
             environment, max_sessions=self.max_sessions, host=self.address.host, port=self.address.port, isolate=isolation,
-            arguments=self.aws_changed(), token=token, **options))
+            arguments=entries(self.aws), token=token, **options))
         return 0
-
-    def aws_changed(self) -> dict:
-        """The options of `aws` that differ from their defaults."""
-        return {f.name: getattr(self.aws, f.name) for f in fields(self.aws) if getattr(self.aws, f.name) != f.default}
 
 
 def variable(option: str) -> tuple[str, str]:

@@ -23,11 +23,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import tyro
 from tyro.conf import Positional
@@ -106,7 +105,7 @@ def table(path: str) -> list[str]:
 def trainer_of(up: Up, further: Sequence[str]) -> GRPO:
     """The trainer of the recipe and of further options, joined to the API and the server; checked."""
     _, arguments = recipe.read(up.recipe, further, ("grpo",), skip=("up",))
-    training: GRPO = tyro.cli(GRPO, prog="grpolab up", args=recipe.with_none(arguments))
+    training: GRPO = tyro.cli(GRPO, prog="grpolab up", args=arguments)
     options = training.rollouts
     if options.kind not in (None, "atropos_url") or training.reward:
         raise UsageError("grpolab up trains on an environment of Atropos: leave --env, --tools, --agent and --reward out")
@@ -200,28 +199,32 @@ def supervise(services: Sequence[Service], logs: Path, patience: float) -> None:
     trainer may first keep its checkpoint; at a second one all end at once."""
     running: list[Service] = []
     *others, trainer = services
-    with terminated_as_interrupted(), ExitStack() as stack:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends it as Ctrl-C does, but where it is ignored (nohup)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    with ExitStack() as stack:
         for service in services:
             service.start(logs)
             running.append(service)
             stack.callback(child_processes.stop, service.guard)
             await_answer(service, running, patience)
             print(f"{service.name:12} {service.answers or 'started'}   log: {service.log}", flush=True)
-        show = shown(trainer.log)
-        try:
-            while trainer.ended is None:
-                refuse_dead(others)
-                show()
-                time.sleep(0.2)
-        except KeyboardInterrupt:
-            trainer.guard.send_signal(signal.SIGINT)
-            with suppress(OSError):  # of a terminal that was closed
-                print("interrupted: the trainer keeps a checkpoint; once more ends it at once", file=sys.stderr, flush=True)
-            trainer.guard.wait()
-            raise
-        finally:
-            with suppress(OSError):
-                show()
+        # Each read gives what was added since the one before.
+        with open(trainer.log, encoding="utf-8", errors="replace", newline="") as log:
+            try:
+                while trainer.ended is None:
+                    refuse_dead(others)
+                    print(log.read(), end="", flush=True)
+                    time.sleep(0.2)
+            except KeyboardInterrupt:
+                trainer.guard.send_signal(signal.SIGINT)
+                with suppress(OSError):  # of a terminal that was closed
+                    print("interrupted: the trainer keeps a checkpoint; once more ends it at once", file=sys.stderr, flush=True)
+                trainer.guard.wait()
+                raise
+            finally:
+                with suppress(OSError):
+                    print(log.read(), end="", flush=True)
     refuse_dead([trainer])
 
 
@@ -246,31 +249,3 @@ def refuse_dead(services: Sequence[Service]) -> None:
         if status is not None and (status or service.name not in ("environment", "trainer")):
             raise ChildProcessError(f"the {service.name} ended with status {status}, so all were ended:\n"
                                     f"{service.last_lines()}\n  its log: {service.log}")
-
-
-def shown(log: Path) -> Callable[[], None]:
-    """A function that prints what has been added to a file."""
-    at = 0
-
-    def show() -> None:
-        nonlocal at
-        with open(log, "rb") as file:
-            file.seek(at)
-            new = file.read()
-        at += len(new)
-        print(new.decode("utf-8", "replace"), end="", flush=True)
-
-    return show
-
-
-@contextmanager
-def terminated_as_interrupted() -> Iterator[Any]:
-    """SIGTERM and SIGHUP (a closed terminal) end what is in the block as Ctrl-C does, but for one that is ignored (nohup)."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number in (number for number, handler in before.items() if handler != signal.SIG_IGN):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

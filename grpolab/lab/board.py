@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from grpolab.arithmetic import Problem, Task, generate
 from grpolab.evaluate import evaluate, student_t
@@ -71,26 +72,21 @@ STANDARD = Speedrun()
 
 
 def config_of(recipe: str) -> GRPOConfig:
-    """A recipe's options. ValueError for what is no TOML, or sets what the task fixes."""
+    """A recipe's options. ValueError for what is no TOML, sets what the task fixes, or is of another type than an option's."""
     try:
         entries = tomllib.loads(recipe)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the recipe is no TOML: {error}") from error
     method, options = entries.pop("method", None), {name.replace("-", "_"): value for name, value in entries.items()}
-    kinds = {f.name: f.type for f in fields(GRPOConfig) if f.name != "seed"}
+    names = {f.name for f in fields(GRPOConfig)} - {"seed"}
     if len(options) < len(entries):
         raise ValueError("the recipe sets an option twice, once with - and once with _")
-    if method != "grpo" or (other := options.keys() - kinds.keys()):
+    if method != "grpo" or (other := options.keys() - names):
         what = f"method = {method!r}" if method != "grpo" else f"{sorted(other)}"
         raise ValueError(f"the recipe has {what}: it says method = 'grpo' and options of GRPOConfig; model, questions, reward "
                          "and seeds are the task's")
-    plain = {name: tuple(v) if isinstance(v, list) else None if v == "none" else v for name, v in options.items()}
-    try:
-        if wrong := [name for name, v in plain.items() if kinds[name] == "int" and type(v) is not int]:
-            raise TypeError(f"{wrong[0]} = {plain[wrong[0]]} is no integer")
-        return GRPOConfig(**plain)
-    except TypeError as error:
-        raise ValueError(f"the recipe has an option of another type than it takes: {error}") from error
+    plain = json.dumps({name: None if v == "none" else v for name, v in options.items()}, default=str)
+    return TypeAdapter(GRPOConfig).validate_json(plain, strict=True)  # strictly: true and 8.0 are no integers
 
 
 async def trained(task: Speedrun, start: Policy, config: GRPOConfig) -> dict:
@@ -246,13 +242,3 @@ def statistics(entry: dict, again: dict, task: Speedrun) -> str:
         if name == "accuracy" and ours.mean() + chance < task.target:
             return f"its recipe gets {ours.mean():.1%} right here, and the task asks for {task.target:.0%}"
     return ""
-
-
-def table(entries: Sequence[dict]) -> list[dict]:
-    """The rows of the board, the fewest tokens first."""
-    means = sorted(((summary(e), e) for e in entries), key=lambda pair: pair[0]["tokens"])
-    return [{"entry": e["title"], "sampled tokens": f"{m['tokens']:,.0f}", "seconds": f"{m['seconds']:.0f}",
-             "held-out, greedy": f"{m['accuracy']:.1%}",
-             "by seed": ", ".join(f"{of['accuracy']:.1%}" for _, of in sorted(e["seeds"].items())),
-             "recipes tried": e["tries"], "processor, threads": f"{e['machine']['processor']}, {e['machine']['threads']}"}
-            for m, e in means]

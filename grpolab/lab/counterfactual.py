@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
-import pandas as pd
 import torch
 
 from grpolab.arithmetic import Problem
@@ -153,7 +152,7 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
 
 def compare_forks(run: Run, forks: dict[str, Run], column: str = "reward"):
     """One metric of the run and of its forks over steps; returns the Axes."""
-    tables = {name: pd.DataFrame(rows_of(r)) for name, r in ({"the run": run} | forks).items()}
+    tables = {name: r.table() for name, r in ({"the run": run} | forks).items()}
     title = f"{column} at the end: " + ", ".join(f"{name} {t[column].iloc[-1]:.3g}" for name, t in tables.items())
     return plots.curves(tables, column, title=title, ylabel=column)
 

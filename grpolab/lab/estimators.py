@@ -311,20 +311,7 @@ def bench(problem: Problem, estimators: Mapping[str, Estimator], samplers: Mappi
                         for who, sampler in samplers.items() for name, estimator in estimators.items() for n in groups)
 
 
-# --- a record of several problems (benchmarks/estimators.py) as one table and one figure ------------------------------
-
-
-def over_problems(record: dict) -> pd.DataFrame:
-    """Estimator -> means over the record's problems: `bias`, `noise` (of that of leave-one-out) and `on-policy`, the cosine of
-    the mean gradient and the true one; then this cosine for each other sampler, where it was measured."""
-    problems = [{part: pd.DataFrame(of[part]) for part in ("on_policy", "off_policy")} for of in record["seeds"].values()]
-    tables = []
-    for of in problems:
-        on = of["on_policy"].set_index("estimator")
-        table = on[["bias"]].assign(noise=on["noise"] / on["noise"]["leave one out"], **{"on-policy": on["cosine"]})
-        off = of["off_policy"].pivot(index="estimator", columns="sampler", values="cosine")
-        tables.append(table.join(off[of["off_policy"]["sampler"].unique()]))
-    return sum(tables) / len(tables)
+# --- a record of several problems (benchmarks/estimators.py) as one figure ----------------------------------------------
 
 
 LINES = {  # what is drawn: the corrections over staleness, and baselines over the samples of a batch

@@ -36,10 +36,6 @@ class Verdict:
         return f"<div style='border-left:4px solid {color};padding:2px 8px;text-align:left'>{escape(repr(self))}</div>"
 
 
-class Unsolved(Exception):
-    """An answer that is still the stub."""
-
-
 def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
     """Turn a function of asserts on an answer into one that returns a Verdict and never raises.
 
@@ -51,7 +47,7 @@ def exercise(name: str, *, wrong: Sequence[Any]) -> Callable:
         raise ValueError(f"exercise {name!r} needs at least one wrong answer that its check refuses")
 
     def verdict(error: Exception) -> Verdict:
-        if isinstance(error, Unsolved | NotImplementedError):
+        if isinstance(error, NotImplementedError):
             return Verdict(name, UNSOLVED, str(error))
         if isinstance(error, AssertionError):
             return Verdict(name, WRONG, str(error) or "an assert of the check failed")
@@ -93,9 +89,9 @@ def hidden_check(notebook: str, name: str) -> Callable:
 
 
 def _refusing_nothing(answer, why: str = ""):
-    """The answer, or a function around it; Unsolved where it, or what a call of it gives, is what a stub gives."""
+    """The answer, or a function around it; NotImplementedError where it, or what a call of it gives, is what a stub gives."""
     if answer is None or answer is ...:
-        raise Unsolved(why)
+        raise NotImplementedError(why)
     if inspect.iscoroutine(answer):
         return _awaited(answer)
     if not inspect.isroutine(answer) or why:  # of what a call gives, only a coroutine is looked into

@@ -1,17 +1,10 @@
-"""The notebook series: executing it in batch through papermill, and the form in which git keeps it.
-
-A front end writes the name and the version of its own kernel into every notebook that it opens. The server that `make lab`
-starts calls `before_saving`, so that opening a notebook of the series changes nothing for git:
-
-    jupyter lab --FileContentsManager.pre_save_hook=grpolab.lab.notebooks.before_saving
-"""
+"""The notebook series: executing it in batch through papermill, and the form in which git keeps it."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
-import re
 import shutil
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -196,12 +189,3 @@ def tidy(notebook: dict) -> dict:
     notebook["metadata"]["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook["metadata"]["language_info"] = {"name": "python"}
     return notebook
-
-
-def before_saving(*, model: dict, path: str = "", **_) -> None:
-    """Jupyter's hook: tidy what is saved, if it is a notebook of the series with a kernel of Python's usual name."""
-    name = path.split("/")[-1]
-    if model.get("type") != "notebook" or not re.fullmatch(r"\d\d_\w+\.ipynb", name):
-        return
-    if model["content"]["metadata"].get("kernelspec", {}).get("name") == "python3":
-        tidy(model["content"])

@@ -89,13 +89,6 @@ def curve(metrics: pd.DataFrame, column: str, *, title: str, ylabel: str, color=
     return ax
 
 
-def _name(ax, text: str, x: float) -> None:
-    """A name at the right end of the curve drawn last."""
-    line = ax.lines[-1]
-    ax.annotate(text, (x, line.get_ydata()[-1]), xytext=(7, 0), textcoords="offset points", color=line.get_color(), va="center")
-    ax.margins(x=0.12)
-
-
 def running_mean(values, window: int):
     """The mean of the `window` values around each, fewer at both ends: it turns where the values turn, not later."""
     return values.rolling(window, min_periods=1, center=True).mean()
@@ -186,15 +179,9 @@ def timeline(spans: Sequence, *, title: str, ax=None):
 
 def stacked(bars: dict[str, dict[str, float]], *, title: str, xlabel: str, colors: dict[str, str], ax=None):
     """Horizontal stacked bars: bars[name][part] = value, each part in its colour and labelled with its value."""
-    ax = _axes(ax)
-    for name, parts in bars.items():
-        left = 0.0
-        for part, value in parts.items():
-            known = part in ax.get_legend_handles_labels()[1]
-            ax.barh(name, value, left=left, color=colors[part], label=None if known else part)
-            if value:
-                ax.annotate(f"{value:.3g}", (left + value / 2, name), ha="center", va="center", color="white", fontsize=9)
-            left += value
+    ax = pd.DataFrame(bars).T.plot.barh(stacked=True, color=colors, width=0.8, ax=_axes(ax))
+    for part in ax.containers:
+        ax.bar_label(part, fmt=lambda value: f"{value:.3g}" if value else "", label_type="center", color="white", fontsize=9)
     ax.set(title=title, xlabel=xlabel)
     ax.grid(False)
     _below(ax, 34, len(colors))
@@ -204,30 +191,8 @@ def stacked(bars: dict[str, dict[str, float]], *, title: str, xlabel: str, color
 def two_sides(metrics: pd.DataFrame, points: pd.DataFrame, *, title: str, ylabel: str, window: int = 10, ax=None):
     """`logps_chosen` and `logps_rejected` over steps, and those of held-out pairs as dots (`points` has the same columns)."""
     ax = _axes(ax)
-    end = max(metrics["step"].iloc[-1], points["step"].iloc[-1])  # a dot at the end of a curve must not cover its name
     for side, color in (("chosen", CHOSEN), ("rejected", REJECTED)):
-        curve(metrics, f"logps_{side}", title=title, ylabel=ylabel, color=color, window=window, ax=ax)
-        _name(ax, side, end)
+        curve(metrics, f"logps_{side}", title=title, ylabel=ylabel, color=color, window=window, legend=side, ax=ax)
         ax.plot(points["step"], points[f"logps_{side}"], "o", color=color, markeredgecolor=HELD_OUT, markersize=6, zorder=5)
-    return ax
-
-
-def histograms(values: dict[str, Sequence[float]], *, title: str, xlabel: str, colors: dict[str, str], ax=None):
-    """Distributions over the same 30 bins, on top of each other."""
-    ax = _axes(ax)
-    low, high = min(map(min, values.values())), max(map(max, values.values()))
-    for name, x in values.items():
-        ax.hist(x, bins=30, range=(low, high), alpha=0.55, color=colors[name], label=f"{name} ({len(x)})")
-    ax.set(title=title, xlabel=xlabel, ylabel="count")
-    ax.legend()
-    return ax
-
-
-def calibration(points: Sequence[tuple[float, object]], *, title: str, xlabel: str, ylabel: str, ax=None):
-    """The rate of what happened (Interval) over its predicted probability, a point a bin; calibrated ones lie on the line."""
-    ax = _axes(ax)
-    low = min(p for p, _ in points)
-    ax.plot([low, 1], [low, 1], color=REFERENCE, linestyle="--", linewidth=1)
-    held_out(points, ax)
-    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    _below(ax, 34, 2)
     return ax
