@@ -339,5 +339,5 @@ def draw(record: dict):
     left.set(xlabel="updates since the sampler's weights", ylabel="cosine with the true gradient",
              title=f"Old samples mislead most with “{oldest.idxmin()}”")
     largest = drawn[drawn["samples"] == drawn["samples"].max()].groupby("estimator")["batch_cosine"].mean()[list(GROWING)]
-    right.set(xlabel="samples in a batch, on-policy", title=f"Even a large batch points away with “{largest.idxmin()}”")
+    right.set(xlabel="samples in a batch, on-policy", title=f"A large batch is furthest off with “{largest.idxmin()}”")
     return fig
