@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from loop_helpers import rows_of
+from loop_helpers import fresh, rows_of
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import encode_chat, observation_ids, prompt_ids, user
@@ -26,7 +26,6 @@ from grpolab.env.faults import Faulty
 from grpolab.env.pool import GroupFailed, GrpoPool
 from grpolab.env.protocol import DeadlineExceeded, InvalidAction, ServerError, StepResult
 from grpolab.env.server import serve
-from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train import multiturn
 from grpolab.train.advantages import advantages, reward_tensor
@@ -48,10 +47,6 @@ def demonstration(policy, problem, with_tool):
     return demonstrate(policy.tokenizer, CalculatorEnv(), problem, turns)
 
 
-def copy_of(policy):
-    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.name, policy.eos_ids)
-
-
 @pytest.fixture(scope="module")
 def caller(taught_once):
     """A policy that mostly calls the calculator on small sums, sometimes answers at once, and is sometimes wrong."""
@@ -66,7 +61,7 @@ def caller(taught_once):
 @pytest.fixture
 def learner(caller):
     """The caller, to be changed by one test."""
-    return copy_of(caller)
+    return fresh(caller)
 
 
 @pytest.fixture
@@ -556,13 +551,13 @@ async def until(policy, curriculum, stop, folder, steps=4):
 def test_a_resumed_run_goes_on_with_the_curriculum_where_it_was(caller, tmp_path):
     """The rows hold its results, so neither a fresh one nor one that has gone on loses the way."""
     whole = used_tiers()
-    expected = run(until(copy_of(caller), whole, 4, tmp_path / "whole"))
+    expected = run(until(fresh(caller), whole, 4, tmp_path / "whole"))
     assert [step for step, _ in expected] == [0, 1, 2, 3] and len({said for _, said in expected}) == 4
     for name, again in (("fresh", lambda used: tiers(seed=99)), ("used", lambda used: used)):
         used = used_tiers()
-        assert run(until(copy_of(caller), used, 3, tmp_path / name)) == expected[:3]
+        assert run(until(fresh(caller), used, 3, tmp_path / name)) == expected[:3]
         after = again(used)
-        rows = run(until(copy_of(caller), after, 4, tmp_path / name))
+        rows = run(until(fresh(caller), after, 4, tmp_path / name))
         assert rows and rows == expected[-len(rows):] and len(rows) < 4  # not from the start
         assert after.state() == whole.state() and after.next_tasks(3) == whole.next_tasks(3)
 

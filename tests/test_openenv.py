@@ -23,10 +23,6 @@ PEER = str(ROOT / "tests" / "openenv_peer.py")
 RELEASES = [pytest.param("openenv-core 0.3.0", marks=pytest.mark.full), "openenv 0.10.0"]
 
 
-def run(coroutine):
-    asyncio.run(asyncio.wait_for(coroutine, 40))
-
-
 @pytest.fixture(scope="module", params=RELEASES)
 def python(request):
     """An interpreter that has this release: the one that `make openenv` makes, or the one that runs the tests."""

@@ -22,10 +22,6 @@ from grpolab.env.protocol import ConnectError, DeadlineExceeded, EnvError, Sessi
 from grpolab.env.server import serve
 
 
-def run(coroutine, seconds=30):
-    asyncio.run(asyncio.wait_for(coroutine, seconds))
-
-
 def sessions(url):
     return status(url)["sessions"]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import copy
 import gzip
 import json
 import shutil
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from loop_helpers import flat, rows_of
+from loop_helpers import digits, flat, fresh, rows_of
 
 from grpolab.__main__ import main
 from grpolab.arithmetic import Task, generate
@@ -22,7 +21,6 @@ from grpolab.lab.counterfactual import fork
 from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
-from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.checkpoints import processor
 from grpolab.runs.run import Run
@@ -31,15 +29,10 @@ from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.sources import StepGroups
 from tests.test_multiturn import PROBLEMS as SUMS
 from tests.test_multiturn import caller  # noqa: F401
-from tests.test_rollout_log import digits
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = GRPOConfig(steps=5, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2, kl_coef=0.1,
                     inner_epochs=2, minibatches=2)
-
-
-def fresh(policy):
-    return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)
 
 
 def train(policy, run, config=CONFIG, stop=None):

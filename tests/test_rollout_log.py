@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from loop_helpers import fresh, rows_of
+from loop_helpers import digits, fresh, rows_of
 
 from grpolab.arithmetic import Problem, Task, generate
 from grpolab.rollouts import Group, RecordedGroup, Rollout
@@ -19,10 +19,6 @@ from grpolab.train.grpo import GRPOConfig, grpo
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = GRPOConfig(steps=4, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2)
-
-
-def digits(text, problem, rollout):
-    return float(sum(c.isdigit() for c in text))
 
 
 def length(text, problem, rollout):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from loop_helpers import NAMES, flat
+from loop_helpers import NAMES, flat, fresh, untimed
 from loop_helpers import rows_of as collect
 
 from grpolab.arithmetic import Problem, Task, generate
@@ -326,20 +326,6 @@ def test_a_step_that_waits_for_a_step_is_refused(tiny):
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
-
-
-def fresh(tiny):
-    copy = Policy(type(tiny.model)(tiny.model.config), tiny.tokenizer, "copy", tiny.eos_ids)
-    copy.model.load_state_dict(tiny.model.state_dict())
-    copy.model.eval()
-    return copy
-
-
-TIMES = {"seconds", "tokens_per_s", "pairs_per_s", "sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s"}
-
-
-def untimed(rows):
-    return [{k: v for k, v in r.items() if k not in TIMES and not (isinstance(v, float) and math.isnan(v))} for r in rows]
 
 
 def resumable(method, policy, run):
