@@ -129,16 +129,6 @@ def test_rows_in_progress_end_with_the_engine_they_began_with():
     assert audit(policy, later).disagreements == 0
 
 
-def test_a_conversation_forgets_keys_of_other_weights():
-    policy = tiny_policy()
-    with Sampler(policy, slots=4) as sampler:
-        talk = sampler.conversation(seed=1)
-        talk.sample_sync([5, 6, 7], GREEDY)
-        edit_data(policy)
-        turn = talk.sample_sync([9, 10], GREEDY)
-    assert audit(policy, [turn]).raw_max_error < 1e-4
-
-
 def test_a_policy_of_nan_is_compared_once_it_is_repaired():
     policy = tiny_policy()
     weight = policy.model.model.norm.weight
