@@ -24,7 +24,7 @@ from grpolab.env.client import Deadlines
 from grpolab.env.curriculum import Curriculum
 from grpolab.env.faults import Faulty
 from grpolab.env.pool import GroupFailed, GrpoPool
-from grpolab.env.protocol import DeadlineExceeded, InvalidAction, ServerError, StepResult
+from grpolab.env.protocol import DeadlineExceeded, InvalidAction, StepResult
 from grpolab.env.server import serve
 from grpolab.runs.run import Run
 from grpolab.train import multiturn
@@ -397,11 +397,6 @@ def test_an_episode_with_a_malformed_action_abstains(learner, trained):
     absent = [r for group in trained[0] for r in group if r.reward is None]
     without = 3 - len(trained[0])  # groups of which every rollout abstained are left out
     assert len(absent) + 4 * without == round(12 * row["abstained"]) and all(r.tokens == () for r in absent)
-
-
-def test_an_error_of_the_environment_is_not_taken_for_the_policys(caller):
-    with pytest.raises(ServerError, match="injected fault"):
-        run(played(caller, lambda: Faulty(CalculatorEnv(), faults={1: "raise"}), PROBLEMS[:1]))
 
 
 # --- tasks, hooks and options -----------------------------------------------------------------------------------------
