@@ -1,7 +1,6 @@
 """Tools as functions: what a policy may call in this process, and what becomes of calls that go wrong."""
 
 import asyncio
-import json
 import threading
 import time
 from dataclasses import dataclass
@@ -269,24 +268,6 @@ def test_a_reward_that_fails_costs_the_episode(tiny, reward):
 
 
 # --- sessions in this process -----------------------------------------------------------------------------------------
-
-def test_any_environment_can_be_played_in_this_process():
-    async def main():
-        before = threading.active_count()
-        async with GrpoPool(GuessEnv, size=3) as pool:
-            await pool.reset_group(seed=1)
-            results = await pool.run_group_step([{"text": "50"}] * 3)
-            assert len({json.dumps(r.observation) for r in results}) == 1
-            assert (await pool.slots[0].state())["step_count"] == 1
-            assert {span.phase for span in pool.trace} >= {"connect", "admit", "reset", "step"}
-        for _ in range(100):
-            if threading.active_count() <= before:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(threading.enumerate())
-
-    asyncio.run(main())
-
 
 def test_environments_that_fail_in_this_process_fail_by_name():
     class Broken:
