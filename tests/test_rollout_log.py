@@ -130,7 +130,7 @@ def test_a_question_may_be_anything(tmp_path):
 
 
 def test_a_step_that_fails_is_on_the_record(tiny, tmp_path):
-    """What it sampled is what one wants to see; the run that goes on takes its place."""
+    """What it sampled is what one wants to see; the run that goes on takes its place, and one that starts over begins anew."""
     run = Run("x", root=tmp_path)
     tiny.model.get_output_embeddings().weight.register_hook(lambda g: g * (float("nan") if tiny.version == 2 else 1.0))
     with pytest.raises(FloatingPointError, match="step 2"):
@@ -138,6 +138,9 @@ def test_a_step_that_fails_is_on_the_record(tiny, tmp_path):
     assert run.recorder.steps() == [0, 1, 2] and len(run.metrics) == 2
     train(fresh(tiny), run)
     assert run.recorder.steps() == [0, 1, 2, 3]
+    assert [s["from"] for s in run.recorder.sessions()] == [0, 2] and run.recorder.sessions()[0]["torch"]
+    train(fresh(tiny), run, replace(CONFIG, steps=2))
+    assert run.recorder.steps() == [0, 1]
 
 
 # --- how much, and what is left of it ---------------------------------------------------------------------------------
@@ -168,17 +171,3 @@ def test_a_rewind_removes_what_is_to_come(tmp_path):
     assert recorder.steps() == [0, 1, 2] and recorder.sessions() == [{"from": 0}]
     recorder.rewind(0)
     assert recorder.steps() == [] and recorder.sessions() == []
-
-
-@pytest.mark.full
-def test_a_run_that_goes_on_has_the_record_of_one_that_never_stopped(tiny, tmp_path):
-    """And its sessions name both processes."""
-    one, two = Run("one", root=tmp_path), Run("two", root=tmp_path)
-    train(fresh(tiny), one)
-    train(fresh(tiny), two, stop=3)
-    train(fresh(tiny), two)
-    assert content(one.recorder.folder) == content(two.recorder.folder)
-    assert [s["from"] for s in two.recorder.sessions()] == [0, 3] and two.recorder.sessions()[0]["torch"]
-    again = Run("one", root=tmp_path)  # the cell once more: the record of a run that starts over begins anew
-    train(fresh(tiny), again, replace(CONFIG, steps=2))
-    assert again.recorder.steps() == [0, 1]

@@ -184,8 +184,10 @@ def test_slow_rewards_overlap_with_each_other_and_with_decoding(tiny):
 
 def test_the_default_reward_reads_the_answer_of_any_row():
     ended = Rollout((1,), (2,), (1,), (0.0,), (0.0,), "eos")
+    cut = dataclasses.replace(ended, finish_reason="length")
     for row in (Problem(1, "+", 2), {"answer": 3}, {"answer": "3"}):
         assert finished_and_correct("\\boxed{3}", row, ended) == 1.0 and finished_and_correct("\\boxed{4}", row, ended) == 0.0
+        assert finished_and_correct("\\boxed{3}", row, cut) == 0.0
     with pytest.raises(ValueError, match="the answer '3 apples' of a row is no integer"):
         finished_and_correct("\\boxed{3}", {"answer": "3 apples"}, ended)
 
