@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from env_harness import ROOT, free_port, wait_for
+from env_harness import ROOT, eventually, free_port, wait_for
 from test_tools import call, turns_of
 
 from grpolab.env.pool import GrpoPool
@@ -54,43 +54,36 @@ def test_calls_are_made_and_told_with_their_errors(tools, tiny):
     wait_for(lambda: not servers(), 20)
 
 
-def test_every_episode_has_a_session_of_its_own(tools, tiny):
-    async def main():
-        form = tools.action_format(tiny.tokenizer)
-        async with GrpoPool(tools, size=2) as pool:
-            first, second = pool.slots
-            for slot in pool.slots:
-                await slot.reset(task={"prompt": "?"}, seed=1)
-            assert len(servers()) == 2
-            assert form.texts(await form.act(first, call("write", key="a", value="x"))) == ["2 notes"]
-            assert "error" in form.texts(await form.act(second, call("read", key="a")))[0]
-            await first.reset(task={"prompt": "?"}, seed=2)
-            assert "error" in form.texts(await form.act(first, call("read", key="a")))[0]
-            assert len(servers()) == 2
-
-    asyncio.run(main())
-    wait_for(lambda: not servers(), 20)
+async def test_every_episode_has_a_session_of_its_own(tools, tiny):
+    form = tools.action_format(tiny.tokenizer)
+    async with GrpoPool(tools, size=2) as pool:
+        first, second = pool.slots
+        for slot in pool.slots:
+            await slot.reset(task={"prompt": "?"}, seed=1)
+        assert len(servers()) == 2
+        assert form.texts(await form.act(first, call("write", key="a", value="x"))) == ["2 notes"]
+        assert "error" in form.texts(await form.act(second, call("read", key="a")))[0]
+        await first.reset(task={"prompt": "?"}, seed=2)
+        assert "error" in form.texts(await form.act(first, call("read", key="a")))[0]
+        assert len(servers()) == 2
+    await eventually(lambda: not servers(), 20)
 
 
-def test_a_server_that_ends_costs_the_episode_and_one_that_hangs_only_the_call(tools, tiny):
+async def test_a_server_that_ends_costs_the_episode_and_one_that_hangs_only_the_call(tools, tiny):
     short = Tools(tools.tools, tools.reward, deadline=1)
-
-    async def main():
-        form = short.action_format(tiny.tokenizer)
-        async with GrpoPool(short, size=1) as pool:
-            slot = pool.slots[0]
-            await slot.reset(task={"prompt": "?"}, seed=1)
-            began = time.monotonic()
-            assert form.texts(await form.act(slot, call("hang"))) == ["error: TimeoutError: longer than 1 s"]
-            assert time.monotonic() - began < 5
-            await slot.reset(task={"prompt": "?"}, seed=1)
-            with pytest.raises(EnvError, match="MCP server ended during leave"):
-                await form.act(slot, call("leave"))
-            await slot.reset(task={"prompt": "?"}, seed=2)
-            assert form.texts(await form.act(slot, call("read", key="first"))) == ["hello"]
-
-    asyncio.run(main())
-    wait_for(lambda: not servers(), 20)
+    form = short.action_format(tiny.tokenizer)
+    async with GrpoPool(short, size=1) as pool:
+        slot = pool.slots[0]
+        await slot.reset(task={"prompt": "?"}, seed=1)
+        began = time.monotonic()
+        assert form.texts(await form.act(slot, call("hang"))) == ["error: TimeoutError: longer than 1 s"]
+        assert time.monotonic() - began < 5
+        await slot.reset(task={"prompt": "?"}, seed=1)
+        with pytest.raises(EnvError, match="MCP server ended during leave"):
+            await form.act(slot, call("leave"))
+        await slot.reset(task={"prompt": "?"}, seed=2)
+        assert form.texts(await form.act(slot, call("read", key="first"))) == ["hello"]
+    await eventually(lambda: not servers(), 20)
 
 
 def test_a_server_on_http(tiny):

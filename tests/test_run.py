@@ -154,22 +154,19 @@ def test_a_step_whose_update_failed_half_way_is_not_kept(tiny, tmp_path):
 # --- one folder, one loop ---------------------------------------------------------------------------------------------
 
 
-def test_a_second_loop_of_the_process_is_refused_while_the_first_lives(tiny, tmp_path):
-    async def main():
-        examples = demonstrations(tiny, PROBLEMS)
-        first = sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path))
-        await anext(first)
-        with pytest.raises(RuntimeError, match="in use: another loop of this process is training into it"):
-            await anext(sft(fresh(tiny), examples, CONFIG, run=Run("x", root=tmp_path)))
-        await first.aclose()
-        async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
-            pass
-        async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
-            break  # unnamed and left: gone by the next turn of the event loop
-        await asyncio.sleep(0.3)
-        await anext(sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)))
-
-    asyncio.run(main())
+async def test_a_second_loop_of_the_process_is_refused_while_the_first_lives(tiny, tmp_path):
+    examples = demonstrations(tiny, PROBLEMS)
+    first = sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path))
+    await anext(first)
+    with pytest.raises(RuntimeError, match="in use: another loop of this process is training into it"):
+        await anext(sft(fresh(tiny), examples, CONFIG, run=Run("x", root=tmp_path)))
+    await first.aclose()
+    async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
+        pass
+    async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
+        break  # unnamed and left: gone by the next turn of the event loop
+    await asyncio.sleep(0.3)
+    await anext(sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)))
 
 
 OTHER = """

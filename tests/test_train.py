@@ -401,16 +401,11 @@ def test_a_gradient_that_somebody_left_is_not_taken(tiny):
     assert collect(sft(tiny, examples, config))[0]["grad_norm"] == clean
 
 
-def test_two_loops_on_one_policy_are_an_error(tiny):
-    async def both():
-        config = SFTConfig(steps=3, batch_size=2)
+async def test_two_loops_on_one_policy_are_an_error(tiny):
+    async def alone():
+        return [row async for row in sft(tiny, demonstrations(tiny, PROBLEMS), SFTConfig(steps=3, batch_size=2))]
 
-        async def alone():
-            return [row async for row in sft(tiny, demonstrations(tiny, PROBLEMS), config)]
-
-        return await asyncio.gather(alone(), alone(), return_exceptions=True)
-
-    found = asyncio.run(both())
+    found = await asyncio.gather(alone(), alone(), return_exceptions=True)
     assert any(isinstance(x, RuntimeError) and "one loop at a time" in str(x) for x in found)
 
 
