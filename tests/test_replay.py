@@ -78,9 +78,10 @@ def test_an_interrupted_run_is_replayed_and_one_that_starts_over_keeps_nothing_o
     run = Run("x", root=tmp_path, replay_every=2)
     train(fresh(tiny), run, stop=3)
     train(fresh(tiny), run)
+    assert [s["from"] for s in run.recorder.sessions()] == [0, 3] and run.recorder.sessions()[0]["torch"]
     assert sorted(run.kept()) == [0, 2, 4] and all(replay(run, step).equal for step in (1, 3, 4))
     train(fresh(tiny), run, GRPOConfig(**{**vars(CONFIG), "steps": 2, "lr": 1e-4}))
-    assert sorted(run.kept()) == [0, 2] and replay(run, 1).equal
+    assert sorted(run.kept()) == [0, 2] and replay(run, 1).equal and run.recorder.steps() == [0, 1]
 
 
 def test_episodes_come_again_with_what_the_environment_said(caller, tmp_path):  # noqa: F811

@@ -130,7 +130,7 @@ def test_a_question_may_be_anything(tmp_path):
 
 
 def test_a_step_that_fails_is_on_the_record(tiny, tmp_path):
-    """What it sampled is what one wants to see; the run that goes on takes its place, and one that starts over begins anew."""
+    """What it sampled is what one wants to see; the run that goes on takes its place."""
     run = Run("x", root=tmp_path)
     tiny.model.get_output_embeddings().weight.register_hook(lambda g: g * (float("nan") if tiny.version == 2 else 1.0))
     with pytest.raises(FloatingPointError, match="step 2"):
@@ -138,9 +138,6 @@ def test_a_step_that_fails_is_on_the_record(tiny, tmp_path):
     assert run.recorder.steps() == [0, 1, 2] and len(run.metrics) == 2
     train(fresh(tiny), run)
     assert run.recorder.steps() == [0, 1, 2, 3]
-    assert [s["from"] for s in run.recorder.sessions()] == [0, 2] and run.recorder.sessions()[0]["torch"]
-    train(fresh(tiny), run, replace(CONFIG, steps=2))
-    assert run.recorder.steps() == [0, 1]
 
 
 # --- how much, and what is left of it ---------------------------------------------------------------------------------
