@@ -102,7 +102,7 @@ lab: .venv/lab
 # Whole files to a worker, since tests of a file share what they made; the longest first, or the last worker ends long after
 # the others.
 LONG := $(patsubst %,tests/test_%.py,train distributed docs options gates multiturn remote serve replay run \
-	notebooks kill gate_replay openenv_training serve_tools agent_frameworks weight_sync benchmarks counterfactual_episodes)
+	notebooks kill gates_more openenv_training serve_tools agent_frameworks weight_sync benchmarks counterfactual_episodes)
 UNITS := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 TESTS = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/test_*.py)))
 NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:python --nbval-lax --nbval-current-env \

@@ -1,5 +1,4 @@
 import asyncio
-import copy
 import fcntl
 import inspect
 import os
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loop_helpers import fresh
 from safetensors.torch import load_model, save_model
 
 from grpolab.models.load import Policy, load_policy
@@ -19,14 +19,10 @@ def _tiny() -> Policy:
     return load_policy("tiny", device="cpu")
 
 
-def copied(policy: Policy) -> Policy:
-    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.name, policy.eos_ids)
-
-
 @pytest.fixture
 def tiny(_tiny) -> Policy:
     """The embedded model, a copy of its own for each test."""
-    return copied(_tiny)
+    return fresh(_tiny)
 
 
 @pytest.fixture(scope="session")
@@ -36,11 +32,11 @@ def taught_once(_tiny, tmp_path_factory):
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
     def load(name, teach):
-        policy, path = copied(_tiny), folder / f"{name}.safetensors"
+        policy, path = fresh(_tiny), folder / f"{name}.safetensors"
         with open(folder / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                taught = copied(_tiny)
+                taught = fresh(_tiny)
                 teach(taught)
                 save_model(taught.model, path)
         load_model(policy.model, path)

@@ -24,7 +24,11 @@ def tiny_policy(context=256, eos=(), seed=0, dtype=torch.float32, model=None, **
     torch.manual_seed(seed)
     shape = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB,
                  intermediate_size=176, tie_word_embeddings=True, initializer_range=0.3, max_position_embeddings=context)
-    model = model or LlamaForCausalLM(LlamaConfig(**shape | config))
+    if model is None:
+        model = LlamaForCausalLM(LlamaConfig(**shape | config))
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):  # which begin at 0
+                torch.nn.init.normal_(p, std=0.3)
     return Policy(model.to(dtype).eval(), Letters(), "tiny", tuple(eos))
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -126,6 +127,11 @@ async def eventually(condition, seconds: float, what: str = "the condition") -> 
     while not condition():
         assert time.monotonic() - start < seconds, f"{what} did not hold within {seconds} s"
         await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def alive(pid: int) -> bool:

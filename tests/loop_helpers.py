@@ -38,4 +38,14 @@ def flat(policy):
 
 def fresh(policy):
     """A copy of its own of a policy."""
-    return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.name, policy.eos_ids)
+
+
+def untimed(rows, without=frozenset()):
+    """The rows without their times, and without NaN, which equals nothing."""
+    return [{k: v for k, v in row.items() if not k.endswith(("_s", "seconds")) and k not in without and v == v} for row in rows]
+
+
+def digits(text, row, rollout):
+    """A reward that any policy gets some of."""
+    return float(sum(c.isdigit() for c in text))

@@ -11,7 +11,7 @@ from functools import partial
 import openai
 import pytest
 import test_serve_tools
-from test_tool_calls import ROOM
+from loop_helpers import rows_of
 
 from grpolab.serve import agents
 from grpolab.serve.agents import agent_grpo
@@ -67,35 +67,17 @@ def answers_of(response):
     return []
 
 
-def openai_client(url, wire=None, **client):
+def pydantic_model(url, wire=None, **client):
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
     async def keep(response):
         await response.aread()
         wire.extend(answers_of(response))
 
     http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [keep]} if wire is not None else {})
-    return openai.AsyncOpenAI(base_url=url, api_key="-", http_client=http, **client)
-
-
-async def openai_agent(url, name, wire=None, turns=4):
-    """The plain client in a loop of its own."""
-    messages = [{"role": "user", "content": f"Where is {name}?"}]
-    async with openai_client(url, wire) as client:
-        for _ in range(turns):
-            answer = await client.chat.completions.create(model="tiny", messages=messages, tools=[ROOM], **IDS)
-            message = answer.choices[0].message
-            if not message.tool_calls:
-                return float(message.content == room(name))
-            messages.append(message.model_dump(exclude_none=True))
-            messages += [{"role": "tool", "tool_call_id": call.id, "content": room(**json.loads(call.function.arguments))}
-                         for call in message.tool_calls]
-    return 0.0
-
-
-def pydantic_model(url, wire=None, **client):
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    return OpenAIChatModel("tiny", provider=OpenAIProvider(openai_client=openai_client(url, wire, **client)))
+    asking = openai.AsyncOpenAI(base_url=url, api_key="-", http_client=http, **client)
+    return OpenAIChatModel("tiny", provider=OpenAIProvider(openai_client=asking))
 
 
 async def pydantic_agent(url, name, wire=None, **settings):
@@ -107,7 +89,7 @@ async def pydantic_agent(url, name, wire=None, **settings):
     return float(answer.output == room(name))
 
 
-def smolagents_agent(url, name, wire=None, max_steps=4):
+def smolagents_agent(url, name):
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
     @tool
@@ -119,18 +101,12 @@ def smolagents_agent(url, name, wire=None, max_steps=4):
         """
         return "12"
 
-    def keep(response):
-        response.read()
-        wire.extend(answers_of(response))
-
     words = {"system_prompt": "", "managed_agent": {"task": "", "report": ""},
              "planning": {"initial_plan": "", "update_plan_pre_messages": "", "update_plan_post_messages": ""},
              "final_answer": {"pre_messages": "", "post_messages": ""}}
-    with openai.DefaultHttpxClient(event_hooks={"response": [keep]} if wire is not None else {}) as http:
-        model = OpenAIServerModel("tiny", api_base=url, api_key="-", client_kwargs={"http_client": http},
-                                  **IDS if wire is not None else {})
-        agent = ToolCallingAgent([room], model, max_steps=max_steps, prompt_templates=words, verbosity_level=0)
-        return float(agent.run(f"Where is {name}?") == "12")
+    with openai.DefaultHttpxClient() as http:
+        model = OpenAIServerModel("tiny", api_base=url, api_key="-", client_kwargs={"http_client": http})
+        ToolCallingAgent([room], model, max_steps=4, prompt_templates=words, verbosity_level=0).run(f"Where is {name}?")
 
 
 def check_trained(trained, wire, runs):
@@ -147,42 +123,13 @@ def check_trained(trained, wire, runs):
 
 
 @pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("agent", [pydantic_agent, openai_agent])
-def test_a_hundred_loops_train_the_policy(caller, sampled, trained, agent):
-    wire = []
-
-    async def main():
-        config = GRPOConfig(steps=1, prompts_per_step=25, group_size=4, max_new_tokens=90, lr=1e-5)
-        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, partial(agent, wire=wire))]
-        return rows[0]
-
-    row = asyncio.run(main())
+def test_its_loops_train_the_policy(caller, sampled, trained):
+    wire, config = [], GRPOConfig(steps=1, prompts_per_step=4, group_size=4, max_new_tokens=90, lr=1e-5)
+    (row,) = rows_of(agent_grpo(caller, None, NAMES, config, partial(pydantic_agent, wire=wire)))
     assert row["agent_errors"] == row["agent_timeouts"] == row["silent"] == row["rewritten"] == row["abstained"] == 0
-    assert len({id for id, _, _ in sampled}) == 100 and len(sampled) > 180  # the call and the answer of each
-    check_trained(trained, wire, 100)
+    assert len({id for id, _, _ in sampled}) == 16 and len(sampled) > 28  # the call and the answer of each
+    check_trained(trained, wire, 16)
     assert 0 < row["reward"] <= 1
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_hundred_loops_of_smolagents_train_the_policy(caller, trained):
-    """Each of several rollouts, since it rewrites what was said; it asks again where it cannot read a call."""
-    wire = []
-    caller.model.config.max_position_embeddings = 4096  # its histories are long
-
-    async def agent(url, name):
-        return await asyncio.to_thread(smolagents_agent, url, name, wire, max_steps=2)
-
-    async def main():
-        config = GRPOConfig(steps=1, prompts_per_step=25, group_size=4, max_new_tokens=40, lr=1e-5)
-        rows = [row async for row in agent_grpo(caller, None, list(NAMES) * 7, config, agent, timeout=500, concurrent=16)]
-        return rows[0]
-
-    row = asyncio.run(main())
-    assert row["agent_errors"] == row["agent_timeouts"] == row["silent"] == row["abstained"] == row["unread"] == 0
-    assert row["rewritten"] > 0.5 and len(wire) >= 200
-    check_trained(trained, wire, 100)
 
 
 @pytest.mark.parametrize("failing", [pytest.param("503", marks=pytest.mark.full), "slow", "tool"])

@@ -1,17 +1,16 @@
 """Agents that talk to a served policy, as a source of groups: what is trained is what was sampled for them, nothing else."""
 
 import asyncio
-import copy
 import time
 import warnings
 from contextlib import asynccontextmanager
 
 import pytest
+from loop_helpers import fresh
 from openai import AsyncOpenAI
 
 from grpolab.arithmetic import generate
 from grpolab.decode.audit import audit
-from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
 from grpolab.serve.agents import AgentRun, agent_grpo, as_groups, last_rollouts, padded, run_agent
@@ -222,11 +221,7 @@ async def test_an_interrupted_step_leaves_nothing_behind(tiny):
         assert audit(tiny, run.rollouts).max_error < 1e-4
 
 
-def test_a_service_of_another_policy(tiny):
-    async def main():
-        async with serve_policy(tiny) as service:
-            stranger = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "tiny", tiny.eos_ids)
-            await anext(agent_grpo(stranger, None, ROWS, config(), ones, service=service))
-
-    with pytest.raises(ValueError, match="another policy object"):
-        asyncio.run(main())
+async def test_a_service_of_another_policy(tiny):
+    async with serve_policy(tiny) as service:
+        with pytest.raises(ValueError, match="another policy object"):
+            await anext(agent_grpo(fresh(tiny), None, ROWS, config(), ones, service=service))

@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import pytest
 import torch
-from loop_helpers import flat, fresh, rows_of
+from loop_helpers import digits, flat, fresh, rows_of, untimed
 from transformers import DynamicCache
 
 from grpolab.arithmetic import Problem
@@ -35,10 +35,6 @@ SMALL = {"steps": 6, "prompts_per_step": 3, "group_size": 4, "max_new_tokens": 1
 OWN = {"version", "staleness", "staleness_max"}
 
 
-def digits(text, row, rollout):
-    return float(sum(c.isdigit() for c in text))
-
-
 async def late(text, row, rollout):
     """As `digits`, after a time that differs from run to run."""
     await asyncio.sleep(random.random() / 50)
@@ -60,11 +56,6 @@ def test_a_kl_penalty_to_the_sampler_acts_on_rollouts_of_older_weights(tiny):
     assert 0 < held < 0.5 * free
 
 
-def bits(rows, without=frozenset()):
-    """The rows without their times."""
-    return [{k: v for k, v in row.items() if not k.endswith("_s") and k not in without and v == v} for row in rows]
-
-
 def recorded(run):
     return [(step, [(g.group, g.advantages, g.problem) for g in run.recorder.groups(step)]) for step in run.recorder.steps()]
 
@@ -74,7 +65,7 @@ def test_staleness_0_is_grpo_in_every_bit(tiny, tmp_path):
     other = fresh(tiny)
     plain = rows_of(grpo(tiny, None, PROBLEMS, GRPOConfig(**SMALL), reward=digits, run=runs[0]))
     ours = train(other, 0, reward=digits, run=runs[1])
-    assert bits(plain) == bits(ours, OWN) and torch.equal(flat(tiny), flat(other))
+    assert untimed(plain) == untimed(ours, OWN) and torch.equal(flat(tiny), flat(other))
     assert recorded(runs[0]) == recorded(runs[1]) and len(recorded(runs[0])) == 6
     assert [r["staleness_max"] for r in ours] == [0] * 6 and not (runs[1].folder / "ahead").exists()
 
@@ -87,7 +78,7 @@ def test_the_schedule_is_a_function_of_the_step(tiny, tmp_path, staleness):
     assert versions == [{max(0, k - staleness)} for k in range(6)] and tiny.version == 6
     assert [r["staleness"] for r in rows] == [min(k, staleness) for k in range(6)] == [r["staleness_max"] for r in rows]
     assert rows[0]["diff_abs_mean"] < 1e-4 < 1e-3 < rows[-1]["diff_abs_mean"]
-    assert bits(rows) == bits(train(other, staleness)) and torch.equal(flat(tiny), flat(other))
+    assert untimed(rows) == untimed(train(other, staleness)) and torch.equal(flat(tiny), flat(other))
 
 
 async def test_steps_ahead_are_scored_at_once_and_never_more_than_the_bound(tiny):
@@ -220,7 +211,7 @@ def test_killed_right_after_a_checkpoint_it_repeats_what_was_drawn(tiny, tmp_pat
     again = Run("killed", root=tmp_path)
     assert {4, 5} <= set(Recorder(again.folder / "ahead").steps()) <= set(range(6))
     rest, same = train(start, 2, run=again, **settings), 6 if in_flight else 8  # then the clock decides in flight
-    assert bits(rest)[: same - 4] == bits(rows)[4:same] and recorded(again)[:same] == recorded(whole)[:same]
+    assert untimed(rest)[: same - 4] == untimed(rows)[4:same] and recorded(again)[:same] == recorded(whole)[:same]
     assert in_flight or torch.equal(flat(tiny), flat(start))
     assert not (again.folder / "ahead").exists()
 
@@ -255,7 +246,7 @@ def test_stopped_anywhere_it_goes_on_in_every_bit(tiny, tmp_path, cancel):
     assert 3 <= done < 6 and set(range(done, min(6, done + 2))) <= set(Recorder(run.folder / "ahead").steps())
     run, policy = Run("cut", root=tmp_path), cut if cancel else start  # the one that was stopped, or one made anew
     train(policy, 2, run=run)
-    assert bits(run.metrics) == bits(rows) and torch.equal(flat(tiny), flat(policy))
+    assert untimed(run.metrics) == untimed(rows) and torch.equal(flat(tiny), flat(policy))
 
 
 def test_what_was_drawn_is_gone_with_its_file_and_that_is_said(tiny, tmp_path):
@@ -308,7 +299,7 @@ def test_the_served_policy_is_a_sampler_too(tiny, tmp_path):
                 return [row async for row in steps]
 
     theirs = asyncio.run(served())
-    assert [r["staleness_max"] for r in theirs] == [0, 1, 1, 1] and bits(theirs) == bits(rows)
+    assert [r["staleness_max"] for r in theirs] == [0, 1, 1, 1] and untimed(theirs) == untimed(rows)
 
 
 @pytest.mark.parametrize("wrong, message", [

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -11,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from env_harness import free_port
 
 from grpolab.arithmetic import generate
 from grpolab.chat import prompt_ids
@@ -40,11 +40,6 @@ def started_api(port):
         assert process.poll() is None
         time.sleep(0.1)
     return process
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.fixture

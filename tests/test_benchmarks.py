@@ -102,15 +102,8 @@ def test_asking_for_help_measures_nothing(name):
 @pytest.mark.full
 def test_grpo_over_seeds(monkeypatch, tmp_path):
     """All of a seed's rows: the curve of SFT, rejection sampling, GRPO, bf16."""
-    few = {"HELD_OUT": 4, "DEMOS": 8, "PRACTICE": 4, "CHOOSING": 4}
-    for name, n in few.items():
-        monkeypatch.setattr(grpo_seeds, name, getattr(grpo_seeds, name)[:n])
-    monkeypatch.setattr(grpo_seeds, "RESULTS", tmp_path / "grpo_seeds.json")
-    monkeypatch.setattr(grpo_seeds, "CURVE", (1, grpo_seeds.BEST))
-    monkeypatch.setattr(grpo_seeds, "sft_config", lambda steps, seed, batch_size=4: SFTConfig(steps=2, batch_size=4, seed=seed))
-    short = GRPOConfig(steps=1, prompts_per_step=2, group_size=2, max_new_tokens=4)
-    monkeypatch.setattr(grpo_seeds, "grpo_config", lambda seed: replace(short, seed=seed))
-    monkeypatch.setattr(grpo_seeds, "NEW_TOKENS", 4)
+    shorter(monkeypatch, grpo_seeds, tmp_path, HELD_OUT=grpo_seeds.HELD_OUT[:4], DEMOS=grpo_seeds.DEMOS[:8], NEW_TOKENS=4,
+            PRACTICE=grpo_seeds.PRACTICE[:4], CHOOSING=grpo_seeds.CHOOSING[:4], CURVE=(1, grpo_seeds.BEST))
     asyncio.run(grpo_seeds.main(["0"]))
     record = json.loads((tmp_path / "grpo_seeds.json").read_text())
     assert set(record["seeds"]["0"]) == {"sft", "rejection", "grpo", "bf16"} and record["provenance"]["code"]["train"]
@@ -258,8 +251,7 @@ def test_an_illness_is_recorded(monkeypatch, tmp_path, tiny):
 
 @pytest.mark.full
 def test_estimators_are_measured_on_a_seed(monkeypatch, tmp_path):
-    for name, value in {"RESULTS": tmp_path / "estimators.json", "SIZE": 2, "GROUPS": (2,), "DRAWS": 5}.items():
-        monkeypatch.setattr(estimators, name, value)
+    shorter(monkeypatch, estimators, tmp_path, SIZE=2, GROUPS=(2,), DRAWS=5)
     estimators.main([0])
     record = json.loads((tmp_path / "estimators.json").read_text())
     row = record["seeds"]["0"]

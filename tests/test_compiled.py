@@ -7,19 +7,18 @@ import pytest
 import torch
 from decode_helpers import COMPILER, flat, ragged_prompts, tiny_policy
 from test_families import FAMILIES, make
-from torch import nn
 
 from grpolab.decode.audit import audit
 from grpolab.decode.engines import compiled
-from grpolab.decode.engines.compiled import CompiledEngine, Strips
-from grpolab.decode.engines.llama import PackedLinear
+from grpolab.decode.engines.compiled import CompiledEngine
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.decode.verify import batch_dependence, choose_engine
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++ here")
 # a vocabulary that fills no strip, a head of one vector and of five, groups of 1 and 3
-SHAPES = [dict(), dict(vocab_size=77, hidden_size=96, num_attention_heads=6, num_key_value_heads=2, attention_bias=True),
+SHAPES = [dict(), dict(vocab_size=77, hidden_size=96, num_attention_heads=6, num_key_value_heads=2, attention_bias=True,
+                       mlp_bias=True),
           dict(head_dim=80, num_key_value_heads=4, tie_word_embeddings=False)]
 
 
@@ -56,16 +55,6 @@ def test_rows_do_not_depend_on_the_others_nor_on_the_threads(name, dtype, monkey
         with Sampler(policy, slots=6, engine="compiled", threads=threads) as sampler:
             rollouts.append(sampler.sample_sync(ragged_prompts(5), group_size=2, params=SamplingParams(seed=0)))
     assert rollouts[0] == rollouts[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_its_products_are_those_of_the_modules(bias, dtype):
-    torch.manual_seed(0)
-    module, x = nn.Linear(48, 50, bias=bias, dtype=dtype), torch.randn(31, 48, dtype=dtype)
-    product = PackedLinear([module], Strips)
-    torch.testing.assert_close(product(x), module(x))
-    assert all(torch.equal(product(x[:n]), product(x)[:n]) for n in (1, 2, 5, 11, 13))
 
 
 @pytest.mark.parametrize("obstacle", ["activation", "sizes", "float16", "exact mode"])

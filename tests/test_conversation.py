@@ -15,7 +15,7 @@ from grpolab.sync import run_sync
 TURN = SamplingParams(max_new_tokens=12)
 
 
-def test_a_turn_feeds_only_what_is_new_and_joins_the_batch():
+async def test_a_turn_feeds_only_what_is_new_and_joins_the_batch():
     """Six exchanges together give what each gives alone; of a later turn the ids and one drawn token are fed."""
     policy, given = tiny_policy(), ragged_prompts(3, 5, 40, seed=9)
 
@@ -25,15 +25,11 @@ def test_a_turn_feeds_only_what_is_new_and_joins_the_batch():
             await conversation.sample(ids, TURN)
         return conversation
 
-    async def main():
-        async with Sampler(policy, slots=8) as sampler:
-            together = [c.rollout() for c in await asyncio.gather(*(exchange(sampler, i) for i in range(6)))]
-            steps, fed = sampler.stats.steps, sampler.stats.prefill_tokens
-            alone = [await exchange(sampler, i) for i in range(6)]
-            assert fed == 6 * (sum(map(len, given)) + 2) and steps < sampler.stats.steps - steps
-            return together, alone
-
-    together, alone = asyncio.run(main())
+    async with Sampler(policy, slots=8) as sampler:
+        together = [c.rollout() for c in await asyncio.gather(*(exchange(sampler, i) for i in range(6)))]
+        steps, fed = sampler.stats.steps, sampler.stats.prefill_tokens
+        alone = [await exchange(sampler, i) for i in range(6)]
+        assert fed == 6 * (sum(map(len, given)) + 2) and steps < sampler.stats.steps - steps
     assert together == [c.rollout() for c in alone] and audit(policy, together).max_error <= 1e-4
     one, (_, second, third) = alone[0], given
     first, *later = one.turns
@@ -45,39 +41,35 @@ def test_a_turn_feeds_only_what_is_new_and_joins_the_batch():
 
 @pytest.mark.parametrize("fault", ["cancelled", "failed"])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_turn_that_does_not_end_leaves_the_conversation_as_it_was(first, fault, monkeypatch):
+async def test_a_turn_that_does_not_end_leaves_the_conversation_as_it_was(first, fault, monkeypatch):
     policy = tiny_policy(context=1024)
     one, two, three = ragged_prompts(3, 5, 20, seed=2)
     before = [] if first else [one]
 
-    async def main():
-        async with Sampler(policy, slots=4) as sampler:
-            conversation, plain = sampler.conversation(seed=4), sampler.conversation(seed=4)
-            for ids in before:
-                await conversation.sample(ids, TURN)
-            drawn = sampler.stats.new_tokens
-            with monkeypatch.context() as patch:
-                patch.setattr(policy.tokenizer, "decode", lambda ids: 1 / 0, raising=False)
-                strings = ("x",) if fault == "failed" else ()
-                lost = asyncio.create_task(conversation.sample(two, SamplingParams(max_new_tokens=500, stop_strings=strings)))
-                while sampler.stats.new_tokens < drawn + 8 and not lost.done():
-                    await asyncio.sleep(0.001)
-                with pytest.raises(RuntimeError, match="still being sampled") if fault == "cancelled" else nullcontext():
-                    await conversation.sample([3], TURN) if fault == "cancelled" else None
-                lost.cancel()
-                await asyncio.gather(lost, return_exceptions=True)
-            for ids in (*before, three):
-                await plain.sample(ids, TURN)
-            await conversation.sample(three, TURN)
-            turn = asyncio.create_task(plain.sample([1], TURN))
-            await asyncio.sleep(0)
-            plain.close()
-            await turn
-            with pytest.raises(RuntimeError, match="closed"):
-                await plain.sample([3])
-            return conversation, plain
-
-    conversation, plain = asyncio.run(main())
+    async with Sampler(policy, slots=4) as sampler:
+        conversation, plain = sampler.conversation(seed=4), sampler.conversation(seed=4)
+        for ids in before:
+            await conversation.sample(ids, TURN)
+        drawn = sampler.stats.new_tokens
+        with monkeypatch.context() as patch:
+            patch.setattr(policy.tokenizer, "decode", lambda ids: 1 / 0, raising=False)
+            strings = ("x",) if fault == "failed" else ()
+            lost = asyncio.create_task(conversation.sample(two, SamplingParams(max_new_tokens=500, stop_strings=strings)))
+            while sampler.stats.new_tokens < drawn + 8 and not lost.done():
+                await asyncio.sleep(0.001)
+            with pytest.raises(RuntimeError, match="still being sampled") if fault == "cancelled" else nullcontext():
+                await conversation.sample([3], TURN) if fault == "cancelled" else None
+            lost.cancel()
+            await asyncio.gather(lost, return_exceptions=True)
+        for ids in (*before, three):
+            await plain.sample(ids, TURN)
+        await conversation.sample(three, TURN)
+        turn = asyncio.create_task(plain.sample([1], TURN))
+        await asyncio.sleep(0)
+        plain.close()
+        await turn
+        with pytest.raises(RuntimeError, match="closed"):
+            await plain.sample([3])
     assert audit(policy, [conversation.rollout()]).max_error <= 1e-4
     assert [t.tokens for t in conversation.turns] == [t.tokens for t in plain.turns[:-1]]
 
@@ -104,7 +96,7 @@ def test_a_turn_that_fills_the_context_says_so_and_the_next_is_refused(most):
         assert run_sync(short.sample([1] * 33)).finish_reason == "context"
 
 
-def test_a_turn_that_saw_two_versions_of_the_weights_keeps_nothing():
+async def test_a_turn_that_saw_two_versions_of_the_weights_keeps_nothing():
     """Its first keys are of the old ones: the next turn reads the whole conversation anew."""
     policy = tiny_policy(context=1024)
 
@@ -113,18 +105,14 @@ def test_a_turn_that_saw_two_versions_of_the_weights_keeps_nothing():
             policy.model.model.layers[0].self_attn.k_proj.weight.neg_()
         policy.version += 1
 
-    async def main():
-        async with Sampler(policy) as sampler:
-            conversation = sampler.conversation(seed=0)
-            turn = asyncio.create_task(conversation.sample([1, 2, 3], SamplingParams(max_new_tokens=300)))
-            while sampler.stats.new_tokens < 20:
-                await asyncio.sleep(0.001)
-            await sampler.run(update)
-            assert len((await turn).tokens) == 300 and sampler.stats.refreshes == 1
-            fed = sampler.stats.prefill_tokens
-            second = await conversation.sample([4], SamplingParams(max_new_tokens=20, greedy=True))
-            assert sampler.stats.prefill_tokens - fed == 304
-            return second
-
-    second = asyncio.run(main())
+    async with Sampler(policy) as sampler:
+        conversation = sampler.conversation(seed=0)
+        turn = asyncio.create_task(conversation.sample([1, 2, 3], SamplingParams(max_new_tokens=300)))
+        while sampler.stats.new_tokens < 20:
+            await asyncio.sleep(0.001)
+        await sampler.run(update)
+        assert len((await turn).tokens) == 300 and sampler.stats.refreshes == 1
+        fed = sampler.stats.prefill_tokens
+        second = await conversation.sample([4], SamplingParams(max_new_tokens=20, greedy=True))
+        assert sampler.stats.prefill_tokens - fed == 304
     assert audit(policy, [second]).disagreements == 0

@@ -1,34 +1,23 @@
 """A fork without a change is the run in every bit; with one, it differs from there on. The step that broke a run is found."""
 
 import asyncio
-import copy
 import shutil
 
 import pytest
 import torch
-from loop_helpers import flat, rows_of
+from loop_helpers import digits, flat, fresh, rows_of, untimed
 
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.counterfactual import bisect, compare_forks, fork, with_advantage, without_group
 from grpolab.lab.diagnose import diagnose
 from grpolab.lab.replay import replay
 from grpolab.lab.restore import restore
-from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
-from tests.test_rollout_log import content, digits, length
+from tests.test_rollout_log import content, length
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = GRPOConfig(steps=5, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2, inner_epochs=2)
-TIMES = {"sampling_s", "update_s", "sampled_tokens_per_s", "updated_tokens_per_s"}
-
-
-def fresh(policy):
-    return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)
-
-
-def untimed(rows):
-    return [{k: v for k, v in row.items() if k not in TIMES and v == v} for row in rows]
 
 
 @pytest.fixture(scope="module")

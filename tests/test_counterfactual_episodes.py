@@ -1,12 +1,11 @@
 """Forks of episodes: a step done again from its record, the steps after it played in the user's pool."""
 
 import asyncio
-import copy
 import shutil
 
 import pytest
 import torch
-from loop_helpers import flat
+from loop_helpers import digits, flat, fresh
 
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.pool import GrpoPool
@@ -14,13 +13,12 @@ from grpolab.env.server import serve
 from grpolab.lab.counterfactual import fork, with_advantage, without_group
 from grpolab.lab.replay import replay
 from grpolab.lab.restore import restore
-from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from tests.test_multiturn import PROBLEMS as SUMS
 from tests.test_multiturn import caller  # noqa: F401
-from tests.test_rollout_log import content, digits
+from tests.test_rollout_log import content
 
 CONFIG = GRPOConfig(steps=3, prompts_per_step=3, group_size=4, max_new_tokens=24, lr=1e-3)
 LIMITS = Limits(3, 96)
@@ -29,11 +27,10 @@ LIMITS = Limits(3, 96)
 @pytest.fixture(scope="module")
 def left(caller, tmp_path_factory):  # noqa: F811
     run = Run("x", root=tmp_path_factory.mktemp("runs"), replay_every=2)
-    policy = Policy(copy.deepcopy(caller.model), caller.tokenizer, "copy", caller.eos_ids)
 
     async def cell():
         async with serve(CalculatorEnv, max_sessions=8) as server, GrpoPool(server.url, size=8) as pool:
-            return [row async for row in multi_turn_grpo(policy, None, SUMS, CONFIG, pool, limits=LIMITS, run=run)]
+            return [row async for row in multi_turn_grpo(fresh(caller), None, SUMS, CONFIG, pool, limits=LIMITS, run=run)]
 
     asyncio.run(cell())
     return run.folder

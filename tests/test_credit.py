@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from loop_helpers import rows_of
+from loop_helpers import digits, rows_of
 
 from grpolab.lab.credit import Credit, credit_of
 from grpolab.models.load import load_policy
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
-from tests.test_rollout_log import PROBLEMS, digits
+from tests.test_rollout_log import PROBLEMS
 
 
 def first_is_a_one(text, problem, rollout):

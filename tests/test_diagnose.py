@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from loop_helpers import rows_of
+from loop_helpers import digits, rows_of
 
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.dashboard import Dashboard
@@ -16,7 +16,6 @@ from grpolab.lab.diagnose import RULES, diagnose
 from grpolab.lab.metrics import METRICS, readable
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo
-from tests.test_rollout_log import digits
 
 PROBLEMS, _ = generate(64, 0, seed=3, task=Task("+-", max_operand=20))
 RECORDED = json.loads((Path(__file__).parent / "recorded_runs.json").read_text())  # by benchmarks/illnesses.py

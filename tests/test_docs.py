@@ -12,14 +12,11 @@ from importlib.util import find_spec
 from inspect import CO_COROUTINE
 
 import badges
-import nbformat
 import pytest
-from nbclient import NotebookClient
 from torch.distributed.run import get_args_parser as torchrun
 
 import grpolab.__main__ as door
 from grpolab.runs.run import repository
-from grpolab.tasks import read_rows
 
 ROOT = repository()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -187,19 +184,6 @@ def test_commands_in_the_prose_name_what_exists(page):
             check_command(shlex.split(code))
 
 
-CHEAP = [words[3:] for words in commands(ROOT / "docs" / "running.md") if words[3:4] in (["eval"], ["data"])]
-
-
-def test_the_cheap_commands_run(tmp_path, monkeypatch):
-    """As they stand, but for smaller numbers, from another folder."""
-    monkeypatch.chdir(tmp_path)
-    assert [words[0] for words in CHEAP] == ["eval", "data"]
-    for words in CHEAP:
-        smaller = ["--questions", "2", "--samples", "0"] if "eval" in words else []
-        assert door.main([*words, *smaller]) == 0
-    assert len(read_rows(tmp_path / "data/arithmetic/train.jsonl")) == 20_000
-
-
 @pytest.mark.parametrize("target", ["lab", "run", "test", "results", "notebooks", "badges", "lint"])
 def test_a_target_resolves(target, tmp_path):
     done = subprocess.run(["make", "-n", target, "PORT=9001"], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -207,22 +191,3 @@ def test_a_target_resolves(target, tmp_path):
     if target == "lab":
         assert f'-m jupyter lab --ServerApp.root_dir="{ROOT}" --port=9001' in done.stdout
         assert any(need.startswith("jupyterlab") for need in PROJECT["optional-dependencies"]["lab"])
-
-
-# --- a coroutine from synchronous code --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recipe():
-    (found,) = [block for block in blocks(ROOT / "docs" / "running.md", "python") if "run_sync" in block]
-    return found
-
-
-@pytest.mark.full
-def test_synchronous_code_calls_a_coroutine_in_a_running_notebook(recipe):
-    """In a real kernel, whose loop is running: twice, and top-level await goes on working after it."""
-    after = "import asyncio\nawait asyncio.sleep(0.01)\nprint('awaited', exact_match(policy, problems[:2]))"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (recipe, recipe, after)])
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    said = ["".join(o.text for o in cell.outputs if o.get("name") == "stdout") for cell in notebook.cells]
-    assert [s.splitlines()[-1] for s in said] == ["0.0", "0.0", "awaited 0.0"]

@@ -1,62 +1,37 @@
-"""The gates of notebooks 00, 08, 09, 13, 15 and 17 under sabotage."""
+"""The gates of notebooks 08, 09 and 11 to 17 under sabotage; and that every gate has a fault."""
 
+import asyncio
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from importlib import import_module
 
-import pandas as pd
 import pytest
+import test_gates
 import torch
-from test_gates import failures_under, one_fault, report_logps_of_another_temperature
+from gate_helpers import REPOSITORY, Fault, each, failures_under, run_until
+from test_gates import report_logps_of_another_temperature
 
 from grpolab import load_policy
-from grpolab.evaluate import Interval
+from grpolab.decode.batch import Batch
+from grpolab.env.aws import environment
+from grpolab.env.aws.backend import Simulator
 from grpolab.parity import Parity
-from grpolab.train import ppo
+from grpolab.serve import sessions
+from grpolab.tool_calls import parse_calls
+from grpolab.train import GRPOConfig, SFTConfig, ppo
 from grpolab.train.grpo import trainer_logps
 
-
-def games(turns):
-    """(greedy, sampled) games that are won with these numbers of turns."""
-    played = [SimpleNamespace(turns=(("5", "higher"), *[("7", "higher")] * (n - 1)), rollout=SimpleNamespace(reward=0.7))
-              for n in turns]
-    return played, played * 32
+async_grpo = import_module("grpolab.train.async_grpo")
 
 
-GUESS_LEARNED = {
-    "metrics": pd.DataFrame({"ratio": [1.0, 1.1], "lost": [0, 0], "sampling_s": [1.0, 1.0], "update_s": [1.0, 1.0]}),
-    "after": games([1, 2, 2, 3, 3, 3, 3, 4, 4]), "middle": [4, 5, 6], "imitated": games([1, 2, 2, 3, 3, 3, 3, 4, 4]),
-    "examined": [games([1, 2, 2, 3, 3, 3, 3, 4, 4])] * 2, "learnt_from": {"rejection sampling": [], "GRPO, as many games": []},
-}
+# --- 08 guess ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "names"),
-    one_fault([
-        (None, set()),
-        (report_logps_of_another_temperature, {"recorded − recomputed logps, nats"}),
-    ]),
-)
-def test_the_guess_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    """The cells up to the training, of which the embedded model, without a warm-up, takes part; the claims are not judged."""
-    failed = failures_under(sabotage, "08_guess", "grpo_run = run.child", GUESS_LEARNED, tmp_path, monkeypatch,
-                            {"def untrained": {"policy": load_policy("tiny")}}, warm_up_steps=1, steps=1)
-    assert failed == names
+def untaught(request, tmp_path, monkeypatch):
+    return {"def untrained": {"policy": load_policy("tiny")}}
 
 
-class Answers:
-    """An evaluation: its rate of right answers and the length of each."""
-
-    def __init__(self, rate, length):
-        self.exact, self.length = Interval(rate, rate - 0.04, rate + 0.04), length
-
-
-SHORT, LONG = (Answers(0.5, 9), None), (Answers(0.99, 26), None)
-LONGER_LEARNED = {
-    "shares": (0.0, 0.1), "tables": {0.1: pd.DataFrame({"ratio": [1.0, 1.1]})}, "imitated": {0.1: 0.1}, "together": 0.95,
-    "beyond": 0.01, "skill": Interval(0.99, 0.98, 1.0), "length": lambda e: e.length, "before": {0.0: SHORT, 0.1: SHORT},
-    "after": {0.0: SHORT, 0.1: LONG}, "more": SHORT,
-}
+# --- 09 longer answers ------------------------------------------------------------------------------------------------
 
 
 def box_the_other_parity(monkeypatch):
@@ -64,58 +39,102 @@ def box_the_other_parity(monkeypatch):
     monkeypatch.setattr(Parity, "short", property(lambda self: honest(Parity(self.bits + "1"))))
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "names"),
-    one_fault([
-        (None, set()), (box_the_other_parity, {"demonstrations that the checker calls wrong"}),
-    ]),
-)
-def test_the_longer_answers_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    """The cells up to the training, without the imitation; the claims are not judged."""
-    skipped = {"def demonstrations": {}, "before = {": {}}
-    failed = failures_under(sabotage, "09_longer_answers", "tables = {}", LONGER_LEARNED, tmp_path, monkeypatch, skipped,
-                            steps=1)
-    assert failed == names
+# --- 11 agents --------------------------------------------------------------------------------------------------------
 
 
-# --- 00 quickstart ----------------------------------------------------------------------------------------------------
-
-
-def forget_the_mean(monkeypatch):
-    monkeypatch.setattr("grpolab.train.advantages.advantages", lambda rewards, kind="centred": rewards.double())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("sabotage", "names"), [(None, set()), (forget_the_mean, {"advantages of a group sum to"})])
-def test_the_quickstart_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    """Its own cells up to the training."""
-    learned = {"gain": Interval(0.18, 0.13, 0.23), "first": 0.5, "last": 0.7}
-    assert failures_under(sabotage, "00_quickstart", "live = Dashboard(", learned, tmp_path, monkeypatch) == names
-
-
-# --- 13 rejection sampling --------------------------------------------------------------------------------------------
-
-NOTHING = Interval(0.0, -0.1, 0.1)
-LOOP = {"gain": NOTHING, "after_rejection": Answers(0.8, 9)}
-BOTH_LEARNED = {
-    "rollouts_of": {"rejection sampling": 64, "GRPO": 64}, "tokens_of": {}, "after_grpo": Answers(0.8, 9), "apart": {},
-    "pass_at": {"SFT": [NOTHING], "rejection sampling": [NOTHING], "GRPO": [NOTHING]}, "over_seeds": {"greedy": NOTHING},
-    "spread": {"grpo": 0.04, "rejection": 0.01},
+SHARED = dict(steps=2, group_size=4, lr=1e-3, warmup=0, schedule="constant", max_new_tokens=3)
+SMALL = {
+    "commits": 7, "tests": 3, "games_each": 1, "shared": SHARED, "left_out": "", "tasks": [{"culprit": c} for c in range(1, 8)],
+    "sft_config": SFTConfig(steps=60, batch_size=16, lr=3e-3, warmup=6),
+    "config": GRPOConfig(prompts_per_step=7, **SHARED),
 }
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "names"),
-    one_fault([
-        (None, set()),
-        (report_logps_of_another_temperature, {"gradient of imitation − policy gradient with rewards, of its length"}),
-    ]),
-)
-def test_the_rejection_sampling_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    """The cells up to the run of GRPO, without the loop; the claims are not judged."""
-    failed = failures_under(sabotage, "13_rejection_sampling", "policy = load_policy(str(saved))", BOTH_LEARNED, tmp_path,
-                            monkeypatch, {"policy, own": LOOP}, quick=True)
-    assert failed == names
+@pytest.fixture(scope="module")
+def warmed_up(tmp_path_factory):
+    """What the cell of the warm-up leaves, once for all tests."""
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        folder = tmp_path_factory.mktemp("warm_up")
+        left = run_until("11_agents", "service = await", folder, patch, runner, {}, {"commits, tests": SMALL})
+        runner.run(left["stack"].aclose())
+    return {name: left[name] for name in ("policy", "started", "rng")}
+
+
+def warmed_up_and_small(request, tmp_path, monkeypatch):
+    return {"commits, tests": SMALL, "policy, rng = load_policy": request.getfixturevalue("warmed_up")}
+
+
+LOGPS = {"recorded − recomputed logps, nats"}
+ANEW = {"rollouts of a session whose turns append", "tokens that the wire did not have",
+        "tokens that the wire did not have, under a stop"}
+SUMMARY = {"rollouts of a session with rewritten history"}
+
+
+def tokenise_again(monkeypatch):
+    """The recorder knows no turn again: each request is tokenised as a whole, and is a rollout of its own."""
+    monkeypatch.setattr(sessions.Session, "_find", lambda self, key: None)
+
+
+def go_on_in_spite_of_the_summary(monkeypatch):
+    """Whatever is asked next is taken to go on from the last turn."""
+    honest = sessions.Session.prompt_of_chat
+
+    def joined_anyway(self, tokenizer, messages, *rest):
+        prompt = honest(self, tokenizer, messages, *rest)
+        if prompt.parent is not None or not self.turns:
+            return prompt
+        return sessions.Prompt(self.turns[-1].ids + prompt.ids, self.turns[-1], prompt.key)
+
+    monkeypatch.setattr(sessions.Session, "prompt_of_chat", joined_anyway)
+
+
+# --- 12 aws -----------------------------------------------------------------------------------------------------------
+
+
+def plain_style_and_few_tasks(request, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpolab.lab.plots.use_style", lambda: None)
+    return {"TIERS = ": {"TIERS": ("warmup",), "n_eval": 2, "record": {}, "recipe": {"seats": 2}, "left_out": ""}}
+
+
+def one_account_for_all(monkeypatch):
+    """Every session gets the first account."""
+    first = []
+
+    class Shared(Simulator):
+        def __init__(self):
+            if not first:
+                super().__init__()
+                first.append(self)
+            self.guard, self.address = first[0].guard, first[0].address
+
+    monkeypatch.setattr(environment, "Simulator", Shared)
+
+
+def take_them_at_their_word(monkeypatch):
+    """A line that is no command earns the reward."""
+    honest = environment.AwsEnv._after
+
+    def after(self, output):
+        honest(self, output)
+        self._achieved = self._achieved or output.call is None
+
+    monkeypatch.setattr(environment.AwsEnv, "_after", after)
+
+
+# --- 14 tools ---------------------------------------------------------------------------------------------------------
+
+
+# What is left out: evaluation, training and what is made of them.
+TOOLS_TRAINED = ("columns =", "metrics = run.table", "half =", "seen |=", "told =")
+
+
+def repair_what_cannot_be_read(monkeypatch):
+    """The first call of a turn is made, whatever follows it."""
+    def first(text, form):
+        turn = parse_calls(text, form)
+        return replace(parse_calls(text.partition(")")[0] + ")]", form), unparsed=0) if turn.unparsed else turn
+
+    monkeypatch.setattr("grpolab.train.tools.parse_calls", first)
 
 
 # --- 15 distillation --------------------------------------------------------------------------------------------------
@@ -126,43 +145,45 @@ def ask_the_teacher_at_another_temperature(monkeypatch):
                         lambda policy, rollouts, config: trainer_logps(policy, rollouts, replace(config, temperature=1.3)))
 
 
-DISTILLED = {
-    "kl_first": 0.1, "kl_last": 0.05, "gain": NOTHING, "worth": {"with the number behind it": NOTHING}, "spent": 0,
-    "after": Answers(0.7, 16), "mean": {"grpo": 0.7}, "best": "grpo", "level": 0.9,
-    "compared": {("teacher_sft", "grpo"): {"greedy": NOTHING}},
-    "before": Answers(0.6, 16), "target": Answers(0.9, 16), "start": "", "ahead": {"distillation, 4 questions a step": NOTHING},
-}
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "names"),
-    one_fault([
-        (None, set()),
-        (ask_the_teacher_at_another_temperature, {"package − plain code, sampled tokens, of the gradient's length"}),
-    ]),
-)
-def test_the_distillation_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    """Its cells but for the training; the claims are not judged."""
-    policies = {"student": load_policy("tiny"), "teacher": load_policy("tiny")}
+def two_policies(request, tmp_path, monkeypatch):
+    student, teacher = load_policy("tiny"), load_policy("tiny")
     with torch.no_grad():
-        for p in policies["teacher"].model.parameters():
+        for p in teacher.model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
-    skipped = {"async def imitate": policies, "questions = practice": DISTILLED, "grouped = load_policy": {}}
-    failed = failures_under(sabotage, "15_distillation", "async def share_right", DISTILLED, tmp_path, monkeypatch, skipped,
-                            quick=True)
-    assert failed == names
+    return {"async def imitate": {"student": student, "teacher": teacher}}
+
+
+# --- 16 async grpo ----------------------------------------------------------------------------------------------------
+
+
+def publish_nothing(monkeypatch):
+    """The sampler keeps the weights that it started with, and says that they are the newest."""
+    def take(self):
+        self.copy.version = self.policy.version
+
+    monkeypatch.setattr(async_grpo.Actor, "_take", take)
+
+
+def forget_what_was_drawn_ahead(monkeypatch):
+    monkeypatch.setattr(async_grpo.Draws, "_keep", lambda *rest: None)
+
+
+def one_version_a_rollout(monkeypatch):
+    """A token is said to be of the version with which its rollout began."""
+    extend = Batch.extend
+
+    def of_the_first(self, rows, *columns):
+        extend(self, rows, *columns)
+        self.versions[rows] = self.versions[rows, :1]
+
+    monkeypatch.setattr(Batch, "extend", of_the_first)
 
 
 # --- 17 critic --------------------------------------------------------------------------------------------------------
 
-CRITIC_LEARNED = {
-    "tables": {"PPO": pd.DataFrame({"ratio": [1.0, 1.1]})}, "taken": {}, "explained": pd.Series([-0.5, 0.5]), "learned": 0.9,
-    "reward_of": {"grpo": [0.8], "start": [0.7], "rejection": [0.6], "ppo_1": [0.8], "ppo_50": [0.7]},
-    "against": {"ppo_95": NOTHING}, "mean": lambda values: sum(values) / len(values),
-    "change": {"GRPO": Interval(0.05, 0.02, 0.08), "PPO": NOTHING},
-}
+
 # The cells between the critic by hand and the appendix, which train and read the record.
-CRITIC_TRAINED = dict.fromkeys(("async def examined", "explained = ", "learner, critic", "record = ", "mean = "), {})
+CRITIC_TRAINED = ("async def examined", "explained = ", "learner, critic", "record = ", "mean = ")
 
 
 def wait_for_the_whole_return(monkeypatch):
@@ -170,15 +191,45 @@ def wait_for_the_whole_return(monkeypatch):
     monkeypatch.setattr(ppo, "gae", lambda *args, lam=1.0, **kw: honest(*args, lam=1.0, **kw))
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "names"),
-    one_fault([
-        (None, set()),
-        (wait_for_the_whole_return, {"GAE by hand − of the package", "critic by hand − of the package after five steps"}),
-    ]),
-)
-def test_the_critic_gate_sees_sabotage(sabotage, names, tmp_path, monkeypatch):
-    """The cells but for the runs; the claims are not judged."""
-    failed = failures_under(sabotage, "17_critic", "with gate(", CRITIC_LEARNED, tmp_path, monkeypatch, CRITIC_TRAINED,
-                            quick=True)
-    assert failed == names
+FAULTS = [
+    Fault("08_guess", report_logps_of_another_temperature, {"recorded − recomputed logps, nats"}, "grpo_run = run.child",
+          parameters={"warm_up_steps": 1, "steps": 1}, prepare=untaught),
+    Fault("09_longer_answers", box_the_other_parity, {"demonstrations that the checker calls wrong"}, "tables = {}",
+          without=("def demonstrations", "before = {"), parameters={"steps": 1}),
+    Fault("11_agents", report_logps_of_another_temperature, LOGPS, "async def examine", prepare=warmed_up_and_small),
+    Fault("11_agents", tokenise_again, ANEW, "async def examine", prepare=warmed_up_and_small, full=True),
+    Fault("11_agents", go_on_in_spite_of_the_summary, SUMMARY, "async def examine", prepare=warmed_up_and_small, full=True),
+    Fault("12_aws", one_account_for_all, None, "held_out = ", parameters={"model": "small"}, prepare=plain_style_and_few_tasks),
+    Fault("12_aws", take_them_at_their_word, None, "held_out = ", parameters={"model": "small"},
+          prepare=plain_style_and_few_tasks, full=True),
+    Fault("13_rejection_sampling", report_logps_of_another_temperature,
+          {"gradient of imitation − policy gradient with rewards, of its length"}, "policy = load_policy(str(saved))",
+          without=("policy, own",), parameters={"quick": True}),
+    Fault("14_tools", repair_what_cannot_be_read, {"calls made of turns that cannot be read"}, "print(run.shown",
+          without=TOOLS_TRAINED, parameters={"warm_up_steps": 1, "n_eval": 2}),
+    Fault("15_distillation", ask_the_teacher_at_another_temperature,
+          {"package − plain code, sampled tokens, of the gradient's length"}, "async def share_right",
+          without=("questions = practice", "grouped = load_policy"), parameters={"quick": True}, prepare=two_policies),
+    *(Fault("16_async_grpo", breaks, fails, "slowest =", without=("S, R, U =",), parameters={"quick": True}, full=True)
+      for breaks, fails in (
+          (publish_nothing, {"staleness 0, weights with other bits than by grpo", "staleness 0, rewards as by grpo",
+                             "stopped and resumed, weights with other bits",
+                             "in flight, recorded − recomputed logps, nats"}),
+          (forget_what_was_drawn_ahead, {"stopped and resumed, weights with other bits"}),
+          (one_version_a_rollout, {"in flight, rollouts of several versions",
+                                   "in flight, the same by the first version alone",
+                                   "in flight, the same with the prefix anew"}))),
+    Fault("17_critic", wait_for_the_whole_return,
+          {"GAE by hand − of the package", "critic by hand − of the package after five steps"}, "with gate(",
+          without=CRITIC_TRAINED, parameters={"quick": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*holds no rollouts of steps")
+@each(FAULTS)
+def test_the_gate_sees_what_is_broken(fault, request, tmp_path, monkeypatch):
+    assert failures_under(fault, request, tmp_path, monkeypatch) == fault.fails
+
+
+def test_every_gate_has_a_fault():
+    assert {f.notebook for f in [*test_gates.FAULTS, *FAULTS]} == {p.stem for p in (REPOSITORY / "notebooks").glob("*.ipynb")}

@@ -1,5 +1,6 @@
 """The dashboard in a kernel of its own: what a cell shows while it runs, and when it is interrupted."""
 
+import threading
 import time
 
 import pytest
@@ -29,10 +30,12 @@ class Kernel:
     def __init__(self):
         self.manager, self.client = start_new_kernel(kernel_name="python3", extra_arguments=["--log-level=ERROR"])
 
-    def run(self, code, interrupt_after=None):
+    def run(self, code, interrupt_after=None, seconds=None):
         """Execute a cell; (status, what it printed, errors, the latest state of its displays). It is interrupted after so
-        many updates of a display."""
+        many updates of a display, or after so many seconds."""
         asked = self.client.execute(code)
+        if seconds is not None:
+            threading.Timer(seconds, self.manager.interrupt_kernel).start()
         texts, errors, shown, updates = "", [], {}, 0
         end = time.monotonic() + 120
         while time.monotonic() < end:
@@ -56,13 +59,16 @@ class Kernel:
             pass
         return reply["content"]["status"], texts, errors, list(shown.values())
 
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
 
 @pytest.fixture(scope="module")
 def kernel():
     kernel = Kernel()
     yield kernel
-    kernel.client.stop_channels()
-    kernel.manager.shutdown_kernel(now=True)
+    kernel.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The optimisers by name, activation checkpointing, and what both leave as it was."""
 
 import asyncio
-import copy
 import dataclasses
 import importlib
 import importlib.util
@@ -10,7 +9,7 @@ import time
 
 import pytest
 import torch
-from loop_helpers import NAMES, flat, rows_of
+from loop_helpers import NAMES, flat, fresh, rows_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpolab.arithmetic import Task, generate
@@ -26,10 +25,6 @@ from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = SFTConfig(steps=5, batch_size=6, lr=1e-3, save_every=1, weight_decay=0.1)
-
-def fresh(tiny):
-    return Policy(copy.deepcopy(tiny.model), tiny.tokenizer, "copy", tiny.eos_ids)
-
 
 def train(policy, config, run=None, stop=None):
     return rows_of(sft(policy, demonstrations(policy, PROBLEMS), config, run=run), stop)
@@ -129,11 +124,7 @@ def test_weights_change_in_one_thread_that_holds_the_policy(tiny, tmp_path, monk
 
     monkeypatch.setitem(OPTIMISERS, "adamw", lambda parameters, **options: Watched(parameters, lr=options["lr"]))
     policy, rows = method(name, tiny, Run("x", root=tmp_path), reward=lambda *a: float(a[2].seed % 3))
-
-    async def consume():
-        return [row async for row in rows]
-
-    taken = len(asyncio.run(consume()))
+    taken = len(rows_of(rows))
     assert set(owners) == {(f"{optimise.STEPS}_0", True)}
     assert versions == list(range(taken)) and policy.version == taken
 
@@ -171,12 +162,8 @@ def test_a_reference_in_training_mode_drops_nothing(tiny):
     policy, reference = dropping(tiny), dropping(tiny)
     policy.model.eval()
     config = GRPOConfig(steps=1, prompts_per_step=2, group_size=4, max_new_tokens=6, kl_coef=0.5)
-
-    async def first():
-        rows = grpo(policy, reference, PROBLEMS, config, reward=lambda text, problem, rollout: float(len(set(rollout.tokens))))
-        return [row async for row in rows][0]
-
-    assert abs(asyncio.run(first())["kl"]) < 1e-6 and reference.model.training
+    rows = grpo(policy, reference, PROBLEMS, config, reward=lambda text, problem, rollout: float(len(set(rollout.tokens))))
+    assert abs(rows_of(rows)[0]["kl"]) < 1e-6 and reference.model.training
 
 
 def test_a_frozen_policy_is_refused_by_name(tiny):

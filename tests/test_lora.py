@@ -1,6 +1,5 @@
 """LoRA through peft: what is trained and kept, what the fast paths compute, and what is refused."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loop_helpers import rows_of
 
 peft = pytest.importorskip("peft")
 
@@ -39,13 +39,6 @@ def adapted(moved: bool = False):
     return policy
 
 
-def steps(loop):
-    async def collect():
-        return [row async for row in loop]
-
-    return asyncio.run(collect())
-
-
 def logits(policy):
     ids = torch.arange(40)[None] % 90 + 5
     with torch.no_grad():
@@ -62,7 +55,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_all_that_is_trained():
     trained = {n for n, p in policy.model.named_parameters() if p.requires_grad}
     assert trained == set(tensors(policy))
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
-    steps(sft(policy, demonstrations(policy, PROBLEMS), CONFIG))
+    rows_of(sft(policy, demonstrations(policy, PROBLEMS), CONFIG))
     moved = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == trained
 
@@ -121,9 +114,9 @@ def test_the_reference_is_the_model_without_its_adapter():
     policy, plain = adapted(), load_policy("tiny")
     config = GRPOConfig(steps=3, prompts_per_step=4, group_size=4, max_new_tokens=8, lr=1e-2, kl_coef=0.1)
     reward = lambda text, row, rollout: float(text.count("1"))  # noqa: E731
-    rows = steps(grpo(policy, policy.without_adapter(), PROBLEMS, config, reward=reward))
+    rows = rows_of(grpo(policy, policy.without_adapter(), PROBLEMS, config, reward=reward))
     other = adapted()
-    twin = steps(grpo(other, plain, PROBLEMS, config, reward=reward))
+    twin = rows_of(grpo(other, plain, PROBLEMS, config, reward=reward))
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 1e-4
     assert [r["kl"] for r in rows] == pytest.approx([r["kl"] for r in twin], abs=1e-6)
     with policy.without_adapter().acting():
@@ -134,20 +127,14 @@ def test_the_reference_is_the_model_without_its_adapter():
 def test_a_resumed_run_is_the_same_in_every_bit(tmp_path):
     whole, cut = adapted(), adapted()
     examples = demonstrations(whole, PROBLEMS)
-    steps(sft(whole, examples, CONFIG, run=Run("whole", root=tmp_path)))
-
-    async def some():
-        async for row in sft(cut, examples, CONFIG, run=Run("cut", root=tmp_path)):
-            if row["step"] == 1:
-                break
-
-    asyncio.run(some())
+    rows_of(sft(whole, examples, CONFIG, run=Run("whole", root=tmp_path)))
+    rows_of(sft(cut, examples, CONFIG, run=Run("cut", root=tmp_path)), 2)
     kept = next((tmp_path / "cut").glob("checkpoint-*")) / "model.safetensors"
     from safetensors.torch import load_file
 
     assert set(load_file(kept)) == set(tensors(cut))  # the adapter alone
     fresh = adapted()
-    steps(sft(fresh, examples, CONFIG, run=Run("cut", root=tmp_path)))
+    rows_of(sft(fresh, examples, CONFIG, run=Run("cut", root=tmp_path)))
     a, b = tensors(whole), tensors(fresh)
     assert all(torch.equal(a[n], b[n]) for n in a)
 
@@ -157,21 +144,15 @@ def test_dropout_is_of_updates_alone_and_drawn_from_seed_and_step(tmp_path):
     dropping = replace(ADAPTER, dropout=0.5)
     with_dropout, without = load_policy("tiny", adapter=dropping), adapted()
     examples = demonstrations(without, PROBLEMS)
-    rows = steps(sft(with_dropout, examples, CONFIG, held_out=examples, run=Run("whole", root=tmp_path)))
-    assert rows[0]["loss"] == pytest.approx(steps(sft(without, examples, CONFIG))[0]["loss"])  # B = 0: nothing to drop yet
+    rows = rows_of(sft(with_dropout, examples, CONFIG, held_out=examples, run=Run("whole", root=tmp_path)))
+    assert rows[0]["loss"] == pytest.approx(rows_of(sft(without, examples, CONFIG))[0]["loss"])  # B = 0: nothing to drop yet
     assert not any(map(torch.equal, tensors(with_dropout, "lora_A").values(), tensors(without, "lora_A").values()))
     assert torch.equal(logits(with_dropout), logits(with_dropout)) and not with_dropout.model.training
     torch.manual_seed(99)  # the other runs drew nothing from it
     cut = load_policy("tiny", adapter=dropping)
-
-    async def some():
-        async for row in sft(cut, examples, CONFIG, held_out=examples, run=Run("cut", root=tmp_path)):
-            if row["step"] == 1:
-                break
-
-    asyncio.run(some())
+    rows_of(sft(cut, examples, CONFIG, held_out=examples, run=Run("cut", root=tmp_path)), 2)
     fresh = load_policy("tiny", adapter=dropping)
-    again = steps(sft(fresh, examples, CONFIG, held_out=examples, run=Run("cut", root=tmp_path)))
+    again = rows_of(sft(fresh, examples, CONFIG, held_out=examples, run=Run("cut", root=tmp_path)))
     assert all(torch.equal(a, b) for a, b in zip(tensors(with_dropout).values(), tensors(fresh).values()))
     assert again[-1]["held_out_loss"] == rows[-1]["held_out_loss"]
     with_dropout.save(tmp_path / "saved")
@@ -183,7 +164,7 @@ def test_dropout_is_of_updates_alone_and_drawn_from_seed_and_step(tmp_path):
 def test_grpo_with_dropout_compares_the_forwards_without_it():
     policy = load_policy("tiny", adapter=replace(ADAPTER, dropout=0.5))
     config = GRPOConfig(steps=3, prompts_per_step=4, group_size=4, max_new_tokens=8, lr=3e-2)
-    rows = steps(grpo(policy, None, PROBLEMS, config, reward=lambda text, row, rollout: float(text.count("1"))))
+    rows = rows_of(grpo(policy, None, PROBLEMS, config, reward=lambda text, row, rollout: float(text.count("1"))))
     assert max(row["diff_max"] for row in rows) < 1e-3 and rows[0]["ratio_max"] == pytest.approx(1, abs=1e-3)
     assert rows[-1]["ratio_max"] > 1.01  # the update's own log-probs have it
 

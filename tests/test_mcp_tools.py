@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from env_harness import ROOT
+from env_harness import ROOT, eventually, free_port, wait_for
 from test_tools import call, turns_of
 
 from grpolab.env.pool import GrpoPool
@@ -33,13 +33,6 @@ def servers():
     return [p for p in psutil.Process().children(recursive=True) if "mcp_server.py" in " ".join(p.cmdline())]
 
 
-def wait_for(what):
-    ends = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < ends
-        time.sleep(0.05)
-
-
 def test_what_a_server_lists_is_what_the_policy_is_told(tools, tiny):
     by_name = {tool["function"]["name"]: tool["function"] for tool in tools.schemas}
     assert list(by_name) == ["write", "read", "hang", "leave"] and by_name["write"]["description"] == "Keep a note."
@@ -47,7 +40,7 @@ def test_what_a_server_lists_is_what_the_policy_is_told(tools, tiny):
     shown = demonstrate(tiny.tokenizer, tools(), {"prompt": "What is first?"}, [call("read", key="first"), "hello"],
                         action_format=tools.action_format(tiny.tokenizer))
     assert "Tool: hello\nAssistant: hello" in tiny.tokenizer.decode(list(shown.ids))
-    wait_for(lambda: not servers())
+    wait_for(lambda: not servers(), 20)
 
 
 def test_calls_are_made_and_told_with_their_errors(tools, tiny):
@@ -58,52 +51,43 @@ def test_calls_are_made_and_told_with_their_errors(tools, tiny):
     assert told[:2] == [["hello"], ["2 notes", "xx"]]
     assert all(text.startswith("error: ") for (text,) in told[2:5]) and "value" in told[3][0] and "write, read" in told[4][0]
     assert results[-1].reward == 6.0 and form.measure(results) == {"calls": 3, "tool_errors": 3}
-    wait_for(lambda: not servers())
+    wait_for(lambda: not servers(), 20)
 
 
-def test_every_episode_has_a_session_of_its_own(tools, tiny):
-    async def main():
-        form = tools.action_format(tiny.tokenizer)
-        async with GrpoPool(tools, size=2) as pool:
-            first, second = pool.slots
-            for slot in pool.slots:
-                await slot.reset(task={"prompt": "?"}, seed=1)
-            assert len(servers()) == 2
-            assert form.texts(await form.act(first, call("write", key="a", value="x"))) == ["2 notes"]
-            assert "error" in form.texts(await form.act(second, call("read", key="a")))[0]
-            await first.reset(task={"prompt": "?"}, seed=2)
-            assert "error" in form.texts(await form.act(first, call("read", key="a")))[0]
-            assert len(servers()) == 2
-
-    asyncio.run(main())
-    wait_for(lambda: not servers())
+async def test_every_episode_has_a_session_of_its_own(tools, tiny):
+    form = tools.action_format(tiny.tokenizer)
+    async with GrpoPool(tools, size=2) as pool:
+        first, second = pool.slots
+        for slot in pool.slots:
+            await slot.reset(task={"prompt": "?"}, seed=1)
+        assert len(servers()) == 2
+        assert form.texts(await form.act(first, call("write", key="a", value="x"))) == ["2 notes"]
+        assert "error" in form.texts(await form.act(second, call("read", key="a")))[0]
+        await first.reset(task={"prompt": "?"}, seed=2)
+        assert "error" in form.texts(await form.act(first, call("read", key="a")))[0]
+        assert len(servers()) == 2
+    await eventually(lambda: not servers(), 20)
 
 
-def test_a_server_that_ends_costs_the_episode_and_one_that_hangs_only_the_call(tools, tiny):
+async def test_a_server_that_ends_costs_the_episode_and_one_that_hangs_only_the_call(tools, tiny):
     short = Tools(tools.tools, tools.reward, deadline=1)
-
-    async def main():
-        form = short.action_format(tiny.tokenizer)
-        async with GrpoPool(short, size=1) as pool:
-            slot = pool.slots[0]
-            await slot.reset(task={"prompt": "?"}, seed=1)
-            began = time.monotonic()
-            assert form.texts(await form.act(slot, call("hang"))) == ["error: TimeoutError: longer than 1 s"]
-            assert time.monotonic() - began < 5
-            await slot.reset(task={"prompt": "?"}, seed=1)
-            with pytest.raises(EnvError, match="MCP server ended during leave"):
-                await form.act(slot, call("leave"))
-            await slot.reset(task={"prompt": "?"}, seed=2)
-            assert form.texts(await form.act(slot, call("read", key="first"))) == ["hello"]
-
-    asyncio.run(main())
-    wait_for(lambda: not servers())
+    form = short.action_format(tiny.tokenizer)
+    async with GrpoPool(short, size=1) as pool:
+        slot = pool.slots[0]
+        await slot.reset(task={"prompt": "?"}, seed=1)
+        began = time.monotonic()
+        assert form.texts(await form.act(slot, call("hang"))) == ["error: TimeoutError: longer than 1 s"]
+        assert time.monotonic() - began < 5
+        await slot.reset(task={"prompt": "?"}, seed=1)
+        with pytest.raises(EnvError, match="MCP server ended during leave"):
+            await form.act(slot, call("leave"))
+        await slot.reset(task={"prompt": "?"}, seed=2)
+        assert form.texts(await form.act(slot, call("read", key="first"))) == ["hello"]
+    await eventually(lambda: not servers(), 20)
 
 
 def test_a_server_on_http(tiny):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}/mcp"
     with pytest.raises(ToolsLost, match="could not be reached"):
         Tools(McpServer(address, connect=2), lambda run: 0)
@@ -113,7 +97,7 @@ def test_a_server_on_http(tiny):
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                     return True
 
-            wait_for(answers)
+            wait_for(answers, 20)
             http = Tools(McpServer(address), lambda run: 1.0)
             results, form = asyncio.run(turns_of(http, tiny.tokenizer, call("read", key="first"), "done"))
             assert form.texts(results[0]) == ["hello"] and results[-1].reward == 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from loop_helpers import rows_of
+from loop_helpers import fresh, rows_of
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import encode_chat, observation_ids, prompt_ids, user
@@ -24,9 +24,8 @@ from grpolab.env.client import Deadlines
 from grpolab.env.curriculum import Curriculum
 from grpolab.env.faults import Faulty
 from grpolab.env.pool import GroupFailed, GrpoPool
-from grpolab.env.protocol import DeadlineExceeded, InvalidAction, ServerError, StepResult
+from grpolab.env.protocol import DeadlineExceeded, InvalidAction, StepResult
 from grpolab.env.server import serve
-from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train import multiturn
 from grpolab.train.advantages import advantages, reward_tensor
@@ -48,10 +47,6 @@ def demonstration(policy, problem, with_tool):
     return demonstrate(policy.tokenizer, CalculatorEnv(), problem, turns)
 
 
-def copy_of(policy):
-    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.name, policy.eos_ids)
-
-
 @pytest.fixture(scope="module")
 def caller(taught_once):
     """A policy that mostly calls the calculator on small sums, sometimes answers at once, and is sometimes wrong."""
@@ -66,7 +61,7 @@ def caller(taught_once):
 @pytest.fixture
 def learner(caller):
     """The caller, to be changed by one test."""
-    return copy_of(caller)
+    return fresh(caller)
 
 
 @pytest.fixture
@@ -404,11 +399,6 @@ def test_an_episode_with_a_malformed_action_abstains(learner, trained):
     assert len(absent) + 4 * without == round(12 * row["abstained"]) and all(r.tokens == () for r in absent)
 
 
-def test_an_error_of_the_environment_is_not_taken_for_the_policys(caller):
-    with pytest.raises(ServerError, match="injected fault"):
-        run(played(caller, lambda: Faulty(CalculatorEnv(), faults={1: "raise"}), PROBLEMS[:1]))
-
-
 # --- tasks, hooks and options -----------------------------------------------------------------------------------------
 
 
@@ -556,13 +546,13 @@ async def until(policy, curriculum, stop, folder, steps=4):
 def test_a_resumed_run_goes_on_with_the_curriculum_where_it_was(caller, tmp_path):
     """The rows hold its results, so neither a fresh one nor one that has gone on loses the way."""
     whole = used_tiers()
-    expected = run(until(copy_of(caller), whole, 4, tmp_path / "whole"))
+    expected = run(until(fresh(caller), whole, 4, tmp_path / "whole"))
     assert [step for step, _ in expected] == [0, 1, 2, 3] and len({said for _, said in expected}) == 4
     for name, again in (("fresh", lambda used: tiers(seed=99)), ("used", lambda used: used)):
         used = used_tiers()
-        assert run(until(copy_of(caller), used, 3, tmp_path / name)) == expected[:3]
+        assert run(until(fresh(caller), used, 3, tmp_path / name)) == expected[:3]
         after = again(used)
-        rows = run(until(copy_of(caller), after, 4, tmp_path / name))
+        rows = run(until(fresh(caller), after, 4, tmp_path / name))
         assert rows and rows == expected[-len(rows):] and len(rows) < 4  # not from the start
         assert after.state() == whole.state() and after.next_tasks(3) == whole.next_tasks(3)
 

@@ -14,17 +14,13 @@ from env_harness import ROOT, server_process, start_process
 from grpolab.env.action_format import MCP
 from grpolab.env.client import EnvSession
 from grpolab.env.pool import GrpoPool
-from grpolab.env.protocol import CapacityError, ServerError, SessionLost
+from grpolab.env.protocol import CapacityError, ServerError
 from grpolab.env.server import serve
 
 PEER = str(ROOT / "tests" / "openenv_peer.py")
 
 
 RELEASES = [pytest.param("openenv-core 0.3.0", marks=pytest.mark.full), "openenv 0.10.0"]
-
-
-def run(coroutine):
-    asyncio.run(asyncio.wait_for(coroutine, 40))
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -108,16 +104,6 @@ def test_their_client_with_our_server(python):
     assert "boom: x" in said["raised"] and "EXECUTION_ERROR" in said["raised"]
     assert said["again"]["echo"] == "still here"
     assert said["refused"].startswith("ConnectionError") and "503" in said["refused"]  # from connect()
-
-
-async def test_at_last_their_server_dies(their_server):
-    process, url = their_server
-
-    async with GrpoPool(url, size=2) as pool:
-        await pool.reset_group()
-        process.kill()
-        with pytest.raises(SessionLost):
-            await pool.run_group_step([{}] * 2)
 
 
 @pytest.mark.parametrize("isolate", ["thread", pytest.param("process", marks=pytest.mark.full)])

@@ -1,7 +1,5 @@
 """Multi-turn training on OpenEnv 0.10.0's own server: an environment with typed actions, and one with MCP tools."""
 
-import asyncio
-import copy
 import json
 import os
 import random
@@ -10,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from env_harness import ROOT, start_process
+from loop_helpers import fresh, rows_of
 
 from grpolab.chat import encode_chat
 from grpolab.decode.sampler import Sampler
@@ -18,7 +17,6 @@ from grpolab.env.action_format import MCP, TEXT, Malformed
 from grpolab.env.client import EnvSession
 from grpolab.env.pool import GrpoPool
 from grpolab.env.protocol import ServerError
-from grpolab.models.load import Policy
 from grpolab.train.episodes import Limits, play_all
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.multiturn import multi_turn_grpo
@@ -27,10 +25,6 @@ from grpolab.train.sft import SFTConfig, sft
 SEATS = 4
 TOOLS = ("Tools:\nadd(a: integer, b: integer): The sum.\nanswer(n: integer): The end.\n"
          'Call one of them: {"name": "...", "arguments": {...}}')
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +65,11 @@ TYPED = replace(TEXT, to_action=boxed, to_text=lambda seen: seen["message"])
 
 def taught(tiny, conversations, steps, batch_size):
     """A copy of the tiny policy that imitates the conversations: lists of what is said in turn."""
-    policy = Policy(copy.deepcopy(tiny.model), tiny.tokenizer, tiny.name, tiny.eos_ids)
-    examples = []
+    policy, examples = fresh(tiny), []
     for texts in conversations:
         said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         examples.append(encode_chat(policy.tokenizer, said))
-
-    async def teach():
-        async for _ in sft(policy, examples, SFTConfig(steps=steps, lr=3e-3, batch_size=batch_size)):
-            pass
-
-    asyncio.run(teach())
+    rows_of(sft(policy, examples, SFTConfig(steps=steps, lr=3e-3, batch_size=batch_size)))
     return policy
 
 
@@ -125,53 +113,50 @@ async def episodes(policy, url, action_format, n=8, limits=None):
                               action_format=action_format)
 
 
-def test_training_on_typed_actions(typed_url, answerer):
-    rows, moved = run(trained(answerer, typed_url, TYPED))
+async def test_training_on_typed_actions(typed_url, answerer):
+    rows, moved = await trained(answerer, typed_url, TYPED)
     assert moved and [row["lost"] for row in rows] == [0, 0, 0]
     assert all(0 <= row["reward"] <= 1 and row["turns"] > 0 for row in rows) and any(row["mixed"] for row in rows)
     assert max(row.get("diff_max", 0.0) for row in rows) < 1e-3
 
 
-def test_a_value_that_their_validator_refuses_ends_their_session_and_not_ours(typed_url, answerer):
+async def test_a_value_that_their_validator_refuses_ends_their_session_and_not_ours(typed_url, answerer):
     """Their server cannot serialise the validator's error and hangs up; the rule says what becomes of the episode."""
     action_format = replace(TYPED, to_action=lambda text: {"number": 10})
-    found = run(episodes(answerer, typed_url, action_format))
+    found = await episodes(answerer, typed_url, action_format)
     assert {(e.rollout.finish_reason, e.rollout.reward, e.invalid) for e in found} == {("invalid", None, 1)}
-    found = run(episodes(answerer, typed_url, replace(action_format, on_invalid="penalise", penalty=-0.5)))
+    found = await episodes(answerer, typed_url, replace(action_format, on_invalid="penalise", penalty=-0.5))
     assert {(e.rollout.finish_reason, e.rollout.reward, e.invalid) for e in found} == {("invalid", -0.5, 1)}
 
 
 @pytest.mark.full
-def test_training_on_tools(tools_url, caller):
+async def test_training_on_tools(tools_url, caller):
     limits = Limits(max_turns=3, max_total_tokens=420)
-    rows, moved = run(trained(caller, tools_url, MCP, limits=limits))
+    rows, moved = await trained(caller, tools_url, MCP, limits=limits)
     assert moved and [row["lost"] for row in rows] == [0, 0, 0] and any(row["mixed"] for row in rows)
     rates = [(row["reward"], row["tool_rate"], row["turns"]) for row in rows]
     assert all(0 <= reward <= 1 and tools > 0.5 and turns >= 1 for reward, tools, turns in rates) and rates[0][2] > 1, rates
     assert max(row.get("diff_max", 0.0) for row in rows) < 1e-3
 
 
-def test_what_the_tools_server_says(tools_url):
-    async def main():
-        async with EnvSession(tools_url) as session:
-            first = await session.reset(seed=1)
-            assert [tool["name"] for tool in (await session.mcp("tools/list"))["tools"]] == ["add", "answer"]
-            assert (await session.state())["step_count"] == 0  # asking was no step
-            with pytest.raises(ServerError, match=r"tools/nothing.*\(-32601\)"):
-                await session.mcp("tools/nothing")
-            assert MCP.texts(first)[0].startswith("What is ")
-            for text, told in (('{"name": "add", "arguments": {"a": 2, "b": 3}}', "5"),
-                               ('{"name": "nope"}', "error: Unknown tool: 'nope'")):
-                assert MCP.texts(await MCP.act(session, text)) == [told]
-            assert (await MCP.act(session, '{"name": "add", "arguments": 3}')).why.startswith("error: write one tool call")
-            assert isinstance(await MCP.act(session, '{"name": "\\ud800"}'), Malformed)
-            assert MCP.texts(await MCP.act(session, '{"name": "add"}'))[0].startswith("error: ")
-            assert (await session.state())["step_count"] == 3
-
-    run(main())
+async def test_what_the_tools_server_says(tools_url):
+    async with EnvSession(tools_url) as session:
+        first = await session.reset(seed=1)
+        assert [tool["name"] for tool in (await session.mcp("tools/list"))["tools"]] == ["add", "answer"]
+        assert (await session.state())["step_count"] == 0  # asking was no step
+        with pytest.raises(ServerError, match=r"tools/nothing.*\(-32601\)"):
+            await session.mcp("tools/nothing")
+        assert MCP.texts(first)[0].startswith("What is ")
+        for text, told in (('{"name": "add", "arguments": {"a": 2, "b": 3}}', "5"),
+                           ('{"name": "nope"}', "error: Unknown tool: 'nope'")):
+            assert MCP.texts(await MCP.act(session, text)) == [told]
+        assert (await MCP.act(session, '{"name": "add", "arguments": 3}')).why.startswith("error: write one tool call")
+        assert isinstance(await MCP.act(session, '{"name": "\\ud800"}'), Malformed)
+        assert MCP.texts(await MCP.act(session, '{"name": "add"}'))[0].startswith("error: ")
+        assert (await session.state())["step_count"] == 3
 
 
 @pytest.mark.full
-def test_an_environment_without_tools_says_so(typed_url, answerer):
+async def test_an_environment_without_tools_says_so(typed_url, answerer):
     with pytest.raises(ServerError, match="does not support MCP"):
-        run(episodes(answerer, typed_url, MCP))
+        await episodes(answerer, typed_url, MCP)

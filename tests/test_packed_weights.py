@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from decode_helpers import flat, ragged_prompts, tiny_policy
 from torch import nn
+from decode_helpers import flat, ragged_prompts, tiny_policy
 
 from grpolab.decode.audit import audit
 from grpolab.decode.engines import llama
-from grpolab.decode.engines.llama import PackedLinear
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import load_policy
@@ -39,17 +38,8 @@ def another_torch(request, monkeypatch):
     monkeypatch.setattr(llama, "private_operations", lambda: lacks)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_fallback_is_the_same_product(another_torch, bias):
-    torch.manual_seed(0)
-    module, x = nn.Linear(32, 48, bias=bias), torch.randn(5, 32)
-    product = PackedLinear([module], llama.onednn)
-    assert product.packed is None
-    torch.testing.assert_close(product(x), module(x))
-
-
 def test_the_engine_without_private_operations_gives_the_same_rollouts(another_torch):
-    policy = tiny_policy()
+    policy = tiny_policy(attention_bias=True, mlp_bias=True)
     with Sampler(policy, slots=4, engine="llama") as sampler:
         assert sampler.engine.products()[0].packed is None
         shared = [m for layer in policy.model.model.layers for m in (layer.self_attn.o_proj, layer.mlp.down_proj)]

@@ -1,11 +1,10 @@
 """The critic: its advantages against a direct sum, PPO against GRPO where both must be equal, and what a critic learns."""
 
-import asyncio
 import dataclasses
 
 import pytest
 import torch
-from loop_helpers import rows_of
+from loop_helpers import flat, rows_of
 
 from grpolab import load_policy
 from grpolab.arithmetic import Task, generate
@@ -19,20 +18,12 @@ KNOWN, _ = generate(200, 10, seed=3, task=Task(ops="+", max_operand=30))
 CONFIG = GRPOConfig(steps=3, prompts_per_step=4, group_size=4, max_new_tokens=16, lr=1e-4)
 
 
-async def drained(steps):
-    return [row async for row in steps]
-
-
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """A policy that is right sometimes, as a folder."""
     policy = load_policy("tiny")
-    asyncio.run(drained(sft(policy, demonstrations(policy, KNOWN[:50]), SFTConfig(steps=40, batch_size=16, lr=1e-3))))
+    rows_of(sft(policy, demonstrations(policy, KNOWN[:50]), SFTConfig(steps=40, batch_size=16, lr=1e-3)))
     return str(policy.save(tmp_path_factory.mktemp("start") / "policy"))
-
-
-def weights(policy):
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
 def by_definition(reward, values, gamma, lam):
@@ -75,11 +66,11 @@ def test_ppo_is_grpo_where_lambda_is_1_and_the_value_the_groups_mean(start, opti
     for name, lam in (("grpo", None), ("ppo", 1.0), ("other", 0.5)):
         policies[name] = policy = load_policy(start)
         critic = None if lam is None else GroupMean(RewardModel.from_policy(policy), CriticConfig(lam=lam))
-        rows = asyncio.run(drained(grpo(policy, None, KNOWN[50:], config, critic=critic)))
+        rows = rows_of(grpo(policy, None, KNOWN[50:], config, critic=critic))
         assert any(row["trained_groups"] for row in rows)
-    moved = (weights(policies["grpo"]) - weights(load_policy(start))).norm()
-    assert (weights(policies["ppo"]) - weights(policies["grpo"])).norm() < 1e-3 * moved
-    assert (weights(policies["other"]) - weights(policies["grpo"])).norm() > 0.01 * moved
+    moved = (flat(policies["grpo"]) - flat(load_policy(start))).norm()
+    assert (flat(policies["ppo"]) - flat(policies["grpo"])).norm() < 1e-3 * moved
+    assert (flat(policies["other"]) - flat(policies["grpo"])).norm() > 0.01 * moved
     assert not hasattr(policies["ppo"].model, "critic")
 
 
@@ -95,7 +86,7 @@ def test_a_critic_learns_what_a_prefix_is_worth(start):
     good, bad = ([20, 21, token, 24, 25] for token in (22, 23))
     groups = [Group((rollout([5, 6, 7], good, [1, 1, 1, 0, 1], 1.0), rollout([5, 6, 7], bad, [1, 1, 1, 0, 1], 0.0),
                      rollout([5, 6, 7], [30, 31], [1, 1], None)))]
-    before = weights(policy).clone()
+    before = flat(policy).clone()
     with critic.beside(policy):
         optimiser = make_optimiser(policy, CONFIG)
         a, returns = critic.judge(policy, groups, CONFIG)
@@ -105,7 +96,7 @@ def test_a_critic_learns_what_a_prefix_is_worth(start):
     learned = critic.values(policy, groups[0].rollouts, CONFIG).detach()
     assert (learned[:2, :3] - 0.5).abs().max() < 0.1
     assert (learned[0, 4] - 1).abs() < 0.1 and learned[1, 4].abs() < 0.1 and learned[0, 3] == 0
-    assert torch.equal(weights(policy), before)
+    assert torch.equal(flat(policy), before)
 
 
 def test_a_run_with_a_critic_goes_on_in_every_bit(start, tmp_path):
@@ -121,8 +112,8 @@ def test_a_run_with_a_critic_goes_on_in_every_bit(start, tmp_path):
     taken("broken", 2)
     again, critic_again, more = taken("broken", 4)
     assert [row["step"] for row in more] == [2, 3] and len({row["value_loss"] for row in rows}) == 4
-    assert torch.equal(weights(whole), weights(again))
-    assert torch.equal(weights(critic.model), weights(critic_again.model))
+    assert torch.equal(flat(whole), flat(again))
+    assert torch.equal(flat(critic.model), flat(critic_again.model))
     recorded = Run("a", root=tmp_path / "whole").recorder.groups(3)
     assert any(sum(g.advantages) > 1e-3 for g in recorded)  # the critic's: those of a group add up to 0
 
@@ -131,7 +122,7 @@ def test_what_a_critic_cannot_do_is_refused(start, tmp_path):
     policy = load_policy(start)
     critic = Critic(RewardModel.from_policy(policy))
     with pytest.raises(ValueError, match="replay_every=2"):
-        asyncio.run(drained(grpo(policy, None, KNOWN, CONFIG, critic=critic, run=Run("a", root=tmp_path, replay_every=2))))
+        rows_of(grpo(policy, None, KNOWN, CONFIG, critic=critic, run=Run("a", root=tmp_path, replay_every=2)))
     for options in ({"lam": 1.1}, {"gamma": 0.0}, {"lr": 0.0}, {"epochs": 0}):
         with pytest.raises(ValueError, match="lam lies in"):
             CriticConfig(**options)

@@ -23,10 +23,6 @@ from grpolab.env.session import ServeOptions
 BOTH = pytest.mark.parametrize("isolate", ["thread", "process"])
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 40))
-
-
 def ended(server):
     return lambda: server.status()["sessions"] == 0
 
@@ -141,13 +137,12 @@ async def test_memory_is_limited():
         assert (await session.step({"do": "len(bytearray(10**6))"})).observation["said"] == "1000000"
 
 
-def test_a_process_inherits_neither_secrets_nor_descriptors(monkeypatch, tmp_path):
+async def test_a_process_inherits_neither_secrets_nor_descriptors(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     monkeypatch.setenv("HF_TOKEN", "hush")
     held, holds = os.pipe()
     os.set_inheritable(holds, True)
-
-    async def main():
+    with open(held), open(holds, "w"):
         isolate = Isolation(env={"MINE": "1"}, cwd=tmp_path)
         async with serve(odd_envs.Inspects, isolate=isolate) as server, EnvSession(server.url) as session:
             async def say(text):
@@ -159,9 +154,6 @@ def test_a_process_inherits_neither_secrets_nor_descriptors(monkeypatch, tmp_pat
             opened = "[f for f in map(int, os.listdir('/proc/self/fd')) if f > 2 and os.path.exists(f'/proc/self/fd/{f}')]"
             assert len(ast.literal_eval(await say(opened))) == 1  # its socket, which it does not pass on
             assert await say(f"[os.get_inheritable(f) for f in {opened}]") == "[False]"
-
-    with open(held), open(holds, "w"):
-        run(main())
 
 
 TALKS = """
@@ -256,7 +248,7 @@ async def test_no_process_of_a_session_outlives_the_server(number):
         await asyncio.to_thread(wait_for, lambda: not any(alive(p.pid) for p in family), SOON)
 
 
-def test_what_another_process_cannot_import_is_refused_when_serving_starts():
+async def test_what_another_process_cannot_import_is_refused_when_serving_starts():
     class Local(odd_envs.Base):
         pass
 
@@ -268,15 +260,15 @@ def test_what_another_process_cannot_import_is_refused_when_serving_starts():
 
     for factory in (Local, lambda: odd_envs.Base()):
         with pytest.raises(ValueError, match="put it into a file, or use isolate='thread'"):
-            run(opens(factory))
+            await opens(factory)
     with pytest.raises(FactoryError, match="has no attribute 'Missing'"):  # found in its process
-        run(opens("odd_envs:Missing"))
+        await opens("odd_envs:Missing")
     with pytest.raises(ValueError, match="No module named 'nowhere'"):
-        run(opens("nowhere:Env"))
+        await opens("nowhere:Env")
     with pytest.raises(ValueError, match="environment 'chess' cannot be imported"):
-        run(opens("chess"))
+        await opens("chess")
     with pytest.raises(FactoryError, match="made a object without reset"):
-        run(opens(odd_envs.not_an_environment))
+        await opens(odd_envs.not_an_environment)
     with pytest.raises(ValueError, match="isolate='vm'"):
         ServeOptions(isolate="vm")
     with pytest.raises(ValueError, match="memory_mib=1"):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from decode_helpers import COMPILER, flat, ragged_prompts, tiny_policy
 
-from grpolab.decode.prompt_lookup import PromptLookup
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.sync import run_sync
@@ -22,24 +21,6 @@ def repetitive_policy(dtype=torch.float32):
 
 
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="no g++ here")
-
-
-def test_a_draft_is_what_last_followed_the_last_three_tokens():
-    lookup = PromptLookup([1, 2, 3, 4, 1, 2, 3, 5, 6, 1, 2, 3], most=4)
-    assert lookup.draft(9) == [5, 6, 1, 2] and lookup.draft(2) == [5, 6] and lookup.draft(0) == []
-    lookup.extend([4])
-    assert lookup.draft(9) == [1, 2, 3, 5]
-    lookup.extend([9])
-    assert lookup.draft(9) == []
-
-
-def test_its_length_follows_what_was_accepted():
-    lookup = PromptLookup([*range(20)] * 2, most=8)
-    lengths = []
-    for drafted, accepted in [(8, 0), (1, 1), (2, 2), (4, 3), (3, 3), (0, 0), (6, 6)]:
-        lookup.judge(drafted, accepted)
-        lengths.append(len(lookup.draft(99)))
-    assert lengths == [1, 2, 4, 3, 6, 6, 8]
 
 
 @needs_compiler

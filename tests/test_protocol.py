@@ -22,17 +22,6 @@ def data(code, **more):
     return json.dumps({"type": "error", "data": {"message": "m", "code": code, **more}})
 
 
-def test_requests_are_literally_those_of_the_wire():
-    assert (protocol.STATE, protocol.CLOSE) == ('{"type":"state"}', '{"type":"close"}')
-    assert protocol.message("reset", {"seed": 7, "task": {"id": 3}}) == '{"type":"reset","data":{"seed":7,"task":{"id":3}}}'
-
-
-def test_replies_are_literally_those_of_the_wire():
-    seen = protocol.observation(StepResult({"echo": "hello", "turn": 1}, 5.0, False))
-    assert json.loads(seen) == {"type": "observation", "data": {
-        "observation": {"echo": "hello", "turn": 1}, "reward": 5.0, "done": False}}
-
-
 @pytest.mark.parametrize("text, kind, expected", [
     ('{"type":"state"}', "state", {}), ('{"type":"close"}', "close", {}), ('{"type":"reset"}', "reset", {}),
     ('{"type":"reset","data":{"seed":7}}', "reset", {"seed": 7}),

@@ -3,16 +3,15 @@ bounded time, and the server's own count says what is left."""
 
 import asyncio
 import logging
-import os
 import random
 import signal
 import sys
-import threading
 import time
 
 import psutil
 import pytest
-from env_harness import ROOT, SOON, eventually, server_process, start_process, status, wait_for
+from env_harness import SOON, eventually, server_process, start_process, status, wait_for
+from test_kernel import Kernel
 from websockets.asyncio.server import serve as serve_websockets
 
 from grpolab.env import protocol
@@ -20,10 +19,6 @@ from grpolab.env.client import Deadlines, EnvSession
 from grpolab.env.pool import GrpoPool
 from grpolab.env.protocol import ConnectError, DeadlineExceeded, EnvError, SessionLost, StepResult
 from grpolab.env.server import serve
-
-
-def run(coroutine, seconds=30):
-    asyncio.run(asyncio.wait_for(coroutine, seconds))
 
 
 def sessions(url):
@@ -71,36 +66,20 @@ KERNEL_CELLS = [
 
 
 def test_interrupting_a_notebook_cell_leaves_nothing_and_the_next_cell_works():
-    from jupyter_client import KernelManager
-
     with server_process("env_harness:AsyncEchoEnv", "--max-sessions", "4") as (_, url):
-        kernel = KernelManager(kernel_name="python3")
-        kernel.start_kernel(cwd=str(ROOT), env={**os.environ, "PYTHONPATH": str(ROOT)})
-        client = kernel.client()
-        client.start_channels()
+        kernel, (begin, long, after) = Kernel(), (cell.format(url=url) for cell in KERNEL_CELLS)
         try:
-            client.wait_for_ready(timeout=30)
-
-            def execute(cell, interrupt=False):
-                said = []
-                if interrupt:
-                    threading.Timer(0.5, kernel.interrupt_kernel).start()
-                reply = client.execute_interactive(cell.format(url=url), timeout=20, output_hook=said.append)
-                text = "".join(m["content"].get("text", "") for m in said)
-                return reply["content"], text
-
-            assert execute(KERNEL_CELLS[0])[0]["status"] == "ok"
+            assert kernel.run(begin)[0] == "ok"
             start = time.monotonic()
-            content, _ = execute(KERNEL_CELLS[1], interrupt=True)
-            assert content["status"] == "error" and content["ename"] in ("KeyboardInterrupt", "CancelledError")
+            told, _, (error,), _ = kernel.run(long, seconds=0.5)
+            assert told == "error" and ("KeyboardInterrupt" in error or "CancelledError" in error)
             assert time.monotonic() - start < SOON  # the step itself sleeps for 30 s
-            content, text = execute(KERNEL_CELLS[2])
-            assert content["status"] == "ok", content
+            told, text, errors, _ = kernel.run(after)
+            assert told == "ok", errors
             assert text.split("\n")[:2] == ["['ok', 'ok', 'ok', 'ok'] 0 4 4", "0"]  # tasks; sockets before, after, closed
             wait_for(lambda: sessions(url) == 0, SOON)
         finally:
-            client.stop_channels()
-            kernel.shutdown_kernel(now=True)
+            kernel.close()
 
 
 CLIENT = """

@@ -331,16 +331,3 @@ def test_servers_that_are_not_there(tiny):
             RemoteSampler(url, tiny)
     with imitation({"/v1/models": {"data": [{"id": "m"}]}}) as url, pytest.raises(RemoteError, match="not 'other'"):
         asyncio.run(RemoteSampler(url, tiny, model="other").sample(PROMPTS))
-
-
-@pytest.mark.full
-def test_a_wrong_token_and_the_command(tiny, elsewhere, capsys, tmp_path):
-    import grpolab.__main__ as door
-
-    with pytest.raises(RemoteError, match="refused with 401.*token"):
-        asyncio.run(RemoteSampler(elsewhere[0], tiny, token="wrong").sample(PROMPTS))
-    (tmp_path / "empty").write_text("")
-    for wrong, said in ((["--token-file", str(tmp_path / "empty")], "empty"), (["--host", "0.0.0.0"], "token"),
-                        (["--token-file", str(tmp_path / "none")], "none")):
-        assert door.main(["serve-policy", "tiny", *wrong]) == (2 if "--host" in wrong else 1)
-        assert said in capsys.readouterr().err

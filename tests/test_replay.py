@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import copy
 import gzip
 import json
 import shutil
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from loop_helpers import flat, rows_of
+from loop_helpers import digits, flat, fresh, rows_of
 
 from grpolab.__main__ import main
 from grpolab.arithmetic import Task, generate
@@ -22,7 +21,6 @@ from grpolab.lab.counterfactual import fork
 from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.lab.rescore import rescore
 from grpolab.lab.restore import restore
-from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.checkpoints import processor
 from grpolab.runs.run import Run
@@ -31,15 +29,10 @@ from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.sources import StepGroups
 from tests.test_multiturn import PROBLEMS as SUMS
 from tests.test_multiturn import caller  # noqa: F401
-from tests.test_rollout_log import digits
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = GRPOConfig(steps=5, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, save_every=2, kl_coef=0.1,
                     inner_epochs=2, minibatches=2)
-
-
-def fresh(policy):
-    return Policy(copy.deepcopy(policy.model), policy.tokenizer, "copy", policy.eos_ids)
 
 
 def train(policy, run, config=CONFIG, stop=None):
@@ -85,9 +78,10 @@ def test_an_interrupted_run_is_replayed_and_one_that_starts_over_keeps_nothing_o
     run = Run("x", root=tmp_path, replay_every=2)
     train(fresh(tiny), run, stop=3)
     train(fresh(tiny), run)
+    assert [s["from"] for s in run.recorder.sessions()] == [0, 3] and run.recorder.sessions()[0]["torch"]
     assert sorted(run.kept()) == [0, 2, 4] and all(replay(run, step).equal for step in (1, 3, 4))
     train(fresh(tiny), run, GRPOConfig(**{**vars(CONFIG), "steps": 2, "lr": 1e-4}))
-    assert sorted(run.kept()) == [0, 2] and replay(run, 1).equal
+    assert sorted(run.kept()) == [0, 2] and replay(run, 1).equal and run.recorder.steps() == [0, 1]
 
 
 def test_episodes_come_again_with_what_the_environment_said(caller, tmp_path):  # noqa: F811

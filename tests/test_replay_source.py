@@ -9,8 +9,8 @@ import math
 
 import pytest
 import torch
+from loop_helpers import digits, rows_of
 from loop_helpers import flat as weights
-from loop_helpers import rows_of
 
 from grpolab.arithmetic import Problem
 from grpolab.models.load import load_policy
@@ -23,10 +23,6 @@ PROBLEMS = [Problem(a, "+", 7) for a in range(12)]
 CONFIG = GRPOConfig(steps=3, prompts_per_step=3, group_size=4, max_new_tokens=8, lr=1e-3, seed=4)
 TIMES = ("_s", "seconds")
 FAR = {"max_logp_diff": None, "sampler_cap": 2.0}
-
-
-def digits(text, row, rollout):
-    return float(sum(c.isdigit() for c in text))
 
 
 def train(policy, source, config=CONFIG, n=None, **more):

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from loop_helpers import rows_of
+from loop_helpers import digits, rows_of
 
 from grpolab.arithmetic import Task, generate
 from grpolab.lab import rollout_viewer
@@ -18,7 +18,7 @@ from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.run import Run
 from grpolab.train.grpo import GRPOConfig, grpo, trainer_logps
-from tests.test_rollout_log import a_group, digits, length
+from tests.test_rollout_log import a_group, length
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = GRPOConfig(steps=3, prompts_per_step=6, group_size=4, max_new_tokens=8, lr=1e-3)

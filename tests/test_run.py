@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
-from loop_helpers import flat, fresh, rows_of
+from loop_helpers import flat, fresh, rows_of, untimed
 
 from grpolab.arithmetic import Task, generate
 from grpolab.runs import run as lab_run
@@ -29,25 +29,12 @@ from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 PROBLEMS, _ = generate(24, 0, seed=3, task=Task("+-", max_operand=20))
 CONFIG = SFTConfig(steps=5, batch_size=6, lr=1e-3, save_every=2)
-TIMES = {"seconds", "tokens_per_s"}
 
 
 def train(policy, run, config=CONFIG, stop=None):
     """The cell: train, and return the numbers."""
-
-    async def cell():
-        rows = sft(policy, demonstrations(policy, PROBLEMS), config, run=run)
-        async for row in rows:
-            if row["step"] + 1 == stop:
-                break
-        await rows.aclose()
-
-    asyncio.run(cell())
+    rows_of(sft(policy, demonstrations(policy, PROBLEMS), config, run=run), stop)
     return untimed(run.metrics) if run else None
-
-
-def untimed(rows):
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
 
 
 def test_a_cell_run_twice_gives_the_same_numbers(tiny, tmp_path, capsys):
@@ -167,22 +154,19 @@ def test_a_step_whose_update_failed_half_way_is_not_kept(tiny, tmp_path):
 # --- one folder, one loop ---------------------------------------------------------------------------------------------
 
 
-def test_a_second_loop_of_the_process_is_refused_while_the_first_lives(tiny, tmp_path):
-    async def main():
-        examples = demonstrations(tiny, PROBLEMS)
-        first = sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path))
-        await anext(first)
-        with pytest.raises(RuntimeError, match="in use: another loop of this process is training into it"):
-            await anext(sft(fresh(tiny), examples, CONFIG, run=Run("x", root=tmp_path)))
-        await first.aclose()
-        async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
-            pass
-        async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
-            break  # unnamed and left: gone by the next turn of the event loop
-        await asyncio.sleep(0.3)
-        await anext(sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)))
-
-    asyncio.run(main())
+async def test_a_second_loop_of_the_process_is_refused_while_the_first_lives(tiny, tmp_path):
+    examples = demonstrations(tiny, PROBLEMS)
+    first = sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path))
+    await anext(first)
+    with pytest.raises(RuntimeError, match="in use: another loop of this process is training into it"):
+        await anext(sft(fresh(tiny), examples, CONFIG, run=Run("x", root=tmp_path)))
+    await first.aclose()
+    async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
+        pass
+    async for _ in sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)):
+        break  # unnamed and left: gone by the next turn of the event loop
+    await asyncio.sleep(0.3)
+    await anext(sft(tiny, examples, CONFIG, run=Run("x", root=tmp_path)))
 
 
 OTHER = """

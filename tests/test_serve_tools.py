@@ -229,12 +229,3 @@ async def test_a_developer_is_the_system_and_parts_are_one_text(tiny):
         replies = [await ask(client, messages, max_tokens=3, seed=1, tools=[]) for messages in asked]
         assert replies[0].prompt_token_ids == replies[1].prompt_token_ids == prompt_ids(tiny.tokenizer, asked[0])
         assert replies[0].choices[0].token_ids == replies[1].choices[0].token_ids
-
-
-async def test_a_model_whose_template_knows_no_tools_is_named(caller):
-    caller.tokenizer = copy.deepcopy(caller.tokenizer)
-    caller.tokenizer.chat_template = caller.tokenizer.chat_template.replace("tools or []", "[]")
-
-    async with in_session(caller) as (_, _, client):
-        with pytest.raises(openai.BadRequestError, match="does not write tools"):
-            await ask(client, user("x"))

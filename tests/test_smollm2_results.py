@@ -1,8 +1,6 @@
 """Results on SmolLM2: how a task is chosen, and that a stopped series keeps what is done."""
 
-import asyncio
 import json
-import random
 import sys
 
 import pytest
@@ -10,12 +8,10 @@ import pytest
 from grpolab.arithmetic import Problem
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import repository
-from grpolab.train import GRPOConfig
 
 ROOT = repository()
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import smollm2_arithmetic as sums  # noqa: E402
-import smollm2_english as english  # noqa: E402
 import smollm2_gym as gym  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
 
@@ -76,14 +72,3 @@ def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path):
     again.keep("full 1", {"gain": 2})
     assert json.loads(path.read_text())["full 0"] == {"gain": 1}
     assert "full 0" not in runs.Record(path, {"steps": 3, "rates": (0.1, 0.2)})
-
-
-def test_one_run_is_trained_and_measured(tiny):
-    """Of the loop's rows the reward of every step; and the answers after it, one a prompt."""
-    rows = random.Random(0).sample(english.PRACTICE, 4)
-    config = GRPOConfig(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4, lr=1e-5)
-    found = asyncio.run(runs.trained(tiny, rows, config, lambda text, row, rollout: float(sum(rollout.tokens))))
-    assert len(found["rewards"]) == 2 and tiny.version == 2 and found["peak_gb"] > 0
-    assert found["trained"] == sum(p.numel() for p in tiny.model.parameters())
-    answers = asyncio.run(runs.said(tiny, rows, 4))
-    assert len(answers) == 4 and all(len(r.tokens) <= 4 and tiny.decode(r.tokens) == text for text, r in answers)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from loop_helpers import flat as weights
+from loop_helpers import rows_of
 
 from grpolab.arithmetic import Problem
 from grpolab.chat import prompt_ids
@@ -34,10 +35,7 @@ def vowels(text, row, rollout):
 
 
 def train(policy, rows=ROWS, reward=vowels, config=CONFIG, **more):
-    async def collect():
-        return [row async for row in grpo(policy, None, rows, config, reward=reward, **more)]
-
-    return asyncio.run(collect())
+    return rows_of(grpo(policy, None, rows, config, reward=reward, **more))
 
 
 def test_rows_of_any_kind_train_alike(tiny):
@@ -115,10 +113,7 @@ def test_a_cancelled_step_leaves_no_reward_behind(tiny):
 
 
 def from_source(policy, source, config=CONFIG, run=None):
-    async def collect():
-        return [row async for row in grpo_from(policy, None, source, config, longest=64, run=run)]
-
-    return asyncio.run(collect())
+    return rows_of(grpo_from(policy, None, source, config, longest=64, run=run))
 
 
 async def sampled_groups(policy, step, size=4, n=2):
@@ -184,8 +179,10 @@ def test_slow_rewards_overlap_with_each_other_and_with_decoding(tiny):
 
 def test_the_default_reward_reads_the_answer_of_any_row():
     ended = Rollout((1,), (2,), (1,), (0.0,), (0.0,), "eos")
+    cut = dataclasses.replace(ended, finish_reason="length")
     for row in (Problem(1, "+", 2), {"answer": 3}, {"answer": "3"}):
         assert finished_and_correct("\\boxed{3}", row, ended) == 1.0 and finished_and_correct("\\boxed{4}", row, ended) == 0.0
+        assert finished_and_correct("\\boxed{3}", row, cut) == 0.0
     with pytest.raises(ValueError, match="the answer '3 apples' of a row is no integer"):
         finished_and_correct("\\boxed{3}", {"answer": "3 apples"}, ended)
 

@@ -1,7 +1,6 @@
 """Tools as functions: what a policy may call in this process, and what becomes of calls that go wrong."""
 
 import asyncio
-import json
 import threading
 import time
 from dataclasses import dataclass
@@ -217,24 +216,21 @@ class Notes:
         raise AssertionError
 
 
-def test_a_class_is_tools_with_a_state_of_each_episode(tiny):
-    async def main():
-        tools = Tools(Notes, lambda run: len(run.calls))
-        assert set(t["function"]["name"] for t in tools.schemas) == {"write", "read", "page"}
-        form = tools.action_format(tiny.tokenizer)
-        async with GrpoPool(tools, size=2) as pool:
-            for _ in range(2):
-                for slot, first in zip(pool.slots, "ab"):
-                    await slot.reset(task={"prompt": "?", "first": first}, seed=5)
-                for slot, first in zip(pool.slots, "ab"):
-                    assert form.texts(await form.act(slot, call("write", line="x"))) == ["3"]
-                    assert form.texts(await form.act(slot, call("read"))) == [f"{first}|5|x"]
-                    assert (await form.act(slot, "done")).reward == 2.0
-
-    asyncio.run(main())
+async def test_a_class_is_tools_with_a_state_of_each_episode(tiny):
+    tools = Tools(Notes, lambda run: len(run.calls))
+    assert set(t["function"]["name"] for t in tools.schemas) == {"write", "read", "page"}
+    form = tools.action_format(tiny.tokenizer)
+    async with GrpoPool(tools, size=2) as pool:
+        for _ in range(2):
+            for slot, first in zip(pool.slots, "ab"):
+                await slot.reset(task={"prompt": "?", "first": first}, seed=5)
+            for slot, first in zip(pool.slots, "ab"):
+                assert form.texts(await form.act(slot, call("write", line="x"))) == ["3"]
+                assert form.texts(await form.act(slot, call("read"))) == [f"{first}|5|x"]
+                assert (await form.act(slot, "done")).reward == 2.0
 
 
-def test_a_class_for_trl_is_one_for_tools(tiny):
+async def test_a_class_for_trl_is_one_for_tools(tiny):
     """Its `reset` takes the columns and may say more to the question; the reward sees the object."""
     class Counter:
         def reset(self, **columns):
@@ -250,16 +246,13 @@ def test_a_class_for_trl_is_one_for_tools(tiny):
             self.count += step
             return self.count
 
-    async def main():
-        tools = Tools(Counter, lambda run: run.tools.count)
-        form = tools.action_format(tiny.tokenizer)
-        async with GrpoPool(tools, size=1) as pool:
-            started = await pool.slots[0].reset(task={"prompt": "Count.", "start": 5}, seed=1)
-            assert form.texts(started) == ["Count. From 5."]
-            assert form.texts(await form.act(pool.slots[0], call("increment", step=2))) == ["7"]
-            assert (await form.act(pool.slots[0], "done")).reward == 7.0
-
-    asyncio.run(main())
+    tools = Tools(Counter, lambda run: run.tools.count)
+    form = tools.action_format(tiny.tokenizer)
+    async with GrpoPool(tools, size=1) as pool:
+        started = await pool.slots[0].reset(task={"prompt": "Count.", "start": 5}, seed=1)
+        assert form.texts(started) == ["Count. From 5."]
+        assert form.texts(await form.act(pool.slots[0], call("increment", step=2))) == ["7"]
+        assert (await form.act(pool.slots[0], "done")).reward == 7.0
 
 
 @pytest.mark.parametrize("reward", [lambda run: 1 / 0, lambda run: float("nan"), lambda run: None])
@@ -270,25 +263,7 @@ def test_a_reward_that_fails_costs_the_episode(tiny, reward):
 
 # --- sessions in this process -----------------------------------------------------------------------------------------
 
-def test_any_environment_can_be_played_in_this_process():
-    async def main():
-        before = threading.active_count()
-        async with GrpoPool(GuessEnv, size=3) as pool:
-            await pool.reset_group(seed=1)
-            results = await pool.run_group_step([{"text": "50"}] * 3)
-            assert len({json.dumps(r.observation) for r in results}) == 1
-            assert (await pool.slots[0].state())["step_count"] == 1
-            assert {span.phase for span in pool.trace} >= {"connect", "admit", "reset", "step"}
-        for _ in range(100):
-            if threading.active_count() <= before:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(threading.enumerate())
-
-    asyncio.run(main())
-
-
-def test_environments_that_fail_in_this_process_fail_by_name():
+async def test_environments_that_fail_in_this_process_fail_by_name():
     class Broken:
         def __init__(self):
             raise OSError("no disk")
@@ -297,18 +272,15 @@ def test_environments_that_fail_in_this_process_fail_by_name():
         def step(self, action):
             time.sleep(30)
 
-    async def main():
-        with pytest.raises(FactoryError, match="Broken.*no disk"):
-            await GrpoPool(Broken, size=2).connect()
-        async with GrpoPool(Hung, size=1, deadlines=Deadlines(step=0.2)) as pool:
-            await pool.reset_group(seed=1)
-            with pytest.raises(DeadlineExceeded):
-                await pool.run_group_step([{"text": "5"}])
-            await pool.slots[0].reset(seed=1)  # on a new session
-        with pytest.raises(ValueError, match="give the class"):
-            GrpoPool(GuessEnv())
-
-    asyncio.run(main())
+    with pytest.raises(FactoryError, match="Broken.*no disk"):
+        await GrpoPool(Broken, size=2).connect()
+    async with GrpoPool(Hung, size=1, deadlines=Deadlines(step=0.2)) as pool:
+        await pool.reset_group(seed=1)
+        with pytest.raises(DeadlineExceeded):
+            await pool.run_group_step([{"text": "5"}])
+        await pool.slots[0].reset(seed=1)  # on a new session
+    with pytest.raises(ValueError, match="give the class"):
+        GrpoPool(GuessEnv())
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from env_harness import free_port
 
 from grpolab.__main__ import main
 from grpolab.arithmetic import Task, generate
@@ -37,11 +38,6 @@ def die():
 threading.Timer(1.5, die).start()
 {ANSWERS}
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 @pytest.fixture

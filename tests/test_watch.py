@@ -8,7 +8,6 @@ from torch import nn
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.sync import run_sync
 
 GREEDY = SamplingParams(greedy=True, max_new_tokens=12, seed=0)
 PROMPTS = ragged_prompts(3)
@@ -128,16 +127,6 @@ def test_rows_in_progress_end_with_the_engine_they_began_with():
         assert ended == ["llama"] and sampler.engine.name == "hf"
     assert flat(long.future.result())[0].tokens == expected[0].tokens
     assert audit(policy, later).disagreements == 0
-
-
-def test_a_conversation_forgets_keys_of_other_weights():
-    policy = tiny_policy()
-    with Sampler(policy, slots=4) as sampler:
-        talk = sampler.conversation(seed=1)
-        run_sync(talk.sample([5, 6, 7], GREEDY))
-        edit_data(policy)
-        turn = run_sync(talk.sample([9, 10], GREEDY))
-    assert audit(policy, [turn]).raw_max_error < 1e-4
 
 
 def test_a_policy_of_nan_is_compared_once_it_is_repaired():

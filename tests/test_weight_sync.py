@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from env_harness import free_port
 from test_remote import PROMPTS, imitation, moved, of_vllm, process
 
 peft = pytest.importorskip("peft")
@@ -58,11 +59,6 @@ def copied(policy, by=None):
     if by is not None:
         moved(other, by)
     return other
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 async def agree(remote, policy, version):
