@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 from decode_helpers import flat, ragged_prompts, tiny_policy
+from torch import nn
 
 from grpolab.decode.audit import audit
 from grpolab.decode.engines import llama
