@@ -30,9 +30,9 @@ from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train import multiturn
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.episodes import as_groups
+from grpolab.train.episodes import Limits, as_groups, demonstrate, evaluate_episodes, play_all
 from grpolab.train.grpo import GRPOConfig, grpo_gradient
-from grpolab.train.multiturn import Limits, demonstrate, evaluate_episodes, multi_turn_grpo, play_all
+from grpolab.train.multiturn import multi_turn_grpo
 from grpolab.train.sft import SFTConfig, sft
 
 PROBLEMS = [Problem(a, "+", b) for a in range(4) for b in range(4)]

@@ -8,11 +8,11 @@ import pytest
 from grpolab.arithmetic import Problem
 from grpolab.chat import Example, encode_chat, prompt_ids, user
 from grpolab.rollouts import Group, Rollout
+from grpolab.runs.checkpoints import data_hash
 from grpolab.sync import run_sync
 from grpolab.train.preferences import (
     Pair,
     PairRules,
-    content_key,
     load_preferences,
     make_pairs,
     near_miss,
@@ -136,17 +136,16 @@ def test_a_pair_that_prefers_nothing_is_refused():
 def test_pairs_survive_the_disk_unchanged(tiny, tmp_path):
     pairs, _ = make_pairs(tiny, [SUM], [group(tiny, SUM, RIGHT, NEAR, FAR)], PairRules(per_question=2, balance=False))
     read = read_pairs(write_pairs(tmp_path / "pairs.jsonl", pairs))
-    assert read == pairs and [p.meta for p in read] == [p.meta for p in pairs] and content_key(read) == content_key(pairs)
+    assert read == pairs and [p.meta for p in read] == [p.meta for p in pairs] and data_hash(read) == data_hash(pairs)
     assert [p.name for p in tmp_path.iterdir()] == ["pairs.jsonl"]
 
 
-def test_the_content_key_knows_ids_masks_and_order(tiny):
+def test_the_hash_of_pairs_knows_ids_masks_and_order(tiny):
     pair = load_preferences([{"prompt": "a", "chosen": "b", "rejected": "c"}], tiny.tokenizer)[0]
     swapped = dataclasses.replace(pair, chosen=pair.rejected, rejected=pair.chosen)
     masked = dataclasses.replace(pair, chosen=Example(pair.chosen.ids, (0, *pair.chosen.mask[1:])))
-    keys = {content_key(p) for p in ([pair], [swapped], [masked], [pair, swapped], [swapped, pair], [pair, pair])}
+    keys = {data_hash(p) for p in ([pair], [swapped], [masked], [pair, swapped], [swapped, pair], [pair, pair])}
     assert len(keys) == 6
-    assert content_key([dataclasses.replace(pair, meta={"x": 1})]) == content_key([pair])
 
 
 def test_a_broken_line_is_named(tiny, tmp_path):

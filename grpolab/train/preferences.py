@@ -5,7 +5,6 @@ A pair holds one prompt, a chosen and a rejected completion, all as token ids, s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections import Counter
@@ -60,14 +59,6 @@ class Pair:
     def longest(self) -> int:
         """Tokens of the prompt with the longer completion."""
         return len(self.prompt) + max(len(self.chosen.ids), len(self.rejected.ids))
-
-
-def content_key(pairs: Iterable[Pair]) -> str:
-    """A hash of the token ids and masks of the pairs, in their order."""
-    digest = hashlib.sha256()
-    for p in pairs:
-        digest.update(repr((p.prompt, p.chosen.ids, p.chosen.mask, p.rejected.ids, p.rejected.mask)).encode())
-    return digest.hexdigest()
 
 
 # --- from the checker -------------------------------------------------------------------------------------------------

@@ -19,12 +19,12 @@ import torch
 from grpolab.files import atomic_write
 from grpolab.models.load import BasePolicy, Policy
 from grpolab.rollouts import collate
-from grpolab.runs.checkpoints import weights_hash
+from grpolab.runs.checkpoints import data_hash, weights_hash
 from grpolab.train import losses
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, autocast
-from grpolab.train.preferences import Pair, content_key
+from grpolab.train.preferences import Pair
 from grpolab.train.verify import verify_forward
 
 BLOCK = 8
@@ -46,7 +46,7 @@ def pair_logps(policy: Policy, pairs: Sequence[Pair], share: bool = True, checkp
 
 @dataclass(frozen=True)
 class ReferenceLogps:
-    """`values` (P, 2): the reference's log-probs of the pairs whose `content_key` is `data`, in their order; `weights` is the
+    """`values` (P, 2): the reference's log-probs of the pairs whose `data_hash` is `data`, in their order; `weights` is the
     hash of its weights, by which a run that goes on knows it again."""
 
     values: torch.Tensor
@@ -63,7 +63,7 @@ def cache_logps(
     The reference may be the policy itself before its first step; then no second model exists at all. `config` is the
     training's, for its autocast. Raises ValueError for a damaged file.
     """
-    config, data, weights = config or Optimisation(), content_key(pairs), weights_hash(reference)
+    config, data, weights = config or Optimisation(), data_hash(pairs), weights_hash(reference)
     if folder is None:
         return ReferenceLogps(_compute(reference, pairs, config), data, weights)
     model = {k: v for k, v in reference.model.config.to_dict().items() if k not in UNRELATED}
@@ -83,7 +83,7 @@ def reference_values(
     """The function from indices of `pairs` to the reference's log-probs of those, (n, 2). A resident model scores a block once,
     when one of its pairs comes up."""
     if isinstance(reference, ReferenceLogps):
-        if reference.data != content_key(pairs) or len(reference.values) != len(pairs):
+        if reference.data != data_hash(pairs) or len(reference.values) != len(pairs):
             raise ValueError("the cached reference log-probs are of other pairs: call cache_logps with these")
         return lambda indices: reference.values[list(indices)]
     score = cache(lambda block: _score_block(reference, pairs, block, config))
