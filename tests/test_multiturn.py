@@ -288,7 +288,7 @@ def test_a_lost_episode_abstains_and_its_slot_goes_on(learner):
 
 
 def test_too_few_episodes_are_an_error_and_not_a_small_step(caller):
-    with pytest.raises(GroupFailed, match="0 of 3 episodes finished"):
+    with pytest.raises(GroupFailed, match="0 of 3 rollouts finished"):
         run(played(caller, lambda: Faulty(CalculatorEnv(), faults={1: "raise"}), PROBLEMS[:3], on_failure="drop", min_group=1))
 
 

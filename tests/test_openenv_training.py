@@ -14,10 +14,10 @@ from env_harness import ROOT, start_process
 from grpolab.chat import encode_chat
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.action_format import MCP, TEXT, Malformed
+from grpolab.env.action_format import MCP, TEXT
 from grpolab.env.client import EnvSession
 from grpolab.env.pool import GrpoPool
-from grpolab.env.protocol import ServerError
+from grpolab.env.protocol import InvalidAction, ServerError
 from grpolab.models.load import Policy
 from grpolab.train.episodes import Limits, play_all
 from grpolab.train.grpo import GRPOConfig
@@ -163,8 +163,10 @@ def test_what_the_tools_server_says(tools_url):
             for text, told in (('{"name": "add", "arguments": {"a": 2, "b": 3}}', "5"),
                                ('{"name": "nope"}', "error: Unknown tool: 'nope'")):
                 assert MCP.texts(await MCP.act(session, text)) == [told]
-            assert (await MCP.act(session, '{"name": "add", "arguments": 3}')).why.startswith("error: write one tool call")
-            assert isinstance(await MCP.act(session, '{"name": "\\ud800"}'), Malformed)
+            with pytest.raises(InvalidAction, match="write one tool call"):
+                await MCP.act(session, '{"name": "add", "arguments": 3}')
+            with pytest.raises(InvalidAction):
+                await MCP.act(session, '{"name": "\\ud800"}')
             assert MCP.texts(await MCP.act(session, '{"name": "add"}'))[0].startswith("error: ")
             assert (await session.state())["step_count"] == 3
 
